@@ -1,0 +1,83 @@
+"""Small random checkpoints of real architectures, built offline: for tests, demos, benchmarks.
+
+Weights are scaled (std 1.6/sqrt(fan in), embeddings 0.5) so that greedy output is diverse and depends on the image.
+No special token is ever the greedy choice, so that a text ends by its length unless a test asks otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity.errors import UnknownName
+
+if TYPE_CHECKING:
+    from trinity.testing.checkpoints_recipes import Recipe
+
+ARCHITECTURES: tuple[str, ...] = ("llava",)
+MIDSIZE: tuple[str, ...] = ("llava-110m", "llama-512x8")
+
+
+def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write the tiny checkpoint ``name`` (one of ``ARCHITECTURES``), about 1 MB in float32, into ``directory``.
+
+    It holds safetensors, config, tokenizer, chat template and, for multimodal ones, the image processor's files, all in
+    transformers' own layout. The same seed gives the same weights. Raises ``UnknownName``.
+    """
+    from trinity.testing.checkpoints_recipes import RECIPES
+
+    if name not in RECIPES or name not in ARCHITECTURES:
+        raise UnknownName("tiny checkpoint", name, ARCHITECTURES)
+    return _build(RECIPES[name](), Path(directory), seed)
+
+
+def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a mid-size checkpoint (one of ``MIDSIZE``) for benchmarks and memory measurements.
+
+    "llava-110m": 12 x 384 ViT at 336 px (576 visual tokens) and a 12 x 768 LM with 12 heads over 3 KV heads;
+    "llama-512x8": text only, 512 wide, 8 layers, 8 heads over 2 KV heads. Raises ``UnknownName``.
+    """
+    from trinity.testing.checkpoints_recipes import RECIPES
+
+    if name not in RECIPES or name not in MIDSIZE:
+        raise UnknownName("mid-size checkpoint", name, MIDSIZE)
+    return _build(RECIPES[name](), Path(directory), seed)
+
+
+def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
+    import torch
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = recipe.model_class(recipe.config).float().eval()
+        _scale_weights(model, torch.Generator().manual_seed(seed))
+    _silence(model, recipe.tokenizer.all_special_ids + list(recipe.silent_ids))
+    model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
+    model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    recipe.save_processor(directory)
+    return directory
+
+
+def _scale_weights(model: Any, generator: Any) -> None:
+    import torch
+
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if id(parameter) in embeddings:
+                parameter.copy_(noise * 0.5)
+            elif parameter.ndim >= 2:
+                parameter.copy_(noise * 1.6 / (parameter.numel() / parameter.shape[0]) ** 0.5)
+            else:
+                parameter.add_(noise * 0.1)
+
+
+def _silence(model: Any, ids: list[int]) -> None:
+    """Give special tokens a logit of 0, which the largest of some hundred random logits always exceeds."""
+    import torch
+
+    with torch.no_grad():
+        model.get_output_embeddings().weight[sorted(set(ids))] = 0.0
