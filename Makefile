@@ -1,0 +1,58 @@
+# Every target does its own set-up: `make demo` and `make test` work in a fresh clone on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup
+# One thread per process: on a busy machine two cost ten times as long. No accelerator, no hub.
+QUIET_CPU := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(QUIET_CPU) $(PY) -m pytest -q -n 2 --dist loadgroup
+
+# A virtual environment that is broken, or that belongs to another checkout, is set up anew.
+ifneq ($(shell $(PY) -c 'import os, trinity; print(os.path.samefile(trinity.__path__[0], "src/trinity"))' 2>&1),True)
+$(shell rm -f $(STAMP))
+endif
+
+.PHONY: setup demo test test-all check format bench docs mutants clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trinity needs Python 3.11 or later: make PYTHON=python3.12 setup")'
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing into $(VENV) (torch is large: a minute or several)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@touch $@
+
+demo: $(STAMP)
+	$(QUIET_CPU) $(PY) examples/demo.py $(ARGS)
+
+test: $(STAMP)
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) -m "" --hypothesis-profile=thorough $(ARGS)
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy $(wildcard src tests tools examples benchmarks)
+	$(PY) tools/check_imports.py
+	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
+	$(PY) tools/check_sizes.py
+
+format: $(STAMP)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(STAMP)
+	$(QUIET_CPU) $(PY) benchmarks/run.py $(ARGS)
+
+docs: $(STAMP)
+	$(PY) tools/check_docs.py
+	$(PY) tools/build_docs.py build/docs
+
+mutants: $(STAMP)
+	$(QUIET_CPU) $(PY) tools/mutants.py $(ARGS)
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants
