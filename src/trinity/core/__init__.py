@@ -1,0 +1,15 @@
+"""InstanceCore: every decision that an instance takes, as a state machine without I/O.
+
+Rules (design.md, section 1):
+
+1. All state changes of an instance live here. No await, no torch, no socket, no clock: ``handle(event, now) -> [command]``.
+2. A transfer is one Offer with parts, Ready as they are finished, one Commit, Pull and Pulled as often as needed, and
+   exactly one Release from the target. The source may Withdraw: the target drains its pulls, then sends Release.
+3. A block returns to its pool when no step and no transfer that uses it is in flight; cancel only marks.
+4. A request reserves one kind at a time, its whole need of it at once, image before KV, first in first out per pool.
+5. A block is free, or cached with no reference, or held. It becomes matchable only after Stepped or Pulled.
+6. Cancel follows the request along the channel of its Offers; a tombstone names the next hop until Forget.
+7. Steps are per lane: ("joint",) is the paper's single batch, ("vision", "language") its dual stream.
+"""
+
+from trinity.core.instance import InstanceCore as InstanceCore

@@ -1,0 +1,200 @@
+"""What the scheduler may choose from, and what an admitted request reserves: image blocks or KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from trinity.blocks import blocks_for
+from trinity.core.lifecycle import release
+from trinity.core.state import PendingMedia, Phase, RequestState, State
+from trinity.core.target import ask_for_media
+from trinity.messages import IMAGE, KV, Open
+from trinity.routing import kv_tokens
+from trinity.scheduler import Batch, EncodeView, Outstanding, PrefillView, View
+
+
+class Candidates:
+    """The view of one schedule. Cached blocks that it counts on are pinned, so that no admission evicts them."""
+
+    def __init__(self, s: State, stages: str, now: float) -> None:
+        self.s, self.now = s, now
+        self.hits: dict[str, tuple[int, ...]] = {}
+        self.pins: list[tuple[str, str, tuple[int, ...]]] = []
+        self.uncovered: list[RequestState] = []
+        language, vision = "P" in stages or "D" in stages, "E" in stages
+        self.view = View(
+            decoding=tuple(s.decoding) if language else (),
+            prefilling=self._prefilling() if language else (),
+            encoding=self._encoding() if vision else (),
+            new_prefills=self._new_prefills() if language else (),
+            new_encodes=self._new_encodes() if vision else (),
+            free_kv=s.pools[KV].available if KV in s.pools and not s.kv_offers else 0,
+            free_media=s.image.available if "E" in s.settings.roles and not s.image_offers else 0,
+            outstanding=_outstanding(s),
+        )
+
+    def admit(self, batch: Batch) -> list[RequestState]:
+        """Reserve for those that the schedule admitted; nobody else's pins may stand in their way."""
+        chosen = {*batch.admitted_encodes, *batch.admitted_prefills}
+        self._unpin([pin for pin in self.pins if pin[0] not in chosen])
+        admitted = [_admit_encode(self.s, request, self.now) for request in batch.admitted_encodes]
+        for request in batch.admitted_prefills:
+            _admit_prefill(self.s, request, self.hits[request], self.now)
+        self._unpin([pin for pin in self.pins if pin[0] in chosen])
+        for state in self.uncovered:
+            _back_to_media(self.s, state, self.now)
+        return admitted
+
+    def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
+        for _, kind, blocks in pins:
+            self.s.pools[kind].drop(blocks)
+
+    def _prefilling(self) -> Iterator[PrefillView]:
+        for request, state in self.s.prefilling.items():
+            yield PrefillView(request, state.done, len(state.work.prompt), _atomic(state))
+
+    def _encoding(self) -> Iterator[EncodeView]:
+        for request, state in self.s.encoding.items():
+            items = own_items(self.s, state)
+            if items:
+                yield EncodeView(request, items)
+
+    def _new_prefills(self) -> Iterator[PrefillView]:
+        s = self.s
+        for request in [*s.migrated_queue, *_ordered(s, s.prefill_queue, _prompt_left)]:
+            state = s.requests[request]
+            if state.skip_media and s.needs_media(state):
+                self.uncovered.append(state)
+                continue
+            hits = s.prefix_hits(state)
+            need = self._pin(request, KV, hits, _kv_blocks(s, state) - len(hits))
+            self.hits[request] = hits
+            yield PrefillView(request, len(hits) * s.settings.kv_block, len(state.work.prompt), _atomic(state), need)
+
+    def _new_encodes(self) -> Iterator[EncodeView]:
+        s = self.s
+        for request in list(_ordered(s, s.encode_queue, _media_left)):
+            items: list[tuple[int, int]] = []
+            need = 0
+            for item, slot in enumerate(s.requests[request].media):
+                hits = _cached_media(s, slot.keys)
+                if hits:
+                    need += self._pin(request, IMAGE, hits, 0)
+                elif slot.span.content not in s.pending:
+                    items.append((item, slot.span.tokens))
+                    need += len(slot.keys)
+            yield EncodeView(request, tuple(items), need)
+
+    def _pin(self, request: str, kind: str, hits: tuple[int, ...], new: int) -> int:
+        """Hold the hits for the length of this schedule; the blocks that reserving takes from what is available."""
+        pool = self.s.pools[kind]
+        before = pool.available
+        pool.hold(hits)
+        self.pins.append((request, kind, hits))
+        return new + before - pool.available
+
+
+def _outstanding(s: State) -> Outstanding:
+    """What other lanes are running just now."""
+    decodes = prefill = media = 0
+    for running in s.lanes.values():
+        if running is not None:
+            decodes += len(running.step.decodes)
+            prefill += sum(row.length for row in running.step.prefills)
+            media += sum(row.span.tokens for row in running.step.encodes)
+    return Outstanding(decodes, prefill, media)
+
+
+def _ordered(s: State, queue: Iterable[str], size: Callable[[RequestState], int]) -> Iterable[str]:
+    """The waiting queue in the order of the rules: first come, shortest job, or earliest deadline first."""
+    order = s.settings.rules.order
+    if order == "fcfs":
+        return list(queue)
+    if order == "sjf":
+        return sorted(queue, key=lambda request: size(s.requests[request]))
+    return sorted(queue, key=lambda request: s.requests[request].deadline)
+
+
+def _prompt_left(state: RequestState) -> int:
+    return len(state.work.prompt)
+
+
+def _media_left(state: RequestState) -> int:
+    return sum(span.tokens for span in state.work.media)
+
+
+def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
+    return tuple((span.offset, span.end) for span in state.work.media if span.atomic)
+
+
+def _kv_blocks(s: State, state: RequestState) -> int:
+    stays = "D" in s.settings.roles
+    return blocks_for(kv_tokens(state.work, decodes=stays), s.settings.kv_block)
+
+
+def _cached_media(s: State, keys: list[bytes]) -> tuple[int, ...]:
+    """The cached blocks of a media item, if all of them are here."""
+    hits = s.image.match(keys) if s.settings.image_cache else ()
+    return hits if len(hits) == len(keys) else ()
+
+
+def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
+    """(item, visual tokens) that this request is the one to encode, and that no step is encoding."""
+    request = state.work.request
+    owned = []
+    for item, slot in enumerate(state.media):
+        pending = s.pending.get(slot.span.content)
+        if not slot.ready and pending and not pending.in_step and pending.providers[0] == (request, item):
+            owned.append((item, slot.span.tokens))
+    return tuple(owned)
+
+
+def _admit_encode(s: State, request: str, now: float) -> RequestState:
+    """Reserve the image blocks of all items: cached ones are held, those under way are shared, the rest is new."""
+    state = s.requests[request]
+    s.encode_queue.remove(request)
+    for item, slot in enumerate(state.media):
+        hits = _cached_media(s, slot.keys)
+        pending = s.pending.get(slot.span.content)
+        if hits or pending is not None:
+            slot.blocks = hits or (pending.blocks if pending else ())
+            s.image.hold(slot.blocks)
+            slot.ready = bool(hits)
+        else:
+            slot.blocks = s.image.allocate(len(slot.keys))
+            pending = s.pending[slot.span.content] = PendingMedia(slot.blocks, [])
+        if not slot.ready and pending is not None:
+            pending.providers.append((request, item))
+    state.enter(Phase.ENCODING, now)
+    s.encoding[request] = state
+    return state
+
+
+def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
+    """Reserve the whole KV need, keep what is cached, and let the source of covered images go."""
+    state = s.requests[request]
+    queue = s.migrated_queue if state.incoming is not None else s.prefill_queue
+    queue.remove(request)
+    s.kv.hold(hits)
+    state.kv = hits + s.kv.allocate(_kv_blocks(s, state) - len(hits))
+    state.published = len(hits)
+    state.done = state.cached = len(hits) * s.settings.kv_block
+    if state.incoming is not None and not state.incoming.released:
+        release(s, state, "cached")
+    images = tuple(slot.blocks for slot in state.media)
+    s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached))
+    state.opened = True
+    state.enter(Phase.PREFILLING, now)
+    s.prefilling[request] = state
+
+
+def _back_to_media(s: State, state: RequestState, now: float) -> None:
+    """The cached KV that covered the images was evicted while the request waited."""
+    if state.incoming is not None:
+        s.migrated_queue.remove(state.work.request)
+        ask_for_media(s, state, now)
+        return
+    s.prefill_queue.remove(state.work.request)
+    state.skip_media = False
+    state.enter(Phase.IMAGE_QUEUE, now)
+    s.encode_queue.append(state.work.request)

@@ -1,0 +1,180 @@
+"""Steps: a free lane gets the next batch of Algorithm 1, and what a step has done moves its requests on."""
+
+from __future__ import annotations
+
+from trinity.core.admission import Candidates, own_items
+from trinity.core.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
+from trinity.core.source import announce, offer_kv, offer_media
+from trinity.core.state import Phase, RequestState, Running, State
+from trinity.core.target import admit_offers, publish_kv
+from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Sampled, Send, Step, Stepped
+from trinity.scheduler import Batch, schedule
+
+LANES = {"joint": "EPD", "vision": "E", "language": "PD"}
+
+
+def pump(s: State, now: float) -> None:
+    """Admit migrations and fill free lanes until nothing more can start."""
+    while True:
+        admit_offers(s, now)
+        if not any([_fill(s, lane, now) for lane, running in s.lanes.items() if running is None]):
+            return
+
+
+def _fill(s: State, lane: str, now: float) -> bool:
+    """Start the lane's next step. True where something changed that may let more be admitted."""
+    if not (s.decoding or s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
+        return False
+    candidates = Candidates(s, LANES[lane], now)
+    batch = schedule(candidates.view, s.settings.rules)
+    admitted = candidates.admit(batch)
+    step = _build(s, lane, batch, now)
+    if step is not None:
+        requests = {row.request for row in step.encodes} | {row.request for row in step.prefills}
+        s.lanes[lane] = Running(step, frozenset(requests.union(step.decodes)))
+        s.out.append(step)
+    for state in admitted:
+        _media_progress(s, state, now)
+    return bool(admitted or candidates.uncovered)
+
+
+def _build(s: State, lane: str, batch: Batch, now: float) -> Step | None:
+    encodes = tuple(row for request, items in batch.encodes for row in _encode_rows(s, request, items))
+    prefills = tuple(_prefill_row(s, *chosen) for chosen in batch.prefills)
+    decodes = tuple(batch.decodes)
+    if not (encodes or prefills or decodes):
+        return None
+    for request in decodes:
+        state = s.decoding[request]
+        if not state.first_decode:
+            state.book(now)
+            state.first_decode = True
+    s.steps += 1
+    return Step(s.steps, lane, encodes, prefills, decodes)
+
+
+def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
+    state = s.requests[request]
+    mine = {item for item, _ in own_items(s, state)}
+    rows = []
+    for item in items:
+        if item in mine:
+            slot = state.media[item]
+            s.pending[slot.span.content].in_step = True
+            inputs = state.inputs[item] if state.inputs else None
+            rows.append(Encode(request, item, slot.span, slot.blocks, inputs))
+    return rows
+
+
+def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
+    state = s.requests[request]
+    return Prefill(request, start, length, start + length == len(state.work.prompt))
+
+
+def stepped(s: State, event: Stepped, now: float) -> None:
+    """A step ended: tokens go out, blocks become matchable, requests move on or end."""
+    running = s.lanes[event.lane]
+    assert running is not None and running.step.id == event.id, f"step {event.id} is not running on {event.lane}"
+    s.lanes[event.lane] = None
+    step, failed = running.step, event.failed
+    emitted: list[Emitted] = []
+    before = len(s.out)
+    _encoded(s, step, event, now)
+    for row in step.prefills:
+        if row.request not in failed:
+            _prefilled(s, row, event.sampled.get(row.request), emitted, now)
+    for request in step.decodes:
+        if request not in failed:
+            _decoded(s, request, event.sampled.get(request), emitted, now)
+    if emitted:  # ahead of the ends that these tokens brought about
+        s.out.insert(before, Send(FRONTEND, Emit(tuple(emitted))))
+    for request, why in failed.items():
+        end(s, s.requests[request], now, "error", why)
+    for request in running.requests:
+        state = s.requests.get(request)
+        if state is not None and state.ending is not None:
+            conclude_if_quiet(s, state, now)
+
+
+def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
+    changed: dict[str, list[int]] = {}
+    for row in step.encodes:
+        pending = s.pending.get(row.span.content)
+        if row.request in event.failed:
+            _next_provider(s, row)
+        elif pending is not None and pending.in_step:
+            del s.pending[row.span.content]
+            for request, item in pending.providers:
+                changed.setdefault(request, []).append(item)
+            if s.settings.image_cache:
+                keys = s.requests[row.request].media[row.item].keys
+                for block, key in zip(row.blocks, keys, strict=True):
+                    s.image.publish(block, key)
+    for request, items in changed.items():
+        state = s.requests[request]
+        for item in items:
+            state.media[item].ready = True
+        if state.ending is None:
+            _media_progress(s, state, now, tuple(items))
+
+
+def _next_provider(s: State, row: Encode) -> None:
+    """This request's own inputs failed: whoever else waits for the same content encodes its own."""
+    pending = s.pending.get(row.span.content)
+    if pending is None:
+        return
+    pending.in_step = False
+    pending.providers = [each for each in pending.providers if each[0] != row.request]
+    if not pending.providers:
+        del s.pending[row.span.content]
+
+
+def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
+    """Some features are ready: announce them, or go on to prefill here once all are."""
+    if "P" not in s.settings.roles:
+        if state.outgoing is not None:
+            announce(s, state, items)
+        if any(slot.ready for slot in state.media):
+            offer_media(s, state, now)
+    elif all(slot.ready for slot in state.media):
+        s.encoding.pop(state.work.request, None)
+        queue_prefill(s, state, now)
+
+
+def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Emitted], now: float) -> None:
+    state = s.requests[row.request]
+    if state.ending is not None:
+        return
+    state.done += row.length
+    publish_kv(s, state, state.done)
+    if not row.last:
+        return
+    assert sampled is not None, f"the last chunk of {row.request} gave no token"
+    del s.prefilling[row.request]
+    drop_media(s, state)
+    if _took(s, state, sampled, emitted, now):
+        return
+    if "D" in s.settings.roles:
+        state.enter(Phase.DECODING, now)
+        s.decoding[row.request] = state
+    else:
+        offer_kv(s, state, now)
+
+
+def _decoded(s: State, request: str, sampled: Sampled | None, emitted: list[Emitted], now: float) -> None:
+    state = s.requests[request]
+    if state.ending is None:
+        assert sampled is not None, f"decode of {request} gave no token"
+        _took(s, state, sampled, emitted, now)
+
+
+def _took(s: State, state: RequestState, sampled: Sampled, emitted: list[Emitted], now: float) -> bool:
+    """Take one token. True where the request ends with it."""
+    work, tokens = state.work, state.tokens
+    emitted.append(Emitted(work.request, work.attempt, len(tokens), sampled))
+    tokens.append(sampled.token)
+    if sampled.token in work.stop_ids:
+        end(s, state, now, "stop")
+    elif len(tokens) >= work.max_tokens:
+        end(s, state, now, "length")
+    return state.ending is not None

@@ -1,0 +1,158 @@
+"""Every error that trinity raises, in one tree (design: errors are typed and say what to do next).
+
+::
+
+    TrinityError
+    ├── ConfigError (ValueError)      the pipeline cannot be built as asked
+    │   ├── PlacementError            a placement is malformed or lacks a stage
+    │   ├── LayoutMismatch            two instances disagree about model, dtype or block layout
+    │   ├── UnknownName               no such transport, policy or stage: lists those known
+    │   ├── UnsupportedModel          the model has no adapter, or layers a paged cache cannot serve
+    │   └── TraceError                a bad row in a trace (``.line``)
+    │       └── TraceTooShort         a trace too short for an answer (``.needed_s``)
+    ├── RequestError                  one request cannot be served (``.request_id``); others go on
+    │   ├── RequestTooLarge           it would never fit the context or a block pool
+    │   ├── BadMedia                  an image (video, audio) is corrupt, missing, too many or too large
+    │   ├── Overloaded                the waiting queue is full
+    │   ├── DeadlineExceeded          its deadline passed before its last token (``.output``)
+    │   ├── StageError                a stage raised while it worked on it (``.stage``)
+    │   └── MigrationError            its blocks could not be moved (``.source .target .kind``)
+    ├── TransportError                a transport failed (``.scheme .peer``)
+    │   ├── TransportUnavailable      the transport cannot run here
+    │   ├── HandshakeError            the peer is not who or what it should be
+    │   ├── OfferRefused              the peer refused (``.reason``)
+    │   ├── PeerLost                  the peer is gone
+    │   ├── TransferTimeout           a transfer passed its deadline
+    │   └── IntegrityError            blocks arrived altered
+    └── ClosedError                   the pipeline, stream or transport is closed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TrinityError(Exception):
+    """Base of every error that trinity raises on purpose."""
+
+
+class ConfigError(TrinityError, ValueError):
+    """The pipeline cannot be built as asked."""
+
+
+class PlacementError(ConfigError):
+    """A placement is malformed, or lacks a stage that the model needs."""
+
+
+class LayoutMismatch(ConfigError):
+    """Two instances disagree about the model, the dtype or the block layout."""
+
+
+class UnknownName(ConfigError):
+    """No such transport, policy or stage."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        listed = ", ".join(sorted(known)) or "none"
+        super().__init__(f"unknown {what} {name!r}; known: {listed}.{' ' + hint if hint else ''}")
+        self.what, self.name = what, name
+
+
+class UnsupportedModel(ConfigError):
+    """The model has no adapter, or has layers that a paged cache cannot serve."""
+
+
+class TraceError(ConfigError):
+    """A bad row in a trace."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message if line is None else f"line {line}: {message}")
+        self.line = line
+
+
+class TraceTooShort(TraceError):
+    """A trace too short for an answer."""
+
+    def __init__(self, message: str, needed_s: float) -> None:
+        super().__init__(message)
+        self.needed_s = needed_s
+
+
+class RequestError(TrinityError):
+    """One request cannot be served; the others go on."""
+
+    def __init__(self, message: str, request_id: str = "") -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.output: object | None = None
+
+
+class RequestTooLarge(RequestError):
+    """The request would never fit the model's context or a block pool."""
+
+
+class BadMedia(RequestError):
+    """An image (video, audio) is corrupt, missing, too many or too large."""
+
+
+class Overloaded(RequestError):
+    """The waiting queue is full: try again later or raise ``max_waiting``."""
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed before its last token; ``.output`` has what there was."""
+
+
+class StageError(RequestError):
+    """A stage raised while it worked on the request."""
+
+    def __init__(self, message: str, request_id: str = "", stage: str = "") -> None:
+        super().__init__(message, request_id)
+        self.stage = stage
+
+
+class MigrationError(RequestError):
+    """The request's blocks could not be moved; ``__cause__`` is the TransportError where known."""
+
+    def __init__(self, message: str, request_id: str = "", source: str = "", target: str = "", kind: str = "") -> None:
+        super().__init__(message, request_id)
+        self.source, self.target, self.kind = source, target, kind
+
+
+class TransportError(TrinityError):
+    """A transport failed."""
+
+    def __init__(self, message: str, scheme: str = "", peer: str = "") -> None:
+        super().__init__(message)
+        self.scheme, self.peer = scheme, peer
+
+
+class TransportUnavailable(TransportError):
+    """The transport cannot run here; the message names what is missing."""
+
+
+class HandshakeError(TransportError):
+    """The peer is not who or what it should be."""
+
+
+class OfferRefused(TransportError):
+    """The peer refused an offer or a read."""
+
+    def __init__(self, message: str, reason: str = "", scheme: str = "", peer: str = "") -> None:
+        super().__init__(message, scheme, peer)
+        self.reason = reason
+
+
+class PeerLost(TransportError):
+    """The peer is gone."""
+
+
+class TransferTimeout(TransportError):
+    """A transfer passed its deadline."""
+
+
+class IntegrityError(TransportError):
+    """Blocks arrived altered."""
+
+
+class ClosedError(TrinityError):
+    """The pipeline, stream or transport is closed."""

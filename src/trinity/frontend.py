@@ -1,0 +1,192 @@
+"""FrontendCore: one view of every request, whatever instance it is on, as a state machine without I/O.
+
+Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order (the first comes from
+the prefill instance, the rest from the decode instance, on two channels). It alone decides when a request has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from trinity.messages import (
+    Cancel,
+    Emit,
+    Emitted,
+    Failure,
+    Finished,
+    Forget,
+    PeerUp,
+    Sampled,
+    Send,
+    Submit,
+    Value,
+    Work,
+)
+from trinity.routing import Router, RoutingPolicy, fits, needs
+
+
+class Abort(Value, frozen=True):
+    """The user's side: end this request. ``reason``: cancelled (the reader left) or stop (a stop string was found)."""
+
+    request: str
+    reason: str
+
+
+class Tick(Value, frozen=True):
+    """A timer is due."""
+
+
+class Deliver(Value, frozen=True):
+    """The next token of a request, in order, once."""
+
+    request: str
+    index: int
+    sampled: Sampled
+
+
+class End(Value, frozen=True):
+    """The end of a request for its reader: reason stop, length, cancelled, deadline or error."""
+
+    request: str
+    reason: str
+    failure: Failure | None = None
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the front end remembers of a request that has not ended everywhere."""
+
+    work: Work
+    first: str
+    deadline: float
+    delivered: int = 0
+    early: dict[int, Sampled] = field(default_factory=dict)
+    aborted: str | None = None
+    ended: bool = False
+    finished: Finished | None = None
+
+
+class FrontendCore:
+    """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers. ``max_waiting`` bounds requests
+    that have no token yet."""
+
+    def __init__(self, policy: RoutingPolicy, max_waiting: int = 1024) -> None:
+        self.router = Router(policy)
+        self.max_waiting = max_waiting
+        self.entries: dict[str, Entry] = {}
+        self.waiting = 0
+        self._deadlines: list[tuple[float, str]] = []
+        self._out: list[Value] = []
+
+    def handle(self, event: Value, now: float) -> list[Value]:
+        self._out = []
+        if isinstance(event, Emit):
+            for emitted in event.tokens:
+                self._emitted(emitted)
+        elif isinstance(event, Finished):
+            self._finished(event)
+        elif isinstance(event, Submit):
+            self._submit(event, now)
+        elif isinstance(event, Abort):
+            self._abort(event)
+        elif isinstance(event, Tick):
+            self._expire(now)
+        elif isinstance(event, PeerUp):
+            self.router.peers[event.name] = event
+        return self._out
+
+    def next_timer(self) -> float | None:
+        """When a Tick is due."""
+        while self._deadlines and self._deadlines[0][1] not in self.entries:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _submit(self, event: Submit, now: float) -> None:
+        work = event.work
+        assert work.request not in self.entries, f"{work.request} is served already"
+        problem = self._problem(work)
+        first = None if problem else self.router.choose("E" if work.media else "P", work)
+        if problem or first is None:
+            self._out.append(End(work.request, "error", problem or _too_large(self.router, work)))
+            return
+        deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
+        self.entries[work.request] = Entry(work, first, deadline)
+        self.waiting += 1
+        if work.deadline_s is not None:
+            heapq.heappush(self._deadlines, (deadline, work.request))
+        self._out.append(Send(first, event))
+
+    def _problem(self, work: Work) -> Failure | None:
+        if self.waiting >= self.max_waiting:
+            return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
+        path = ("E", "P", "D") if work.media else ("P", "D")
+        for letter in path if work.max_tokens > 1 else path[:-1]:
+            if not any(letter in peer.roles and fits(peer, letter, work) for peer in self.router.peers.values()):
+                return _too_large(self.router, work, letter)
+        return None
+
+    def _emitted(self, emitted: Emitted) -> None:
+        entry = self.entries.get(emitted.request)
+        if entry is None or entry.aborted or emitted.attempt != entry.work.attempt or emitted.index < entry.delivered:
+            return
+        entry.early[emitted.index] = emitted.sampled
+        while entry.delivered in entry.early:
+            if not entry.delivered:
+                self.waiting -= 1
+            sampled = entry.early.pop(entry.delivered)
+            self._out.append(Deliver(emitted.request, entry.delivered, sampled))
+            entry.delivered += 1
+        self._settle(entry)
+
+    def _finished(self, event: Finished) -> None:
+        entry = self.entries.get(event.request)
+        if entry is not None and event.attempt == entry.work.attempt:
+            entry.finished = event
+            self._settle(entry)
+
+    def _abort(self, event: Abort) -> None:
+        entry = self.entries.get(event.request)
+        if entry is None or entry.aborted or entry.ended:
+            return
+        entry.aborted = event.reason
+        self._out.append(Send(entry.first, Cancel(event.request)))
+        if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
+            self._end(entry, event.reason)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request = heapq.heappop(self._deadlines)
+            self._abort(Abort(request, "deadline"))
+
+    def _settle(self, entry: Entry) -> None:
+        """End the request once its Finished and every token before it are here; then nothing of it is left."""
+        finished = entry.finished
+        if finished is None or (not entry.aborted and entry.delivered < finished.count):
+            return
+        if not entry.ended:
+            self._end(entry, entry.aborted or finished.reason)
+        for name in dict.fromkeys((entry.first, *finished.route)):
+            self._out.append(Send(name, Forget(finished.request)))
+        del self.entries[finished.request]
+
+    def _end(self, entry: Entry, reason: str) -> None:
+        entry.ended = True
+        if not entry.delivered:
+            self.waiting -= 1
+        finished = entry.finished
+        failure = finished.failure if finished is not None and reason == "error" else None
+        if reason == "deadline":
+            failure = Failure("DeadlineExceeded", f"the deadline of {entry.work.deadline_s} s passed")
+        self._out.append(End(entry.work.request, reason, failure, finished))
+
+
+def _too_large(router: Router, work: Work, letter: str = "") -> Failure:
+    """The largest pools there are, beside what the request needs."""
+    wanted = [
+        needs(letter, work, p.roles, p.media_block, p.kv_block) for p in router.peers.values() if letter in p.roles
+    ]
+    have = [dict(peer.pools) for peer in router.peers.values() if letter in peer.roles]
+    text = f"no instance can hold this request at stage {letter}: it needs {wanted} blocks and the pools have {have}"
+    return Failure("RequestTooLarge", f"{text}; shorten the prompt or max_tokens, or enlarge the pools")

@@ -1,0 +1,309 @@
+"""Everything that a core is told and everything that it answers: events, messages between cores, commands.
+
+Plain immutable values: no tensor, no clock, no socket. Times are durations in seconds (clocks of two hosts
+differ, so only what remains or what was spent travels).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trinity.request import Sampling
+
+
+class Value(msgspec.Struct, frozen=True, gc=False):
+    """Base of all values here."""
+
+
+FRONTEND = "frontend"  # the name under which every instance reaches the front end
+IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
+
+
+class MediaSpan(Value, frozen=True):
+    """One media item as the cores see it.
+
+    ``tokens`` rows in the image cache; ``offset`` and ``length`` in prompt positions (a span may hold separator
+    tokens besides its placeholders). ``content`` identifies the features: content hash, processor fingerprint
+    and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
+    ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``.
+    """
+
+    kind: str
+    tokens: int
+    offset: int
+    length: int
+    content: str
+    atomic: bool = False
+    meta: dict[str, Any] = {}
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class Work(Value, frozen=True, kw_only=True):
+    """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set."""
+
+    request: str
+    prompt: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    deadline_s: float | None = None
+    attempt: int = 0
+
+
+class Failure(Value, frozen=True):
+    """An error in plain words: ``error`` names a class of trinity.errors, ``fields`` its attributes."""
+
+    error: str
+    message: str
+    fields: dict[str, str] = {}
+
+
+class Sampled(Value, frozen=True):
+    """What the sampler chose for one row."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+
+
+# ---------------------------------------------------------------- front end → instance
+
+
+class Submit(Value, frozen=True):
+    """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores."""
+
+    work: Work
+    inputs: tuple[Any, ...] = ()
+
+
+class Cancel(Value, frozen=True):
+    """Stop this request; follows it along the channel of its Offers."""
+
+    request: str
+
+
+class Forget(Value, frozen=True):
+    """The request has ended everywhere: drop its tombstone."""
+
+    request: str
+
+
+# ---------------------------------------------------------------- instance ↔ instance (pull migration, TriInfer 4.3)
+
+
+class Part(Value, frozen=True):
+    """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks."""
+
+    blocks: tuple[int, ...]
+    bytes: int = 0
+
+
+class Offer(Value, frozen=True, kw_only=True):
+    """Source to target, step 1: these blocks will be yours. Shard ``shard`` of ``shards``."""
+
+    id: str
+    kind: str
+    source: str
+    work: Work
+    parts: tuple[Part, ...]
+    shard: int = 0
+    shards: int = 1
+    route: tuple[str, ...] = ()
+
+
+class Ready(Value, frozen=True):
+    """Source to target: these parts (their first ``layers`` layers, or all) hold their content."""
+
+    id: str
+    parts: tuple[int, ...]
+    layers: int | None = None
+
+
+class Commit(Value, frozen=True):
+    """Source to target, once: no part will follow. ``tokens`` are the outputs so far (KV offers)."""
+
+    id: str
+    tokens: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    spans: dict[str, float] = {}
+    transfers: tuple[dict[str, Any], ...] = ()
+    deadline_s: float | None = None
+
+
+class Withdraw(Value, frozen=True):
+    """Source to target: drain what is in flight, then Release."""
+
+    id: str
+    failure: Failure | None = None
+
+
+class Release(Value, frozen=True):
+    """Target to source, once, step 4: ``outcome`` is pulled, cached, cancelled or failed."""
+
+    id: str
+    outcome: str
+
+
+class PeerUp(Value, frozen=True):
+    """An instance is there, with these roles ("EP") and pools (blocks by kind)."""
+
+    name: str
+    roles: str
+    epoch: int = 0
+    pools: dict[str, int] = {}
+    media_block: int = 576
+    kv_block: int = 16
+
+
+class PeerLoad(Value, frozen=True):
+    """What an instance publishes of itself."""
+
+    name: str
+    predicted_s: float
+    free: dict[str, int] = {}
+    cached: frozenset[str] = frozenset()
+
+
+class PeerLost(Value, frozen=True):
+    """An instance is gone."""
+
+    name: str
+
+
+class Drain(Value, frozen=True):
+    """Finish what is here; refuse new requests."""
+
+
+# ---------------------------------------------------------------- shell → its core
+
+
+class Stepped(Value, frozen=True):
+    """A step ended: what was sampled, and which requests failed, in ``seconds``."""
+
+    id: int
+    lane: str
+    sampled: dict[str, Sampled] = {}
+    failed: dict[str, Failure] = {}
+    seconds: float = 0.0
+
+
+class Pulled(Value, frozen=True):
+    """A pull ended."""
+
+    offer: str
+    part: int
+    failure: Failure | None = None
+    record: dict[str, Any] = {}
+
+
+# ---------------------------------------------------------------- core → shell
+
+
+class Send(Value, frozen=True):
+    """Give ``message`` to the core named ``to``; one channel per pair, in order."""
+
+    to: str
+    message: Value
+
+
+class Open(Value, frozen=True, kw_only=True):
+    """A request's KV blocks are reserved here: rows of its prefill and decode follow.
+
+    ``images[i]`` are the image-cache blocks of media item i (empty where its features are not needed, because
+    cached KV covers it). ``cached`` tokens of the prompt are already in ``blocks``. ``tokens`` are the outputs
+    so far (a migrated request): all KV but the last token's is then in ``blocks``.
+    """
+
+    work: Work
+    blocks: tuple[int, ...]
+    images: tuple[tuple[int, ...], ...] = ()
+    cached: int = 0
+    tokens: tuple[int, ...] = ()
+
+
+class Close(Value, frozen=True):
+    """Nothing of this request is in flight here any more; drop its rows."""
+
+    request: str
+
+
+class Encode(Value, frozen=True):
+    """Encode media item ``item`` of a request into ``blocks`` of the image cache."""
+
+    request: str
+    item: int
+    span: MediaSpan
+    blocks: tuple[int, ...]
+    inputs: Any
+
+
+class Prefill(Value, frozen=True):
+    """Run prompt positions [start, start + length); ``last`` asks for the first token."""
+
+    request: str
+    start: int
+    length: int
+    last: bool
+
+
+class Step(Value, frozen=True):
+    """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each."""
+
+    id: int
+    lane: str
+    encodes: tuple[Encode, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    decodes: tuple[str, ...] = ()
+
+
+class Pull(Value, frozen=True):
+    """Read blocks of a peer's pool into our own; answered by one Pulled."""
+
+    offer: str
+    part: int
+    source: str
+    kind: str
+    request: str
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+# ---------------------------------------------------------------- instance → front end
+
+
+class Emitted(Value, frozen=True):
+    """One output token of one request."""
+
+    request: str
+    attempt: int
+    index: int
+    sampled: Sampled
+
+
+class Emit(Value, frozen=True):
+    """All tokens of one step."""
+
+    tokens: tuple[Emitted, ...]
+
+
+class Finished(Value, frozen=True, kw_only=True):
+    """A request ended here and holds nothing here: ``reason`` is stop, length, cancelled or error.
+
+    ``count`` is the number of tokens it emitted: the first came from another instance, on another channel.
+    """
+
+    request: str
+    attempt: int
+    reason: str
+    failure: Failure | None = None
+    count: int = 0
+    spans: dict[str, float] = {}
+    cached_tokens: int = 0
+    transfers: tuple[dict[str, Any], ...] = ()
+    route: tuple[str, ...] = ()

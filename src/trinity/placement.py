@@ -1,0 +1,107 @@
+"""Placements: which roles each instance has. "1E3P4D", "2EP2D", "ED+P", "EPD" (TriInfer 3.3, 4.4)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trinity.errors import PlacementError
+
+STAGES = "EPD"
+METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
+_GROUP = re.compile(r"(\d*)([A-Za-z]+)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """``count`` instances with the same ``roles``, such as "EP"."""
+
+    count: int
+    roles: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Groups of instances. ``str()`` gives the canonical form, ``method`` the disaggregation method."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Placement:
+        """Read ``[n]LETTERS`` groups joined by their counts or by ``+``; a missing count is 1.
+
+        Raises ``PlacementError`` where the text is no placement or lacks prefill or decode.
+        """
+        pieces = "".join(text.split()).upper().split("+")
+        return cls.of(group for piece in pieces for group in _groups(piece, text))
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> Placement:
+        placement = cls(tuple(groups))
+        missing = [stage for stage in "PD" if stage not in placement.stages]
+        if missing:
+            raise PlacementError(
+                f"placement {placement} has no instance for stage {' and '.join(missing)}; "
+                "a placement needs prefill (P) and decode (D), for example EPD, 1EP1D or 1E1P1D"
+            )
+        return placement
+
+    @property
+    def stages(self) -> str:
+        return "".join(stage for stage in STAGES if any(stage in group.roles for group in self.groups))
+
+    @property
+    def size(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def method(self) -> str:
+        roles = {group.roles for group in self.groups}
+        for name in METHODS:
+            if set(name.split("+")) == roles:
+                return name
+        return "+".join(sorted(roles, key=lambda each: (STAGES.index(each[0]), -len(each))))
+
+    def instances(self) -> list[tuple[str, str]]:
+        """(name, roles) of every instance: ("E0", "E"), ("P0", "P"), ("P1", "P"), ..."""
+        named: list[tuple[str, str]] = []
+        counts: dict[str, int] = {}
+        for group in self.groups:
+            for _ in range(group.count):
+                index = counts.get(group.roles, 0)
+                counts[group.roles] = index + 1
+                named.append((f"{group.roles}{index}", group.roles))
+        return named
+
+    def check(self, multimodal: bool) -> None:
+        """Raise ``PlacementError`` where this placement does not suit the model."""
+        if multimodal and "E" not in self.stages:
+            raise PlacementError(f"placement {self} has no encode stage (E), which a multimodal model needs")
+        if not multimodal and any(group.roles == "E" for group in self.groups):
+            raise PlacementError(f"placement {self} has an encode instance (E), which a text-only model never uses")
+
+    def __str__(self) -> str:
+        return "".join(f"{group.count}{group.roles}" for group in self.groups)
+
+
+def _groups(piece: str, text: str) -> Iterable[Group]:
+    if not piece or _GROUP.sub("", piece):
+        raise PlacementError(f"{text!r} is no placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P")
+    for count, letters in _GROUP.findall(piece):
+        yield Group(_count(count, text), _roles(letters, text))
+
+
+def _count(digits: str, text: str) -> int:
+    count = int(digits) if digits else 1
+    if not 1 <= count <= 65_536:
+        raise PlacementError(f"placement {text!r}: an instance count must lie between 1 and 65536, got {count}")
+    return count
+
+
+def _roles(letters: str, text: str) -> str:
+    unknown = sorted(set(letters) - set(STAGES))
+    if unknown or len(set(letters)) != len(letters):
+        wrong = f"unknown stage {', '.join(unknown)}" if unknown else f"a stage twice in {letters!r}"
+        raise PlacementError(f"placement {text!r} names {wrong}; the stages are E (encode), P (prefill), D (decode)")
+    return "".join(stage for stage in STAGES if stage in letters)

@@ -1,0 +1,148 @@
+"""What a user asks for and what comes back: Request, Media, Sampling, Token, Output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from trinity.errors import RequestError
+
+_ids = count(1)
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen. The default is greedy.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off.
+    Noise is a function of (``seed``, output index) alone, so that the same seed gives the same tokens under
+    every placement and batch; ``seed`` None draws a fresh seed at submission. ``stop`` ends the output before
+    the first of these strings, ``stop_token_ids`` at one of these tokens; ``ignore_eos`` goes on past the
+    model's end token. ``logprobs`` n reports the log-probability of the token and of the n most likely ones,
+    taken after temperature and penalty and before truncation.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class Media(msgspec.Struct, frozen=True):
+    """One media item: ``source`` is a path, bytes, a PIL image, an array [H, W, 3] uint8, or an http(s) URL."""
+
+    kind: str
+    source: Any
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request.
+
+    ``prompt`` is raw text in which ``<image>`` marks the place of each image in turn, whatever the model's own
+    placeholder; or give ``messages`` in the chat form (a list of {"role", "content"}), to which the model's chat
+    template is applied. ``images`` is a shorthand for ``media`` of kind "image". ``max_tokens`` is clipped to the
+    model's context. ``deadline_s`` counts from submission.
+
+    Raises ``RequestError`` where a field has no meaning (``max_tokens`` ≤ 0, NaN temperature, ...).
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    images: Sequence[Any] = ()
+    media: Sequence[Media] = ()
+    max_tokens: int = 256
+    sampling: Sampling = Sampling()
+    deadline_s: float | None = None
+    request_id: str = msgspec.field(default_factory=lambda: f"request-{next(_ids)}")
+
+    def all_media(self) -> list[Media]:
+        return [Media("image", source) for source in self.images] + list(self.media)
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One output token. ``text`` is what it adds to the output ("" while held back); ``index`` counts from 0."""
+
+    id: int
+    text: str
+    index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """The end of a request.
+
+    ``finish_reason`` is stop, length, cancelled, deadline or error. ``spans`` has the eight spans of TriInfer's
+    figure 11 in seconds. ``itl_s`` are the gaps between tokens. ``max_tokens`` is the limit in force after
+    clipping to the context (``clipped`` says whether it was).
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    media_tokens: int = 0
+    cached_tokens: int = 0
+    max_tokens: int = 0
+    clipped: bool = False
+    ttft_s: float | None = None
+    itl_s: list[float] = msgspec.field(default_factory=list)
+    latency_s: float = 0.0
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
+    transfers: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    route: list[str] = msgspec.field(default_factory=list)
+    attempts: int = 1
+    logprobs: list[float | None] = msgspec.field(default_factory=list)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first, in seconds."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
+
+def check_request(request: Request) -> None:
+    """Raise ``RequestError`` where a field of the request has no meaning."""
+    problem = _request_problem(request) or _sampling_problem(request.sampling)
+    if problem:
+        raise RequestError(problem, request.request_id)
+
+
+def _request_problem(request: Request) -> str | None:
+    if (request.prompt is None) == (request.messages is None):
+        return "give either prompt= (text) or messages= (chat), not both or neither"
+    if not isinstance(request.max_tokens, int) or request.max_tokens <= 0:
+        return f"max_tokens must be a whole number of at least 1, got {request.max_tokens!r}"
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        return f"deadline_s must be above 0, got {request.deadline_s!r}"
+    return None
+
+
+def _sampling_problem(sampling: Sampling) -> str | None:
+    checks = (
+        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("top_k", sampling.top_k, 0, math.inf),
+        ("top_p", sampling.top_p, 1e-9, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-9, math.inf),
+        ("logprobs", sampling.logprobs or 0, 0, 100),
+    )
+    for name, value, low, high in checks:
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
+            return f"{name} must lie between {low:g} and {high:g}, got {value!r}"
+    if any(not isinstance(text, str) or not text for text in sampling.stop):
+        return "stop must hold strings that are not empty"
+    return None

@@ -1,0 +1,234 @@
+"""Algorithm 1 of TriInfer (000, section 4.2) as a pure function: which rows the next step of an instance has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from trinity.errors import ConfigError
+
+Policy = Literal["alg1", "time", "prefill_first"]
+Order = Literal["fcfs", "sjf", "deadline"]
+ALPHA = 0.5  # share of the TTFT bound that one batch may take: encode and prefill are at least two batches
+
+
+class StepTime(Protocol):
+    """Predicts the seconds of a step."""
+
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How an instance batches. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
+
+    ``tokens`` is the token budget, ``media`` the image budget in visual tokens (whole images, always at least one).
+    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first (decode only
+    where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound encodes.
+    """
+
+    tokens: int = 2048
+    media: int = 1
+    policy: Policy = "alg1"
+    order: Order = "fcfs"
+    chunked: bool = True
+    media_budget: bool = True
+    limit_s: float | None = None
+    cost: StepTime | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("alg1", "time", "prefill_first"):
+            raise ConfigError(f"unknown policy {self.policy!r}; known: alg1, time, prefill_first")
+        if self.order not in ("fcfs", "sjf", "deadline"):
+            raise ConfigError(f"unknown queue order {self.order!r}; known: fcfs, sjf, deadline")
+        if self.tokens < 1 or self.media < 1:
+            raise ConfigError(f"budgets must be at least 1, got tokens={self.tokens}, media={self.media}")
+        if self.policy == "time" and (self.cost is None or self.limit_s is None):
+            raise ConfigError("policy 'time' needs cost= and limit_s=: give the pipeline an slo, which profiles them")
+
+
+class PrefillView(NamedTuple):
+    """A request in its prefill stage: prompt positions [start, end) are left. ``blocks``: KV blocks to reserve first."""
+
+    request: str
+    start: int
+    end: int
+    atomic: tuple[tuple[int, int], ...] = ()
+    blocks: int = 0
+
+
+class EncodeView(NamedTuple):
+    """A request in its encode stage: (item, visual tokens) left. ``blocks``: image blocks to reserve first."""
+
+    request: str
+    items: tuple[tuple[int, int], ...]
+    blocks: int = 0
+
+
+class Outstanding(NamedTuple):
+    """What the other lane of the instance is running (dual stream: the budgets hold jointly)."""
+
+    decodes: int = 0
+    prefill_tokens: int = 0
+    media_tokens: int = 0
+
+
+@dataclass
+class View:
+    """What Algorithm 1 sees. The waiting iterables are lazy, in queue order; ``free_*`` are blocks to be had."""
+
+    decoding: Sequence[str] = ()
+    prefilling: Iterable[PrefillView] = ()
+    encoding: Iterable[EncodeView] = ()
+    new_prefills: Iterable[PrefillView] = ()
+    new_encodes: Iterable[EncodeView] = ()
+    free_kv: int = 0
+    free_media: int = 0
+    outstanding: Outstanding = Outstanding()
+
+
+@dataclass
+class Batch:
+    """The next step. ``prefills``: (request, start, length); ``encodes``: (request, items); ``admitted_*`` are new."""
+
+    decodes: Sequence[str] = ()
+    prefills: list[tuple[str, int, int]] = field(default_factory=list)
+    encodes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    admitted_prefills: list[str] = field(default_factory=list)
+    admitted_encodes: list[str] = field(default_factory=list)
+
+
+def latency_bound(roles: str, ttft: float, tbt: float) -> float:
+    """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), TBT where it does."""
+    return tbt if "D" in roles else ALPHA * ttft
+
+
+def schedule(view: View, rules: Rules) -> Batch:
+    """Algorithm 1 (TriInfer 4.2): decodes, then running prefills and encodes, then new ones within both budgets."""
+    batch = Batch()
+    room = _room(rules, view.outstanding)  # lines 5 and 6: budgets are searched at start-up
+    if rules.policy != "prefill_first":
+        _add_decodes(batch, room, view)
+    _add_running(batch, room, view, rules)
+    _admit_prefills(batch, room, view, rules)
+    _admit_encodes(batch, room, view)
+    if rules.policy == "prefill_first" and not batch.prefills and not batch.encodes:
+        _add_decodes(batch, room, view)
+    return batch
+
+
+def _add_decodes(batch: Batch, room: _Room, view: View) -> None:
+    batch.decodes = view.decoding  # lines 7 to 9: every running decode is in the batch
+    room.decodes += len(view.decoding)
+
+
+def _add_running(batch: Batch, room: _Room, view: View, rules: Rules) -> None:
+    for prefill in view.prefilling:  # lines 10 to 13
+        _add_chunk(batch, room, prefill, rules)
+    for encode in view.encoding:  # lines 14 to 16
+        _add_items(batch, room, encode)
+
+
+def _admit_prefills(batch: Batch, room: _Room, view: View, rules: Rules) -> None:
+    free = view.free_kv
+    if not room.token_room():
+        return
+    for prefill in view.new_prefills:  # lines 17 to 20; head-of-line blocking, nobody is skipped
+        if prefill.blocks > free or not _add_chunk(batch, room, prefill, rules):
+            break
+        free -= prefill.blocks
+        batch.admitted_prefills.append(prefill.request)
+        if not room.token_room():
+            break
+
+
+def _admit_encodes(batch: Batch, room: _Room, view: View) -> None:
+    free = view.free_media
+    for encode in view.new_encodes:  # lines 21 to 24
+        if encode.blocks > free or (encode.items and not _add_items(batch, room, encode)):
+            break
+        free -= encode.blocks
+        batch.admitted_encodes.append(encode.request)
+
+
+def _add_chunk(batch: Batch, room: _Room, prefill: PrefillView, rules: Rules) -> bool:
+    left = prefill.end - prefill.start
+    length = min(left, room.token_room())
+    if not rules.chunked and length < left:
+        length = left if not batch.prefills and length else 0
+    if rules.chunked and length < left:
+        length = _whole(prefill, length, forced=not batch.prefills)
+    if length <= 0:
+        return False
+    room.prefill_tokens += length
+    batch.prefills.append((prefill.request, prefill.start, length))
+    return True
+
+
+def _whole(prefill: PrefillView, length: int, forced: bool) -> int:
+    """Move the chunk's end out of an atomic span (Gemma 3): before it, or behind it where nothing else runs."""
+    end = prefill.start + length
+    for start, stop in prefill.atomic:
+        if start < end < stop:
+            end = start if start > prefill.start or not (forced and length) else stop
+    return end - prefill.start
+
+
+def _add_items(batch: Batch, room: _Room, encode: EncodeView) -> bool:
+    chosen: list[int] = []
+    for item, tokens in encode.items:
+        if not room.media_fits(tokens):
+            break
+        room.media_tokens += tokens
+        chosen.append(item)
+    if chosen:
+        batch.encodes.append((encode.request, tuple(chosen)))
+    return bool(chosen)
+
+
+class _Room:
+    """What is left of both budgets, counted (policies alg1 and prefill_first)."""
+
+    def __init__(self, rules: Rules, outstanding: Outstanding) -> None:
+        self.rules, self.outstanding = rules, outstanding
+        self.decodes = self.prefill_tokens = self.media_tokens = 0
+
+    def token_room(self) -> int:
+        return max(0, self.rules.tokens - self.decodes - self.prefill_tokens)
+
+    def media_fits(self, tokens: int) -> bool:
+        if not self.rules.media_budget or not self.media_tokens:
+            return True
+        return self.media_tokens + tokens <= self.rules.media
+
+
+class _TimeRoom(_Room):
+    """What is left of the latency bound, predicted (policy time). An empty batch always admits one piece."""
+
+    def seconds(self, prefill_tokens: int = 0, media_tokens: int = 0) -> float:
+        assert self.rules.cost is not None
+        other = self.outstanding
+        return self.rules.cost.seconds(
+            self.decodes + other.decodes,
+            self.prefill_tokens + prefill_tokens + other.prefill_tokens,
+            self.media_tokens + media_tokens + other.media_tokens,
+        )
+
+    def token_room(self) -> int:
+        assert self.rules.limit_s is not None
+        low, high = 0, super().token_room()
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.seconds(middle) <= self.rules.limit_s else (low, middle - 1)
+        alone = not (self.decodes or self.prefill_tokens or self.media_tokens)
+        return max(low, 1) if alone else low
+
+    def media_fits(self, tokens: int) -> bool:
+        assert self.rules.limit_s is not None
+        alone = not (self.decodes or self.prefill_tokens or self.media_tokens)
+        return alone or self.seconds(0, tokens) <= self.rules.limit_s
+
+
+def _room(rules: Rules, outstanding: Outstanding) -> _Room:
+    return _TimeRoom(rules, outstanding) if rules.policy == "time" else _Room(rules, outstanding)
