@@ -14,7 +14,21 @@ from trinity.errors import UnknownName
 if TYPE_CHECKING:
     from trinity.testing.checkpoints_recipes import Recipe
 
-ARCHITECTURES: tuple[str, ...] = ("llava",)
+ARCHITECTURES: tuple[str, ...] = (
+    "llava",
+    "llava_next",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava_onevision",
+    "smolvlm",
+    "idefics3",
+    "gemma3",
+    "minicpmv4_6",
+    "llama",
+    "mistral",
+)
 MIDSIZE: tuple[str, ...] = ("llava-110m", "llama-512x8")
 
 
@@ -24,11 +38,9 @@ def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     It holds safetensors, config, tokenizer, chat template and, for multimodal ones, the image processor's files, all in
     transformers' own layout. The same seed gives the same weights. Raises ``UnknownName``.
     """
-    from trinity.testing.checkpoints_recipes import RECIPES
-
-    if name not in RECIPES or name not in ARCHITECTURES:
+    if name not in ARCHITECTURES:
         raise UnknownName("tiny checkpoint", name, ARCHITECTURES)
-    return _build(RECIPES[name](), Path(directory), seed)
+    return _build(_recipe(name), Path(directory), seed)
 
 
 def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
@@ -37,11 +49,20 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
     "llava-110m": 12 x 384 ViT at 336 px (576 visual tokens) and a 12 x 768 LM with 12 heads over 3 KV heads;
     "llama-512x8": text only, 512 wide, 8 layers, 8 heads over 2 KV heads. Raises ``UnknownName``.
     """
-    from trinity.testing.checkpoints_recipes import RECIPES
-
-    if name not in RECIPES or name not in MIDSIZE:
+    if name not in MIDSIZE:
         raise UnknownName("mid-size checkpoint", name, MIDSIZE)
-    return _build(RECIPES[name](), Path(directory), seed)
+    return _build(_recipe(name), Path(directory), seed)
+
+
+def _recipe(name: str) -> Recipe:
+    from trinity.testing import checkpoints_llava, checkpoints_qwen, checkpoints_recipes, checkpoints_tiles
+
+    function = name.replace("-", "_")
+    for module in (checkpoints_recipes, checkpoints_llava, checkpoints_qwen, checkpoints_tiles):
+        if hasattr(module, function):
+            recipe: Recipe = getattr(module, function)()
+            return recipe
+    raise AssertionError(f"no recipe is written for {name}")
 
 
 def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
@@ -51,8 +72,8 @@ def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = recipe.model_class(recipe.config).float().eval()
-        _scale_weights(model, torch.Generator().manual_seed(seed))
-    _silence(model, recipe.tokenizer.all_special_ids + list(recipe.silent_ids))
+        _scale_weights(model, recipe, torch.Generator().manual_seed(seed))
+    _silence(model, list(recipe.tokenizer.added_tokens_decoder))
     model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
     model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
     model.save_pretrained(directory)
@@ -60,19 +81,20 @@ def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
     return directory
 
 
-def _scale_weights(model: Any, generator: Any) -> None:
+def _scale_weights(model: Any, recipe: Recipe, generator: Any) -> None:
     import torch
 
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embeddings:
-                parameter.copy_(noise * 0.5)
+                parameter.copy_(noise * recipe.embedding_std)
             elif parameter.ndim >= 2:
                 parameter.copy_(noise * 1.6 / (parameter.numel() / parameter.shape[0]) ** 0.5)
             else:
                 parameter.add_(noise * 0.1)
+                parameter.add_(sum(gain for suffix, gain in recipe.raised.items() if name.endswith(suffix)))
 
 
 def _silence(model: Any, ids: list[int]) -> None:

@@ -1,16 +1,15 @@
-"""Recipes of the small checkpoints: config, model class, tokenizer and image processor of each architecture."""
+"""Recipe: what a small checkpoint is made of; and the parts that several architectures share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity.testing.checkpoints_text import USER_ASSISTANT, build_tokenizer, chat_template
+from trinity.testing.checkpoints_text import CHATML, USER_ASSISTANT, build_tokenizer, chat_template
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -19,19 +18,23 @@ TEXT = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-VISION = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a checkpoint is made of. ``processor`` are the fields of processor_config.json (None: text only)."""
+    """What a checkpoint is made of. ``processor`` are the fields of processor_config.json (None: text only).
+
+    ``raised`` adds to norm weights by name, such as {"q_norm.weight": 1.0}.
+    """
 
     config: Any
     model_class: Any
     tokenizer: Any
     image_processor: Any = None
     processor: dict[str, Any] | None = None
-    silent_ids: tuple[int, ...] = field(default=())
+    embedding_std: float = 0.5
+    raised: dict[str, float] = field(default_factory=dict)
 
     def save_processor(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)
@@ -48,40 +51,46 @@ def llama_tokenizer(**extra: str) -> Any:
     return build_tokenizer(bos="<s>", eos="</s>", pad="<pad>", extra=extra, template=template)
 
 
-def text_ids(tokenizer: Any) -> dict[str, int]:
+def text_ids(tokenizer: Any) -> dict[str, Any]:
     """Vocabulary size and token ids as a text config wants them."""
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     return {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, **ids}
 
 
-def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    tokenizer = llama_tokenizer(image_token="<image>")
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision, patch_size=14, projection_dim=vision["hidden_size"]),
-        text_config=LlamaConfig(**text, **text_ids(tokenizer)),
-        image_token_index=tokenizer.image_token_id,
-        vision_feature_layer=-2,
+def chatml_tokenizer(image: str, extra: dict[str, str], plain: tuple[str, ...] = ()) -> Any:
+    """A tokenizer in the manner of Qwen's: no token first, ChatML turns; ``image`` is the template's image part."""
+    return build_tokenizer(
+        bos=None,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        extra=extra,
+        plain=("<|im_start|>", *plain),
+        template=chat_template(image=image, **CHATML),
     )
-    processor = {
-        "processor_class": "LlavaProcessor",
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-    images = _clip_images(vision["image_size"])
-    return Recipe(config, LlavaForConditionalGeneration, tokenizer, images, processor)
 
 
-def _clip_images(size: int) -> Any:
-    from transformers import CLIPImageProcessorPil
-
-    return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+def square(size: int) -> dict[str, int]:
+    return {"height": size, "width": size}
 
 
-def llava() -> Recipe:
-    return _llava(TEXT, {**VISION, "image_size": 56})
+def llama() -> Recipe:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = llama_tokenizer()
+    return Recipe(LlamaConfig(**TEXT, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"llava": llava}
+def mistral() -> Recipe:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    tokenizer = llama_tokenizer()
+    config = MistralConfig(**TEXT, **text_ids(tokenizer), sliding_window=24)
+    return Recipe(config, MistralForCausalLM, tokenizer)
+
+
+def llama_512x8() -> Recipe:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = llama_tokenizer()
+    wide = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return Recipe(LlamaConfig(**{**TEXT, **wide}, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)

@@ -82,5 +82,5 @@ CHATML = {
 USER_ASSISTANT = {
     "role": "{{ message['role'] | upper }}: ",
     "end": "\n",
-    "answer": "ASSISTANT:",
+    "answer": "ASSISTANT: ",
 }

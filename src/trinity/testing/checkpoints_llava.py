@@ -1,0 +1,161 @@
+"""Recipes of the LLaVA line and of Gemma 3: a ViT, a projector and a language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity.testing.checkpoints_recipes import (
+    TEXT,
+    VISION,
+    Recipe,
+    chatml_tokenizer,
+    llama_tokenizer,
+    square,
+    text_ids,
+)
+from trinity.testing.checkpoints_text import build_tokenizer, chat_template
+
+
+def llava() -> Recipe:
+    return _llava(TEXT, {**VISION, "image_size": 56})
+
+
+def llava_110m() -> Recipe:
+    vision = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
+    text = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 3,
+    }
+    return _llava({**TEXT, **text}, {**vision, "image_size": 336})
+
+
+def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
+    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration
+
+    tokenizer, size = llama_tokenizer(image_token="<image>"), vision["image_size"]
+    config = LlavaConfig(**_clip_and_llama(text, vision, tokenizer))
+    images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square(size))
+    return Recipe(config, LlavaForConditionalGeneration, tokenizer, images, _fields("LlavaProcessor"))
+
+
+def llava_next() -> Recipe:
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextImageProcessorPil
+
+    tokenizer, grid = llama_tokenizer(image_token="<image>"), _grid(42)
+    parts = _clip_and_llama(TEXT, {**VISION, "image_size": 42}, tokenizer)
+    config = LlavaNextConfig(**parts, image_grid_pinpoints=grid, image_seq_length=9)
+    images = LlavaNextImageProcessorPil(size={"shortest_edge": 42}, crop_size=square(42), image_grid_pinpoints=grid)
+    return Recipe(config, LlavaNextForConditionalGeneration, tokenizer, images, _fields("LlavaNextProcessor"))
+
+
+def _clip_and_llama(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    from transformers import CLIPVisionConfig, LlamaConfig
+
+    return {
+        "vision_config": CLIPVisionConfig(**vision, patch_size=14, projection_dim=vision["hidden_size"]),
+        "text_config": LlamaConfig(**text, **text_ids(tokenizer)),
+        "image_token_index": tokenizer.image_token_id,
+    }
+
+
+def _fields(name: str) -> dict[str, Any]:
+    return {
+        "processor_class": name,
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+
+
+def _grid(size: int) -> list[list[int]]:
+    return [[size, size], [size, 2 * size], [2 * size, size], [2 * size, 2 * size]]
+
+
+def llava_onevision() -> Recipe:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionImageProcessorPil,
+        Qwen2Config,
+        SiglipVisionConfig,
+    )
+
+    tokenizer = chatml_tokenizer("<image>\n", {"image_token": "<image>", "video_token": "<video>"})
+    ratio = "anyres_max_2"  # at most two tiles' worth of features: larger grids take the path that interpolates
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**VISION, image_size=42, patch_size=14, vision_use_head=False),
+        text_config=Qwen2Config(**TEXT, **text_ids(tokenizer)),
+        image_token_index=tokenizer.image_token_id,
+        video_token_index=tokenizer.video_token_id,
+        image_grid_pinpoints=_grid(42),
+        vision_aspect_ratio=ratio,
+    )
+    images = LlavaOnevisionImageProcessorPil(size=square(42), image_grid_pinpoints=_grid(42))
+    processor = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": 9,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": ratio,
+    }
+    return Recipe(config, LlavaOnevisionForConditionalGeneration, tokenizer, images, processor)
+
+
+def gemma3() -> Recipe:
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessorPil,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
+
+    tokenizer = _gemma_tokenizer()
+    text = {**TEXT, "tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+    config = Gemma3Config(
+        vision_config=SiglipVisionConfig(**VISION, image_size=84, patch_size=14, vision_use_head=False),
+        text_config=Gemma3TextConfig(
+            **text, **text_ids(tokenizer), layer_types=["sliding_attention", "full_attention"]
+        ),
+        mm_tokens_per_image=9,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )
+    images = Gemma3ImageProcessorPil(size=square(84))
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
+    # Embeddings are multiplied by sqrt(width) and tied to the head: at 0.5 every text would repeat one token, and
+    # without stronger attention and MLP branches it would settle on one.
+    raised = {"q_norm.weight": 0.5, "k_norm.weight": 0.5, "post_feedforward_layernorm.weight": 2.0}
+    return Recipe(
+        config,
+        Gemma3ForConditionalGeneration,
+        tokenizer,
+        images,
+        processor,
+        embedding_std=0.12,
+        raised=raised,
+    )
+
+
+def _gemma_tokenizer() -> Any:
+    return build_tokenizer(
+        bos="<bos>",
+        eos="<end_of_turn>",
+        pad="<pad>",
+        extra={
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
+        plain=("<start_of_turn>",),
+        template=chat_template(
+            start="{{ bos_token }}",
+            role="<start_of_turn>{{ 'model' if message['role'] == 'assistant' else 'user' }}\n",
+            end="<end_of_turn>\n",
+            image="<start_of_image>",
+            answer="<start_of_turn>model\n",
+        ),
+    )

@@ -1,0 +1,135 @@
+"""Recipes of Qwen-VL (images of any size, three-axis positions) and of MiniCPM-V over a Qwen3 text model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity.testing.checkpoints_recipes import TEXT, Recipe, chatml_tokenizer, text_ids
+
+_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def qwen2_vl() -> Recipe:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig, Qwen2VLVisionConfig
+
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    config = Qwen2VLConfig(
+        vision_config=Qwen2VLVisionConfig(depth=2, embed_dim=32, num_heads=4, hidden_size=64, mlp_ratio=2),
+        text_config=Qwen2VLTextConfig(**TEXT, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
+        **_ids(tokenizer),
+    )
+    return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, _images(14), _fields("Qwen2VLProcessor"))
+
+
+def qwen2_5_vl() -> Recipe:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
+
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    config = Qwen2_5_VLConfig(
+        vision_config=Qwen2_5_VLVisionConfig(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=4,
+            out_hidden_size=64,
+            window_size=56,
+            fullatt_block_indexes=[1],
+        ),
+        text_config=Qwen2_5_VLTextConfig(**TEXT, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
+        **_ids(tokenizer),
+    )
+    fields = _fields("Qwen2_5_VLProcessor")
+    return Recipe(config, Qwen2_5_VLForConditionalGeneration, tokenizer, _images(14), fields)
+
+
+def qwen3_vl() -> Recipe:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
+
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    text = {**TEXT, "num_hidden_layers": 3, "head_dim": 16}
+    config = Qwen3VLConfig(
+        vision_config=Qwen3VLVisionConfig(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=4,
+            out_hidden_size=64,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 1],
+        ),
+        text_config=Qwen3VLTextConfig(
+            **text, **text_ids(tokenizer), rope_parameters={**_rope([3, 3, 2]), "mrope_interleaved": True}
+        ),
+        **_ids(tokenizer),
+    )
+    return Recipe(config, Qwen3VLForConditionalGeneration, tokenizer, _images(16), _fields("Qwen3VLProcessor"))
+
+
+def _rope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+
+
+def _ids(tokenizer: Any) -> dict[str, Any]:
+    names = ("image", "video", "vision_start", "vision_end")
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in names}
+
+
+def _fields(name: str) -> dict[str, Any]:
+    return {"processor_class": name}
+
+
+def _images(patch: int) -> Any:
+    from transformers import Qwen2VLImageProcessorPil
+
+    token = (2 * patch) ** 2  # pixels of one visual token
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 4 * token, "longest_edge": 40 * token}, patch_size=patch, merge_size=2
+    )
+
+
+def minicpmv4_6() -> Recipe:
+    from transformers import (
+        MiniCPMV4_6Config,
+        MiniCPMV4_6ForConditionalGeneration,
+        MiniCPMV4_6ImageProcessorPil,
+        Qwen3Config,
+    )
+    from transformers.models.minicpmv4_6.configuration_minicpmv4_6 import MiniCPMV4_6VisionConfig
+
+    tokenizer = chatml_tokenizer("<|image_pad|>\n", _minicpm_tokens())
+    vision = MiniCPMV4_6VisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=112,
+        patch_size=8,
+    )
+    config = MiniCPMV4_6Config(
+        vision_config=vision,
+        text_config=Qwen3Config(**TEXT, **text_ids(tokenizer), head_dim=16),
+        insert_layer_id=1,
+        image_size=64,
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+    )
+    images = MiniCPMV4_6ImageProcessorPil(max_slice_nums=4, scale_resolution=64, patch_size=8)
+    return Recipe(config, MiniCPMV4_6ForConditionalGeneration, tokenizer, images, _fields("MiniCPMV4_6Processor"))
+
+
+def _minicpm_tokens() -> dict[str, str]:
+    pairs = {
+        f"{name}_{side}_token": f"<{'/' if side == 'end' else ''}{name}>"
+        for name in ("image", "slice", "image_id")
+        for side in ("start", "end")
+    }
+    return {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **pairs}

@@ -1,0 +1,99 @@
+"""Recipes of the models that cut an image into tiles: InternVL, Idefics3 and SmolVLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity.testing.checkpoints_recipes import (
+    TEXT,
+    VISION,
+    Recipe,
+    chatml_tokenizer,
+    square,
+    text_ids,
+)
+from trinity.testing.checkpoints_text import build_tokenizer, chat_template
+
+
+def internvl() -> Recipe:
+    from transformers import GotOcr2ImageProcessorPil, InternVLConfig, InternVLForConditionalGeneration, Qwen2Config
+    from transformers.models.internvl.configuration_internvl import InternVLVisionConfig
+
+    tokens = {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    }
+    tokenizer = chatml_tokenizer("<IMG_CONTEXT>\n", tokens)
+    config = InternVLConfig(
+        vision_config=InternVLVisionConfig(**VISION, image_size=56, patch_size=14),
+        text_config=Qwen2Config(**TEXT, **text_ids(tokenizer)),
+        image_token_id=tokenizer.context_image_token_id,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    images = GotOcr2ImageProcessorPil(size=square(56), crop_to_patches=True, max_patches=4)
+    processor = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
+    return Recipe(config, InternVLForConditionalGeneration, tokenizer, images, processor)
+
+
+def idefics3() -> Recipe:
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+
+    parts = _tiled(Idefics3Config, Idefics3VisionConfig, Idefics3ImageProcessorPil)
+    return Recipe(
+        model_class=Idefics3ForConditionalGeneration,
+        processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
+        **parts,
+    )
+
+
+def smolvlm() -> Recipe:
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+
+    parts = _tiled(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil)
+    return Recipe(
+        model_class=SmolVLMForConditionalGeneration,
+        processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        **parts,
+    )
+
+
+def _tiled(config_class: Any, vision_class: Any, images_class: Any) -> dict[str, Any]:
+    from transformers import LlamaConfig
+
+    tokenizer = _tile_tokenizer()
+    config = config_class(
+        vision_config=vision_class(**VISION, image_size=56, patch_size=14),
+        text_config=LlamaConfig(**TEXT, **text_ids(tokenizer)),
+        image_token_id=tokenizer.image_token_id,
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    images = images_class(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    return {"config": config, "tokenizer": tokenizer, "image_processor": images}
+
+
+def _tile_tokenizer() -> Any:
+    return build_tokenizer(
+        bos="<|im_start|>",
+        eos="<end_of_utterance>",
+        pad="<|endoftext|>",
+        extra={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        plain=tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+        template=chat_template(
+            start="<|im_start|>",
+            role="{{ message['role'] | capitalize }}: ",
+            end="<end_of_utterance>\n",
+            image="<image>",
+            answer="Assistant:",
+        ),
+    )
