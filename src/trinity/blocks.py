@@ -1,7 +1,7 @@
 """BlockPool: which blocks of one kind are free, cached or held, with content keys and eviction.
 
-Holds numbers only; the memory is in ``trinity.memory``. A block is free, or cached with no reference (matchable, evicted
-least recently used first), or held; references are holders, steps, leases and pins alike.
+Holds numbers only; the memory is in ``trinity.memory``. A block is free, or cached with no reference (matchable,
+evicted least recently used first), or held; references are holders, steps, leases and pins alike.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forget all cached content."""
-        for block in list(self._cached):
+        while self._cached:
             self._evict()
         self._block.clear()
         self._key.clear()
@@ -177,10 +177,9 @@ def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int) -
     keys: list[Key] = []
     previous = b""
     for start in range(0, len(tokens) - block + 1, block):
-        inside = [
-            (span.content, span.offset - start) for span in media if span.offset < start + block and span.end > start
-        ]
-        previous = blake2b(previous + _encode((tokens[start : start + block], inside)), digest_size=16).digest()
+        end = start + block
+        inside = [(span.content, span.offset - start) for span in media if span.offset < end and span.end > start]
+        previous = blake2b(previous + _encode((tokens[start:end], inside)), digest_size=16).digest()
         keys.append(previous)
     return keys
 

@@ -1,7 +1,7 @@
 """FrontendCore: one view of every request, whatever instance it is on, as a state machine without I/O.
 
-Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order (the first comes from
-the prefill instance, the rest from the decode instance, on two channels). It alone decides when a request has ended.
+Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order (the first comes
+from the prefill instance, the rest from the decode instance, on two channels). It alone decides when a request has ended.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ class Entry:
 
 
 class FrontendCore:
-    """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers. ``max_waiting`` bounds requests
-    that have no token yet."""
+    """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
+
+    ``max_waiting`` bounds the requests that have no token yet.
+    """
 
     def __init__(self, policy: RoutingPolicy, max_waiting: int = 1024) -> None:
         self.router = Router(policy)
@@ -184,9 +186,8 @@ class FrontendCore:
 
 def _too_large(router: Router, work: Work, letter: str = "") -> Failure:
     """The largest pools there are, beside what the request needs."""
-    wanted = [
-        needs(letter, work, p.roles, p.media_block, p.kv_block) for p in router.peers.values() if letter in p.roles
-    ]
-    have = [dict(peer.pools) for peer in router.peers.values() if letter in peer.roles]
+    peers = [peer for peer in router.peers.values() if letter in peer.roles]
+    wanted = [needs(letter, work, peer.roles, peer.media_block, peer.kv_block) for peer in peers]
+    have = [dict(peer.pools) for peer in peers]
     text = f"no instance can hold this request at stage {letter}: it needs {wanted} blocks and the pools have {have}"
     return Failure("RequestTooLarge", f"{text}; shorten the prompt or max_tokens, or enlarge the pools")

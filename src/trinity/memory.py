@@ -28,8 +28,8 @@ class BlockShape:
 class BlockMemory:
     """``tensor`` is [blocks, *shape], contiguous; a block of all layers is one contiguous piece.
 
-    ``words`` is the same memory as [blocks, block_bytes / 8] int64 (index copies of int64 are the fastest that torch has
-    on a CPU), or uint8 where a block is not a multiple of 8 bytes.
+    ``words`` is the same memory as [blocks, block_bytes / 8] int64 (index copies of int64 are the fastest that torch
+    has on a CPU), or uint8 where a block is not a multiple of 8 bytes.
     """
 
     def __init__(self, shape: BlockShape, blocks: int, device: str = "cpu") -> None:

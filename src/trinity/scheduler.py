@@ -24,8 +24,9 @@ class Rules:
     """How an instance batches. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
 
     ``tokens`` is the token budget, ``media`` the image budget in visual tokens (whole images, always at least one).
-    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first (decode only
-    where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound encodes.
+    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first (decode
+    only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound
+    encodes.
     """
 
     tokens: int = 2048
@@ -49,7 +50,7 @@ class Rules:
 
 
 class PrefillView(NamedTuple):
-    """A request in its prefill stage: prompt positions [start, end) are left. ``blocks``: KV blocks to reserve first."""
+    """A request in its prefill stage: positions [start, end) are left. ``blocks``: KV blocks to reserve first."""
 
     request: str
     start: int
@@ -74,6 +75,9 @@ class Outstanding(NamedTuple):
     media_tokens: int = 0
 
 
+NOTHING = Outstanding()
+
+
 @dataclass
 class View:
     """What Algorithm 1 sees. The waiting iterables are lazy, in queue order; ``free_*`` are blocks to be had."""
@@ -85,7 +89,7 @@ class View:
     new_encodes: Iterable[EncodeView] = ()
     free_kv: int = 0
     free_media: int = 0
-    outstanding: Outstanding = Outstanding()
+    outstanding: Outstanding = NOTHING
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 Rules (design.md, section 1):
 
-1. All state changes of an instance live here. No await, no torch, no socket, no clock: ``handle(event, now) -> [command]``.
+1. All state changes of an instance live here. No await, no torch, no socket, no clock:
+   ``handle(event, now) -> [command]``.
 2. A transfer is one Offer with parts, Ready as they are finished, one Commit, Pull and Pulled as often as needed, and
    exactly one Release from the target. The source may Withdraw: the target drains its pulls, then sends Release.
 3. A block returns to its pool when no step and no transfer that uses it is in flight; cancel only marks.

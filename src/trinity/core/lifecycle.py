@@ -132,7 +132,8 @@ def hand_on(s: State, state: RequestState, now: float) -> None:
 def release(s: State, state: RequestState, outcome: str) -> None:
     """Step 4 of a migration: the source may let go. Exactly once per offer."""
     incoming = state.incoming
-    assert incoming is not None and not incoming.released
+    assert incoming is not None
+    assert not incoming.released
     incoming.released = True
     del s.incoming[incoming.offer.id]
     s.send(incoming.offer.source, Release(incoming.offer.id, outcome))

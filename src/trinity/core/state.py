@@ -197,7 +197,7 @@ class State:
         return state.keys
 
     def prefix_hits(self, state: RequestState) -> tuple[int, ...]:
-        """Cached KV blocks that a prefill can start from: whole blocks, at most prompt - 1 tokens, no atomic span cut."""
+        """Cached KV blocks a prefill can start from: whole blocks, at most prompt - 1 tokens, no atomic span cut."""
         keys = self.prefix_keys(state)
         block = self.settings.kv_block
         hits = self.kv.match(keys[: (len(state.work.prompt) - 1) // block])

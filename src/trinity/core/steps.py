@@ -17,7 +17,8 @@ def pump(s: State, now: float) -> None:
     """Admit migrations and fill free lanes until nothing more can start."""
     while True:
         admit_offers(s, now)
-        if not any([_fill(s, lane, now) for lane, running in s.lanes.items() if running is None]):
+        filled = [_fill(s, lane, now) for lane, running in s.lanes.items() if running is None]
+        if not any(filled):
             return
 
 
@@ -74,7 +75,8 @@ def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
 def stepped(s: State, event: Stepped, now: float) -> None:
     """A step ended: tokens go out, blocks become matchable, requests move on or end."""
     running = s.lanes[event.lane]
-    assert running is not None and running.step.id == event.id, f"step {event.id} is not running on {event.lane}"
+    assert running is not None
+    assert running.step.id == event.id, f"step {event.id} is not running on {event.lane}"
     s.lanes[event.lane] = None
     step, failed = running.step, event.failed
     emitted: list[Emitted] = []

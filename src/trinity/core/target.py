@@ -148,7 +148,8 @@ def _nothing_moved(s: State, state: RequestState, offer: Offer) -> dict[str, obj
 def pulled(s: State, event: Pulled, now: float) -> None:
     """A pull ended: its content may be matched from now on."""
     state = _state(s, event.offer)
-    assert state is not None and state.incoming is not None, f"a pull of {event.offer} ended after its Release"
+    assert state is not None, f"a pull of {event.offer} ended after its Release"
+    assert state.incoming is not None
     state.pulls -= 1
     if event.record:
         state.transfers.append(event.record)
