@@ -1,0 +1,46 @@
+"""What holds for every test: one thread, no hub, no GPU unless asked for, nothing blocked, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported by anything: two threads per process on a busy machine cost ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from guard_leaks import LeakGuard
+from guard_loop import LoopGuard
+
+# A slow example says that the machine is busy, no more: time is pytest-timeout's business.
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "ci", derandomize=True, print_blob=True, deadline=None, database=None, suppress_health_check=SLOW
+)
+settings.register_profile(
+    "thorough", max_examples=1000, print_blob=True, deadline=None, suppress_health_check=SLOW, phases=list(Phase)
+)
+settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LoopGuard(), "trinity-loop-guard")
+    config.pluginmanager.register(LeakGuard(), "trinity-leak-guard")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file share a process, and with it their fixtures, unless an `xdist_group` says otherwise."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    if "torch" in sys.modules and sys.modules["torch"].get_num_threads() != 1:
+        sys.modules["torch"].set_num_threads(1)

@@ -1,0 +1,99 @@
+"""What import-linter does not see: imports that a core must never make, in whatever form, and import cycles.
+
+An import inside a function counts; one under ``if TYPE_CHECKING`` counts for a core (it names what the core must not
+know), not for cycles (it never runs). Modules of the package import each other by their own names, never through
+``trinity`` itself, whose public names are loaded lazily from all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = "trinity"
+# These run under a virtual clock as well as a live one, and know no tensor, no loop and no socket.
+PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics", "timeline"}
+PURE |= {"routing", "cost", "budget", "core", "frontend", "simulator", "planner"}
+IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "threading", "uvloop"}
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """Every module under ``source`` by its dotted name."""
+    found = {}
+    for path in sorted((source / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, *, type_only: bool) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported: ``from a import b`` gives ``a.b``, a relative import "."."""
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while pending:
+        here = pending.pop()
+        if isinstance(here, ast.If) and "TYPE_CHECKING" in ast.unparse(here.test) and not type_only:
+            pending += here.orelse
+            continue
+        pending += ast.iter_child_nodes(here)
+        for name in _named(here):
+            yield getattr(here, "lineno", 0), name
+
+
+def _named(here: ast.AST) -> list[str]:
+    if isinstance(here, ast.Import):
+        return [alias.name for alias in here.names]
+    if isinstance(here, ast.ImportFrom):
+        return ["."] if here.level else [f"{here.module}.{alias.name}" for alias in here.names]
+    if isinstance(here, ast.Call) and ast.unparse(here.func).rpartition(".")[2] in ("import_module", "__import__"):
+        return [str(one.value) for one in here.args[:1] if isinstance(one, ast.Constant)]
+    return []
+
+
+def impure(found: dict[str, Path]) -> Iterator[str]:
+    for name, path in found.items():
+        if name.partition(".")[2].partition(".")[0] in PURE:
+            for line, target in imports(path, type_only=True):
+                if target.partition(".")[0] in IMPURE:
+                    yield f"{path}:{line} {name} must not import {target}: it runs under a virtual clock too"
+
+
+def roundabout(found: dict[str, Path]) -> Iterator[str]:
+    for name, path in found.items():
+        for line, target in imports(path, type_only=True):
+            package, _, rest = target.partition(".")
+            through_root = package == PACKAGE and "." not in rest and target not in set(found) - {PACKAGE}
+            if target == "." or (through_root and name != PACKAGE):
+                yield f"{path}:{line} {name} imports {target}: name the module of {PACKAGE} that it lives in"
+
+
+def cycle(found: dict[str, Path]) -> list[str]:
+    """The modules of one import cycle, or none."""
+
+    def module_of(target: str) -> str:
+        return target if target in found else target.rpartition(".")[0]
+
+    graph = {
+        name: {module_of(target) for _, target in imports(path, type_only=False)} & set(found) - {name}
+        for name, path in found.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def main(source: Path) -> int:
+    found = modules(source)
+    problems = [*impure(found), *roundabout(found)]
+    if around := cycle(found):
+        problems.append("import cycle: " + " → ".join(around))
+    print("\n".join(problems) or f"{len(found)} modules: no cycle, cores pure")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "src")))
