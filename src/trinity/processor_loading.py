@@ -23,7 +23,8 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
         return None
     from transformers import AutoImageProcessor
 
-    images = AutoImageProcessor.from_pretrained(model_dir, backend="pil", local_files_only=True)
+    load_images: Any = AutoImageProcessor.from_pretrained
+    images = load_images(model_dir, backend="pil", local_files_only=True)
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": NoVideo(images)}
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
@@ -40,7 +41,7 @@ def _processor_class(model_dir: Path, config: Any) -> Any:
         named = _read_json(model_dir / name).get("processor_class")
         if isinstance(named, str) and hasattr(transformers, named):
             return getattr(transformers, named)
-    return PROCESSOR_MAPPING[type(config)] if type(config) in PROCESSOR_MAPPING else None
+    return PROCESSOR_MAPPING.get(type(config), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def _accepting_stand_in(processor_class: Any) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
         def __repr__(self) -> str:  # transformers' own writes every part as JSON, which the stand-in is not
-            return processor_class.__name__
+            return str(processor_class.__name__)
 
     WithoutVideo.__name__ = processor_class.__name__  # transformers keys settings by this name
     return WithoutVideo

@@ -73,7 +73,7 @@ def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
         torch.manual_seed(seed)
         model = recipe.model_class(recipe.config).float().eval()
         _scale_weights(model, recipe, torch.Generator().manual_seed(seed))
-    _silence(model, list(recipe.tokenizer.added_tokens_decoder))
+    _silence(model, recipe.tokenizer)
     model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
     model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
     model.save_pretrained(directory)
@@ -97,9 +97,11 @@ def _scale_weights(model: Any, recipe: Recipe, generator: Any) -> None:
                 parameter.add_(sum(gain for suffix, gain in recipe.raised.items() if name.endswith(suffix)))
 
 
-def _silence(model: Any, ids: list[int]) -> None:
-    """Give special tokens a logit of 0, which the largest of some hundred random logits always exceeds."""
+def _silence(model: Any, tokenizer: Any) -> None:
+    """Give special tokens and rows without a token a logit of 0, which the largest of many random logits exceeds."""
     import torch
 
     with torch.no_grad():
-        model.get_output_embeddings().weight[sorted(set(ids))] = 0.0
+        head = model.get_output_embeddings().weight
+        head[list(tokenizer.added_tokens_decoder)] = 0.0
+        head[len(tokenizer) :] = 0.0

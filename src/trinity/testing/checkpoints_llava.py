@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity.testing.checkpoints_recipes import (
+    MIDSIZE_VOCABULARY,
     TEXT,
     VISION,
     Recipe,
@@ -28,6 +29,7 @@ def llava_110m() -> Recipe:
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "num_key_value_heads": 3,
+        "vocab_size": MIDSIZE_VOCABULARY,
     }
     return _llava({**TEXT, **text}, {**vision, "image_size": 336})
 
@@ -38,7 +40,10 @@ def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
     tokenizer, size = llama_tokenizer(image_token="<image>"), vision["image_size"]
     config = LlavaConfig(**_clip_and_llama(text, vision, tokenizer))
     images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square(size))
-    return Recipe(config, LlavaForConditionalGeneration, tokenizer, images, _fields("LlavaProcessor"))
+    # Over twelve layers the branches would drown embeddings of 0.5, and a text would settle on a few tokens.
+    deep = 2.0 if text["num_hidden_layers"] > 2 else 0.5
+    fields = _fields("LlavaProcessor")
+    return Recipe(config, LlavaForConditionalGeneration, tokenizer, images, fields, embedding_std=deep)
 
 
 def llava_next() -> Recipe:
@@ -56,7 +61,7 @@ def _clip_and_llama(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any
 
     return {
         "vision_config": CLIPVisionConfig(**vision, patch_size=14, projection_dim=vision["hidden_size"]),
-        "text_config": LlamaConfig(**text, **text_ids(tokenizer)),
+        "text_config": LlamaConfig(**{**text_ids(tokenizer), **text}),
         "image_token_index": tokenizer.image_token_id,
     }
 
@@ -128,7 +133,12 @@ def gemma3() -> Recipe:
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
     # Embeddings are multiplied by sqrt(width) and tied to the head: at 0.5 every text would repeat one token, and
     # without stronger attention and MLP branches it would settle on one.
-    raised = {"q_norm.weight": 0.5, "k_norm.weight": 0.5, "post_feedforward_layernorm.weight": 2.0}
+    raised = {
+        "q_norm.weight": 1.0,
+        "k_norm.weight": 1.0,
+        "post_attention_layernorm.weight": 2.0,
+        "post_feedforward_layernorm.weight": 4.0,
+    }
     return Recipe(
         config,
         Gemma3ForConditionalGeneration,

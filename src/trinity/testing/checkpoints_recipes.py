@@ -18,6 +18,7 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
+MIDSIZE_VOCABULARY = 8192  # more rows than the tokenizer has ids, as published checkpoints have too
 VISION: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -92,5 +93,11 @@ def llama_512x8() -> Recipe:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = llama_tokenizer()
-    wide = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-    return Recipe(LlamaConfig(**{**TEXT, **wide}, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)
+    wide = {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "vocab_size": MIDSIZE_VOCABULARY,
+    }
+    return Recipe(LlamaConfig(**{**text_ids(tokenizer), **TEXT, **wide}), LlamaForCausalLM, tokenizer)

@@ -30,7 +30,8 @@ def build_tokenizer(
     backend.add_special_tokens(list(dict.fromkeys([*filter(None, named.values()), *extra.values(), *plain])))
     if bos is not None:
         _prepend(backend, bos)
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(
         tokenizer_object=backend,
         extra_special_tokens=extra,
         model_max_length=2048,
