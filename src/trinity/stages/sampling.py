@@ -1,0 +1,244 @@
+"""Sampling: the next token of each row of logits, the same whatever else is in the batch.
+
+Noise is a counter-based function of (seed, output index, token id), so a row's token depends on its own logits and
+nothing else: not on the batch, the placement, or how often a step is repeated. Every decision is made with
+elementwise operations, integer sums and order-free comparisons, because a float sum over a row may be grouped
+differently on a GPU when the number or the alignment of the rows changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.errors import StageError
+from trinity.messages import Sampled
+from trinity.request import Sampling
+
+_MASK = (1 << 64) - 1
+_STRIDE = 0x9E3779B97F4A7C15  # odd and close to 2**64 / golden ratio: successive counters spread evenly
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_WEIGHT_ONE = 1 << 40  # fixed point of exp(0) in top-p sums: 2**22 such weights stay far below 2**63
+_COLDEST = 1e-6  # below it float32 scores overflow; the draw is the largest logit long before
+_ELEMENTS = {"cpu": 1 << 18}  # logits worked on at once: what stays in a CPU's cache
+_MOST_ELEMENTS = 1 << 22  # elsewhere; bounds the float64 and int64 temporaries to about 200 MB
+
+
+class SamplerRow(msgspec.Struct, frozen=True, gc=False):
+    """One row: how to sample, which output token this is (from 0), and the ids so far (prompt + outputs, int64)."""
+
+    sampling: Sampling
+    index: int
+    ids: np.ndarray
+
+
+def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """The next token of each row; ``logits`` is [n, vocab] of any float type, on any device.
+
+    Rows that sample need ``sampling.seed``. Raises ``StageError`` where a row of logits has no largest value (it
+    holds NaN, or nothing but -inf).
+    """
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
+    slow = [i for i, row in enumerate(rows) if _needs_scores(row.sampling)]
+    if len(slow) == len(rows):
+        return _sample_parts(logits, rows)
+    chosen = [Sampled(token) for token in _argmax(logits)]
+    if slow:
+        picked = logits[torch.tensor(slow, device=logits.device)]
+        for i, sampled in zip(slow, _sample_parts(picked, [rows[i] for i in slow]), strict=True):
+            chosen[i] = sampled
+    return chosen
+
+
+def _needs_scores(sampling: Sampling) -> bool:
+    return not sampling.greedy or sampling.repetition_penalty != 1.0 or sampling.logprobs is not None
+
+
+def _argmax(scores: Tensor) -> list[int]:
+    """Largest token of each row, in one copy from the device."""
+    tokens = scores.argmax(dim=-1, keepdim=True)
+    found: list[int] = torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten().tolist()
+    if -1 in found:
+        raise StageError(f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights")
+    return found
+
+
+def _sample_parts(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    size = max(1, _ELEMENTS.get(logits.device.type, _MOST_ELEMENTS) // logits.shape[1])
+    starts = range(0, len(rows), size)
+    return [sampled for i in starts for sampled in _sample(logits[i : i + size], rows[i : i + size])]
+
+
+def _sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    scores = warp(logits, rows)
+    greedy = _argmax(scores)  # also refuses NaN before noise could hide it
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if drawn:
+        some = [rows[i] for i in drawn]
+        kept = truncate(scores[torch.tensor(drawn, device=scores.device)], some)
+        for i, token in zip(drawn, _argmax(_perturb(kept, some)), strict=True):
+            greedy[i] = token
+    return _with_logprobs(scores, rows, greedy)
+
+
+def warp(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Repetition penalty, then temperature, as transformers orders them; float32 [n, vocab]."""
+    scores = logits.float()
+    penalised = [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1.0]
+    if penalised:
+        scores = _penalise(scores.clone(), rows, penalised)
+    if any(row.sampling.temperature not in (0.0, 1.0) for row in rows):
+        scores = scores / _column(rows, _divisor, scores)
+    return scores
+
+
+def _divisor(sampling: Sampling) -> float:
+    return 1.0 if sampling.greedy else max(sampling.temperature, _COLDEST)
+
+
+def _penalise(scores: Tensor, rows: Sequence[SamplerRow], penalised: Sequence[int]) -> Tensor:
+    """Each token that the row holds is made less likely once, however often; ids beyond the logits are ignored."""
+    held = [ids[(ids >= 0) & (ids < scores.shape[1])] for ids in (rows[i].ids for i in penalised)]
+    lengths = [len(ids) for ids in held]
+    penalties = np.asarray([rows[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
+    at = (_upload(np.repeat(penalised, lengths), scores), _upload(np.concatenate(held), scores))
+    penalty = _upload(np.repeat(penalties, lengths), scores)
+    score = scores[at]
+    scores[at] = torch.where(score < 0, score * penalty, score / penalty)
+    return scores
+
+
+def truncate(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Top-k, then top-p, then min-p of ``scores`` [n, vocab] with -inf where a token is dropped.
+
+    Order and meaning are those of transformers' logits processors, except that top-p never splits tokens that tie.
+    """
+    for name, off, cut in (("top_k", 0, _top_k), ("top_p", 1.0, _top_p), ("min_p", 0.0, _min_p)):
+        chosen = [i for i, row in enumerate(rows) if getattr(row.sampling, name) != off]
+        if len(chosen) == len(rows):
+            scores = cut(scores, rows)
+        elif chosen:
+            at = torch.tensor(chosen, device=scores.device)
+            scores = scores.index_copy(0, at, cut(scores[at], [rows[i] for i in chosen]))
+    return scores
+
+
+def _top_k(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    counts = [min(row.sampling.top_k, scores.shape[1]) for row in rows]
+    best = scores.topk(max(counts), dim=-1).values
+    least = best.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)
+    return scores.masked_fill(scores < least, -torch.inf)
+
+
+def _top_p(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Keeps tokens that tie with the last one kept, so that the outcome does not hang on the order of a sort."""
+    total = _weights(scores).sum(dim=-1, keepdim=True)
+    limit = total * _column(rows, lambda sampling: 1.0 - sampling.top_p, total.double())
+    for size in _sizes(scores.shape[1]):
+        best = scores.topk(size, dim=-1).values
+        weights = _weights(best)
+        left = total - (weights.cumsum(dim=-1) - weights)  # weight of this token and of all below it
+        kept = (left > limit).sum(dim=-1, keepdim=True).clamp_(min=1)
+        if size == scores.shape[1] or bool((kept < size).all()):
+            break
+    return scores.masked_fill(scores < best.gather(1, kept - 1), -torch.inf)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """exp(score − largest score) in fixed point, int64, so that sums are exact in any order."""
+    exponent = (scores - scores.amax(dim=-1, keepdim=True)).double()
+    return exponent.exp_().mul_(_WEIGHT_ONE).round_().long()
+
+
+def _sizes(vocab: int) -> Iterator[int]:
+    """How many of the largest to look at: few hold most of the weight as a rule, and a full sort is slow."""
+    size = 256
+    while size < vocab:
+        yield size
+        size *= 16
+    yield vocab
+
+
+def _min_p(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    floor = _column(rows, lambda sampling: sampling.min_p, scores).log()
+    return scores.masked_fill(scores - scores.amax(dim=-1, keepdim=True) < floor, -torch.inf)
+
+
+def _perturb(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Scores plus Gumbel noise, float64: its argmax is a draw from softmax(scores)."""
+    keys = torch.tensor([_key(row) for row in rows], device=scores.device)
+    if not any(_truncates(row.sampling) for row in rows):
+        return _gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)).add_(scores)
+    at, tokens = torch.nonzero(scores > -torch.inf, as_tuple=True)  # few are left: only these need noise
+    noisy = torch.full(scores.shape, -torch.inf, dtype=torch.float64, device=scores.device)
+    noisy[at, tokens] = scores[at, tokens].double() + _gumbel(keys[at], tokens)
+    return noisy
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _key(row: SamplerRow) -> int:
+    """64 bits for (seed, index), as a signed number."""
+    if row.sampling.seed is None:
+        raise ValueError("a row that samples needs a seed: set sampling.seed when the request is submitted")
+    key = _scramble(_scramble(row.sampling.seed & _MASK) + (row.index + 1) * _STRIDE)
+    return _signed(key)
+
+
+def _scramble(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit moves half of the output bits."""
+    value &= _MASK
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        value = (value ^ (value >> shift)) * factor & _MASK
+    return value
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise, float64, of each token under its key (the two are broadcast): ``_scramble`` in wrapping int64."""
+    value = keys + (tokens + 1) * _signed(_STRIDE)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        value = (value ^ _logical_shift(value, shift)) * _signed(factor)
+    uniform = (_logical_shift(value, 12).double() + 0.5) * 2.0**-52  # open interval: neither log meets 0
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _logical_shift(value: Tensor, shift: int) -> Tensor:
+    return (value >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _with_logprobs(scores: Tensor, rows: Sequence[SamplerRow], tokens: list[int]) -> list[Sampled]:
+    chosen = [Sampled(token) for token in tokens]
+    asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
+    if not asked:
+        return chosen
+    at = torch.tensor(list(asked), device=scores.device)
+    logprobs = scores[at].log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor([[tokens[i]] for i in asked], device=scores.device)).tolist()
+    top = logprobs.topk(min(max(asked.values()), logprobs.shape[1]), dim=-1)
+    for (i, number), (value,), ids, values in zip(
+        asked.items(), own, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        listed = tuple(zip(ids[:number], values[:number], strict=True))
+        chosen[i] = Sampled(tokens[i], value, listed)
+    return chosen
+
+
+def _column(rows: Sequence[SamplerRow], pick: Callable[[Sampling], float], like: Tensor) -> Tensor:
+    values = [pick(row.sampling) for row in rows]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _upload(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
