@@ -49,7 +49,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) tools/check_docs.py
-	$(PY) tools/build_docs.py build/docs
+	$(PY) -m pdoc --output-directory build/docs trinity
 
 mutants: $(STAMP)
 	$(QUIET_CPU) $(PY) tools/mutants.py $(ARGS)

@@ -69,6 +69,15 @@ def roundabout(found: dict[str, Path]) -> Iterator[str]:
                 yield f"{path}:{line} {name} imports {target}: name the module of {PACKAGE} that it lives in"
 
 
+def apart(found: dict[str, Path]) -> Iterator[str]:
+    sides = {f"{PACKAGE}.stages": f"{PACKAGE}.transport", f"{PACKAGE}.transport": f"{PACKAGE}.stages"}
+    for name, path in found.items():
+        other = sides.get(".".join(name.split(".")[:2]))
+        for line, target in imports(path, type_only=True):
+            if other and f"{target}.".startswith(f"{other}."):
+                yield f"{path}:{line} {name} imports {target}: stages and transport meet in instance alone"
+
+
 def cycle(found: dict[str, Path]) -> list[str]:
     """The modules of one import cycle, or none."""
 
@@ -88,7 +97,7 @@ def cycle(found: dict[str, Path]) -> list[str]:
 
 def main(source: Path) -> int:
     found = modules(source)
-    problems = [*impure(found), *roundabout(found)]
+    problems = [*impure(found), *roundabout(found), *apart(found)]
     if around := cycle(found):
         problems.append("import cycle: " + " → ".join(around))
     print("\n".join(problems) or f"{len(found)} modules: no cycle, cores pure")
