@@ -24,8 +24,8 @@ class Rules:
     """How an instance batches. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
 
     ``tokens`` is the token budget, ``media`` the image budget in visual tokens (whole images, always at least one).
-    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first (decode
-    only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound
+    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first
+    (decode only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound
     encodes.
     """
 
@@ -45,6 +45,9 @@ class Rules:
             raise ConfigError(f"unknown queue order {self.order!r}; known: fcfs, sjf, deadline")
         if self.tokens < 1 or self.media < 1:
             raise ConfigError(f"budgets must be at least 1, got tokens={self.tokens}, media={self.media}")
+
+    def check_cost(self) -> None:
+        """Raise ``ConfigError`` where the policy predicts and has nothing to predict with."""
         if self.policy == "time" and (self.cost is None or self.limit_s is None):
             raise ConfigError("policy 'time' needs cost= and limit_s=: give the pipeline an slo, which profiles them")
 

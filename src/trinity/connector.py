@@ -1,0 +1,90 @@
+"""Connector: moves image-cache and KV-cache blocks between instances over one transport."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trinity.errors import ClosedError, TransferTimeout, TransportError
+from trinity.memory import BlockMemory
+from trinity.messages import Failure, Pull, Pulled
+from trinity.transport.base import Remote, Transport, runs
+from trinity.transport.registry import make_transport
+
+
+class Connector:
+    """One for both kinds of block, image and KV (step 3 of TriInfer's pull migration, 4.3).
+
+    ``transport`` is a name or a ``Transport``; ``timeout_s`` bounds every read. Every read is recorded: scheme, bytes,
+    blocks, pieces, set-up and wire seconds.
+    """
+
+    def __init__(self, transport: str | Transport = "inproc", *, timeout_s: float = 30.0) -> None:
+        self.transport = make_transport(transport)
+        self.timeout_s = timeout_s
+        self._memories: dict[tuple[str, str], BlockMemory] = {}
+        self._descriptors: dict[tuple[str, str], bytes] = {}
+        self._remotes: dict[tuple[str, str, str], Remote] = {}
+        self._closed = False
+
+    @property
+    def scheme(self) -> str:
+        return self.transport.scheme
+
+    def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> None:
+        """Publish an instance's pools."""
+        for kind, memory in memories.items():
+            self._memories[instance, kind] = memory
+            self._descriptors[instance, kind] = self.transport.publish(memory)
+
+    async def pull(self, instance: str, pull: Pull) -> Pulled:
+        """Carry out a core's Pull for ``instance``. A failed transfer does not raise: the failure is in the answer."""
+        try:
+            return Pulled(pull.offer, pull.part, None, await self._read(instance, pull))
+        except (TransportError, ClosedError, ValueError) as error:
+            fields = {"source": pull.source, "target": instance, "kind": pull.kind, "cause": type(error).__name__}
+            text = f"{pull.kind} blocks did not arrive at {instance} from {pull.source}: {error}"
+            return Pulled(pull.offer, pull.part, Failure("MigrationError", text, fields))
+
+    async def _read(self, instance: str, pull: Pull) -> dict[str, Any]:
+        started = time.perf_counter()
+        remote = await self._remote(instance, pull.source, pull.kind)
+        ready = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                moved = await remote.read(pull.source_blocks, pull.target_blocks)
+        except TimeoutError as error:
+            text = f"a read of {len(pull.source_blocks)} blocks took more than {self.timeout_s} s"
+            raise TransferTimeout(text, self.scheme, pull.source) from error
+        seconds = time.perf_counter() - ready
+        return {
+            "kind": pull.kind,
+            "source": pull.source,
+            "target": instance,
+            "outcome": "pulled",
+            "scheme": self.scheme,
+            "bytes": moved,
+            "blocks": len(pull.source_blocks),
+            "pieces": sum(1 for _ in runs(pull.source_blocks, pull.target_blocks)),
+            "setup_s": ready - started,
+            "seconds": seconds,
+        }
+
+    async def _remote(self, instance: str, source: str, kind: str) -> Remote:
+        if self._closed:
+            raise ClosedError("the connector is closed")
+        key = (instance, source, kind)
+        if key not in self._remotes:
+            descriptor = self._descriptors[source, kind]
+            self._remotes[key] = await self.transport.attach(descriptor, self._memories[instance, kind])
+        return self._remotes[key]
+
+    async def aclose(self) -> None:
+        """Detach from every peer and withdraw every pool. Twice is once."""
+        if not self._closed:
+            self._closed = True
+            for remote in self._remotes.values():
+                await remote.aclose()
+            await self.transport.aclose()

@@ -1,0 +1,98 @@
+"""From a plan to running instances: weights, pools, budgets, hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity.budget import Budgets
+from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
+from trinity.messages import IMAGE, KV
+from trinity.processor import RequestProcessor
+from trinity.profile import profile_budgets
+from trinity.routing import RoutingPolicy
+from trinity.scheduler import Rules, latency_bound
+from trinity.sizing import available_memory, size_pools
+from trinity.timeline import Timeline
+from trinity.trace import SLO
+
+if TYPE_CHECKING:
+    from trinity.stages.models import LoadedModel
+
+DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools where nobody says: 1 GiB, or an eighth of what is free
+DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all instances of a pipeline share."""
+
+    model: Path
+    dtype: str
+    slo: SLO | None
+    budgets: Budgets | None
+    rules: Rules
+    media_block: int
+    kv_block: int
+    observe: Callable[..., None] | None
+    pools: Mapping[str, int] | None = None
+    memory_bytes: int | None = None
+    device: str = "cpu"
+
+
+def load(plan: Plan, instances: Sequence[Instance], processor: RequestProcessor) -> list[Loaded]:
+    """Load weights (of each instance's roles only), allocate pools, search budgets. Blocks: run it on a thread."""
+    from trinity.stages.models import load_model
+
+    loaded: list[Loaded] = []
+    for spec in instances:
+        spec = replace(spec, device=spec.device or plan.device)
+        model = load_model(plan.model, spec.roles, dtype=plan.dtype, device=spec.device or "cpu")
+        pools = _pools(plan, spec, model, len(instances))
+        instance = build(spec, model, pools, plan.rules, plan.media_block, plan.kv_block, plan.observe)
+        instance.settings = replace(instance.settings, rules=_rules(plan, instance, processor))
+        loaded.append(instance)
+    return loaded
+
+
+def start_hosts(
+    loaded: Sequence[Loaded], network: Network, timeline: Timeline, policy: Callable[[], RoutingPolicy]
+) -> dict[str, InstanceHost]:
+    """Publish every pool, introduce the instances to each other, start their threads."""
+    hosts = {each.spec.name: InstanceHost(each, network, timeline, policy()) for each in loaded}
+    for host in hosts.values():
+        network.connector.bind(host.name, host.loaded.memory)
+        for peer in hosts.values():
+            host.post(peer.announcement())
+    for host in hosts.values():
+        host.start()
+    return hosts
+
+
+def _pools(plan: Plan, spec: Instance, model: LoadedModel, instances: int) -> dict[str, int]:
+    """Blocks by kind: by hand, from a memory budget, or a share of what is free."""
+    pools = spec.pools if spec.pools is not None else plan.pools if spec.memory_bytes is None else None
+    if pools is not None:
+        return dict(pools)
+    shapes = block_shapes(spec.roles, model, plan.media_block, plan.kv_block)
+    bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
+    memory = spec.memory_bytes or plan.memory_bytes
+    free = DEFAULT_CACHE_BYTES if memory else min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
+    sized = size_pools(
+        spec.roles, memory or model.weight_bytes + free, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV)
+    )
+    return sized if memory else {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
+
+
+def _rules(plan: Plan, instance: Loaded, processor: RequestProcessor) -> Rules:
+    """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults."""
+    rules = instance.spec.rules or plan.rules
+    budgets = plan.budgets
+    if budgets is None and plan.slo is not None and instance.spec.rules is None:
+        limit = latency_bound(instance.spec.roles, plan.slo.ttft, plan.slo.tbt)
+        budgets = profile_budgets(instance, processor, limit)
+    if budgets is None:
+        return rules
+    return replace(rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=budgets.cost)

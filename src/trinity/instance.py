@@ -1,0 +1,289 @@
+"""Instance: a core, its block memory and its stages, hosted by threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trinity.connector import Connector
+from trinity.core import InstanceCore
+from trinity.core.state import Settings
+from trinity.errors import ConfigError
+from trinity.lane import Lane
+from trinity.memory import BlockMemory, BlockShape
+from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Send, Step, Value
+from trinity.placement import Group, Placement
+from trinity.routing import RoutingPolicy
+from trinity.scheduler import Rules
+from trinity.stages.base import Stage
+from trinity.timeline import Timeline
+
+if TYPE_CHECKING:
+    from trinity.stages.models import LoadedModel
+
+logger = logging.getLogger("trinity")
+
+
+@dataclass(frozen=True)
+class StageSetup:
+    """What a stage is made from: the loaded weights, the instance's roles and its block memory by kind."""
+
+    roles: str
+    model: LoadedModel
+    memory: Mapping[str, BlockMemory]
+    observe: Callable[..., None] | None = None
+
+
+StageFactory = Callable[[StageSetup], Stage]
+
+
+class Network(Protocol):
+    """How an instance reaches the others: ``to_peer`` and ``to_frontend`` never block; ``loop`` runs transfers."""
+
+    loop: asyncio.AbstractEventLoop
+    connector: Connector
+
+    def to_peer(self, name: str, message: Value) -> None: ...
+
+    def to_frontend(self, messages: list[Value]) -> None: ...
+
+    def crashed(self, name: str, error: BaseException) -> None: ...
+
+
+@dataclass
+class Instance:
+    """One instance of a pipeline: ``roles`` such as "E", "EP" or "PD".
+
+    ``pools`` are blocks by kind ({"image": 64, "kv": 1024}); without it they follow from ``memory_bytes`` (weights
+    included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
+    of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories of
+    your own stages, which replace the built-in ones of the same letters. ``threads``: intra-op threads per lane.
+    """
+
+    roles: str
+    name: str = ""
+    pools: Mapping[str, int] | None = None
+    memory_bytes: int | None = None
+    rules: Rules | None = None
+    lanes: tuple[str, ...] = ("joint",)
+    stages: Sequence[StageFactory] = ()
+    threads: int = 1
+    device: str | None = None
+    prefix_cache: bool = True
+    image_cache: bool = True
+
+    def __post_init__(self) -> None:
+        groups = Placement.parse(f"{self.roles}+EPD").groups  # checks the letters alone
+        self.roles = groups[0].roles
+        if self.lanes not in (("joint",), ("vision", "language")):
+            raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
+        if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
+            self.lanes = ("joint",)  # one stream of work has nothing to run beside it
+
+    @property
+    def group(self) -> Group:
+        return Group(1, self.roles)
+
+
+@dataclass
+class Loaded:
+    """An instance with its weights, memory and stages, ready to run."""
+
+    spec: Instance
+    model: LoadedModel
+    memory: dict[str, BlockMemory]
+    stages: list[Stage]
+    settings: Settings = field(init=False)
+
+
+def block_shapes(roles: str, model: LoadedModel, media_block: int = 576, kv_block: int = 16) -> dict[str, BlockShape]:
+    """Shapes of the kinds of block that these roles have (TriInfer 3.3: E has no KV cache, D no image cache)."""
+    shapes: dict[str, BlockShape] = {}
+    image = model.image_shape(media_block)
+    if set(roles) & {"E", "P"} and image is not None:
+        shapes[IMAGE] = image
+    if set(roles) & {"P", "D"}:
+        shapes[KV] = model.kv_shape(kv_block)
+    return shapes
+
+
+def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
+    """The stages of trinity for every letter of the roles that no own stage serves."""
+    from trinity.stages.encode import EncodeStage
+    from trinity.stages.language import LanguageStage
+
+    letters = "".join(letter for letter in setup.roles if letter not in taken)
+    made: list[Stage] = []
+    if "E" in letters and IMAGE in setup.memory:
+        made.append(EncodeStage(setup.model, setup.memory[IMAGE]))
+    language = letters.replace("E", "")
+    if language:
+        memory = setup.memory
+        made.append(LanguageStage(setup.model, memory[KV], memory.get(IMAGE), letters=language, observe=setup.observe))
+    return made
+
+
+def build(
+    spec: Instance,
+    model: LoadedModel,
+    pools: Mapping[str, int],
+    rules: Rules,
+    media_block: int,
+    kv_block: int,
+    observe: Callable[..., None] | None,
+) -> Loaded:
+    """Allocate the pools and make the stages of an instance."""
+    shapes = block_shapes(spec.roles, model, media_block, kv_block)
+    missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
+    if missing:
+        raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
+    device = spec.device or "cpu"
+    memory = {kind: BlockMemory(shape, pools[kind], device) for kind, shape in shapes.items()}
+    setup = StageSetup(spec.roles, model, memory, observe)
+    own = [factory(setup) for factory in spec.stages]
+    taken = "".join(stage.letters for stage in own)
+    loaded = Loaded(spec, model, memory, own + built_in_stages(setup, taken))
+    loaded.settings = Settings(
+        name=spec.name,
+        roles=spec.roles,
+        pools={kind: each.blocks for kind, each in memory.items()},
+        rules=rules,
+        lanes=spec.lanes,
+        media_block=media_block,
+        kv_block=kv_block,
+        image_cache=spec.image_cache,
+        prefix_cache=spec.prefix_cache,
+    )
+    return loaded
+
+
+class InstanceHost:
+    """Runs a loaded instance: one thread for its core, one for each lane. Public methods are safe from any thread."""
+
+    def __init__(self, loaded: Loaded, network: Network, timeline: Timeline, policy: RoutingPolicy) -> None:
+        self.loaded = loaded
+        self.name = loaded.spec.name
+        self.core = InstanceCore(loaded.settings, policy)
+        self.events: deque[Value] = deque(maxlen=256)
+        self.core_cpu_s = 0.0
+        self.steps = 0
+        self._network, self._timeline = network, timeline
+        self._queue: SimpleQueue[Value | None] = SimpleQueue()
+        self._lanes = self._make_lanes()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name=f"trinity-{self.name}-core", daemon=True)
+
+    def _make_lanes(self) -> dict[str, Lane]:
+        from trinity.core.steps import LANES
+
+        return {
+            lane: Lane(
+                self.name,
+                lane,
+                [stage for stage in self.loaded.stages if set(stage.letters) & set(LANES[lane])],
+                self.post,
+                self._timeline,
+                self.loaded.spec.threads,
+            )
+            for lane in self.loaded.settings.lanes
+        }
+
+    def start(self) -> None:
+        for lane in self._lanes.values():
+            lane.start()
+        self._thread.start()
+
+    def post(self, event: Value) -> None:
+        self._queue.put(event)
+
+    def stop(self) -> None:
+        """End the threads once nothing lives here any more; wait with ``join``."""
+        self._queue.put(None)
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+        for lane in self._lanes.values():
+            lane.join()
+
+    def announcement(self) -> PeerUp:
+        return self.core.announcement()
+
+    @property
+    def stage_cpu_s(self) -> float:
+        """CPU seconds that the lanes have spent."""
+        return sum(lane.cpu_s for lane in self._lanes.values())
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
+            logger.exception("the core of %s failed", self.name)
+            self._network.loop.call_soon_threadsafe(self._network.crashed, self.name, error)
+        finally:
+            for lane in self._lanes.values():
+                lane.stop()
+
+    def _serve(self) -> None:
+        stopping = False
+        while not (stopping and self.core.idle()):
+            event = self._queue.get()
+            if event is None:
+                stopping = True
+                continue
+            self.events.append(event)
+            self._execute(self.core.handle(event, time.monotonic()))
+            self.core_cpu_s = time.thread_time()
+
+    def _execute(self, commands: list[Value]) -> None:
+        to_frontend: list[Value] = []
+        for command in commands:
+            if isinstance(command, Send):
+                if command.to == FRONTEND:
+                    to_frontend.append(command.message)
+                else:
+                    self._network.to_peer(command.to, command.message)
+            elif isinstance(command, Step):
+                self.steps += 1
+                self._lanes[command.lane].post(command)
+            elif isinstance(command, Pull):
+                self._network.loop.call_soon_threadsafe(self._start_pull, command)
+            elif isinstance(command, (Open, Close)):
+                self._lanes["language" if "language" in self._lanes else "joint"].post(command)
+        if to_frontend:
+            self._network.to_frontend(to_frontend)
+
+    def _start_pull(self, pull: Pull) -> None:
+        task = self._network.loop.create_task(self._pull(pull), name=f"trinity-pull-{self.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pull(self, pull: Pull) -> None:
+        started = time.perf_counter()
+        answer = await self._network.connector.pull(self.name, pull)
+        record: dict[str, Any] = answer.record or {"kind": pull.kind, "outcome": "failed"}
+        title = f"pull {pull.kind} from {pull.source}"
+        self._timeline.add(self.name, "migration", title, started, time.perf_counter() - started, record)
+        self.post(answer)
+
+
+def named(instances: Sequence[Instance]) -> list[Instance]:
+    """Copies of the instances in which each has a name of its own. Raises ``ConfigError`` for a name used twice."""
+    counts: dict[str, int] = {}
+    result: list[Instance] = []
+    for instance in instances:
+        index = counts.get(instance.roles, 0)
+        counts[instance.roles] = index + 1
+        result.append(replace(instance, name=instance.name or f"{instance.roles}{index}"))
+    names = [instance.name for instance in result]
+    if len(set(names)) != len(names) or FRONTEND in names:
+        raise ConfigError(f"every instance needs a name of its own (and not {FRONTEND!r}), got {', '.join(names)}")
+    return result

@@ -1,0 +1,153 @@
+"""Lane: the thread on which an instance's stages run, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from trinity.messages import Close, Failure, Open, Sampled, Step, Stepped, Value
+from trinity.stages.base import Stage
+from trinity.timeline import Timeline
+
+logger = logging.getLogger("trinity")
+
+
+class Lane:
+    """Runs Open, Close and Step commands in order; each Step is answered by one Stepped through ``post``."""
+
+    def __init__(
+        self,
+        instance: str,
+        name: str,
+        stages: Sequence[Stage],
+        post: Callable[[Value], None],
+        timeline: Timeline,
+        threads: int = 1,
+    ) -> None:
+        self.instance, self.name = instance, name
+        self.stages = list(stages)
+        self.cpu_s = 0.0
+        self._post, self._timeline, self._threads = post, timeline, threads
+        self._queue: SimpleQueue[Value | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: Value) -> None:
+        self._queue.put(command)
+
+    def stop(self) -> None:
+        """End the thread after the commands that wait."""
+        self._queue.put(None)
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        while (command := self._queue.get()) is not None:
+            if isinstance(command, Step):
+                self._post(self._step(command))
+                self.cpu_s = time.thread_time()
+            else:
+                self._tell(command)
+
+    def _tell(self, command: Value) -> None:
+        for stage in self.stages:
+            try:
+                if isinstance(command, Open):
+                    stage.open(command)
+                elif isinstance(command, Close):
+                    stage.close(command.request)
+            except Exception:  # its rows will fail in the next step, and that is reported
+                logger.exception("stage %s of %s could not %s", stage.letters, self.instance, type(command).__name__)
+
+    def _step(self, step: Step) -> Stepped:
+        started = time.perf_counter()
+        failed: dict[str, Failure] = {}
+        try:
+            sampled = self._forward(step)
+        except Exception:
+            logger.exception(
+                "step %d of %s failed; its requests run alone to find whose fault it is", step.id, self.name
+            )
+            sampled, failed = self._alone(step)
+        seconds = time.perf_counter() - started
+        self._timeline.add(self.instance, self.name, _title(step), started, seconds, _sizes(step))
+        return Stepped(step.id, self.name, sampled, failed, seconds)
+
+    def _forward(self, step: Step) -> dict[str, Sampled]:
+        sampled: dict[str, Sampled] = {}
+        for stage in self.stages:
+            rows = rows_for(step, stage.letters)
+            if rows is not None:
+                sampled.update(stage.forward(rows) or {})
+        missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
+        if missing:
+            raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
+        return sampled
+
+    def _alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+        """Every request's rows by themselves: one that fails alone has failed; the others go on."""
+        sampled: dict[str, Sampled] = {}
+        failed: dict[str, Failure] = {}
+        for rows in split(step):
+            request = requests_of(rows)[0]
+            try:
+                sampled.update(self._forward(rows))
+            except Exception as error:
+                text = f"{_title(rows)} on {self.instance} raised {type(error).__name__}: {error}"
+                failed[request] = Failure("StageError", text, {"stage": _letters(rows)})
+        return sampled, failed
+
+
+def rows_for(step: Step, letters: str) -> Step | None:
+    """The rows of a step that a stage with these letters runs; None where there are none."""
+    encodes = step.encodes if "E" in letters else ()
+    prefills = step.prefills if "P" in letters else ()
+    decodes = step.decodes if "D" in letters else ()
+    return Step(step.id, step.lane, encodes, prefills, decodes) if encodes or prefills or decodes else None
+
+
+def requests_of(step: Step) -> list[str]:
+    rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
+    return list(dict.fromkeys(rows + list(step.decodes)))
+
+
+def split(step: Step) -> list[Step]:
+    """One step per request."""
+    return [
+        Step(
+            step.id,
+            step.lane,
+            tuple(row for row in step.encodes if row.request == request),
+            tuple(row for row in step.prefills if row.request == request),
+            tuple(each for each in step.decodes if each == request),
+        )
+        for request in requests_of(step)
+    ]
+
+
+def _letters(step: Step) -> str:
+    present = (("E", step.encodes), ("P", step.prefills), ("D", step.decodes))
+    return "".join(letter for letter, rows in present if rows)
+
+
+def _title(step: Step) -> str:
+    names = {"E": "encode", "P": "prefill", "D": "decode"}
+    return "+".join(names[letter] for letter in _letters(step))
+
+
+def _sizes(step: Step) -> dict[str, int]:
+    return {
+        "media tokens": sum(row.span.tokens for row in step.encodes),
+        "prefill tokens": sum(row.length for row in step.prefills),
+        "decodes": len(step.decodes),
+    }

@@ -1,0 +1,201 @@
+"""Stream: the reader's end of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trinity import errors
+from trinity.errors import ClosedError, RequestError, TrinityError
+from trinity.frontend import Abort, Deliver, End
+from trinity.messages import Failure, Finished, Value
+from trinity.metrics import SPANS
+from trinity.request import Output, Request, Token
+from trinity.text import TextStream
+
+if TYPE_CHECKING:
+    from trinity.processor import Processed
+
+
+class Host(Protocol):
+    """What a stream needs of its pipeline."""
+
+    async def submit(self, stream: Stream) -> None: ...
+
+    def post(self, event: Value) -> None: ...
+
+    def ended(self, stream: Stream) -> None: ...
+
+
+class Stream:
+    """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
+
+    Leaving the block ends the request. ``output`` is there after its end. Iterating raises the request's own error
+    (``RequestError`` and below), or ``ClosedError`` where the pipeline was closed.
+    """
+
+    def __init__(self, host: Host, request: Request) -> None:
+        self.request = request
+        self.processed: Processed | None = None
+        self.arrived = time.monotonic()
+        self.arrived_at = time.time()
+        self._host = host
+        self._tokens: deque[Token] = deque()
+        self._held: Token | None = None
+        self._wake = asyncio.Event()
+        self._text: TextStream | None = None
+        self._pieces: list[str] = []
+        self._times: list[float] = []
+        self._ids: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._output: Output | None = None
+        self._error: TrinityError | None = None
+
+    @property
+    def output(self) -> Output:
+        """The whole output. Raises ``RequestError`` while the request goes on."""
+        if self._output is None:
+            raise RequestError("the output is there once the stream has ended", self.request.request_id)
+        return self._output
+
+    @property
+    def done(self) -> bool:
+        return self._output is not None
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each token arrived, in seconds since the request did."""
+        return [each - self.arrived for each in self._times]
+
+    async def __aenter__(self) -> Stream:
+        await self._host.submit(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the request now. After its end this does nothing."""
+        if not self.done:
+            self._host.post(Abort(self.request.request_id, "cancelled"))
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Token:
+        while not self._tokens:
+            if self.done:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._tokens.popleft()
+
+    def begin(self, processed: Processed, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
+        self.processed = processed
+        self._text = make_text(self.request.sampling.stop)
+
+    def deliver(self, event: Deliver) -> None:
+        """Take the next token. Text that may still change (part of a stop string, half a character) is held back."""
+        assert self._text is not None
+        self._times.append(time.monotonic())
+        sampled = event.sampled
+        text = self._text.push(sampled.token)
+        self._ids.append(sampled.token)
+        self._pieces.append(text)
+        self._logprobs.append(sampled.logprob)
+        self._release("")
+        token = Token(sampled.token, text, event.index, sampled.logprob, sampled.top)
+        if self._text.stopped or text:
+            self._put(token)
+        else:
+            self._held = token  # its text, if any, goes out with it at the end
+        if self._text.stopped:
+            self._host.post(Abort(self.request.request_id, "stop"))
+
+    def _release(self, text: str) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._put(Token(held.id, text, held.index, held.logprob, held.top_logprobs))
+
+    def _put(self, token: Token) -> None:
+        self._tokens.append(token)
+        self._wake.set()
+
+    def end(self, event: End) -> None:
+        """The request has ended: flush the text, make the output, wake the reader."""
+        if self.done:
+            return
+        self._flush()
+        self._output = self._make_output(event.reason, event.finished)
+        if event.failure is not None:
+            self.fail(to_error(event.failure, self.request.request_id))
+        self._wake.set()
+        self._host.ended(self)
+
+    def fail(self, error: TrinityError) -> None:
+        """What iterating raises after the tokens that are here."""
+        self._error = error
+        if isinstance(error, RequestError):
+            error.output = self._output
+
+    def close(self) -> None:
+        """The pipeline closes: a reader that still waits gets ``ClosedError``."""
+        if not self.done:
+            self._error = ClosedError("the pipeline was closed while the request was being served")
+
+    def _flush(self) -> None:
+        rest = "" if self._text is None or self._text.stopped else self._text.finish()
+        self._pieces.append(rest)
+        if rest and self._held is None and self._tokens:
+            last = self._tokens.pop()
+            self._held = Token(last.id, last.text + rest, last.index, last.logprob, last.top_logprobs)
+            rest = self._held.text
+        self._release(rest)
+
+    def _make_output(self, reason: str, finished: Finished | None) -> Output:
+        work = self.processed.work if self.processed is not None else None
+        times = self.token_times
+        return Output(
+            request_id=self.request.request_id,
+            text="".join(self._pieces),
+            token_ids=self._ids,
+            finish_reason=reason,
+            prompt_tokens=len(work.prompt) if work else 0,
+            media_tokens=sum(span.tokens for span in work.media) if work else 0,
+            cached_tokens=finished.cached_tokens if finished else 0,
+            max_tokens=work.max_tokens if work else 0,
+            clipped=self.processed.clipped if self.processed else False,
+            ttft_s=times[0] if times else None,
+            itl_s=[later - earlier for earlier, later in pairwise(times)],
+            latency_s=time.monotonic() - self.arrived,
+            spans=_all_spans(finished),
+            transfers=list(finished.transfers) if finished else [],
+            route=list(finished.route) if finished else [],
+            logprobs=self._logprobs if self.request.sampling.logprobs is not None else [],
+        )
+
+
+def _all_spans(finished: Finished | None) -> dict[str, float]:
+    known: dict[str, Any] = finished.spans if finished else {}
+    return {name: known.get(name, 0.0) for name in SPANS}
+
+
+def to_error(failure: Failure, request_id: str) -> TrinityError:
+    """The typed error that a failure names; its fields become attributes."""
+    kind = getattr(errors, failure.error, RequestError)
+    error: TrinityError = kind(failure.message, request_id) if issubclass(kind, RequestError) else kind(failure.message)
+    for name, value in failure.fields.items():
+        setattr(error, name, value)
+    cause = getattr(errors, failure.fields.get("cause", ""), None)
+    if cause is not None:
+        error.__cause__ = cause(failure.message)
+    return error

@@ -1,0 +1,102 @@
+"""inproc: instances in one process; blocks are copied from tensor to tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from itertools import count
+
+import msgspec
+
+from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
+from trinity.memory import BlockMemory
+from trinity.transport.base import check_blocks, runs
+
+_published: dict[int, BlockMemory] = {}
+_numbers = count(1)
+INLINE_BYTES = 256 * 1024  # below this a copy costs less than the hop to a thread
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """Where a pool is: only this process can attach to it."""
+
+    process: int
+    number: int
+    block_bytes: int
+    blocks: int
+
+
+class InprocTransport:
+    """Copies blocks between pools of this process. Large copies run on a thread, so that the loop keeps turning."""
+
+    scheme = "inproc"
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+
+    def publish(self, memory: BlockMemory) -> bytes:
+        number = next(_numbers)
+        _published[number] = memory
+        self._numbers.append(number)
+        return msgspec.msgpack.encode(Descriptor(os.getpid(), number, memory.block_bytes, memory.blocks))
+
+    async def attach(self, descriptor: bytes, into: BlockMemory) -> InprocRemote:
+        try:
+            peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
+        except msgspec.DecodeError as error:
+            raise HandshakeError(f"not an inproc descriptor: {error}", self.scheme) from error
+        if peer.process != os.getpid():
+            raise HandshakeError(f"the pool is in process {peer.process}; inproc cannot reach it", self.scheme)
+        if peer.block_bytes != into.block_bytes:
+            text = f"the peer's blocks have {peer.block_bytes} bytes, ours {into.block_bytes}"
+            raise LayoutMismatch(text)
+        return InprocRemote(peer, into)
+
+    async def aclose(self) -> None:
+        for number in self._numbers:
+            _published.pop(number, None)
+        self._numbers.clear()
+
+
+class InprocRemote:
+    """A pool of this process, attached to another."""
+
+    def __init__(self, peer: Descriptor, into: BlockMemory) -> None:
+        self._peer, self._into = peer, into
+
+    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
+        check_blocks("inproc", source, self._peer.blocks, target, self._into)
+        memory = _published.get(self._peer.number)
+        if memory is None:
+            raise PeerLost(f"pool {self._peer.number} is no longer published", "inproc", str(self._peer.number))
+        moved = len(source) * self._peer.block_bytes
+        if moved <= INLINE_BYTES:
+            copy_blocks(memory, source, self._into, target)
+        else:
+            await _finish(asyncio.to_thread(copy_blocks, memory, source, self._into, target))
+        return moved
+
+    async def aclose(self) -> None:
+        return None
+
+
+def copy_blocks(memory: BlockMemory, source: Sequence[int], into: BlockMemory, target: Sequence[int]) -> None:
+    """Copy blocks pairwise, run by run."""
+    theirs, ours = memory.words, into.words
+    for start, to, length in runs(source, target):
+        ours[to : to + length].copy_(theirs[start : start + length])
+
+
+async def _finish(copying: asyncio.Future[None] | object) -> None:
+    """Await a copy; a cancelled reader waits until it has ended, because a thread cannot be stopped in its middle."""
+    task = asyncio.ensure_future(copying)  # type: ignore[arg-type]
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                continue
+        raise
