@@ -1,1 +1,78 @@
-"""trinity."""
+"""trinity serves vision-language models of transformers as encode, prefill and decode stages.
+
+The public names are loaded on first use: ``import trinity`` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trinity import errors as errors
+
+if TYPE_CHECKING:
+    from trinity.budget import Budgets as Budgets
+    from trinity.connector import Connector as Connector
+    from trinity.errors import ClosedError as ClosedError
+    from trinity.errors import ConfigError as ConfigError
+    from trinity.errors import RequestError as RequestError
+    from trinity.errors import TransportError as TransportError
+    from trinity.errors import TrinityError as TrinityError
+    from trinity.instance import Instance as Instance
+    from trinity.metrics import Metrics as Metrics
+    from trinity.pipeline import Pipeline as Pipeline
+    from trinity.placement import Placement as Placement
+    from trinity.processor import Limits as Limits
+    from trinity.request import Media as Media
+    from trinity.request import Output as Output
+    from trinity.request import Request as Request
+    from trinity.request import Sampling as Sampling
+    from trinity.request import Token as Token
+    from trinity.routing import RoutingPolicy as RoutingPolicy
+    from trinity.scheduler import Rules as Rules
+    from trinity.stages.base import Stage as Stage
+    from trinity.stream import Stream as Stream
+    from trinity.timeline import Timeline as Timeline
+    from trinity.trace import SLO as SLO
+    from trinity.trace import Trace as Trace
+    from trinity.transport.base import Transport as Transport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "budget": ["Budgets"],
+    "connector": ["Connector"],
+    "errors": ["ClosedError", "ConfigError", "RequestError", "TransportError", "TrinityError"],
+    "instance": ["Instance"],
+    "metrics": ["Metrics"],
+    "pipeline": ["Pipeline"],
+    "placement": ["Placement"],
+    "processor": ["Limits"],
+    "request": ["Media", "Output", "Request", "Sampling", "Token"],
+    "routing": ["RoutingPolicy"],
+    "scheduler": ["Rules"],
+    "stages.base": ["Stage"],
+    "stream": ["Stream"],
+    "timeline": ["Timeline"],
+    "trace": ["SLO", "Trace"],
+    "transport.base": ["Transport"],
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME, "errors"])
+
+
+if not TYPE_CHECKING:  # a checker that saw this would believe in every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            module = sys.modules[__name__]
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=module)
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
