@@ -1,0 +1,256 @@
+"""TextStream against the tokenizer's own decode of everything, for random ids, bytes, stop strings and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trinity.text import TextStream
+
+CORPUS = ["the cat sat on the mat. héllo wörld 你好吗 🎉🎈 ça va, n'est-ce pas? the cat\nthe\tmat"] * 3
+SPECIAL = ["</s>", "<image>"]
+
+
+def finished(backend: Tokenizer) -> Any:
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens([AddedToken("<think> é", special=False), AddedToken("▁odd", special=False)])
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
+def byte_level() -> Any:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    return finished(backend)
+
+
+def fallback() -> Any:
+    """As Llama 2's: ▁ for a space, bytes for what the vocabulary lacks, one leading space stripped."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁the", "▁c", "at", "▁cat", "é", "你"]
+    pieces += list("thecatsmo.n")
+    backend = Tokenizer(models.BPE({p: i for i, p in enumerate(dict.fromkeys(pieces))}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return finished(backend)
+
+
+def metaspace() -> Any:
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.train_from_iterator(CORPUS, trainers.UnigramTrainer(vocab_size=80, unk_token="<unk>", show_progress=False))
+    return finished(backend)
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    return {"byte_level": byte_level, "fallback": fallback, "metaspace": metaspace}[name]()
+
+
+NAMES = ["byte_level", "fallback", "metaspace"]
+
+
+def run(stream: TextStream, ids: Sequence[int]) -> str:
+    return "".join(stream.push(token) for token in ids) + stream.finish()
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """Text up to the stop string that is complete first, found character by character."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Random ids (runs of bytes, of special ids and of one id among them), and ids beyond the vocabulary."""
+    size = len(tokenizer(name))
+    one = st.integers(0, size + 3)
+    single_bytes = st.integers(0, 260)
+    few = st.sampled_from([size - 1, size - 2, size - 3, size - 4, 1, 5])
+    piece = st.one_of(
+        st.lists(one, max_size=12),
+        st.lists(single_bytes, max_size=12),
+        st.builds(lambda token, n: [token] * n, few | one, st.integers(1, 30)),
+        st.sampled_from(["你好", "🎉🎈", "the cat", " the cat sat ", "é"]).map(
+            lambda text: tokenizer(name).encode(text, add_special_tokens=False)
+        ),
+    )
+    return st.lists(piece, max_size=8).map(lambda parts: [token for part in parts for token in part])
+
+
+cases = st.sampled_from(NAMES).flatmap(lambda name: st.tuples(st.just(name), ids_of(name)))
+
+
+@settings(max_examples=400)
+@given(cases)
+def test_all_text_is_that_of_one_decode(case: tuple[str, list[int]]) -> None:
+    name, ids = case
+    assert run(TextStream(tokenizer(name)), ids) == tokenizer(name).decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=60))
+def test_any_bytes(data: bytes) -> None:
+    for name in ("byte_level", "fallback"):
+        known = tokenizer(name)
+        names = [f"<0x{b:02X}>" if name == "fallback" else decoded_byte(b) for b in data]
+        ids = known.convert_tokens_to_ids(names)
+        text = run(TextStream(known), ids)
+        assert text == known.decode(ids)
+        if name == "byte_level":
+            assert text == data.decode("utf-8", errors="replace")
+
+
+def decoded_byte(byte: int) -> str:
+    """The character under which a byte-level vocabulary lists a byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    return chr(byte) if byte in printable else chr(256 + hidden.index(byte))
+
+
+@settings(max_examples=300)
+@given(cases, st.lists(st.text("thecat s\ufffdé你", min_size=1, max_size=5), min_size=1, max_size=4))
+def test_text_ends_before_the_first_stop_string(case: tuple[str, list[int]], stop: list[str]) -> None:
+    name, ids = case
+    stream = TextStream(tokenizer(name), tuple(stop))
+    whole = tokenizer(name).decode(ids, skip_special_tokens=True)
+    assert run(stream, ids) == cut(whole, stop)
+    assert stream.stopped == (cut(whole, stop) != whole)
+    assert not stream.stopped or stream.push(5) == stream.finish() == ""
+
+
+@settings(max_examples=200)
+@given(cases, st.integers(1, 40))
+def test_after_a_prompt_the_text_is_what_the_ids_add(case: tuple[str, list[int]], at: int) -> None:
+    name, ids = case
+    known = tokenizer(name)
+    prompt = known.encode("the cat", add_special_tokens=False) + [known.eos_token_id] * at
+    before = known.decode(prompt, skip_special_tokens=True)
+    whole = known.decode(prompt + ids, skip_special_tokens=True)
+    assert before + run(TextStream(known, prompt_ids=prompt), ids) == whole
+
+
+def test_a_prompt_that_ends_inside_a_character() -> None:
+    known = tokenizer("byte_level")
+    ids = known.convert_tokens_to_ids([decoded_byte(b) for b in "a你".encode()])
+    assert run(TextStream(known, prompt_ids=ids[:3]), ids[3:]) == "你"
+
+
+def test_a_prompt_that_ends_in_a_run_of_bytes_is_not_repeated() -> None:
+    known = tokenizer("fallback")
+    ids = known.convert_tokens_to_ids(["▁cat", *(f"<0x{b:02X}>" for b in "🎉".encode()), "at"])
+    assert run(TextStream(known, prompt_ids=ids[:-1]), ids[-1:]) == "at"
+
+
+# ---------------------------------------------------------------- when text is released
+
+
+def pushes(stream: TextStream, tokens: list[str]) -> list[str]:
+    return [stream.push(token) for token in tokenizer("byte_level").convert_tokens_to_ids(tokens)]
+
+
+def test_complete_characters_come_at_once_and_incomplete_ones_wait() -> None:
+    stream = TextStream(tokenizer("byte_level"))
+    tokens = ["a", *(decoded_byte(b) for b in "你".encode()), "b", decoded_byte(0x80), "c"]
+    assert pushes(stream, tokens) == ["a", "", "", "你", "b", "", "\ufffdc"]
+
+
+def test_bytes_that_fall_back_wait_for_the_end_of_their_run() -> None:
+    known = tokenizer("fallback")
+    stream = TextStream(known)
+    ids = known.convert_tokens_to_ids(["▁cat", *(f"<0x{b:02X}>" for b in "🎉".encode()), "at"])
+    assert [stream.push(token) for token in ids] == ["cat", "", "", "", "", "🎉at"]
+
+
+def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
+    stream = TextStream(tokenizer("byte_level"), ("abc", "bd"))
+    assert pushes(stream, list("xabxab")) == ["x", "", "", "abx", "", ""]
+    assert not stream.stopped
+    assert pushes(stream, ["d", "x"]) == ["a", ""]
+    assert stream.stopped
+
+
+@pytest.mark.parametrize("stop", [("bc", "abc"), ("abc", "bc"), ("bc", "b", "abc")])
+def test_the_first_complete_and_then_the_longest_stop_string_counts(stop: tuple[str, ...]) -> None:
+    stream = TextStream(tokenizer("byte_level"), stop)
+    assert "".join(pushes(stream, list("xabcd"))) == ("xa" if "b" in stop else "x")
+    together = TextStream(tokenizer("byte_level"), ("e", "h"))
+    assert pushes(together, ["a", "Ġthe"]) == ["a", " t"]
+
+
+def test_finish_gives_what_was_held_and_only_once() -> None:
+    stream = TextStream(tokenizer("byte_level"), ("abc",))
+    assert pushes(stream, ["x", "a", "b", decoded_byte(0xE4)]) == ["x", "", "", ""]
+    assert stream.finish() == "ab\ufffd"
+    assert stream.finish() == ""
+    assert not stream.stopped
+
+
+def test_finish_may_meet_a_stop_string() -> None:
+    stream = TextStream(tokenizer("byte_level"), ("\ufffd",))
+    assert pushes(stream, ["x", decoded_byte(0xE4)]) == ["x", ""]
+    assert stream.finish() == ""
+    assert stream.stopped
+
+
+def test_an_empty_stop_string_stops_nothing() -> None:
+    assert run(TextStream(tokenizer("byte_level"), ("",)), [70, 71]) == tokenizer("byte_level").decode([70, 71])
+
+
+class Counting:
+    """A tokenizer that records how many tokens each decode was given."""
+
+    def __init__(self, known: Any) -> None:
+        self.known, self.sizes = known, list[int]()
+
+    @property
+    def added_tokens_decoder(self) -> Any:
+        return self.known.added_tokens_decoder
+
+    def convert_ids_to_tokens(self, ids: int) -> Any:
+        return self.known.convert_ids_to_tokens(ids)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
+        self.sizes.append(len(token_ids))
+        return self.known.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("piece", ["a", "\x80", "Ġthe", "</s>"])
+def test_work_per_token_does_not_grow_with_the_text(piece: str) -> None:
+    known = tokenizer("byte_level")
+    counting = Counting(known)
+    token = known.convert_tokens_to_ids(decoded_byte(0x80) if piece == "\x80" else piece)
+    stream = TextStream(counting, ("zzz",), prompt_ids=[token] * 500)
+    for _ in range(1000):
+        stream.push(token)
+    assert max(counting.sizes) <= 16
+    assert sum(counting.sizes) <= 1000 * 16
+
+
+def test_work_in_a_long_run_of_bytes_is_linear() -> None:
+    counting = Counting(tokenizer("fallback"))
+    stream = TextStream(counting)
+    byte = tokenizer("fallback").convert_tokens_to_ids("<0x80>")
+    assert run(stream, [byte] * 1000) == "\ufffd" * 1000
+    assert sum(counting.sizes) <= 1010
+
+
+def test_special_ids_are_read_once_per_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = byte_level()
+    TextStream(known)
+    monkeypatch.setattr(type(known), "added_tokens_decoder", property(lambda self: pytest.fail("read again")))
+    assert run(TextStream(known), [known.eos_token_id, 40]) == known.decode([40])
