@@ -190,6 +190,7 @@ def test_the_first_complete_and_then_the_longest_stop_string_counts(stop: tuple[
     assert "".join(pushes(stream, list("xabcd"))) == ("xa" if "b" in stop else "x")
     together = TextStream(tokenizer("byte_level"), ("e", "h"))
     assert pushes(together, ["a", "Ġthe"]) == ["a", " t"]
+    assert pushes(TextStream(tokenizer("byte_level"), (" the", "h")), ["Ġthe"]) == [" t"]
 
 
 def test_finish_gives_what_was_held_and_only_once() -> None:
