@@ -1,0 +1,103 @@
+"""The frame itself: what a fresh clone offers, and what CI runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tools import check_docs, check_imports, check_sizes
+
+ROOT = Path(__file__).parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+TARGETS = ["setup", "demo", "test", "test-all", "check", "bench", "docs", "mutants"]
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~; \[]", name)[0]).lower()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_make_knows_the_target_and_what_it_runs_is_there(target: str) -> None:
+    run = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    for script in re.findall(r"\b((?:tools|examples|benchmarks)/\w+\.py)", run.stdout):
+        assert (ROOT / script).is_file(), f"make {target} runs {script}, which is not there"
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+def test_each_target_does_its_own_set_up(target: str) -> None:
+    assert re.search(rf"^{target}: \$\(STAMP\)", MAKEFILE, re.MULTILINE)
+
+
+def test_ci_calls_check_and_test_and_nothing_else() -> None:
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("make")] == ["make check", "make test"]
+    assert len(lines) <= 6
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    direct = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["plot"]]
+    pinned = {plain(line): line.partition("==")[2] for line in PINS.splitlines() if "==" in line}
+    assert [name for name in map(plain, direct) if name not in pinned] == []
+    assert pinned["torch"] == "2.13.0"
+
+
+def test_the_extras_asked_for_are_there() -> None:
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "ucx", "ray", "plot", "server", "dev"}
+
+
+def test_no_file_names_a_registry_or_a_machine_path() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    hosts = "|".join(["py" + r"pi\.org", r"pythonhosted\.org", r"download\.pytorch", "/wo" + "rk/", "/ro" + "ot/"])
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).suffix not in {".jpg", ".png"} and (ROOT / name).is_file():
+            assert not re.search(hosts, (ROOT / name).read_text(encoding="utf-8")), name
+
+
+def test_strict_pytest() -> None:
+    options = PROJECT["tool"]["pytest"]["ini_options"]
+    assert options["filterwarnings"] == ["error"]
+    assert options["timeout"] <= 120
+    assert {"--strict-markers", "--strict-config"} <= set(options["addopts"])
+
+
+def test_documents_name_every_module_and_link_to_what_is_there() -> None:
+    assert [*check_docs.broken_links(ROOT), *check_docs.module_list(ROOT)] == []
+
+
+def test_imports_keep_to_their_layers() -> None:
+    assert check_imports.main(ROOT / "src") == 0
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    assert (
+        check_sizes.too_long([path for folder in check_sizes.FOLDERS for path in (ROOT / folder).rglob("*.py")]) == []
+    )
+
+
+def test_photographs_are_small_real_and_licensed() -> None:
+    photos = sorted((ROOT / "examples" / "photos").glob("*.jpg"))
+    licences = (ROOT / "examples" / "photos" / "LICENSES.md").read_text(encoding="utf-8")
+    assert len(photos) >= 3
+    for photo in photos:
+        assert f"`{photo.name}`" in licences
+        assert photo.stat().st_size < 64_000
+        with Image.open(photo) as image:
+            assert max(image.size) <= 640
+            assert len(set(image.resize((64, 64)).get_flattened_data())) > 1000  # a photograph, no drawing
+
+
+def test_entry_points_of_all_four_kinds() -> None:
+    groups = PROJECT["project"]["entry-points"]
+    assert set(groups) == {"trinity.transports", "trinity.models", "trinity.stages", "trinity.routing"}
+    assert groups["trinity.transports"]["inproc"] == "trinity.transport.inproc:InprocTransport"
