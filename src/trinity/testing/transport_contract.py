@@ -1,0 +1,178 @@
+"""check_transport: the contract that every transport keeps, as a function without a test framework.
+
+Call it from your own tests: ``asyncio.run(check_transport(MyTransport))``. It raises ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from trinity.errors import HandshakeError, LayoutMismatch, TransportError
+from trinity.memory import BlockMemory, BlockShape
+from trinity.transport.base import Remote, Transport
+
+BLOCKS = 32
+Check = Callable[["Pair"], Awaitable[None]]
+
+
+class Pair:
+    """A published source pool with content, and a target pool attached to it."""
+
+    def __init__(self, transport: Transport, rows: int) -> None:
+        self.transport = transport
+        self.shape = BlockShape("kv", (2, rows, 8), torch.float32)
+        self.source, self.target = BlockMemory(self.shape, BLOCKS), BlockMemory(self.shape, BLOCKS)
+        self.fill()
+        self.descriptor = transport.publish(self.source)
+
+    def fill(self) -> None:
+        self.source.tensor.copy_(torch.rand(self.source.tensor.shape))
+        self.target.tensor.fill_(-1.0)
+
+    async def attach(self) -> Remote:
+        return await self.transport.attach(self.descriptor, self.target)
+
+    def expect(self, source: Sequence[int], target: Sequence[int], what: str) -> None:
+        """The target holds just these blocks, and no other byte was touched."""
+        wanted = torch.full_like(self.target.tensor, -1.0)
+        for start, to in zip(source, target, strict=True):
+            wanted[to] = self.source.tensor[start]
+        assert torch.equal(self.target.tensor, wanted), f"{what}: the target's blocks are not what was asked for"
+
+
+async def check_transport(make: Callable[[], Transport], *, rows: int = 16, timeout_s: float = 30.0) -> None:
+    """Check a transport made by ``make`` against the contract of ``Transport`` and ``Remote``.
+
+    ``rows`` sets the block size (2 * rows * 8 floats). Raises ``AssertionError`` naming what broke.
+    """
+    for check in CHECKS:
+        transport = make()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await check(Pair(transport, rows))
+        except TimeoutError as error:
+            raise AssertionError(f"{check.__name__}: no answer within {timeout_s} s") from error
+        finally:
+            await transport.aclose()
+            await transport.aclose()  # twice is once
+
+
+async def descriptor_is_bytes(pair: Pair) -> None:
+    assert isinstance(pair.descriptor, bytes), "publish() must return bytes"
+
+
+async def reads_in_order_and_scattered(pair: Pair) -> None:
+    remote = await pair.attach()
+    for source, target in (([0, 1, 2], [4, 5, 6]), ([7, 3, 9], [2, 0, 31]), ([5], [5]), ([1, 1], [8, 9])):
+        pair.fill()
+        moved = await remote.read(source, target)
+        assert moved == len(source) * pair.shape.block_bytes, f"read() said {moved} bytes"
+        pair.expect(source, target, f"read {source} into {target}")
+    await remote.aclose()
+
+
+async def empty_read(pair: Pair) -> None:
+    remote = await pair.attach()
+    assert await remote.read([], []) == 0
+    pair.expect([], [], "an empty read")
+
+
+async def latest_bytes_are_seen(pair: Pair) -> None:
+    remote = await pair.attach()
+    await remote.read([3], [3])
+    pair.source.tensor[3].fill_(7.0)
+    await remote.read([3], [3])
+    pair.expect([3], [3], "a second read after the source changed")
+
+
+async def bad_arguments_are_refused(pair: Pair) -> None:
+    remote = await pair.attach()
+    for source, target in (([0, 1], [0]), ([BLOCKS], [0]), ([-1], [0]), ([0], [BLOCKS]), ([0], [-1]), ([0, 1], [2, 2])):
+        try:
+            await remote.read(source, target)
+        except TransportError:
+            pair.expect([], [], f"the refused read {source} into {target}")
+            continue
+        raise AssertionError(f"read({source}, {target}) must raise a TransportError before a byte moves")
+
+
+async def another_layout_is_refused(pair: Pair) -> None:
+    other = BlockMemory(BlockShape("kv", (3, 16, 8), torch.float32), 4)
+    try:
+        await pair.transport.attach(pair.descriptor, other)
+    except LayoutMismatch:
+        return
+    raise AssertionError("attach() with blocks of another size must raise LayoutMismatch")
+
+
+async def garbage_descriptor_is_refused(pair: Pair) -> None:
+    for garbage in (b"", b"\x00" * 7, b"\xff" * 64):
+        try:
+            await pair.transport.attach(garbage, pair.target)
+        except HandshakeError:
+            continue
+        raise AssertionError(f"attach({garbage!r}) must raise HandshakeError")
+
+
+async def concurrent_reads(pair: Pair) -> None:
+    remote = await pair.attach()
+    await asyncio.gather(*(remote.read([block], [BLOCKS - 1 - block]) for block in range(16)))
+    pair.expect(list(range(16)), [BLOCKS - 1 - block for block in range(16)], "16 reads at once")
+
+
+async def nothing_is_written_after_cancel(pair: Pair) -> None:
+    remote = await pair.attach()
+    reading = asyncio.ensure_future(remote.read(list(range(BLOCKS)), list(range(BLOCKS))))
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    before = pair.target.tensor.clone()
+    await asyncio.sleep(0.05)
+    assert torch.equal(pair.target.tensor, before), "bytes were written after a cancelled read had returned"
+
+
+async def the_loop_keeps_turning(pair: Pair) -> None:
+    remote = await pair.attach()
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.ensure_future(turn())
+    for _ in range(8):
+        await remote.read(list(range(BLOCKS)), list(range(BLOCKS)))
+        await asyncio.sleep(0)
+    turning.cancel()
+    assert turns >= 8, f"the event loop turned only {turns} times during 8 reads"
+
+
+async def a_closed_peer_is_lost(pair: Pair) -> None:
+    remote = await pair.attach()
+    await pair.transport.aclose()
+    try:
+        await remote.read([0], [0])
+    except TransportError:
+        pair.expect([], [], "a read from a closed peer")
+        return
+    raise AssertionError("a read from a closed peer must raise a TransportError")
+
+
+CHECKS: tuple[Check, ...] = (
+    descriptor_is_bytes,
+    reads_in_order_and_scattered,
+    empty_read,
+    latest_bytes_are_seen,
+    bad_arguments_are_refused,
+    another_layout_is_refused,
+    garbage_descriptor_is_refused,
+    concurrent_reads,
+    nothing_is_written_after_cancel,
+    the_loop_keeps_turning,
+    a_closed_peer_is_lost,
+)

@@ -1,0 +1,72 @@
+"""Transports that misbehave on purpose, around a real one: for controls, and for tests of failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from trinity.errors import PeerLost
+from trinity.memory import BlockMemory
+from trinity.transport.base import Remote, Transport
+from trinity.transport.inproc import InprocTransport
+
+AfterRead = Callable[[BlockMemory, Sequence[int]], None]
+
+
+class WrappedTransport:
+    """``inner``, with something done to every read: ``delay_s`` before it, ``after`` it, or a failure in its place.
+
+    ``fail(kind, count)`` says whether the count-th read of a kind fails with ``PeerLost``.
+    """
+
+    def __init__(
+        self,
+        inner: Transport | None = None,
+        *,
+        delay_s: float = 0.0,
+        after: AfterRead | None = None,
+        fail: Callable[[str, int], bool] | None = None,
+    ) -> None:
+        self.inner = inner or InprocTransport()
+        self.scheme = self.inner.scheme
+        self.delay_s, self.after, self.fail = delay_s, after, fail
+        self.reads: dict[str, int] = {}
+
+    def publish(self, memory: BlockMemory) -> bytes:
+        return self.inner.publish(memory)
+
+    async def attach(self, descriptor: bytes, into: BlockMemory) -> Remote:
+        return _WrappedRemote(self, await self.inner.attach(descriptor, into), into)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+class _WrappedRemote:
+    def __init__(self, transport: WrappedTransport, inner: Remote, into: BlockMemory) -> None:
+        self._transport, self._inner, self._into = transport, inner, into
+
+    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
+        asked, kind = self._transport, self._into.kind
+        asked.reads[kind] = asked.reads.get(kind, 0) + 1
+        if asked.fail is not None and asked.fail(kind, asked.reads[kind]):
+            raise PeerLost(f"read {asked.reads[kind]} of {kind} blocks fails on purpose", asked.scheme)
+        if asked.delay_s:
+            await asyncio.sleep(asked.delay_s)
+        moved = await self._inner.read(source, target)
+        if asked.after is not None:
+            asked.after(self._into, target)
+        return moved
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def zeroing(kind: str) -> WrappedTransport:
+    """A transport that zeroes the blocks of one kind after it has moved them: the tokens must change."""
+
+    def zero(memory: BlockMemory, blocks: Sequence[int]) -> None:
+        if memory.kind == kind:
+            memory.tensor[list(blocks)] = 0
+
+    return WrappedTransport(after=zero)
