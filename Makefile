@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup
-# One thread per process: on a busy machine two cost ten times as long. No accelerator, no hub.
-QUIET_CPU := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One thread per process: on a busy machine two cost ten times as long.
+ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+QUIET_CPU := $(ONE_THREAD) CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 PYTEST := $(QUIET_CPU) $(PY) -m pytest -q -n 2 --dist loadgroup
 
 # A virtual environment that is broken, or that belongs to another checkout, is set up anew.
@@ -21,11 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trinity needs Python 3.11 or later: make PYTHON=python3.12 setup")'
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@touch $@
 
 demo: $(STAMP)
-	$(QUIET_CPU) $(PY) examples/demo.py $(ARGS)
+	$(ONE_THREAD) $(PY) examples/demo.py $(ARGS)
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
@@ -45,7 +46,7 @@ format: $(STAMP)
 	$(PY) -m ruff check --fix .
 
 bench: $(STAMP)
-	$(QUIET_CPU) $(PY) benchmarks/run.py $(ARGS)
+	$(ONE_THREAD) $(PY) benchmarks/run.py $(ARGS)
 
 docs: $(STAMP)
 	$(PY) tools/check_docs.py

@@ -1,8 +1,9 @@
 """Fails a test whose event loop was blocked.
 
-Two measures, neither of them a wall clock (a busy machine would fail innocent tests):
-the CPU time that the loop's thread spends in one callback, and calls known to block while a loop runs in the
-calling thread. A test that computes does so in a plain function, a fixture or `asyncio.to_thread`.
+Two measures, neither of them a wall clock (a busy machine would fail innocent tests): the CPU time that the loop's
+thread spends in one callback, and calls known to block while a loop runs in the calling thread. uvloop runs its
+callbacks in C: there the second measure is the only one. A test that computes does so in a plain function, a fixture
+or `asyncio.to_thread`.
 """
 
 from __future__ import annotations

@@ -37,6 +37,33 @@ def test_each_target_does_its_own_set_up(target: str) -> None:
     assert re.search(rf"^{target}: \$\(STAMP\)", MAKEFILE, re.MULTILINE)
 
 
+def set_up(root: Path, answer: str) -> bool:
+    """Whether `make setup` would install, where the environment's interpreter answers so to whose it is."""
+    for name in ("pyproject.toml", "constraints.txt", "Makefile"):
+        (root / name).write_bytes((ROOT / name).read_bytes())
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{answer}\n")
+    python.chmod(0o755)
+    (root / ".venv" / ".setup").touch()
+    run = subprocess.run(["make", "-n", "setup"], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    return "pip install" in run.stdout
+
+
+@pytest.mark.parametrize(("answer", "installs"), [("echo True", False), ("echo False", True), ("exit 1", True)])
+def test_an_environment_that_is_broken_or_of_another_checkout_is_set_up_anew(
+    answer: str, installs: bool, tmp_path: Path
+) -> None:
+    assert set_up(tmp_path, answer) is installs
+
+
+def test_an_environment_older_than_its_pins_is_set_up_anew(tmp_path: Path) -> None:
+    assert not set_up(tmp_path, "echo True")
+    os.utime(tmp_path / ".venv" / ".setup", (0, 0))
+    run = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install" in run.stdout
+
+
 def test_ci_calls_check_and_test_and_nothing_else() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("make")] == ["make check", "make test"]
