@@ -1,0 +1,79 @@
+"""Oracle: what transformers' own ``generate()`` answers, with the whole model in one piece, in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from trinity.media import Limits, read_image
+from trinity.processor_loading import load
+from trinity.prompt import from_markers
+from trinity.request import Request
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """``token_ids`` of the output and, one row each, the ``logits`` [outputs, vocabulary] they were chosen from."""
+
+    token_ids: list[int]
+    logits: Any
+
+
+class Oracle:
+    """Greedy answers of the unmodified model: its own class, processor, attention and cache.
+
+    Shares nothing with the stages but the reading of images and of ``<image>`` markers.
+    """
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        self._loaded = load(Path(model_dir))
+        self._model = self._load_model(Path(model_dir), dtype)
+
+    def _load_model(self, directory: Path, dtype: torch.dtype) -> Any:
+        import transformers
+
+        multimodal = self._loaded.processor is not None
+        auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+        return auto.from_pretrained(directory, dtype=dtype, local_files_only=True).eval()
+
+    def answer(self, request: Request) -> Answer:
+        """Greedy tokens and logits for a request with ``prompt=``; ``ignore_eos`` and ``max_tokens`` are honoured."""
+        inputs = self._inputs(request)
+        length = inputs["input_ids"].shape[1]
+        with torch.inference_mode():
+            found = self._model.generate(**inputs, generation_config=self._settings(request))
+        return Answer(found.sequences[0, length:].tolist(), torch.cat(list(found.logits)))
+
+    def _settings(self, request: Request) -> Any:
+        settings = copy.deepcopy(self._model.generation_config)
+        settings.do_sample = False
+        settings.max_new_tokens = request.max_tokens
+        settings.return_dict_in_generate = settings.output_logits = True
+        settings.pad_token_id = 0
+        if request.sampling.ignore_eos:
+            settings.eos_token_id = None
+        return settings
+
+    def generate(self, request: Request) -> list[int]:
+        """The token ids alone."""
+        return self.answer(request).token_ids
+
+    def generate_all(self, requests: Sequence[Request]) -> list[list[int]]:
+        return [self.generate(request) for request in requests]
+
+    def _inputs(self, request: Request) -> dict[str, Any]:
+        assert isinstance(request.prompt, str), "the oracle takes prompt="
+        media = request.all_media()
+        text = from_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
+        if self._loaded.processor is None:
+            return dict(self._loaded.tokenizer(text.pieces[0], return_tensors="pt"))
+        images = [read_image(item.source, Limits()) for item in media]
+        whole = text.pieces[0]
+        for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
+            whole += self._loaded.placeholders[kind].token + piece
+        return dict(self._loaded.processor(text=[whole], images=images or None, return_tensors="pt"))
