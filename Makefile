@@ -9,18 +9,18 @@ QUIET_CPU := $(ONE_THREAD) CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 PYTEST := $(QUIET_CPU) $(PY) -m pytest -q -n 2 --dist loadgroup
 
 # A virtual environment that is broken, or that belongs to another checkout, is set up anew.
-ifneq ($(shell $(PY) -c 'import os, trinity; print(os.path.samefile(trinity.__path__[0], "src/trinity"))' 2>&1),True)
+ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.samefile(trinity.__path__[0], "src/trinity"))' 2>&1),True)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo test test-all check format bench docs mutants clean
+.PHONY: setup demo test test-all check style types layers sizes format bench docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trinity needs Python 3.11 or later: make PYTHON=python3.12 setup")'
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@{ test -x $(PY) && $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
 	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@touch $@
@@ -34,11 +34,19 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) -m "" --hypothesis-profile=thorough $(ARGS)
 
-check: $(STAMP)
+check: $(STAMP) style types layers sizes
+
+style: $(STAMP)
 	$(PY) -m ruff check .
+
+types: $(STAMP)
 	$(PY) -m mypy $(wildcard src tests tools examples benchmarks)
+
+layers: $(STAMP)
 	$(PY) tools/check_imports.py
 	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
+
+sizes: $(STAMP)
 	$(PY) tools/check_sizes.py
 
 format: $(STAMP)
