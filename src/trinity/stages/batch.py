@@ -1,0 +1,126 @@
+"""The ragged batch: decode rows and prefill chunks of many requests as one row of T tokens.
+
+Everything is put together in numpy and handed to torch in one piece per array: a decode batch of 64 rows costs some
+tens of microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.stages.attention import ChunkRows, PagedRows
+
+Ints = np.ndarray  # int64 throughout
+
+
+def _none() -> Ints:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prefill chunk on the host: prompt positions [start, start + len(ids)).
+
+    ``rope`` is [length] or [3, length]. ``feature_rows`` are rows of the image cache seen as [blocks * rows, width];
+    ``feature_at`` says which of the chunk's tokens they replace. ``groups``: see ``ChunkRows``. ``wanted``: the last
+    token's logits are asked for.
+    """
+
+    ids: Ints
+    rope: Ints
+    start: int
+    table: Ints
+    feature_rows: Ints = field(default_factory=_none)
+    feature_at: Ints = field(default_factory=_none)
+    groups: Ints | None = None
+    wanted: bool = True
+
+    @property
+    def positions(self) -> Ints:
+        return np.arange(self.start, self.start + len(self.ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Decode rows on the host, by ascending ``lengths`` (KV positions, the row's own included).
+
+    ``ids``, ``rope`` [n]: the token fed and its rotary position; ``tables`` [n, width]: see ``PagedRows``.
+    """
+
+    ids: Ints
+    rope: Ints
+    lengths: Ints
+    tables: Ints
+
+
+NO_DECODES = Decodes(_none(), _none(), _none(), np.empty((0, 0), dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """What a model's forward takes. ``last``: the rows whose logits are wanted (None: all, in order)."""
+
+    ids: Tensor
+    position_ids: Tensor
+    rows: PagedRows
+    last: Tensor | None
+    feature_rows: Tensor | None = None
+    feature_at: Tensor | None = None
+
+
+def build_batch(
+    decodes: Decodes, chunks: Sequence[Chunk], block_rows: int, axes: int, device: torch.device
+) -> RaggedBatch:
+    """Join ``decodes`` and ``chunks``. ``axes`` is 3 where the model's rotary positions have three axes, else 1.
+
+    Logits come first for the decodes, then for the chunks that want them, in order.
+    """
+    own = decodes.lengths - 1
+    blocks = [decodes.tables[np.arange(len(own)), own // block_rows]] if len(own) else []
+    blocks += [chunk.table[chunk.positions // block_rows] for chunk in chunks]
+    positions = [own, *(chunk.positions for chunk in chunks)]
+    firsts = np.cumsum([len(own), *(len(chunk.ids) for chunk in chunks)]).tolist()
+
+    def put(array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    rows = PagedRows(
+        blocks=put(np.concatenate(blocks)),
+        offsets=put(np.concatenate(positions) % block_rows),
+        tables=decodes.tables,
+        lengths=decodes.lengths,
+        chunks=tuple(_chunk_rows(chunk, first, put) for chunk, first in zip(chunks, firsts, strict=False)),
+    )
+    ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
+    rope = put(_join_rope(decodes, chunks, axes))
+    if not chunks:
+        return RaggedBatch(ids, rope, rows, None)
+    last = [*range(len(own)), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.wanted)]
+    return RaggedBatch(ids, rope, rows, put(np.array(last, dtype=np.int64)), *_features(chunks, firsts, put))
+
+
+def _chunk_rows(chunk: Chunk, first: int, put: Callable[[Ints], Tensor]) -> ChunkRows:
+    groups = None if chunk.groups is None else put(chunk.groups)
+    return ChunkRows(first, len(chunk.ids), chunk.start, put(chunk.table), groups)
+
+
+def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Ints:
+    """[1, T], or [3, 1, T] with three axes."""
+    if axes == 1:
+        return np.concatenate([decodes.rope, *(chunk.rope for chunk in chunks)])[None]
+    parts = [decodes.rope, *(chunk.rope for chunk in chunks)]
+    return np.concatenate([np.broadcast_to(part, (axes, part.shape[-1])) for part in parts], axis=1)[:, None]
+
+
+def _features(
+    chunks: Sequence[Chunk], firsts: Sequence[int], put: Callable[[Ints], Tensor]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if not any(len(chunk.feature_at) for chunk in chunks):
+        return None, None
+    places = [chunk.feature_at + first for chunk, first in zip(chunks, firsts, strict=False)]
+    return put(np.concatenate([chunk.feature_rows for chunk in chunks])), put(np.concatenate(places))

@@ -1,0 +1,54 @@
+"""EncodeStage: media items in, rows of the image cache out (the E of E-P-D)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trinity.memory import BlockMemory
+from trinity.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.stages.models import LoadedModel
+
+
+class EncodeStage:
+    """Encodes the media of a step into ``image``, whose blocks are [rows, width]; implements ``stages.base.Stage``.
+
+    An item's features fill its blocks in order, the last one partly. Items go through the encoder together where
+    their shapes allow.
+    """
+
+    letters = "E"
+    consumes: tuple[str, ...] = ()
+    produces: tuple[str, ...] = (IMAGE,)
+
+    def __init__(self, model: LoadedModel, image: BlockMemory) -> None:
+        self.model, self.image = model, image
+
+    def open(self, request: Open) -> None:
+        """Nothing is kept of a request here."""
+
+    def close(self, request: str) -> None:
+        """Nothing is kept of a request here."""
+
+    def forward(self, step: Step) -> dict[str, Sampled]:
+        """Encode ``step.encodes``. Raises ``StageError`` where features and placeholders differ in number."""
+        kinds: dict[str, list[Encode]] = defaultdict(list)
+        for item in step.encodes:
+            kinds[item.span.kind].append(item)
+        for kind, items in kinds.items():
+            counts = [item.span.tokens for item in items]
+            features = self.model.encode(kind, [item.inputs for item in items], counts)
+            for item, rows in zip(items, features, strict=True):
+                self._store(rows, item.blocks)
+        return {}
+
+    @torch.inference_mode()
+    def _store(self, features: Tensor, blocks: Sequence[int]) -> None:
+        height = self.image.shape.shape[0]
+        if len(features) > height * len(blocks):
+            raise ValueError(f"{len(features)} feature rows do not fit {len(blocks)} blocks of {height}")
+        for block, rows in zip(blocks, torch.split(features, height), strict=False):
+            self.image.tensor[block, : len(rows)] = rows

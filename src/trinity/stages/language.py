@@ -1,0 +1,91 @@
+"""LanguageStage: prefill chunks and decodes of many requests as one ragged batch (the P and D of E-P-D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trinity.memory import BlockMemory
+from trinity.messages import IMAGE, KV, Open, Sampled, Step
+from trinity.stages.attention import AttentionBackend
+from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.batch import NO_DECODES, build_batch
+from trinity.stages.models import LoadedModel
+from trinity.stages.rows import Row, RowTable
+from trinity.stages.sampling import sample
+
+Observe = Callable[[str, int, Tensor], None]
+
+
+class LanguageStage:
+    """Runs the language part over paged KV blocks; implements ``stages.base.Stage``.
+
+    ``letters``: "P" runs prefill chunks, "D" decodes, "PD" both in one batch. ``kv`` holds blocks
+    [layers, 2, kv_heads, rows, head_dim]; ``image`` (None where nothing is prefilled or the model is text only)
+    [rows, width]. ``observe`` is called with (request, output index, logits [vocabulary]) of every sampled token.
+    What is kept of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: BlockMemory,
+        image: BlockMemory | None,
+        letters: str = "PD",
+        observe: Observe | None = None,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
+        self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
+        self.produces: tuple[str, ...] = (KV,)
+        self._backend = backend or TorchAttention()
+        self._block_rows = kv.shape.shape[3]
+        self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
+
+    def open(self, request: Open) -> None:
+        """Take a request in. Raises ``StageError`` where it is open already or its media do not fit its prompt."""
+        self._rows.open(request)
+
+    @torch.inference_mode()
+    def close(self, request: str) -> None:
+        """Drop a request. Blocks that a failed step left with NaN are zeroed: a mask does not stop NaN."""
+        row = self._rows.close(request)
+        if row is not None and row.suspect:
+            table = torch.from_numpy(row.table).to(self.kv.tensor.device)
+            spoilt = ~self.kv.tensor[table].flatten(1).isfinite().all(1)
+            self.kv.tensor[table[spoilt]] = 0
+
+    def forward(self, step: Step) -> dict[str, Sampled]:
+        """Run this stage's rows of ``step``; returns the sampled token of each decode and of each last chunk.
+
+        Raises ``StageError`` where a row cannot be run as asked or its logits hold NaN.
+        """
+        decoded = [self._rows.row(name) for name in step.decodes] if "D" in self.letters else []
+        prefills = step.prefills if "P" in self.letters else ()
+        filled = [self._rows.row(prefill.request) for prefill in prefills]
+        if not decoded and not filled:
+            return {}
+        decodes = NO_DECODES
+        if decoded:
+            decoded, decodes = self._rows.decodes(decoded)
+        chunks = [row.chunk(prefill) for row, prefill in zip(filled, prefills, strict=True)]
+        wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
+        for row in (*decoded, *filled):
+            row.suspect = True
+        batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
+        image = None if self.image is None else self.image.tensor
+        logits = self.model.forward(batch, self.kv.tensor, image, self._backend)
+        return self._finish(wanted, filled, logits)
+
+    @torch.inference_mode()
+    def _finish(self, wanted: Sequence[Row], filled: Sequence[Row], logits: Tensor) -> dict[str, Sampled]:
+        sampled = sample(logits, [row.sampler() for row in wanted]) if wanted else []
+        if self.observe is not None:
+            for row, scores in zip(wanted, logits, strict=True):
+                self.observe(row.request, row.index, scores)
+        for row in filled:
+            row.suspect = False
+        self._rows.commit(wanted, sampled)
+        return {row.request: one for row, one in zip(wanted, sampled, strict=True)}

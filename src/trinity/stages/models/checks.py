@@ -1,0 +1,104 @@
+"""What a model must pass before it serves: layers that a paged cache can hold, and its own forward as oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.errors import UnsupportedModel
+from trinity.stages.attention import LAYER_KINDS, PAGED
+from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
+from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.loaded import LoadedModel
+from trinity.stages.models.registry import HOW_TO_ADD, known_models
+
+_LENGTH, _CUT = 23, 9
+_TOLERANCE = 1e-3  # of the largest logit, where float32 is exact to about 1e-6
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def refuse_layers(adapter: ModelAdapter) -> None:
+    """Raise ``UnsupportedModel`` where the config names layers or positions that a ragged paged batch cannot serve."""
+    text = adapter.text_config
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    beyond = sorted({kind for kind in kinds if kind not in (*LAYER_KINDS, "attention")})
+    if beyond:
+        raise UnsupportedModel(
+            f"{adapter.config.model_type!r} has {', '.join(beyond)} layers in its text model ({text.model_type}); "
+            f"a paged KV cache serves {', '.join(LAYER_KINDS)} layers only"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        raise UnsupportedModel(
+            f"{adapter.config.model_type!r} uses rope type {kind!r}, whose frequencies depend on the longest request "
+            "of a batch: requests would change each other's tokens"
+        )
+
+
+def self_check(model: LoadedModel) -> None:
+    """Compare chunked prefill and a decode through the paged cache with the model's own forward on a tiny prompt.
+
+    Raises ``UnsupportedModel`` where logits differ by more than 1e-3 of the largest (more in half precision).
+    """
+    named = f"{model.config.model_type!r} (text model {model.adapter.text_config.model_type!r})"
+    try:
+        ids = _prompt(model)
+        expected = _own_logits(model, ids)
+        found = _paged_logits(model, ids)
+    except Exception as exc:
+        raise UnsupportedModel(
+            f"{named} has no adapter, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
+        ) from exc
+    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    if not error < _TOLERANCE * (torch.finfo(model.dtype).eps / torch.finfo(torch.float32).eps) ** 0.5:
+        raise UnsupportedModel(
+            f"{named} has no adapter, and its logits through a paged cache differ from its own by {error:.2g}. "
+            + _advice()
+        )
+
+
+def _advice() -> str:
+    return f"Known: {', '.join(known_models())}. {HOW_TO_ADD}"
+
+
+def _prompt(model: LoadedModel) -> np.ndarray:
+    vocabulary = int(model.adapter.text_config.vocab_size)
+    allowed = np.setdiff1d(np.arange(vocabulary), list(model.media_token_ids))
+    return allowed[(np.arange(_LENGTH + 1) * 7919 + 13) % len(allowed)]
+
+
+@torch.inference_mode()
+def _own_logits(model: LoadedModel, ids: np.ndarray) -> Tensor:
+    set_attention(model.language, model.adapter, "eager")
+    try:
+        given = torch.from_numpy(ids)[None].to(model.device)
+        logits: Tensor = model.language(input_ids=given, use_cache=False).logits[0, [_CUT - 1, _LENGTH - 1, _LENGTH]]
+    finally:
+        set_attention(model.language, model.adapter, PAGED)
+    return logits.float()
+
+
+def _paged_logits(model: LoadedModel, ids: np.ndarray) -> Tensor:
+    shape, axes, backend = model.kv_shape(), model.adapter.axes, TorchAttention()
+    height = shape.shape[3]
+    kv = torch.zeros((4, *shape.shape), dtype=shape.dtype, device=model.device)
+    table, at = np.array([2, 0, 3]), np.arange(_LENGTH + 1)
+    parts = [(NO_DECODES, [Chunk(ids[low:high], at[low:high], low, table)]) for low, high in _CUTS]
+    last = Decodes(ids[_LENGTH:], at[_LENGTH:], at[_LENGTH:] + 1, table[None])
+    batches = [
+        build_batch(decodes, chunks, height, axes, model.device) for decodes, chunks in (*parts, (last, list[Chunk]()))
+    ]
+    return torch.cat([model.forward(batch, kv, None, backend) for batch in batches]).float()
+
+
+_CUTS = ((0, _CUT), (_CUT, _LENGTH))
+
+
+def set_attention(model: Any, adapter: ModelAdapter, name: str) -> None:
+    """Switch the text model's attention, and only that."""
+    model.set_attn_implementation({"text_config": name} if adapter.multimodal else name)

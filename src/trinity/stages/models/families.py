@@ -1,0 +1,60 @@
+"""Families that differ from the default adapter, each only in what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trinity.stages.models.base import Inputs, ModelAdapter, alike, join
+
+
+class TiledLlava(ModelAdapter):
+    """LLaVA-NeXT and LLaVA-OneVision: ``pixel_values`` is [1, tiles, 3, H, W]; the model itself drops padded tiles."""
+
+    def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        for chosen in alike(items, lambda name, value: value.shape[2:] if name == "pixel_values" else ()):
+            most = max(items[i]["pixel_values"].shape[1] for i in chosen)
+            yield chosen, join([_padded(items[i], most) for i in chosen])
+
+
+def _padded(item: Inputs, tiles: int) -> dict[str, Tensor]:
+    pixels = item["pixel_values"]
+    return {**item, "pixel_values": pad(pixels, (0, 0) * (pixels.ndim - 2) + (0, tiles - pixels.shape[1]))}
+
+
+class LlavaOneVision(TiledLlava):
+    """Images of a prompt with several are not cut into tiles, which ``batch_num_images`` of each item tells."""
+
+    def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        among = [int(item.get("batch_num_images", torch.ones(1)).max()) for item in items]
+        for single in (True, False):
+            mine = [i for i, number in enumerate(among) if (number == 1) == single]
+            bare = [{name: value for name, value in items[i].items() if name != "batch_num_images"} for i in mine]
+            for chosen, joined in super().collate(bare):
+                # Only "1" and "more than 1" count; the model stops at the end of image_sizes.
+                numbers = [1] * len(chosen) if single else [max(2, len(chosen))]
+                yield [mine[i] for i in chosen], {**joined, "batch_num_images": torch.tensor(numbers)}
+
+
+class Idefics(ModelAdapter):
+    """Idefics 3 and SmolVLM: tiles of [1, tiles, 3, H, W] and their pixel masks lie along axis 1."""
+
+    def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        for chosen in alike(items, lambda name, value: value.shape[2:]):
+            yield chosen, join([items[i] for i in chosen], axis=1)
+
+
+class MiniCPM(ModelAdapter):
+    """MiniCPM-V: the patches of all slices lie along the last axis of ``pixel_values`` [1, 3, patch, patches]."""
+
+    def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        yield list(range(len(items))), join(items, axes={"pixel_values": -1})
+
+
+class Gemma3(ModelAdapter):
+    """The tokens of an image see each other in both directions."""
+
+    whole_media = True

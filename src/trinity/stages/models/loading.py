@@ -1,0 +1,194 @@
+"""Loading: only the weights that a role needs, once per process however many instances share them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.stages.attention import PAGED, register_attention
+from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.loaded import LoadedModel
+from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+_lock = threading.RLock()
+_parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+
+
+def load_model(
+    model_dir: str | Path,
+    letters: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    threads: int | None = None,
+) -> LoadedModel:
+    """Load what an instance with the roles ``letters`` ("E", "P", "D" or any mix) needs, and no other weight.
+
+    ``dtype`` None or "auto" is the checkpoint's own; with it, CPU weights are memory-mapped and shared by all
+    processes of a host. ``threads`` sets torch's threads for this process. Raises ``ConfigError`` where there is no
+    such checkpoint or it lacks weights, ``UnsupportedModel`` where no adapter fits it or a paged cache cannot serve it.
+    """
+    directory = Path(model_dir)
+    if not letters or set(letters) - set("EPD"):
+        raise ConfigError(f"letters must be some of E, P and D, got {letters!r}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = _read_config(directory)
+    adapter, known = adapter_for(config)
+    refuse_layers(adapter)
+    if letters == "E" and not adapter.multimodal:
+        raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
+    kind, place = _pick_dtype(dtype, config), torch.device(device)
+    parts = {
+        "vision": "E" in letters and adapter.multimodal,
+        "language": bool(set(letters) & set("PD")),
+    }
+    with _lock:
+        register_attention()
+        held = {name: _part(directory, name, kind, place) for name, asked in parts.items() if asked}
+        model = LoadedModel(directory, letters, config, adapter, kind, place, _fingerprint(directory, kind), **held)
+        if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
+            self_check(model)
+            model.language.trinity_checked = True
+    return model
+
+
+def _read_config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        what = "has no config.json" if directory.is_dir() else "does not exist"
+        raise ConfigError(f"the model directory {directory} {what}; give a directory in transformers' layout")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as exc:
+        known = ", ".join(known_models())
+        raise UnsupportedModel(
+            f"transformers cannot read the config in {directory}: {exc}. Models known here: {known}. {HOW_TO_ADD}"
+        ) from exc
+
+
+def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in (None, "auto"):
+        named = getattr(torch, str(dtype).removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise ConfigError(f"dtype {dtype!r} is none of torch's; give one such as 'bfloat16' or 'float32'")
+        return named
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    key = (directory.resolve(), name, dtype, device, _stamp(directory))
+    part = _parts.get(key)
+    if part is None:
+        part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
+    return part
+
+
+def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    """Changes when a file of the checkpoint does."""
+    files = sorted({directory / "config.json", *(path for glob in _WEIGHTS for path in directory.glob(glob))})
+    return tuple((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files)
+
+
+def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    digest.update(str(dtype).encode())
+    for name, size, _ in _stamp(directory):
+        digest.update(f"{name}:{size};".encode())
+    return digest.hexdigest()[:32]
+
+
+def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
+    """A model of the checkpoint's class with the weights of one part; its config is its own."""
+    config = _read_config(directory)
+    adapter, _ = adapter_for(config)
+    with _quiet():
+        try:
+            model, report = _partial_class(_model_class(config), adapter, name).from_pretrained(
+                directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, ImportError) as exc:
+            raise ConfigError(f"transformers cannot load the weights in {directory}: {exc}") from exc
+    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lacking:
+        raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
+    if name == "language":
+        set_attention(model, adapter, PAGED)
+    return model
+
+
+def _model_class(config: Any) -> Any:
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    for named in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, named):
+            return getattr(transformers, named)
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise UnsupportedModel(f"transformers has no generating class for {config.model_type!r}. {HOW_TO_ADD}")
+
+
+def _partial_class(whole: Any, adapter: ModelAdapter, part: str) -> Any:
+    """``whole`` without the other part's modules: from_pretrained then reads what is left, and maps names as ever."""
+
+    class Part(whole):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            if self.get_output_embeddings() is None:
+                raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
+            if adapter.multimodal:
+                _drop(self, adapter, part)
+
+    # transformers renames weights by the class that it sees
+    Part.__name__, Part.__qualname__, Part.__module__ = whole.__name__, whole.__qualname__, whole.__module__
+    return Part
+
+
+def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
+    name = adapter.language_name(model)
+    core = model.base_model
+    if part == "language":
+        unwanted = [(core, child) for child, _ in core.named_children() if child != name]
+    else:
+        heads = [child for child, _ in model.named_children() if child != model.base_model_prefix]
+        unwanted = [(core, name), *((model, child) for child in heads)]
+    for owner, child in unwanted:
+        setattr(owner, child, None)
+    left = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= left}
+    model.all_tied_weights_keys = tied
+    model._tied_weights_keys = tied or None
+    model._keys_to_ignore_on_load_unexpected = {".*"}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

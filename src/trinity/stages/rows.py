@@ -1,0 +1,234 @@
+"""Open requests of a language stage: their rows in persistent arrays, so that a decode batch is built by indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trinity.errors import StageError
+from trinity.messages import Open, Prefill, Sampled
+from trinity.stages.batch import Chunk, Decodes
+from trinity.stages.models import LoadedModel, Positions
+from trinity.stages.models.base import MEDIA
+from trinity.stages.sampling import SamplerRow
+
+_NO_IDS = np.empty(0, dtype=np.int64)
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class Row:
+    """One open request. ``ids`` holds prompt and outputs, ``held`` of them; ``fed`` has 0 in place of placeholders."""
+
+    opened: Open
+    slot: int
+    ids: np.ndarray
+    held: int
+    fed: np.ndarray
+    rope: Positions
+    table: np.ndarray
+    feature_at: np.ndarray
+    feature_rows: np.ndarray
+    groups: np.ndarray | None
+    fixed_sampler: SamplerRow | None
+    suspect: bool = False
+
+    @property
+    def request(self) -> str:
+        return self.opened.work.request
+
+    @property
+    def index(self) -> int:
+        """Index of the next output."""
+        return self.held - len(self.opened.work.prompt)
+
+    def sampler(self) -> SamplerRow:
+        if self.fixed_sampler is not None:
+            return self.fixed_sampler
+        return SamplerRow(self.opened.work.sampling, self.index, self.ids[: self.held])
+
+    def append(self, token: int) -> None:
+        if self.held == len(self.ids):
+            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
+        self.ids[self.held] = token
+        self.held += 1
+
+    def chunk(self, asked: Prefill) -> Chunk:
+        """The chunk's host arrays. Raises ``StageError`` where it leaves the text, lacks features or cuts an image."""
+        start, end = asked.start, asked.start + asked.length
+        if not 0 <= start < end <= len(self.fed):
+            raise StageError(f"prefill of [{start}, {end}) in a text of {len(self.fed)} tokens", self.request, "P")
+        low, high = np.searchsorted(self.feature_at, (start, end))
+        if low < high and self.feature_rows[low:high].min() < 0:
+            raise StageError(f"prefill of [{start}, {end}) needs features that were not given", self.request, "P")
+        return Chunk(
+            ids=self.fed[start:end],
+            rope=self._rope(start, end),
+            start=start,
+            table=self.table,
+            feature_rows=self.feature_rows[low:high],
+            feature_at=self.feature_at[low:high] - start,
+            groups=self._groups(start, end),
+            wanted=asked.last,
+        )
+
+    def _rope(self, start: int, end: int) -> np.ndarray:
+        if self.rope.prompt is None:
+            return np.arange(start, end) + self.rope.delta
+        length = self.rope.prompt.shape[1]
+        after = np.arange(max(start, length), max(end, length)) + self.rope.delta
+        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (3, len(after)))), axis=1)
+
+    def _groups(self, start: int, end: int) -> np.ndarray | None:
+        if self.groups is None or (self.groups[start:end] < 0).all():
+            return None
+        for cut in (start, end):
+            if 0 < cut < len(self.groups) and self.groups[cut] == self.groups[cut - 1] >= 0:
+                raise StageError(f"a prefill chunk cuts the media item around position {cut}", self.request, "P")
+        return self.groups[start:end]
+
+
+@dataclass(slots=True)
+class RowTable:
+    """Rows of all open requests. Arrays are indexed by slot; ``tables`` is padded with each row's own last block."""
+
+    model: LoadedModel
+    block_rows: int
+    image_rows: int
+    rows: dict[str, Row] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    token: np.ndarray = field(default_factory=lambda: _NO_IDS)  # last token, not yet fed
+    length: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions held
+    delta: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    limit: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions that the blocks can hold
+    tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
+
+    def open(self, opened: Open) -> None:
+        """Give the request a slot. Raises ``StageError`` where it is open already or its media do not add up."""
+        work = opened.work
+        if work.request in self.rows:
+            raise StageError("opened twice without a close", work.request)
+        table = np.array(opened.blocks, dtype=np.int64)
+        row = self._row(opened, table)
+        if not self.free:
+            self._grow()
+        slot = row.slot = self.free.pop()
+        self._widen(len(table))
+        self.tables[slot] = table[-1] if len(table) else 0
+        self.tables[slot, : len(table)] = table
+        self.limit[slot] = len(table) * self.block_rows
+        self.delta[slot] = row.rope.delta
+        self.length[slot] = row.held - 1
+        self.token[slot] = opened.tokens[-1] if opened.tokens else _NO_TOKEN
+        self.rows[work.request] = row
+
+    def close(self, request: str) -> Row | None:
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self.free.append(row.slot)
+        return row
+
+    def row(self, request: str) -> Row:
+        if request not in self.rows:
+            raise StageError("not open on this stage", request)
+        return self.rows[request]
+
+    def decodes(self, rows: Sequence[Row]) -> tuple[list[Row], Decodes]:
+        """``rows`` in the order of the batch, and their host arrays."""
+        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
+        lengths = self.length[slots] + 1
+        order = np.argsort(lengths, kind="stable")
+        slots, lengths = slots[order], lengths[order]
+        ids = self.token[slots]
+        if (ids == _NO_TOKEN).any() or (lengths > self.limit[slots]).any():
+            raise _bad_decode([rows[i] for i in order], ids, lengths, self.limit[slots])
+        blocks = -(-int(lengths[-1]) // self.block_rows)
+        found = Decodes(ids, lengths - 1 + self.delta[slots], lengths, self.tables[slots, :blocks])
+        return [rows[i] for i in order.tolist()], found
+
+    def commit(self, rows: Sequence[Row], sampled: Sequence[Sampled]) -> None:
+        """Take over one sampled token for each of ``rows``."""
+        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
+        self.token[slots] = [one.token for one in sampled]
+        for row, one in zip(rows, sampled, strict=True):
+            row.append(one.token)
+            row.suspect = False
+        self.length[slots] = np.fromiter((row.held for row in rows), dtype=np.int64, count=len(rows)) - 1
+
+    def _row(self, opened: Open, table: np.ndarray) -> Row:
+        work = opened.work
+        given = np.array(work.prompt + opened.tokens, dtype=np.int64)
+        at, item, kinds = self._placeholders(opened, given)
+        fed = given.copy()
+        fed[at] = 0
+        prompt = given[: len(work.prompt)]
+        groups = _runs(at, len(given)) if self.model.adapter.whole_media and len(at) else None
+        positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
+        plain = work.sampling.greedy and work.sampling.repetition_penalty == 1.0 and work.sampling.logprobs is None
+        return Row(
+            opened=opened,
+            slot=-1,
+            ids=np.concatenate((given, np.zeros(work.max_tokens, dtype=np.int64))),
+            held=len(given),
+            fed=fed,
+            rope=positions,
+            table=table,
+            feature_at=at,
+            feature_rows=self._feature_rows(opened, item),
+            groups=groups,
+            fixed_sampler=SamplerRow(work.sampling, 0, _NO_IDS) if plain else None,
+        )
+
+    def _placeholders(self, opened: Open, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions that take a feature row, the media item of each, and the kind of every position."""
+        wanted = np.isin(ids, list(self.model.media_token_ids))
+        items, kinds = np.full(len(ids), -1), np.zeros(len(ids), dtype=np.int64)
+        for number, span in enumerate(opened.work.media):
+            inside = np.flatnonzero(wanted[span.offset : span.end]) + span.offset
+            if len(inside) != span.tokens:
+                problem = f"media item {number} has {span.tokens} feature rows for {len(inside)} placeholders"
+                raise StageError(problem, opened.work.request, "P")
+            items[inside], kinds[inside] = number, 1 + MEDIA.index(span.kind)
+        at = np.flatnonzero(items >= 0)
+        return at, items[at], kinds
+
+    def _feature_rows(self, opened: Open, items: np.ndarray) -> np.ndarray:
+        """The image-cache row of each placeholder; -1 where the item's blocks are not here."""
+        found = np.full(len(items), -1)
+        for number, blocks in enumerate(opened.images):
+            mine = np.flatnonzero(items == number)
+            if blocks:
+                place = np.arange(len(mine))
+                found[mine] = np.array(blocks)[place // self.image_rows] * self.image_rows + place % self.image_rows
+        return found
+
+    def _grow(self) -> None:
+        old = len(self.token)
+        more = max(8, old)
+        for name in ("token", "length", "delta", "limit"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, dtype=np.int64))))
+        self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
+        self.free.extend(range(old + more - 1, old - 1, -1))
+
+    def _widen(self, blocks: int) -> None:
+        lacking = blocks - self.tables.shape[1]
+        if lacking > 0:
+            self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
+
+
+def _bad_decode(rows: Sequence[Row], ids: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> StageError:
+    for row, token, length, limit in zip(rows, ids.tolist(), lengths.tolist(), limits.tolist(), strict=True):
+        if token == _NO_TOKEN:
+            return StageError("decoded before its prefill ended", row.request, "D")
+        if length > limit:
+            return StageError(f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, "D")
+    raise AssertionError("no row is at fault")
+
+
+def _runs(at: np.ndarray, length: int) -> np.ndarray:
+    """-1 for text, else the number of the unbroken run of placeholders."""
+    groups = np.full(length, -1)
+    groups[at] = np.cumsum(np.diff(at, prepend=-2) != 1) - 1
+    return groups
