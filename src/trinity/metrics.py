@@ -1,0 +1,184 @@
+"""Metrics: counts, latencies, SLO attainment, the spans of TriInfer's figure 11 and the bytes that moved."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from trinity.errors import ConfigError
+from trinity.request import Output
+from trinity.trace import COMPLETE, RULES, SLO
+
+SPANS = (
+    "encode_queue",
+    "encode",
+    "ep_migration",
+    "prefill_queue",
+    "prefill",
+    "pd_migration",
+    "decode_queue",
+    "decode",
+)
+PERCENTILES = (50, 90, 95, 99)
+_GAPS_PER_OUTPUT = 16  # gaps kept for each output kept: bounds memory where outputs are long
+_LATENCIES = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT"}
+_RULE_NAMES = {"p90": "90 % of gaps", "p99": "99 % of gaps", "guard": "90 % + guard", "tpot": "mean gap"}
+
+
+class Metrics:
+    """What a pipeline served. Memory is bounded: percentiles are over the ``last`` outputs, all else is exact."""
+
+    def __init__(self, slo: SLO | None = None, last: int = 4096) -> None:
+        if last < 1:
+            raise ConfigError(f"metrics need room for at least 1 output, got last={last}")
+        self.slo = slo
+        self._finished: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._met: Counter[str] = Counter()
+        self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
+        self._prefix_hits = 0
+        self._moved: dict[str, Counter[str]] = {}
+        self._spans = dict.fromkeys(SPANS, 0.0)
+        self._values: dict[str, deque[float]] = {
+            "ttft_s": deque(maxlen=last),
+            "itl_s": deque(maxlen=last * _GAPS_PER_OUTPUT),
+            "tpot_s": deque(maxlen=last),
+        }
+
+    @property
+    def requests(self) -> int:
+        """All requests that have ended, refused ones included."""
+        return self._finished.total()
+
+    def add(self, output: Output) -> None:
+        """Count a request that has ended."""
+        self._finished[output.finish_reason or "error"] += 1
+        self._count_tokens(output)
+        self._keep_latencies(output)
+        for transfer in output.transfers:
+            self._count_transfer(transfer)
+        if output.finish_reason in COMPLETE:
+            for name in SPANS:
+                self._spans[name] += output.spans.get(name, 0.0)
+        if self.slo is not None:
+            self._met.update(rule for rule in RULES if self.slo.met(output, rule))
+
+    def refused(self, error: BaseException) -> None:
+        """Count a request that never started: for the SLO it is one more that was not in time."""
+        self._finished["refused"] += 1
+        self._refused[type(error).__name__] += 1
+
+    def _count_tokens(self, output: Output) -> None:
+        self._tokens["prompt"] += output.prompt_tokens
+        self._tokens["media"] += output.media_tokens
+        self._tokens["cached"] += output.cached_tokens
+        self._prefix_hits += output.cached_tokens > 0
+        self._tokens["output"] += len(output.token_ids)
+
+    def _keep_latencies(self, output: Output) -> None:
+        if output.ttft_s is not None:
+            self._values["ttft_s"].append(output.ttft_s)
+        if output.tpot_s is not None:
+            self._values["tpot_s"].append(output.tpot_s)
+        self._values["itl_s"].extend(output.itl_s)
+
+    def _count_transfer(self, transfer: dict[str, Any]) -> None:
+        moved = self._moved.setdefault(str(transfer.get("kind", "?")), Counter({"pulled": 0, "cached": 0, "bytes": 0}))
+        moved[str(transfer.get("outcome", "pulled"))] += 1
+        moved["bytes"] += int(transfer.get("bytes", 0))
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, ready for JSON. Times in seconds; None where nothing was measured.
+
+        ``attainment`` is by rule (``SLO.met``) over all requests. ``spans_s`` are means over requests served to their
+        end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind what was
+        pulled, and what needed no transfer because the target had it.
+        """
+        served = sum(self._finished[reason] for reason in COMPLETE)
+        return {
+            "requests": self.requests,
+            "finished": dict(self._finished),
+            "refused": dict(self._refused),
+            "tokens": dict(self._tokens),
+            "prefix_hits": self._prefix_hits,
+            **{name: _distribution(values) for name, values in self._values.items()},
+            "slo": None if self.slo is None else {"ttft": self.slo.ttft, "tbt": self.slo.tbt},
+            "attainment": self._attainment(),
+            "spans_s": {name: total / served for name, total in self._spans.items()} if served else None,
+            "migrations": {kind: dict(moved) for kind, moved in self._moved.items()},
+        }
+
+    def _attainment(self) -> dict[str, float] | None:
+        if self.slo is None or not self.requests:
+            return None
+        return {rule: self._met[rule] / self.requests for rule in RULES}
+
+    def __str__(self) -> str:
+        return "\n\n".join(_as_text(table) for table in _tables(self.summary()))
+
+    def _repr_html_(self) -> str:
+        return "".join(_as_html(table) for table in _tables(self.summary()))
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order, at least one; between two of them on the line that joins them."""
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _distribution(values: Iterable[float]) -> dict[str, float] | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    shares = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
+    return {"mean": sum(ordered) / len(ordered), **shares, "max": ordered[-1]}
+
+
+class _Table(NamedTuple):
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def _tables(summary: dict[str, Any]) -> list[_Table]:
+    """The summary as tables without empty ones: counts, latencies, attainment, spans, migrations."""
+    counts = {"requests": summary["requests"], **summary["finished"], "prefix hits": summary["prefix_hits"]}
+    counts.update({f"{name} tokens": number for name, number in summary["tokens"].items()})
+    tables = [_Table(("count", ""), [(name, f"{number:,}") for name, number in counts.items()])]
+    measured = {title: summary[name] for name, title in _LATENCIES.items() if summary[name]}
+    if measured:
+        columns = next(iter(measured.values()))
+        rows = [(title, *(f"{1e3 * value:.1f}" for value in values.values())) for title, values in measured.items()]
+        tables.append(_Table(("ms", *columns), rows))
+    if summary["attainment"]:
+        title = f"SLO {summary['slo']['ttft']:g} s, {summary['slo']['tbt']:g} s"
+        rows = [(_RULE_NAMES[rule], f"{share:.1%}") for rule, share in summary["attainment"].items()]
+        tables.append(_Table((title, "attained"), rows))
+    if summary["spans_s"]:
+        rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in summary["spans_s"].items()]
+        tables.append(_Table(("span", "mean ms"), rows))
+    return tables + _migration_tables(summary["migrations"])
+
+
+def _migration_tables(migrations: dict[str, dict[str, int]]) -> list[_Table]:
+    rows = [
+        (kind, str(moved["pulled"]), str(moved["cached"]), f"{moved['bytes'] / 2**20:.2f}")
+        for kind, moved in migrations.items()
+    ]
+    return [_Table(("migration", "pulled", "cached", "MiB"), rows)] if rows else []
+
+
+def _as_text(table: _Table) -> str:
+    lines = [table.header, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def _as_html(table: _Table) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
