@@ -1,15 +1,115 @@
-"""Loading of a model's own processor without torchvision: always with the PIL backend.
+"""Loading of a model's config, tokenizer and own processor, without torchvision: always with the PIL backend.
 
 PIL and torchvision yield different pixels, so that one backend is used everywhere, whatever is installed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_VIDEO_FIELDS = ("merge_size", "patch_size", "temporal_patch_size", "slice_mode", "downsample_mode")
+import msgspec
+
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.prompt import Placeholder
+
+_VIDEO_FIELDS = (
+    "merge_size",
+    "patch_size",
+    "temporal_patch_size",
+    "slice_mode",
+    "downsample_mode",
+    "num_frames",
+    "fps",
+)
+
+
+class ImageText(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's images stand in raw text: ``marker`` around the processor's own token.
+
+    ``atomic``: attention is bidirectional inside an image, so that no chunk may cut it.
+    """
+
+    marker: str = "{token}"
+    atomic: bool = False
+
+
+_QWEN = ImageText(marker="<|vision_start|>{token}<|vision_end|>")
+IMAGE_TEXT: dict[str, ImageText] = {
+    "gemma3": ImageText(atomic=True),
+    "idefics3": ImageText(),
+    "internvl": ImageText(),
+    "llava": ImageText(),
+    "llava_next": ImageText(),
+    "llava_onevision": ImageText(),
+    "minicpmv4_6": ImageText(),
+    "mistral3": ImageText(),
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "smolvlm": ImageText(),
+}
+"""By transformers' ``model_type``. Add yours where ``<image>`` in raw text means more than the processor's token."""
+
+
+class LoadedProcessor(msgspec.Struct, frozen=True):
+    """``processor`` is None for text-only models; ``spoken`` yields the text that it gave its tokenizer last."""
+
+    config: Any
+    tokenizer: Any
+    processor: Any
+    spoken: threading.local
+    eos_ids: frozenset[int]
+    placeholders: dict[str, Placeholder]
+    media_token_ids: frozenset[int]
+    atomic: bool = False
+
+
+def load(model_dir: Path) -> LoadedProcessor:
+    """Everything the request processor needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
+    if not (model_dir / "config.json").is_file():
+        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
+        raise ConfigError(
+            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
+        )
+    config = _load_config(model_dir)
+    with _explained(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
+        from transformers import AutoTokenizer
+
+        load_tokenizer: Any = AutoTokenizer.from_pretrained
+        tokenizer = load_tokenizer(model_dir, local_files_only=True)
+    spoken = threading.local()
+    with _explained(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
+        processor = load_processor(model_dir, config, recording(tokenizer, spoken))
+    eos_ids = _eos_ids(model_dir, config, tokenizer)
+    if processor is None:
+        _check_text_only(config)
+        return LoadedProcessor(config, tokenizer, None, spoken, eos_ids, {}, frozenset())
+    text = IMAGE_TEXT.get(config.model_type, ImageText())
+    media_ids = _media_ids(config)
+    placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
+    return LoadedProcessor(config, tokenizer, processor, spoken, eos_ids, placeholders, media_ids, text.atomic)
+
+
+def recording(tokenizer: Any, spoken: threading.local) -> Any:
+    """A twin of ``tokenizer`` that leaves the text of each call in ``spoken.text``, per thread.
+
+    It never pads or truncates: that would change the shared Rust tokenizer while other threads read it.
+    """
+
+    class Recording(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+            spoken.text = text if isinstance(text, str) else text[0]
+            return super().__call__(text, *args, **{**kwargs, "padding": False, "truncation": False})
+
+    twin = copy.copy(tokenizer)
+    twin.__class__ = Recording
+    return twin
 
 
 def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
@@ -21,7 +121,8 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
         return None
-    from transformers import AutoImageProcessor
+    # Not from the package root: some releases hide the class there unless torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     load_images: Any = AutoImageProcessor.from_pretrained
     images = load_images(model_dir, backend="pil", local_files_only=True)
@@ -47,7 +148,10 @@ def _processor_class(model_dir: Path, config: Any) -> Any:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ConfigError(f"{str(path)!r} is not valid JSON ({exc})") from exc
     return content if isinstance(content, dict) else {}
 
 
@@ -73,3 +177,67 @@ class NoVideo:
     def __init__(self, images: Any) -> None:
         for name in _VIDEO_FIELDS:
             setattr(self, name, getattr(images, name, None))
+
+
+def _load_config(model_dir: Path) -> Any:
+    from transformers import AutoConfig
+
+    _read_json(model_dir / "config.json")
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except Exception as exc:
+        raise UnsupportedModel(
+            f"{str(model_dir)!r} is of no architecture that transformers knows; {_how_to()}"
+        ) from exc
+
+
+def _how_to() -> str:
+    known = ", ".join(sorted(IMAGE_TEXT))
+    return (
+        f"known are {known}, and text-only causal language models. To add one: its processor needs an image_token and "
+        "its config an image_token_id; describe its markers in trinity.processor_loading.IMAGE_TEXT, and register a "
+        "model adapter under the entry point group trinity.models"
+    )
+
+
+@contextmanager
+def _explained(what: str, error: type[ConfigError]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as exc:  # transformers lets whatever its readers raise through
+        hint = _how_to() if error is UnsupportedModel else "is the checkpoint complete?"
+        raise error(f"{what} ({type(exc).__name__}: {exc}); {hint}") from exc
+
+
+def _check_text_only(config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModel(f"model type {config.model_type!r} is no causal language model; {_how_to()}")
+
+
+def _placeholder(
+    config: Any, tokenizer: Any, processor: Any, text: ImageText, media_ids: frozenset[int]
+) -> Placeholder:
+    token = getattr(processor, "image_token", None)
+    if not isinstance(token, str) or not media_ids:
+        raise UnsupportedModel(f"model type {config.model_type!r} names no placeholder for images; {_how_to()}")
+    reserved = tuple(tokenizer.convert_ids_to_tokens(sorted(media_ids)))
+    return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved)
+
+
+def _media_ids(config: Any) -> frozenset[int]:
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return frozenset(number for number in ids if isinstance(number, int))
+
+
+def _eos_ids(model_dir: Path, config: Any, tokenizer: Any) -> frozenset[int]:
+    """As generate() finds them: the generation config's, else the model config's, else the tokenizer's."""
+    text = config.get_text_config()
+    named = _read_json(model_dir / "generation_config.json").get("eos_token_id")
+    for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else frozenset()
