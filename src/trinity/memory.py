@@ -36,7 +36,10 @@ class BlockMemory:
         import torch
 
         self.shape, self.blocks, self.device = shape, blocks, device
-        self.tensor = torch.zeros((blocks, *shape.shape), dtype=shape.dtype, device=device)
+        if torch.device(device).type == "cpu":
+            self.tensor = _untouched_zeros(blocks * shape.block_bytes).view(shape.dtype).view(blocks, *shape.shape)
+        else:
+            self.tensor = torch.zeros((blocks, *shape.shape), dtype=shape.dtype, device=device)
 
     @property
     def kind(self) -> str:
@@ -52,3 +55,11 @@ class BlockMemory:
 
         flat = self.tensor.view(self.blocks, -1).view(torch.uint8)
         return flat.view(torch.int64) if self.block_bytes % 8 == 0 else flat
+
+
+def _untouched_zeros(size: int) -> torch.Tensor:
+    """``size`` zero bytes that cost no memory until they are written: a pool larger than its use stays cheap."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8))
