@@ -1,4 +1,4 @@
-"""From a plan to running instances: weights, pools, budgets, hosts."""
+"""From a deployment to running instances: weights, pools, budgets, hosts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all instances of a pipeline share."""
+class Deployment:
+    """What all instances of a pipeline share: the model and everything that they are started with."""
 
     model: Path
     dtype: str
@@ -42,17 +42,18 @@ class Plan:
     device: str = "cpu"
 
 
-def load(plan: Plan, instances: Sequence[Instance], processor: RequestProcessor) -> list[Loaded]:
+def load(deployment: Deployment, instances: Sequence[Instance], processor: RequestProcessor) -> list[Loaded]:
     """Load weights (of each instance's roles only), allocate pools, search budgets. Blocks: run it on a thread."""
     from trinity.stages.models import load_model
 
     loaded: list[Loaded] = []
     for spec in instances:
-        spec = replace(spec, device=spec.device or plan.device)
-        model = load_model(plan.model, spec.roles, dtype=plan.dtype, device=spec.device or "cpu")
-        pools = _pools(plan, spec, model, len(instances))
-        instance = build(spec, model, pools, plan.rules, plan.media_block, plan.kv_block, plan.observe)
-        instance.settings = replace(instance.settings, rules=_rules(plan, instance, processor))
+        spec = replace(spec, device=spec.device or deployment.device)
+        model = load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
+        pools = _pools(deployment, spec, model, len(instances))
+        blocks = (deployment.media_block, deployment.kv_block)
+        instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe)
+        instance.settings = replace(instance.settings, rules=_rules(deployment, instance, processor))
         loaded.append(instance)
     return loaded
 
@@ -71,14 +72,14 @@ def start_hosts(
     return hosts
 
 
-def _pools(plan: Plan, spec: Instance, model: LoadedModel, instances: int) -> dict[str, int]:
+def _pools(deployment: Deployment, spec: Instance, model: LoadedModel, instances: int) -> dict[str, int]:
     """Blocks by kind: by hand, from a memory budget, or a share of what is free."""
-    pools = spec.pools if spec.pools is not None else plan.pools if spec.memory_bytes is None else None
+    pools = spec.pools if spec.pools is not None else deployment.pools if spec.memory_bytes is None else None
     if pools is not None:
         return dict(pools)
-    shapes = block_shapes(spec.roles, model, plan.media_block, plan.kv_block)
+    shapes = block_shapes(spec.roles, model, deployment.media_block, deployment.kv_block)
     bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
-    memory = spec.memory_bytes or plan.memory_bytes
+    memory = spec.memory_bytes or deployment.memory_bytes
     free = DEFAULT_CACHE_BYTES if memory else min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
     sized = size_pools(
         spec.roles, memory or model.weight_bytes + free, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV)
@@ -86,12 +87,12 @@ def _pools(plan: Plan, spec: Instance, model: LoadedModel, instances: int) -> di
     return sized if memory else {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
 
 
-def _rules(plan: Plan, instance: Loaded, processor: RequestProcessor) -> Rules:
+def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor) -> Rules:
     """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults."""
-    rules = instance.spec.rules or plan.rules
-    budgets = plan.budgets
-    if budgets is None and plan.slo is not None and instance.spec.rules is None:
-        limit = latency_bound(instance.spec.roles, plan.slo.ttft, plan.slo.tbt)
+    rules = instance.spec.rules or deployment.rules
+    budgets = deployment.budgets
+    if budgets is None and deployment.slo is not None and instance.spec.rules is None:
+        limit = latency_bound(instance.spec.roles, deployment.slo.ttft, deployment.slo.tbt)
         budgets = profile_budgets(instance, processor, limit)
     if budgets is None:
         return rules

@@ -135,11 +135,11 @@ def build(
     model: LoadedModel,
     pools: Mapping[str, int],
     rules: Rules,
-    media_block: int,
-    kv_block: int,
+    blocks: tuple[int, int],
     observe: Callable[..., None] | None,
 ) -> Loaded:
-    """Allocate the pools and make the stages of an instance."""
+    """Allocate the pools and make the stages of an instance. ``blocks``: rows of an image block, tokens of a KV block."""
+    media_block, kv_block = blocks
     shapes = block_shapes(spec.roles, model, media_block, kv_block)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
     if missing:

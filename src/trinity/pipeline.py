@@ -13,7 +13,7 @@ from trinity.budget import Budgets
 from trinity.connector import Connector
 from trinity.errors import ClosedError, ConfigError, RequestError, TrinityError
 from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
-from trinity.hosting import Plan, load, start_hosts
+from trinity.hosting import Deployment, load, start_hosts
 from trinity.instance import Instance, InstanceHost, named
 from trinity.messages import Failure, Send, Submit, Value
 from trinity.metrics import Metrics
@@ -80,7 +80,7 @@ class Pipeline:
         self.processor = RequestProcessor(model, limits=limits or Limits())
         self.placement.check(self.processor.multimodal)
         self.trace, self.metrics, self.timeline = Trace(), Metrics(slo), Timeline()
-        self.plan = Plan(
+        self._deployment = Deployment(
             model=Path(model),
             dtype=dtype,
             slo=slo,
@@ -117,7 +117,7 @@ class Pipeline:
             raise ClosedError("a pipeline starts once; make a new one")
         self._state = "running"
         self.loop = asyncio.get_running_loop()
-        loaded = await asyncio.to_thread(load, self.plan, self.instances, self.processor)
+        loaded = await asyncio.to_thread(load, self._deployment, self.instances, self.processor)
         self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
         for host in self.hosts.values():
             self._frontend.handle(host.announcement(), time.monotonic())
