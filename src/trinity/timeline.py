@@ -1,0 +1,132 @@
+"""Timeline: what every instance did when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trinity.errors import ConfigError
+
+GIVEN = "migration out"  # the lane on which the source of a migration is shown
+
+
+class Slice(NamedTuple):
+    """One piece of work: start in seconds of any one clock, duration in seconds."""
+
+    instance: str
+    lane: str
+    name: str
+    start_s: float
+    duration_s: float
+    args: Mapping[str, Any]
+
+
+class Timeline:
+    """The last ``limit`` slices; ``dropped`` counts older ones. Threads may add at the same time."""
+
+    def __init__(self, limit: int = 200_000) -> None:
+        if limit < 1:
+            raise ConfigError(f"a timeline's limit must be at least 1 slice, got {limit}")
+        self.dropped = 0
+        self._slices: deque[Slice] = deque(maxlen=limit)
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def add(
+        self,
+        instance: str,
+        lane: str,
+        name: str,
+        start_s: float,
+        duration_s: float,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a slice. ``args`` with a ``source`` (another instance) make it a migration: an arrow comes from there.
+
+        Raises ``ConfigError`` where a time is not a number, or a duration is negative.
+        """
+        if not (math.isfinite(start_s) and math.isfinite(duration_s) and duration_s >= 0):
+            raise ConfigError(f"slice {name!r}: start {start_s!r} s and duration {duration_s!r} s are no times")
+        entry = Slice(instance, lane, name, start_s, duration_s, args or {})
+        with self._lock:
+            self.dropped += len(self._slices) == self._slices.maxlen
+            self._slices.append(entry)
+
+    def to_json(self) -> str:
+        """The timeline in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
+
+        Slices of one lane that overlap are shown on threads of their own ("migration 2"), because the format only
+        nests slices of one thread.
+        """
+        with self._lock:
+            slices, dropped = list(self._slices), self.dropped
+        origin = min((entry.start_s for entry in slices), default=0.0)
+        events = _events(slices, origin)
+        other = {"dropped_slices": dropped, "origin_s": origin}
+        return msgspec.json.encode(
+            {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, enc_hook=str
+        ).decode()
+
+    def save(self, path: str | Path) -> None:
+        """Write ``to_json()``. The file is there in full or not at all."""
+        target = Path(path)
+        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+        scratch.write_text(self.to_json(), encoding="utf-8")
+        scratch.replace(target)
+
+
+class _Tracks:
+    """Numbers for processes and threads. A lane has as many threads as it has slices at one time."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._busy_until: dict[tuple[str, str], list[float]] = {}
+        self._tids: dict[tuple[str, str], int] = {}
+
+    def place(self, instance: str, lane: str, start_s: float, duration_s: float) -> dict[str, int]:
+        """pid and tid of a slice; slices must come by their start."""
+        ends = self._busy_until.setdefault((instance, lane), [])
+        free = next((i for i, end in enumerate(ends) if end <= start_s), len(ends))
+        ends[free : free + 1] = [start_s + duration_s]
+        title = lane if free == 0 else f"{lane} {free + 1}"
+        pid = self._pids.setdefault(instance, len(self._pids) + 1)
+        return {"pid": pid, "tid": self._tids.setdefault((instance, title), len(self._tids) + 1)}
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        for instance, pid in self._pids.items():
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": instance}}
+        for (instance, title), tid in self._tids.items():
+            yield {"ph": "M", "name": "thread_name", "pid": self._pids[instance], "tid": tid, "args": {"name": title}}
+
+
+def _events(slices: Iterable[Slice], origin: float) -> list[dict[str, Any]]:
+    tracks = _Tracks()
+    events: list[dict[str, Any]] = []
+    for number, entry in enumerate(sorted(slices, key=lambda entry: entry.start_s)):
+        start, duration = _micros(entry.start_s - origin), _micros(entry.duration_s)
+        here = tracks.place(entry.instance, entry.lane, entry.start_s, entry.duration_s)
+        shown = {"ph": "X", "name": entry.name, "cat": entry.lane, "ts": start, "dur": duration, "args": entry.args}
+        events.append({**shown, **here})
+        source = entry.args.get("source")
+        if source and source != entry.instance:
+            there = tracks.place(str(source), GIVEN, entry.start_s, entry.duration_s)
+            events.append({**shown, "name": f"{entry.name} to {entry.instance}", "cat": GIVEN, **there})
+            arrow = {"name": "migration", "cat": "migration", "id": number}
+            events.append({"ph": "s", **arrow, "ts": start, **there})
+            events.append(
+                {"ph": "f", "bp": "e", **arrow, "ts": _micros(entry.start_s - origin + entry.duration_s / 2), **here}
+            )
+    return [*tracks.names(), *events]
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
