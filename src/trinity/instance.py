@@ -63,8 +63,8 @@ class Instance:
 
     ``pools`` are blocks by kind ({"image": 64, "kv": 1024}); without it they follow from ``memory_bytes`` (weights
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
-    of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories of
-    your own stages, which replace the built-in ones of the same letters. ``threads``: intra-op threads per lane.
+    of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
+    of your own stages, which replace the built-in ones of the same letters. ``threads``: intra-op threads per lane.
     """
 
     roles: str
@@ -138,7 +138,7 @@ def build(
     blocks: tuple[int, int],
     observe: Callable[..., None] | None,
 ) -> Loaded:
-    """Allocate the pools and make the stages of an instance. ``blocks``: rows of an image block, tokens of a KV block."""
+    """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
     media_block, kv_block = blocks
     shapes = block_shapes(spec.roles, model, media_block, kv_block)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]

@@ -25,8 +25,8 @@ class Rules:
 
     ``tokens`` is the token budget, ``media`` the image budget in visual tokens (whole images, always at least one).
     ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first
-    (decode only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget. ``media_budget``: bound
-    encodes.
+    (decode only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget.
+    ``media_budget``: bound encodes.
     """
 
     tokens: int = 2048

@@ -6,6 +6,8 @@ No special token is ever the greedy choice, so that a text ends by its length un
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +78,23 @@ def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
     _silence(model, recipe.tokenizer)
     model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
     model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
-    model.save_pretrained(directory)
+    with _no_progress_bar():
+        model.save_pretrained(directory)
     recipe.save_processor(directory)
     return directory
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _scale_weights(model: Any, recipe: Recipe, generator: Any) -> None:
