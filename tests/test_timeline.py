@@ -136,7 +136,7 @@ def test_slices_of_one_thread_never_overlap_and_none_is_lost(entries: list[Any])
 
 def test_a_lane_takes_no_more_threads_than_it_needs() -> None:
     timeline = Timeline()
-    for start in (0.0, 0.5, 1.0, 1.5):
+    for start in (1.5, 0.0, 1.0, 0.5):  # slices are recorded at their end
         timeline.add("D0", "language", "decode", start, 1.0)
     assert sorted(lane for _, lane in titles(events(timeline)).values()) == ["language", "language 2"]
 
