@@ -86,8 +86,9 @@ def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    logging: Any = transformers_logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
