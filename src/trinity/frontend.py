@@ -1,7 +1,7 @@
 """FrontendCore: one view of every request, whatever instance it is on, as a state machine without I/O.
 
 Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order: the first comes
-from the prefill instance, the rest from the decode instance, on two channels. It alone decides when a request has ended.
+from the prefill instance, the rest from the decode instance, on two channels. It alone decides when a request ended.
 """
 
 from __future__ import annotations
