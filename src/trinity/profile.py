@@ -1,0 +1,167 @@
+"""Profiling of a loaded instance: the budgets of Algorithm 1 (line 5) by running its own stages on synthetic rows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from trinity.blocks import blocks_for
+from trinity.budget import BudgetCache, BudgetKey, BudgetResult, Budgets, StepCost, search_budget
+from trinity.instance import Loaded
+from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
+from trinity.processor import RequestProcessor
+from trinity.request import Sampling
+from trinity.stages.base import Stage
+
+MEAN_CONTEXT = 512  # tokens of context that a decode row is profiled with, where the model has as many
+MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer, figure 3)
+MOST_TOKENS = 8192
+MOST_IMAGES = 64
+PROBE = "trinity-probe"
+
+
+def profile_budgets(
+    loaded: Loaded, processor: RequestProcessor, limit_s: float, cache: BudgetCache | None = None
+) -> Budgets:
+    """Token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
+
+    Prefill tokens where the instance prefills, decode rows at a mean context where it only decodes; images in visual
+    tokens. Cached on disk by model, dtype, device, threads, roles and limit. Warns where not even one item fits.
+    """
+    cache = cache or BudgetCache()
+    key = _key(loaded, limit_s)
+    known = cache.get(key)
+    if known is None:
+        known = _search(Probe(loaded, processor), loaded.spec.roles, limit_s)
+        cache.put(key, known)
+    return known
+
+
+def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
+    import torch
+    import transformers
+
+    model, spec = loaded.model, loaded.spec
+    return BudgetKey(
+        model=model.fingerprint,
+        dtype=str(model.dtype),
+        device=str(model.device),
+        threads=spec.threads,
+        roles=spec.roles,
+        limit_s=limit_s,
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+    )
+
+
+def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
+    found: dict[str, BudgetResult] = {}
+    if "P" in roles:
+        found["prefill"] = search_budget(probe.prefill, limit_s, high=probe.most_tokens())
+    if "D" in roles:
+        found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows())
+    if "E" in roles and probe.span is not None:
+        found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images())
+    language = found.get("prefill") or found.get("decodes")
+    images = found.get("images")
+    return Budgets(
+        tokens=language.budget if language else Budgets().tokens,
+        media=images.budget * probe.image_tokens if images else Budgets().media,
+        limit_s=limit_s,
+        feasible=all(result.feasible for result in found.values()),
+        cost=_cost(found, probe.image_tokens),
+    )
+
+
+def _cost(found: dict[str, BudgetResult], image_tokens: int) -> StepCost:
+    samples = {name: result.samples for name, result in found.items()}
+    return StepCost.measured(
+        decodes=samples.get("decodes"),
+        prefill=samples.get("prefill"),
+        media={count * image_tokens: seconds for count, seconds in samples.get("images", {}).items()},
+    )
+
+
+@dataclass
+class Probe:
+    """Runs synthetic steps on the stages of an instance that serves nothing yet, and times them."""
+
+    loaded: Loaded
+    processor: RequestProcessor
+    span: MediaSpan | None = None
+    inputs: Any = None
+
+    def __post_init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(self.loaded.spec.threads)
+        if "E" in self.loaded.spec.roles and self.processor.multimodal:
+            self.span, self.inputs = self.processor.dummy_inputs()
+
+    @property
+    def image_tokens(self) -> int:
+        return self.span.tokens if self.span is not None else 1
+
+    @property
+    def _context(self) -> int:
+        """Context of a profiled row: bounded by the model and by the pool, which all rows of a probe share."""
+        kv = self.loaded.memory[KV]
+        room = kv.blocks * self.loaded.settings.kv_block
+        return max(1, min(self.processor.context_length, room) - 2)
+
+    def most_tokens(self) -> int:
+        return MOST_TOKENS
+
+    def most_rows(self) -> int:
+        return MOST_ROWS
+
+    def most_images(self) -> int:
+        blocks = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        return max(1, min(MOST_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
+
+    def encode(self, images: int) -> float:
+        """Seconds of one step that encodes so many images."""
+        assert self.span is not None
+        each = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        rows = tuple(
+            Encode(f"{PROBE}-{n}", 0, self.span, tuple(range(n * each, (n + 1) * each)), self.inputs)
+            for n in range(images)
+        )
+        return self._run("E", Step(0, "joint", encodes=rows), [])
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of one step that prefills so many tokens, in prompts no longer than the context."""
+        lengths = [self._context] * (tokens // self._context)
+        if tokens % self._context:
+            lengths.append(tokens % self._context)
+        opened = [self._open(n, length, ()) for n, length in enumerate(lengths)]
+        rows = tuple(Prefill(each.work.request, 0, len(each.work.prompt), True) for each in opened)
+        return self._run("P", Step(0, "joint", prefills=rows), opened)
+
+    def decode(self, rows: int) -> float:
+        """Seconds of one step that decodes so many rows at a mean context."""
+        length = max(1, min(MEAN_CONTEXT, self._context // 2))
+        opened = [self._open(n, length, (0,)) for n in range(rows)]
+        return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
+
+    def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
+        """A request over the pool's first blocks: what is read and written there means nothing yet."""
+        work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
+        count = blocks_for(length + 1, self.loaded.settings.kv_block)
+        return Open(work=work, blocks=tuple(range(min(count, self.loaded.memory[KV].blocks))), tokens=tokens)
+
+    def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
+        stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
+        return _timed(stage, step, opened)
+
+
+def _timed(stage: Stage, step: Step, opened: list[Open]) -> float:
+    for request in opened:
+        stage.open(request)
+    try:
+        started = time.perf_counter()
+        stage.forward(step)
+        return time.perf_counter() - started
+    finally:
+        for request in opened:
+            stage.close(request.work.request)

@@ -1,0 +1,128 @@
+"""Budgets by profiling: found on the running stages, feasible, cached on disk, and used by the scheduler."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from checkpoint_fixtures import checkpoint
+from trinity import hosting
+from trinity.budget import BudgetCache, Budgets
+from trinity.errors import TrinityWarning
+from trinity.hosting import Deployment, load
+from trinity.instance import Instance, Loaded, named
+from trinity.messages import KV
+from trinity.processor import RequestProcessor
+from trinity.profile import MOST_ROWS, Probe, profile_budgets
+from trinity.scheduler import ALPHA, Rules
+from trinity.trace import SLO
+
+
+@pytest.fixture(scope="module")
+def processor() -> RequestProcessor:
+    made = RequestProcessor(checkpoint("llava"))
+    yield made
+    made.close()
+
+
+def deployment(slo: SLO | None = None, budgets: Budgets | None = None) -> Deployment:
+    return Deployment(
+        model=checkpoint("llava"),
+        dtype="float32",
+        slo=slo,
+        budgets=budgets,
+        rules=Rules(),
+        media_block=64,
+        kv_block=16,
+        observe=None,
+        pools={"image": 8, "kv": 16},
+    )
+
+
+def loaded(roles: str, processor: RequestProcessor) -> Loaded:
+    return load(deployment(), named([Instance(roles)]), processor)[0]
+
+
+@pytest.mark.parametrize("roles", ["E", "P", "D", "EP", "ED", "PD", "EPD"])
+def test_budgets_of_every_role(roles: str, processor: RequestProcessor, tmp_path: Path) -> None:
+    instance = loaded(roles, processor)
+    found = profile_budgets(instance, processor, 5.0, BudgetCache(tmp_path))
+    assert found.feasible
+    assert found.limit_s == 5.0
+    assert found.cost is not None
+    assert bool(found.cost.media) == ("E" in roles)
+    assert bool(found.cost.prefill) == ("P" in roles)
+    assert bool(found.cost.decodes) == ("D" in roles)
+    image_tokens = Probe(instance, processor).image_tokens
+    assert found.media % image_tokens == 0
+    if "P" not in roles and "D" in roles:
+        assert found.tokens <= MOST_ROWS
+
+
+def test_a_bound_that_not_even_one_item_keeps_warns_and_takes_one(processor: RequestProcessor, tmp_path: Path) -> None:
+    instance = loaded("EPD", processor)
+    with pytest.warns(TrinityWarning, match="above the bound"):
+        found = profile_budgets(instance, processor, 1e-9, BudgetCache(tmp_path))
+    assert not found.feasible
+    assert (found.tokens, found.media) == (1, Probe(instance, processor).image_tokens)
+
+
+def test_a_second_start_reads_the_cache(processor: RequestProcessor, tmp_path: Path, monkeypatch) -> None:
+    instance, cache = loaded("PD", processor), BudgetCache(tmp_path)
+    first = profile_budgets(instance, processor, 5.0, cache)
+    monkeypatch.setattr(Probe, "prefill", lambda self, tokens: pytest.fail("profiled again"))
+    assert profile_budgets(instance, processor, 5.0, cache) == first
+    with pytest.raises(BaseException, match="profiled again"):
+        profile_budgets(instance, processor, 6.0, cache)
+
+
+def test_probes_leave_nothing_behind(processor: RequestProcessor) -> None:
+    instance = loaded("PD", processor)
+    probe = Probe(instance, processor)
+    assert probe.prefill(100) > 0
+    assert probe.decode(5) > 0
+    stage = instance.stages[-1]
+    assert not stage._rows.rows
+    assert instance.memory[KV].tensor.isfinite().all()
+
+
+def test_a_probe_longer_than_the_context_is_several_prompts(processor: RequestProcessor) -> None:
+    instance = loaded("P", processor)
+    probe = Probe(instance, processor)
+    room = 16 * 16
+    assert probe._context < room
+    steps = []
+    stage = instance.stages[-1]
+    forward = stage.forward
+    stage.forward = lambda step: steps.append(step) or forward(step)
+    probe.prefill(room * 2 + 3)
+    assert sum(row.length for row in steps[0].prefills) == room * 2 + 3
+    assert max(row.length for row in steps[0].prefills) <= probe._context
+
+
+def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(processor: RequestProcessor, monkeypatch) -> None:
+    asked: dict[str, float] = {}
+
+    def profile(instance: Loaded, processor: RequestProcessor, limit_s: float) -> Budgets:
+        asked[instance.spec.roles] = limit_s
+        return Budgets(tokens=77, media=33, limit_s=limit_s)
+
+    monkeypatch.setattr(hosting, "profile_budgets", profile)
+    slo = SLO(ttft=8.0, tbt=0.5)
+    instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
+    made = load(deployment(slo), instances, processor)
+    assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": 0.5, "EPD": 0.5}
+    assert {(each.settings.rules.tokens, each.settings.rules.media) for each in made} == {(77, 33)}
+    by_hand = load(deployment(slo, Budgets(tokens=5, media=6)), instances, processor)
+    assert {(each.settings.rules.tokens, each.settings.rules.media) for each in by_hand} == {(5, 6)}
+    assert len(asked) == 4
+
+
+def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch) -> None:
+    monkeypatch.setattr(hosting, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = load(deployment(), named([Instance("EPD")]), processor)
+    assert (made[0].settings.rules.tokens, made[0].settings.rules.media) == (2048, 1)
