@@ -87,11 +87,12 @@ class LeakGuard:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope == "function":
+            return (yield)
         before = snapshot()
         result = yield
-        if fixturedef.scope != "function":
-            # A wide fixture may ask for another one while it is set up.
-            self._owned[fixturedef] = (snapshot() - before).difference(*self._owned.values())
+        # A wide fixture may ask for another one while it is set up.
+        self._owned[fixturedef] = (snapshot() - before).difference(*self._owned.values())
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: Any) -> None:
