@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,7 @@ from PIL import Image
 
 from checkpoint_fixtures import checkpoint
 from trinity.processor import Processed, RequestProcessor
-from trinity.processor_loading import IMAGE_TEXT, load_processor
+from trinity.processor_loading import IMAGE_TEXT, load_processor, recording
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -186,6 +188,16 @@ def test_public_facts_of_a_model() -> None:
     assert own.eos_ids == {own.tokenizer.eos_token_id}
     names = own.tokenizer.convert_ids_to_tokens(sorted(own.media_token_ids))
     assert set(names) == {"<|image_pad|>", "<|video_pad|>"}
+
+
+@pytest.mark.parametrize("text", ["one text", ["one text"]])
+def test_what_a_processor_tells_its_tokenizer_is_kept_per_thread(text: Any) -> None:
+    tokenizer, spoken = processor_of("llava").tokenizer, threading.local()
+    twin = recording(tokenizer, spoken)
+    assert twin(text, padding=True, truncation=True) == tokenizer(text)
+    assert spoken.text == "one text"
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(hasattr, spoken, "text").result()
 
 
 def test_processed_is_plain() -> None:

@@ -223,6 +223,12 @@ def test_a_chat_template_is_needed_and_may_refuse(tmp_path: Path) -> None:
     assert "1 image item(s) given, but the chat template wrote 0 image placeholder(s)" in said
 
 
+def test_text_models_add_nothing_to_what_their_template_wrote(tmp_path: Path) -> None:
+    bare = RequestProcessor(broken("llama", tmp_path, chat_template="{{ messages[0]['content'] }}"))
+    ids = bare.tokenizer("hello", add_special_tokens=False)["input_ids"]
+    assert list(bare.process(Request(messages=[{"role": "user", "content": "hello"}])).work.prompt) == ids
+
+
 def test_missing_directories_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         RequestProcessor(tmp_path / "none")

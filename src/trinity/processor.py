@@ -181,7 +181,7 @@ class RequestProcessor:
         request = plan.request
         ids = self._ids(plan, items)
         limit = self._prompt_limit()
-        if len(ids) > limit or len(ids) >= self.context_length:
+        if len(ids) > limit:
             visual = sum(item.tokens for item in items)
             raise RequestTooLarge(
                 f"the prompt has {len(ids)} tokens ({visual} of them visual) and must leave room for an output in a "

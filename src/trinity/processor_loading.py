@@ -72,17 +72,14 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
 
 def load(model_dir: Path) -> LoadedProcessor:
     """Everything the request processor needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
-    if not (model_dir / "config.json").is_file():
-        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
-        raise ConfigError(
-            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
-        )
+    check_directory(model_dir)
     config = _load_config(model_dir)
     with _explained(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
         from transformers import AutoTokenizer
 
         load_tokenizer: Any = AutoTokenizer.from_pretrained
         tokenizer = load_tokenizer(model_dir, local_files_only=True)
+        tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
     spoken = threading.local()
     with _explained(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         processor = load_processor(model_dir, config, recording(tokenizer, spoken))
@@ -94,6 +91,15 @@ def load(model_dir: Path) -> LoadedProcessor:
     media_ids = _media_ids(config)
     placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
     return LoadedProcessor(config, tokenizer, processor, spoken, eos_ids, placeholders, media_ids, text.atomic)
+
+
+def check_directory(model_dir: Path) -> None:
+    """Raise ``ConfigError`` where there is no checkpoint."""
+    if not (model_dir / "config.json").is_file():
+        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
+        raise ConfigError(
+            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
+        )
 
 
 def recording(tokenizer: Any, spoken: threading.local) -> Any:
