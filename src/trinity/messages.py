@@ -27,7 +27,8 @@ class MediaSpan(Value, frozen=True):
     ``tokens`` rows in the image cache; ``offset`` and ``length`` in prompt positions (a span may hold separator
     tokens besides its placeholders). ``content`` identifies the features: content hash, processor fingerprint
     and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
-    ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``.
+    ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``. ``width`` and ``height``
+    are the image's own, in pixels, for traces; 0 where there are none.
     """
 
     kind: str
@@ -37,6 +38,8 @@ class MediaSpan(Value, frozen=True):
     content: str
     atomic: bool = False
     meta: dict[str, Any] = {}
+    width: int = 0
+    height: int = 0
 
     @property
     def end(self) -> int:

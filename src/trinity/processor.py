@@ -207,7 +207,8 @@ class RequestProcessor:
         text = "".join(parts)
         try:
             # As one text: splitting it at the images would tokenise the borders otherwise than the model's processor.
-            found = self.tokenizer(text, add_special_tokens=self._adds_special(text, plan.text.rendered))["input_ids"]
+            special = self._adds_special(text, plan.text.rendered)
+            found = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         except Exception as exc:
             raise RequestError(f"the prompt cannot be tokenised ({exc})", plan.request.request_id) from exc
         return tuple(found)
@@ -243,6 +244,8 @@ class RequestProcessor:
             content=item.content,
             atomic=self._loaded.atomic,
             meta=item.meta,
+            width=item.width,
+            height=item.height,
         )
 
     def _stop_ids(self, request: Request) -> frozenset[int]:

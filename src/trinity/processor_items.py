@@ -30,6 +30,8 @@ class Item(msgspec.Struct, frozen=True):
     inputs: dict[str, Any]
     content: str
     meta: dict[str, Any]
+    width: int = 0
+    height: int = 0
 
 
 class ItemReader:
@@ -53,7 +55,7 @@ class ItemReader:
             raise MediaProblem("the model's processor makes no visual token of it; it is too small")
         inputs = {name: value for name, value in output.items() if name not in _TEXT_KEYS}
         content = f"{image_digest(image)}-{self._fingerprint}"
-        return Item("image", loaded.spoken.text, tokens, inputs, content, _meta(inputs))
+        return Item("image", loaded.spoken.text, tokens, inputs, content, _meta(inputs), *image.size)
 
     def numbered(self, expansion: str, index: int) -> str:
         """Where a processor numbers the images of a prompt (MiniCPM-V), the number that this one has there."""
