@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trinity.errors import ClosedError, TransferTimeout, TransportError
+from trinity.errors import ClosedError, ConfigError, TransferTimeout, TransportError, TrinityError
 from trinity.memory import BlockMemory
 from trinity.messages import Failure, Pull, Pulled
 from trinity.transport.base import Remote, Transport, runs
@@ -18,7 +18,7 @@ class Connector:
     """One for both kinds of block, image and KV (step 3 of TriInfer's pull migration, 4.3).
 
     ``transport`` is a name or a ``Transport``; ``timeout_s`` bounds every read. Every read is recorded: scheme, bytes,
-    blocks, pieces, set-up and wire seconds.
+    blocks, pieces, set-up and wire seconds. A connector serves one pipeline, which closes it and its transport.
     """
 
     def __init__(self, transport: str | Transport = "inproc", *, timeout_s: float = 30.0) -> None:
@@ -27,6 +27,7 @@ class Connector:
         self._memories: dict[tuple[str, str], BlockMemory] = {}
         self._descriptors: dict[tuple[str, str], bytes] = {}
         self._remotes: dict[tuple[str, str, str], Remote] = {}
+        self._attaching = asyncio.Lock()
         self._closed = False
 
     @property
@@ -34,7 +35,9 @@ class Connector:
         return self.transport.scheme
 
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> None:
-        """Publish an instance's pools."""
+        """Publish an instance's pools. Raises ``ConfigError`` where another pipeline uses this connector."""
+        if self._closed or any(name == instance for name, _ in self._memories):
+            raise ConfigError("a Connector serves one pipeline: make one for each")
         for kind, memory in memories.items():
             self._memories[instance, kind] = memory
             self._descriptors[instance, kind] = self.transport.publish(memory)
@@ -43,17 +46,19 @@ class Connector:
         """Carry out a core's Pull for ``instance``. A failed transfer does not raise: the failure is in the answer."""
         try:
             return Pulled(pull.offer, pull.part, None, await self._read(instance, pull))
-        except (TransportError, ClosedError, ValueError) as error:
-            fields = {"source": pull.source, "target": instance, "kind": pull.kind, "cause": type(error).__name__}
-            text = f"{pull.kind} blocks did not arrive at {instance} from {pull.source}: {error}"
+        except Exception as error:  # transports are other people's: whatever they raise fails this request alone
+            cause = type(error).__name__ if isinstance(error, (TransportError, ClosedError)) else "TransportError"
+            fields = {"source": pull.source, "target": instance, "kind": pull.kind, "cause": cause}
+            why = str(error) if isinstance(error, TrinityError) else repr(error)
+            text = f"{pull.kind} blocks did not arrive at {instance} from {pull.source}: {why}"
             return Pulled(pull.offer, pull.part, Failure("MigrationError", text, fields))
 
     async def _read(self, instance: str, pull: Pull) -> dict[str, Any]:
         started = time.perf_counter()
-        remote = await self._remote(instance, pull.source, pull.kind)
-        ready = time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout_s):
+                remote = await self._remote(instance, pull.source, pull.kind)
+                ready = time.perf_counter()
                 moved = await remote.read(pull.source_blocks, pull.target_blocks)
         except TimeoutError as error:
             text = f"a read of {len(pull.source_blocks)} blocks took more than {self.timeout_s} s"
@@ -77,14 +82,18 @@ class Connector:
             raise ClosedError("the connector is closed")
         key = (instance, source, kind)
         if key not in self._remotes:
-            descriptor = self._descriptors[source, kind]
-            self._remotes[key] = await self.transport.attach(descriptor, self._memories[instance, kind])
+            async with self._attaching:  # two first reads at once must not attach twice
+                if key not in self._remotes:
+                    descriptor = self._descriptors[source, kind]
+                    self._remotes[key] = await self.transport.attach(descriptor, self._memories[instance, kind])
         return self._remotes[key]
 
     async def aclose(self) -> None:
         """Detach from every peer and withdraw every pool. Twice is once."""
         if not self._closed:
             self._closed = True
-            for remote in self._remotes.values():
-                await remote.aclose()
-            await self.transport.aclose()
+            try:
+                for remote in self._remotes.values():
+                    await remote.aclose()
+            finally:
+                await self.transport.aclose()

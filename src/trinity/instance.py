@@ -19,7 +19,7 @@ from trinity.errors import ConfigError
 from trinity.lane import Lane
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Send, Step, Value
-from trinity.placement import Group, Placement
+from trinity.placement import Group
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
 from trinity.stages.base import Stage
@@ -80,8 +80,7 @@ class Instance:
     image_cache: bool = True
 
     def __post_init__(self) -> None:
-        groups = Placement.parse(f"{self.roles}+EPD").groups  # checks the letters alone
-        self.roles = groups[0].roles
+        self.roles = Group.parse(self.roles).roles
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
@@ -164,6 +163,11 @@ def build(
     return loaded
 
 
+@dataclass(frozen=True)
+class _Stop:
+    at_once: bool
+
+
 class InstanceHost:
     """Runs a loaded instance: one thread for its core, one for each lane. Public methods are safe from any thread."""
 
@@ -175,7 +179,7 @@ class InstanceHost:
         self.core_cpu_s = 0.0
         self.steps = 0
         self._network, self._timeline = network, timeline
-        self._queue: SimpleQueue[Value | None] = SimpleQueue()
+        self._queue: SimpleQueue[Value | _Stop] = SimpleQueue()
         self._lanes = self._make_lanes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{self.name}-core", daemon=True)
@@ -189,6 +193,7 @@ class InstanceHost:
                 lane,
                 [stage for stage in self.loaded.stages if set(stage.letters) & set(LANES[lane])],
                 self.post,
+                self._failed,
                 self._timeline,
                 self.loaded.spec.threads,
             )
@@ -203,11 +208,18 @@ class InstanceHost:
     def post(self, event: Value) -> None:
         self._queue.put(event)
 
-    def stop(self) -> None:
-        """End the threads once nothing lives here any more; wait with ``join``."""
-        self._queue.put(None)
+    def stop(self, at_once: bool = False) -> None:
+        """End the threads once nothing lives here any more, or ``at_once`` after the steps in flight."""
+        self._queue.put(_Stop(at_once))
 
-    def join(self) -> None:
+    async def join(self) -> None:
+        """Wait for the end of the threads, and of the transfers that an instance stopped at once has left."""
+        await asyncio.to_thread(self._join)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
         for lane in self._lanes.values():
@@ -224,19 +236,27 @@ class InstanceHost:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
-            logger.exception("the core of %s failed", self.name)
-            self._network.loop.call_soon_threadsafe(self._network.crashed, self.name, error)
+            self._failed(error)
         finally:
             for lane in self._lanes.values():
                 lane.stop()
+
+    def _failed(self, error: BaseException) -> None:
+        """A thread ends by an error: the pipeline must know, or every reader would wait for ever."""
+        if self._network.loop.is_closed():  # the program ended without aclose(): nobody is there to be told
+            return
+        logger.error("%s failed", threading.current_thread().name, exc_info=error)
+        self._network.loop.call_soon_threadsafe(self._network.crashed, self.name, error)
 
     def _serve(self) -> None:
         stopping = False
         while not (stopping and self.core.idle()):
             event = self._queue.get()
-            if event is None:
+            if isinstance(event, _Stop):
+                if event.at_once:
+                    return
                 stopping = True
                 continue
             self.events.append(event)

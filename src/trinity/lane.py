@@ -24,13 +24,14 @@ class Lane:
         name: str,
         stages: Sequence[Stage],
         post: Callable[[Value], None],
+        failed: Callable[[BaseException], None],
         timeline: Timeline,
         threads: int = 1,
     ) -> None:
         self.instance, self.name = instance, name
         self.stages = list(stages)
         self.cpu_s = 0.0
-        self._post, self._timeline, self._threads = post, timeline, threads
+        self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
         self._queue: SimpleQueue[Value | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
 
@@ -49,6 +50,12 @@ class Lane:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._failed(error)
+
+    def _serve(self) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
@@ -66,7 +73,7 @@ class Lane:
                     stage.open(command)
                 elif isinstance(command, Close):
                     stage.close(command.request)
-            except Exception:  # its rows will fail in the next step, and that is reported
+            except BaseException:  # its rows will fail in the next step, and that is reported
                 logger.exception("stage %s of %s could not %s", stage.letters, self.instance, type(command).__name__)
 
     def _step(self, step: Step) -> Stepped:
@@ -74,7 +81,7 @@ class Lane:
         failed: dict[str, Failure] = {}
         try:
             sampled = self._forward(step)
-        except Exception:
+        except BaseException:  # a stage that calls sys.exit() must not end the lane: its requests would wait for ever
             logger.exception(
                 "step %d of %s failed; its requests run alone to find whose fault it is", step.id, self.name
             )
@@ -88,7 +95,7 @@ class Lane:
         for stage in self.stages:
             rows = rows_for(step, stage.letters)
             if rows is not None:
-                sampled.update(stage.forward(rows) or {})
+                sampled.update(checked(stage.forward(rows) or {}))
         missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
         if missing:
             raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
@@ -102,10 +109,17 @@ class Lane:
             request = requests_of(rows)[0]
             try:
                 sampled.update(self._forward(rows))
-            except Exception as error:
+            except BaseException as error:
                 text = f"{_title(rows)} on {self.instance} raised {type(error).__name__}: {error}"
                 failed[request] = Failure("StageError", text, {"stage": _letters(rows)})
         return sampled, failed
+
+
+def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """What a stage returned. Raises ``TypeError`` where it is not tokens by request: the core must not trip over it."""
+    if not isinstance(sampled, dict) or not all(isinstance(one, Sampled) for one in sampled.values()):
+        raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
+    return sampled
 
 
 def rows_for(step: Step, letters: str) -> Step | None:

@@ -118,7 +118,7 @@ def _from_bytes(data: bytes, limits: Limits) -> Image.Image:
         known = ", ".join(_FORMATS)
         raise MediaProblem(f"is not an image in a known format ({known}), or is corrupt") from exc
     except Exception as exc:
-        raise MediaProblem(f"cannot be opened ({_words(exc)})") from exc
+        raise MediaProblem(f"cannot be opened ({_words(exc)}); is it truncated or corrupt?") from exc
 
 
 def _read_file(path: Path, limits: Limits) -> bytes:

@@ -9,16 +9,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import anyio
+import msgspec
+
 from trinity.budget import Budgets
 from trinity.connector import Connector
-from trinity.errors import ClosedError, ConfigError, RequestError, TrinityError
+from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
 from trinity.hosting import Deployment, load, start_hosts
-from trinity.instance import Instance, InstanceHost, named
+from trinity.instance import Instance, InstanceHost, Loaded, named
 from trinity.messages import Failure, Send, Submit, Value
 from trinity.metrics import Metrics
 from trinity.placement import Placement
-from trinity.processor import Limits, RequestProcessor
+from trinity.processor import Limits, Processed, RequestProcessor
+from trinity.processor_loading import check_directory
 from trinity.request import Output, Request, check_request
 from trinity.routing import RoutingPolicy, routing_policy
 from trinity.scheduler import Rules
@@ -44,7 +48,8 @@ class Pipeline:
         async with trinity.Pipeline("path/to/llava", placement="1E1P1D") as pipe:
             output = await pipe.complete(trinity.Request("<image> What is this?", images=["cat.jpg"]))
 
-    Raises ``PlacementError``, ``UnsupportedModel`` and other ``ConfigError`` on construction or at start.
+    The constructor is quick; weights, tokenizer and processor are loaded at start, on a thread. Raises
+    ``PlacementError``, ``UnsupportedModel`` and other ``ConfigError`` on construction or at start.
     """
 
     def __init__(
@@ -77,8 +82,8 @@ class Pipeline:
         self.placement = Placement.of(each.group for each in self.instances)
         self.connector = connector if isinstance(connector, Connector) else Connector(connector)
         self.slo, self.routing = slo, routing
-        self.processor = RequestProcessor(model, limits=limits or Limits())
-        self.placement.check(self.processor.multimodal)
+        check_directory(Path(model))
+        self._limits = limits or Limits()
         self.trace, self.metrics, self.timeline = Trace(), Metrics(slo), Timeline()
         self._deployment = Deployment(
             model=Path(model),
@@ -94,13 +99,16 @@ class Pipeline:
             device=device,
         )
         self.hosts: dict[str, InstanceHost] = {}
+        self.loop: asyncio.AbstractEventLoop
+        self._processor: RequestProcessor | None = None
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
+        self._preparing = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._quiet = asyncio.Event()
+        self._departed = asyncio.Event()
         self._state = "new"
-        self._broken: TrinityError | None = None
-        self.loop: asyncio.AbstractEventLoop
+        self._broken: BaseException | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -111,16 +119,35 @@ class Pipeline:
     ) -> None:
         await self.aclose()
 
+    @property
+    def processor(self) -> RequestProcessor:
+        """The request processor. Raises ``ClosedError`` before the start."""
+        if self._processor is None:
+            raise ClosedError("the pipeline is not started: its tokenizer is loaded by start() or 'async with'")
+        return self._processor
+
     async def start(self) -> None:
         """Load the weights, profile budgets where an SLO asks for it, start the instances."""
         if self._state != "new":
             raise ClosedError("a pipeline starts once; make a new one")
-        self._state = "running"
+        self._state = "starting"
         self.loop = asyncio.get_running_loop()
-        loaded = await asyncio.to_thread(load, self._deployment, self.instances, self.processor)
-        self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+        try:
+            loaded = await asyncio.to_thread(self._load)
+            if self._state != "starting":
+                raise ClosedError("the pipeline was closed while it started")
+            self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+        except BaseException:
+            await self.aclose()
+            raise
         for host in self.hosts.values():
             self._frontend.handle(host.announcement(), time.monotonic())
+        self._state = "running"
+
+    def _load(self) -> list[Loaded]:
+        self._processor = RequestProcessor(self._deployment.model, limits=self._limits)
+        self.placement.check(self._processor.multimodal)
+        return load(self._deployment, self.instances, self._processor)
 
     def stream(self, request: Request) -> Stream:
         """The request's tokens, as they come: a context manager and iterator. Leaving it ends the request."""
@@ -133,43 +160,97 @@ class Pipeline:
                 pass
             return tokens.output
 
+    # ------------------------------------------------------------ a request comes in
+
     async def submit(self, stream: Stream) -> None:
         """Check, process (off the loop) and submit a stream's request."""
-        request = stream.request
         self._check_open()
-        check_request(request)
-        if request.request_id in self._streams:
-            raise RequestError(f"request {request.request_id} is being served already", request.request_id)
-        self._streams[request.request_id] = stream
+        request = stream.request
         try:
-            processed = await self.processor.aprocess(request)
-            self._check_open()
-        except BaseException as error:
-            self._streams.pop(request.request_id, None)
+            check_request(request)
+            self._check_room(request)
+        except RequestError as error:
             self.metrics.refused(error)
             raise
+        self._streams[request.request_id] = stream
+        processed = await self._prepared(stream)
+        if processed is None:
+            stream.end(End(request.request_id, "deadline", late(request)))
+            return
         stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
         self.post(Submit(processed.work, processed.inputs))
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise ClosedError(f"the pipeline failed ({self._broken}); close it and make a new one") from self._broken
         if self._state != "running":
-            hint = "use it inside 'async with'" if self._state == "new" else "make a new one"
-            raise ClosedError(f"the pipeline is {'not started' if self._state == 'new' else 'closed'}; {hint}")
+            hint = "make a new one" if self._state == "closed" else "use it inside 'async with', or await start()"
+            raise ClosedError(f"the pipeline is {'closed' if self._state == 'closed' else 'not started'}; {hint}")
+        if asyncio.get_running_loop() is not self.loop:
+            raise ConfigError("the pipeline was started on another event loop; use it there, or make one for this loop")
+
+    def _check_room(self, request: Request) -> None:
+        if request.request_id in self._streams:
+            raise RequestError(f"request {request.request_id} is being served already", request.request_id)
+        waiting = self._frontend.waiting + self._preparing
+        if waiting >= self._frontend.max_waiting:
+            text = f"{waiting} requests wait already; try later or raise max_waiting"
+            raise Overloaded(text, request.request_id)
+
+    async def _prepared(self, stream: Stream) -> Processed | None:
+        """The request's work with what is left of its deadline; None where that passed meanwhile."""
+        request = stream.request
+        self._preparing += 1
+        try:
+            async with asyncio.timeout(request.deadline_s) as limit:
+                await self._until(lambda: request.request_id not in self._frontend.entries)
+                processed = await self.processor.aprocess(request)
+            self._check_open()
+        except TimeoutError:
+            if limit.expired():
+                return None
+            raise
+        except BaseException as error:
+            self._refuse(stream, error)
+            raise
+        finally:
+            self._preparing -= 1
+        return with_time_left(processed, time.monotonic() - stream.arrived)
+
+    def _refuse(self, stream: Stream, error: BaseException) -> None:
+        """The request never started: by its own fault, or because its reader or the pipeline left."""
+        if isinstance(error, RequestError):
+            self._streams.pop(stream.request.request_id, None)
+            self.metrics.refused(error)
+        else:
+            stream.end(End(stream.request.request_id, "cancelled"))
+
+    # ------------------------------------------------------------ between the front end, readers and instances
 
     def post(self, event: Value) -> None:
         """Give an event to the front end, on the loop's thread."""
+        before = len(self._frontend.entries)
         for command in self._frontend.handle(event, time.monotonic()):
             if isinstance(command, Deliver):
-                self._streams[command.request].deliver(command)
-            elif isinstance(command, End):
+                self._deliver(command)
+            elif isinstance(command, End) and command.request in self._streams:
                 self._streams[command.request].end(command)
             elif isinstance(command, Send):
                 self.to_peer(command.to, command.message)
         self._arm()
-        if not self._frontend.entries:
-            self._quiet.set()
+        if len(self._frontend.entries) < before:
+            self._departed.set()
+
+    def _deliver(self, command: Deliver) -> None:
+        stream = self._streams.get(command.request)
+        if stream is None:
+            return
+        try:
+            stream.deliver(command)
+        except Exception as error:  # whatever a tokenizer raises on a token that a stage made up
+            text = f"token {command.sampled.token} cannot be turned into text ({error!r})"
+            stream.end(End(command.request, "error", Failure("RequestError", text)))
+            self.post(Abort(command.request, "cancelled"))
 
     def _arm(self) -> None:
         due = self._frontend.next_timer()
@@ -195,43 +276,86 @@ class Pipeline:
             self.post(message)
 
     def crashed(self, name: str, error: BaseException) -> None:
-        """An instance's core failed: end every request with an error, refuse new ones."""
-        self._broken = TrinityError(f"instance {name} failed and the pipeline must be closed: {error!r}")
-        self._broken.__cause__ = error
+        """A thread of an instance failed: end every request with an error, refuse new ones, stop all threads."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        for host in self.hosts.values():
+            host.stop(at_once=True)
         for stream in list(self._streams.values()):
             if stream.processed is not None:
-                stream.end(End(stream.request.request_id, "error", Failure("TrinityError", str(self._broken))))
-        self._quiet.set()
+                stream.end(End(stream.request.request_id, "error"))
+                text = f"instance {name} failed ({error!r}); close the pipeline and make a new one"
+                stream.fail(RequestError(text, stream.request.request_id), error)
+        self._departed.set()
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that the departure of a request brings about."""
+        while not reached() and self._broken is None:
+            self._departed.clear()
+            await self._departed.wait()
 
     async def idle(self) -> None:
         """Wait until no request is anywhere: readers may be gone while steps in flight still end."""
-        while self._frontend.entries and self._broken is None:
-            self._quiet.clear()
-            await self._quiet.wait()
+        await self._until(lambda: not self._frontend.entries)
+
+    # ------------------------------------------------------------ the end
 
     async def aclose(self) -> None:
-        """End every request, wait for what is in flight, stop the threads. Twice is once."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        try:
-            await asyncio.shield(asyncio.ensure_future(self._close()))
-        finally:
-            self.processor.close()
+        """End every request, wait for what is in flight, stop the threads. Again is harmless, and waits as well.
+
+        A caller that is cancelled leaves only afterwards: what is in flight would use memory that is gone.
+        """
+        if self._closing is None:
+            self._state = "closed"
+            self._closing = asyncio.ensure_future(self._close())
+        await outlast(self._closing)
 
     async def _close(self) -> None:
         for stream in list(self._streams.values()):
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))
-        await self.idle()
-        for host in self.hosts.values():
-            host.stop()
-        if self._broken is None:
+        try:
+            await self.idle()
+        finally:
             for host in self.hosts.values():
-                await asyncio.to_thread(host.join)
+                host.stop(at_once=bool(self._frontend.entries))
+        for host in self.hosts.values():
+            await host.join()
         if self._timer is not None:
             self._timer.cancel()
-        await self.connector.aclose()
+        try:
+            await self.connector.aclose()
+        finally:
+            if self._processor is not None:
+                await self._processor.aclose()
+
+
+async def outlast(task: asyncio.Task[None]) -> None:
+    """Wait for the task's end even where the caller is cancelled meanwhile; the cancel is passed on after it."""
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):  # a cancelled scope of anyio would cancel every await anew
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+def late(request: Request) -> Failure:
+    return Failure("DeadlineExceeded", f"the deadline of {request.deadline_s} s passed before the request was prepared")
+
+
+def with_time_left(processed: Processed, spent_s: float) -> Processed:
+    """The deadline counts from the submission: preparing the request has used some of it."""
+    deadline = processed.work.deadline_s
+    if deadline is None:
+        return processed
+    work = msgspec.structs.replace(processed.work, deadline_s=max(0.0, deadline - spent_s))
+    return msgspec.structs.replace(processed, work=work)
 
 
 def _instances(placement: str | Placement | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
@@ -256,7 +380,10 @@ def trace_row(stream: Stream) -> dict[str, Any]:
         "text_length": output.prompt_tokens - output.media_tokens,
         "output_length": len(output.token_ids),
         "max_tokens": output.max_tokens,
-        "images": [{"tokens": span.tokens, "content": span.content, **span.meta} for span in media],
+        "images": [
+            {"width": span.width, "height": span.height, "tokens": span.tokens, "content": span.content}
+            for span in media
+        ],
         "finish_reason": output.finish_reason,
         "ttft_s": output.ttft_s,
         "itl_s": output.itl_s,

@@ -20,6 +20,13 @@ class Group:
     count: int
     roles: str
 
+    @classmethod
+    def parse(cls, roles: str) -> Group:
+        """One instance's roles, "E" or "PD". Raises ``PlacementError``."""
+        if not (isinstance(roles, str) and roles.isalpha()):
+            raise PlacementError(f"an instance's roles are letters of E, P, D, such as 'EP', got {roles!r}")
+        return cls(1, _roles(roles.upper(), roles))
+
 
 @dataclass(frozen=True)
 class Placement:

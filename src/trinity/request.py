@@ -116,6 +116,8 @@ class Output(msgspec.Struct, kw_only=True):
 
 def check_request(request: Request) -> None:
     """Raise ``RequestError`` where a field of the request has no meaning."""
+    if not isinstance(request, Request):
+        raise RequestError(f"give a trinity.Request, got {request!r:.80}")
     problem = _request_problem(request) or _sampling_problem(request.sampling)
     if problem:
         raise RequestError(problem, request.request_id)
@@ -124,14 +126,28 @@ def check_request(request: Request) -> None:
 def _request_problem(request: Request) -> str | None:
     if (request.prompt is None) == (request.messages is None):
         return "give either prompt= (text) or messages= (chat), not both or neither"
+    for name, items in (("images", request.images), ("media", request.media)):
+        if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+            return f"{name} must be a list, also for one item, got {type(items).__name__}"
+    if any(not isinstance(item, Media) for item in request.media):
+        return "media must hold trinity.Media(kind, source)"
+    if not isinstance(request.request_id, str) or not request.request_id:
+        return f"request_id must be text that is not empty, got {request.request_id!r}"
     if not isinstance(request.max_tokens, int) or request.max_tokens <= 0:
         return f"max_tokens must be a whole number of at least 1, got {request.max_tokens!r}"
-    if request.deadline_s is not None and not request.deadline_s > 0:
-        return f"deadline_s must be above 0, got {request.deadline_s!r}"
+    deadline = request.deadline_s
+    if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < math.inf):
+        return f"deadline_s must be a number of seconds above 0, got {deadline!r}"
     return None
 
 
 def _sampling_problem(sampling: Sampling) -> str | None:
+    if not isinstance(sampling, Sampling):
+        return f"sampling must be a trinity.Sampling, got {sampling!r:.80}"
+    return _number_problem(sampling) or _stop_problem(sampling)
+
+
+def _number_problem(sampling: Sampling) -> str | None:
     checks = (
         ("temperature", sampling.temperature, 0.0, math.inf),
         ("top_k", sampling.top_k, 0, math.inf),
@@ -143,6 +159,16 @@ def _sampling_problem(sampling: Sampling) -> str | None:
     for name, value, low, high in checks:
         if not (isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
             return f"{name} must lie between {low:g} and {high:g}, got {value!r}"
-    if any(not isinstance(text, str) or not text for text in sampling.stop):
-        return "stop must hold strings that are not empty"
+    for name, whole in (("top_k", sampling.top_k), ("seed", sampling.seed), ("logprobs", sampling.logprobs)):
+        if whole is not None and not isinstance(whole, int):
+            return f"{name} must be a whole number, got {whole!r}"
+    return None
+
+
+def _stop_problem(sampling: Sampling) -> str | None:
+    if not isinstance(sampling.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in sampling.stop):
+        return f"stop must be a tuple of strings that are not empty, got {sampling.stop!r:.80}"
+    ids = sampling.stop_token_ids
+    if not isinstance(ids, (tuple, list)) or any(not isinstance(token, int) for token in ids):
+        return f"stop_token_ids must be a tuple of token ids, got {ids!r:.80}"
     return None

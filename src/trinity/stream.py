@@ -35,8 +35,8 @@ class Host(Protocol):
 class Stream:
     """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
 
-    Leaving the block ends the request. ``output`` is there after its end. Iterating raises the request's own error
-    (``RequestError`` and below), or ``ClosedError`` where the pipeline was closed.
+    Leaving the block ends the request. ``output`` is there after its end. Entering and iterating raise the request's
+    own error (``RequestError`` and below), or ``ClosedError`` where the pipeline was closed. A stream is entered once.
     """
 
     def __init__(self, host: Host, request: Request) -> None:
@@ -45,6 +45,7 @@ class Stream:
         self.arrived = time.monotonic()
         self.arrived_at = time.time()
         self._host = host
+        self._entered = False
         self._tokens: deque[Token] = deque()
         self._held: Token | None = None
         self._wake = asyncio.Event()
@@ -73,6 +74,10 @@ class Stream:
         return [each - self.arrived for each in self._times]
 
     async def __aenter__(self) -> Stream:
+        if self._entered:
+            raise RequestError("a stream is entered once; ask the pipeline for a new one", self.request.request_id)
+        self._entered = True
+        self.arrived, self.arrived_at = time.monotonic(), time.time()
         await self._host.submit(self)
         return self
 
@@ -87,6 +92,9 @@ class Stream:
             self._host.post(Abort(self.request.request_id, "cancelled"))
 
     def __aiter__(self) -> Stream:
+        if not self._entered:
+            text = "a stream is read inside its block: async with pipe.stream(request) as tokens"
+            raise RequestError(text, self.request.request_id)
         return self
 
     async def __anext__(self) -> Token:
@@ -106,9 +114,11 @@ class Stream:
     def deliver(self, event: Deliver) -> None:
         """Take the next token. Text that may still change (part of a stop string, half a character) is held back."""
         assert self._text is not None
-        self._times.append(time.monotonic())
+        if self.done or self._text.stopped:
+            return
         sampled = event.sampled
         text = self._text.push(sampled.token)
+        self._times.append(time.monotonic())
         self._ids.append(sampled.token)
         self._pieces.append(text)
         self._logprobs.append(sampled.logprob)
@@ -141,9 +151,11 @@ class Stream:
         self._wake.set()
         self._host.ended(self)
 
-    def fail(self, error: TrinityError) -> None:
+    def fail(self, error: TrinityError, cause: BaseException | None = None) -> None:
         """What iterating raises after the tokens that are here."""
         self._error = error
+        if cause is not None:
+            error.__cause__ = cause
         if isinstance(error, RequestError):
             error.output = self._output
 
@@ -193,9 +205,10 @@ def to_error(failure: Failure, request_id: str) -> TrinityError:
     """The typed error that a failure names; its fields become attributes."""
     kind = getattr(errors, failure.error, RequestError)
     error: TrinityError = kind(failure.message, request_id) if issubclass(kind, RequestError) else kind(failure.message)
-    for name, value in failure.fields.items():
+    fields = dict(failure.fields)
+    cause = getattr(errors, fields.pop("cause", ""), None)
+    for name, value in fields.items():
         setattr(error, name, value)
-    cause = getattr(errors, failure.fields.get("cause", ""), None)
     if cause is not None:
         error.__cause__ = cause(failure.message)
     return error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -88,9 +89,9 @@ def copy_blocks(memory: BlockMemory, source: Sequence[int], into: BlockMemory, t
         ours[to : to + length].copy_(theirs[start : start + length])
 
 
-async def _finish(copying: asyncio.Future[None] | object) -> None:
+async def _finish(copying: Coroutine[Any, Any, None]) -> None:
     """Await a copy; a cancelled reader waits until it has ended, because a thread cannot be stopped in its middle."""
-    task = asyncio.ensure_future(copying)  # type: ignore[arg-type]
+    task = asyncio.ensure_future(copying)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
