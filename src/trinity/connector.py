@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from trinity.memory import BlockMemory
 from trinity.messages import Failure, Pull, Pulled
 from trinity.transport.base import Remote, Transport, runs
 from trinity.transport.registry import make_transport
+
+logger = logging.getLogger("trinity")
 
 
 class Connector:
@@ -89,11 +92,12 @@ class Connector:
         return self._remotes[key]
 
     async def aclose(self) -> None:
-        """Detach from every peer and withdraw every pool. Twice is once."""
+        """Detach from every peer and withdraw every pool. Twice is once. What cannot be closed is logged."""
         if not self._closed:
             self._closed = True
-            try:
-                for remote in self._remotes.values():
-                    await remote.aclose()
-            finally:
-                await self.transport.aclose()
+            opened: list[Remote | Transport] = [*self._remotes.values(), self.transport]
+            for each in opened:
+                try:
+                    await each.aclose()
+                except Exception:
+                    logger.exception("%r of transport %s could not be closed", each, self.scheme)

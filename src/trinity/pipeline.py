@@ -324,11 +324,9 @@ class Pipeline:
             await host.join()
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            await self.connector.aclose()
-        finally:
-            if self._processor is not None:
-                await self._processor.aclose()
+        await self.connector.aclose()
+        if self._processor is not None:
+            await self._processor.aclose()
 
 
 async def outlast(task: asyncio.Task[None]) -> None:
