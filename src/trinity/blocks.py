@@ -90,6 +90,14 @@ class BlockPool:
     def held(self) -> int:
         return self.size - self.available
 
+    def references(self, block: int) -> int:
+        """Holders, steps, leases and pins of a block."""
+        return self._references[block]
+
+    def published(self, block: int) -> bool:
+        """Whether the block's content can be matched."""
+        return block in self._key
+
     def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
         """Whether ``count`` new blocks can be had beside the cached blocks ``hits``, which will be held."""
         return count <= self.available - sum(1 for block in hits if block in self._cached)

@@ -101,18 +101,21 @@ class FrontendCore:
 
     def next_timer(self) -> float | None:
         """When a Tick is due."""
-        while self._deadlines and self._deadlines[0][1] not in self.entries:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        while self._deadlines:
+            due, request = self._deadlines[0]
+            if request in self.entries and self.entries[request].deadline == due:
+                return due
+            heapq.heappop(self._deadlines)  # of a request that has ended, whose id may be in use again
+        return None
 
     def _submit(self, event: Submit, now: float) -> None:
         work = event.work
-        assert work.request not in self.entries, f"{work.request} is served already"
         problem = self._problem(work)
-        first = None if problem else self.router.choose("E" if work.media else "P", work)
-        if problem or first is None:
-            self._out.append(End(work.request, "error", problem or _too_large(self.router, work)))
+        if problem is not None:
+            self._out.append(End(work.request, "error", problem))
             return
+        first = self.router.choose("E" if work.media else "P", work)
+        assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         self.entries[work.request] = Entry(work, first, deadline)
         self.waiting += 1
@@ -121,6 +124,9 @@ class FrontendCore:
         self._out.append(Send(first, event))
 
     def _problem(self, work: Work) -> Failure | None:
+        if work.request in self.entries:  # its reader may be gone, but steps in flight still end
+            text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
+            return Failure("RequestError", text)
         if self.waiting >= self.max_waiting:
             return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
         path = ("E", "P", "D") if work.media else ("P", "D")
@@ -156,9 +162,10 @@ class FrontendCore:
         self._out.append(Send(entry.first, Cancel(event.request)))
         if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
             self._end(entry, event.reason)
+        self._settle(entry)  # it may have finished already, and waited for a token on a slower channel
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while (due := self.next_timer()) is not None and due <= now:
             _, request = heapq.heappop(self._deadlines)
             self._abort(Abort(request, "deadline"))
 
@@ -180,14 +187,16 @@ class FrontendCore:
         finished = entry.finished
         failure = finished.failure if finished is not None and reason == "error" else None
         if reason == "deadline":
-            failure = Failure("DeadlineExceeded", f"the deadline of {entry.work.deadline_s} s passed")
+            failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
         self._out.append(End(entry.work.request, reason, failure, finished))
 
 
-def _too_large(router: Router, work: Work, letter: str = "") -> Failure:
-    """The largest pools there are, beside what the request needs."""
-    peers = [peer for peer in router.peers.values() if letter in peer.roles]
-    wanted = [needs(letter, work, peer.roles, peer.media_block, peer.kv_block) for peer in peers]
-    have = [dict(peer.pools) for peer in peers]
-    text = f"no instance can hold this request at stage {letter}: it needs {wanted} blocks and the pools have {have}"
+def _too_large(router: Router, work: Work, letter: str) -> Failure:
+    """What the request needs of every instance with this stage, beside what that has."""
+    found = []
+    for peer in router.peers.values():
+        if letter in peer.roles:
+            need = needs(letter, work, peer.roles, peer.media_block, peer.kv_block)
+            found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
+    text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
     return Failure("RequestTooLarge", f"{text}; shorten the prompt or max_tokens, or enlarge the pools")

@@ -29,7 +29,7 @@ class Candidates:
             new_prefills=self._new_prefills() if language else (),
             new_encodes=self._new_encodes() if vision else (),
             free_kv=s.pools[KV].available if KV in s.pools and not s.kv_offers else 0,
-            free_media=s.image.available if "E" in s.settings.roles and not s.image_offers else 0,
+            free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
             outstanding=_outstanding(s),
         )
 

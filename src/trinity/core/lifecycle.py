@@ -73,7 +73,11 @@ def cancel(s: State, event: Cancel, now: float) -> None:
 
 
 def forget(s: State, event: Forget, now: float) -> None:
+    """The request has ended everywhere, here too: its target's Release may still be on the way."""
     s.tombstones.pop(event.request, None)
+    state = s.requests.get(event.request)
+    if state is not None:
+        end(s, state, now, "cancelled")
 
 
 def end(s: State, state: RequestState, now: float, reason: str, why: Failure | None = None) -> None:

@@ -139,10 +139,10 @@ class PendingMedia:
 
 @dataclass(slots=True)
 class Running:
-    """A step in flight on a lane."""
+    """A step in flight on a lane, and whose rows it has (in order: a replay must not depend on hashes)."""
 
     step: Step
-    requests: frozenset[str]
+    requests: dict[str, None]
 
 
 class State:

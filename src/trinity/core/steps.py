@@ -31,8 +31,8 @@ def _fill(s: State, lane: str, now: float) -> bool:
     admitted = candidates.admit(batch)
     step = _build(s, lane, batch, now)
     if step is not None:
-        requests = {row.request for row in step.encodes} | {row.request for row in step.prefills}
-        s.lanes[lane] = Running(step, frozenset(requests.union(step.decodes)))
+        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
+        s.lanes[lane] = Running(step, dict.fromkeys([*rows, *step.decodes]))
         s.out.append(step)
     for state in admitted:
         _media_progress(s, state, now)
@@ -101,11 +101,10 @@ def stepped(s: State, event: Stepped, now: float) -> None:
 def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
     changed: dict[str, list[int]] = {}
     for row in step.encodes:
-        pending = s.pending.get(row.span.content)
         if row.request in event.failed:
             _next_provider(s, row)
-        elif pending is not None and pending.in_step:
-            del s.pending[row.span.content]
+        else:
+            pending = s.pending.pop(row.span.content)
             for request, item in pending.providers:
                 changed.setdefault(request, []).append(item)
             if s.settings.image_cache:
@@ -122,9 +121,7 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
 
 def _next_provider(s: State, row: Encode) -> None:
     """This request's own inputs failed: whoever else waits for the same content encodes its own."""
-    pending = s.pending.get(row.span.content)
-    if pending is None:
-        return
+    pending = s.pending[row.span.content]
     pending.in_step = False
     pending.providers = [each for each in pending.providers if each[0] != row.request]
     if not pending.providers:

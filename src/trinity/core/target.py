@@ -20,6 +20,7 @@ def offered(s: State, event: Offer, now: float) -> None:
     state.incoming = Incoming(event)
     s.incoming[event.id] = work.request
     s.requests[work.request] = state
+    s.tombstones.pop(work.request, None)  # it has come back: two tombstones would hand a late Cancel round and round
     if event.kind == KV:
         state.phase = Phase.KV_OFFER
         s.kv_offers.append(work.request)
@@ -153,17 +154,21 @@ def pulled(s: State, event: Pulled, now: float) -> None:
     state.pulls -= 1
     if event.record:
         state.transfers.append(event.record)
-    if event.failure is not None:
-        end(s, state, now, "error", event.failure)
     if state.ending is not None:
         conclude_if_quiet(s, state, now)
-        return
-    state.incoming.pulled.add(event.part)
+    elif event.failure is not None:
+        end(s, state, now, "error", event.failure)
+    else:
+        state.incoming.pulled.add(event.part)
+        _publish(s, state, event.part)
+        _complete(s, state, now)
+
+
+def _publish(s: State, state: RequestState, part: int) -> None:
     if state.phase is Phase.IMAGE_PULL:
-        _publish_media(s, state, event.part)
+        _publish_media(s, state, part)
     else:
         publish_kv(s, state, len(state.work.prompt))
-    _complete(s, state, now)
 
 
 def _publish_media(s: State, state: RequestState, item: int) -> None:

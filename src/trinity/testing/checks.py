@@ -1,0 +1,217 @@
+"""The invariants of the cores (design.md, section 1) as observers of whatever drives them.
+
+``Bookkeeping`` recounts what every core remembers, ``Conversation`` follows the messages, ``Shadow`` the content of
+every block. Each raises ``AssertionError`` in plain words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from trinity.core import InstanceCore
+from trinity.core.state import Phase, RequestState, State
+from trinity.frontend import FrontendCore
+from trinity.messages import IMAGE, KV, Pull, Pulled, Step, Stepped, Value
+from trinity.testing.conversation import Conversation
+from trinity.testing.shadow import Shadow
+
+
+class Observer(Protocol):
+    """Sees everything that happens among cores, in order."""
+
+    def event(self, name: str, event: Value) -> None:
+        """``event`` is about to be handled by ``name``."""
+
+    def command(self, name: str, command: Value) -> None:
+        """``name`` answered with this command."""
+
+    def settled(self, name: str) -> None:
+        """``name`` has handled the event and all its commands were seen."""
+
+    def quiet(self) -> None:
+        """Nothing is under way any more."""
+
+
+def every_check(cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> Sequence[Observer]:
+    """All that is known to hold at any time, for cores that one driver runs."""
+    return [
+        Conversation(cores),
+        Shadow({name: core.settings for name, core in cores.items()}),
+        Bookkeeping(cores, frontend),
+    ]
+
+
+class Bookkeeping:
+    """What cores remember adds up after every event, what is in flight stays held, and at the end nothing is left."""
+
+    def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
+        self.cores, self.frontend = cores, frontend
+        self._steps: dict[tuple[str, str], Step] = {}
+        self._pulls: dict[tuple[str, str, int], Pull] = {}
+
+    def event(self, name: str, event: Value) -> None:
+        if isinstance(event, Stepped):
+            del self._steps[name, event.lane]
+        elif isinstance(event, Pulled):
+            del self._pulls[name, event.offer, event.part]
+
+    def command(self, name: str, command: Value) -> None:
+        if isinstance(command, Step):
+            assert (name, command.lane) not in self._steps, f"{name}: two steps at once on lane {command.lane}"
+            self._steps[name, command.lane] = command
+        elif isinstance(command, Pull):
+            self._pulls[name, command.offer, command.part] = command
+
+    def settled(self, name: str) -> None:
+        if name in self.cores:
+            check_state(self.cores[name].state)
+            self._check_in_flight(name)
+
+    def quiet(self) -> None:
+        for name, core in self.cores.items():
+            check_forgotten(name, core.state)
+        assert not self.frontend.entries, f"the front end still waits for {sorted(self.frontend.entries)}"
+        assert self.frontend.waiting == 0, f"the front end counts {self.frontend.waiting} waiting requests"
+        assert self.frontend.next_timer() is None, "a deadline outlived its request"
+
+    def _check_in_flight(self, name: str) -> None:
+        """Whatever a step or a pull uses is still held for the very request, and what is written cannot be matched."""
+        s = self.cores[name].state
+        for (instance, _), step in self._steps.items():
+            if instance == name:
+                _check_step(s, step)
+        for (target, _, _), pull in self._pulls.items():
+            if target == name:
+                _check_target(s, pull)
+            if pull.source == name:
+                lease = s.outgoing.get(pull.offer)
+                assert lease is not None, f"{name}: no lease of {pull.offer} during its pull"
+                assert set(pull.source_blocks) <= set(lease.blocks), f"{name}: {pull} reads beyond its lease"
+
+
+def _check_step(s: State, step: Step) -> None:
+    for row in step.encodes:
+        state = s.requests.get(row.request)
+        assert state is not None, f"{row.request} is gone while a step encodes for it"
+        assert state.media[row.item].blocks == row.blocks, f"image blocks of {row.request} changed in flight"
+        _check_unmatchable(s, IMAGE, row.blocks)
+    for prefill in step.prefills:
+        state = s.requests.get(prefill.request)
+        assert state is not None, f"{prefill.request} is gone while a step prefills it"
+        _check_unmatchable(s, KV, _blocks_of(s, state, prefill.start, prefill.start + prefill.length))
+    for request in step.decodes:
+        state = s.requests.get(request)
+        assert state is not None, f"{request} is gone while a step decodes it"
+        position = len(state.work.prompt) + len(state.tokens) - 1
+        _check_unmatchable(s, KV, _blocks_of(s, state, position, position + 1))
+
+
+def _check_target(s: State, pull: Pull) -> None:
+    state = s.requests.get(pull.request)
+    assert state is not None, f"{pull.request} is gone while {pull} runs"
+    held = state.kv if pull.kind == KV else state.media[pull.part].blocks
+    assert set(pull.target_blocks) <= set(held), f"{pull} writes blocks that {pull.request} does not hold"
+    _check_unmatchable(s, pull.kind, pull.target_blocks)
+
+
+def _blocks_of(s: State, state: RequestState, start: int, end: int) -> tuple[int, ...]:
+    size = s.settings.kv_block
+    assert end <= len(state.kv) * size, f"{state.work.request} writes position {end - 1} beyond its blocks"
+    return state.kv[start // size : -(-end // size)]
+
+
+def _check_unmatchable(s: State, kind: str, blocks: Sequence[int]) -> None:
+    for block in blocks:
+        assert not s.pools[kind].published(block), f"{s.settings.name}: {kind} block {block} is written and matchable"
+
+
+def check_state(s: State) -> None:
+    """Every block has as many references as there are holders; every request stands in its place."""
+    for kind, pool in s.pools.items():
+        pool.check()
+        holders = _holders(s, kind)
+        counts = {block: count for block in range(pool.size) if (count := pool.references(block))}
+        assert counts == dict(holders), f"{s.settings.name}: {kind} references {counts}, holders {dict(holders)}"
+    for state in s.requests.values():
+        _check_place(s, state)
+    _check_pending(s)
+    for offer, request in s.incoming.items():
+        incoming = s.requests[request].incoming
+        assert incoming is not None
+        assert incoming.offer.id == offer
+        assert not incoming.released
+
+
+def _holders(s: State, kind: str) -> Counter[int]:
+    holders: Counter[int] = Counter()
+    for state in s.requests.values():
+        holders.update(state.kv if kind == KV else [block for slot in state.media for block in slot.blocks])
+    for lease in s.outgoing.values():
+        holders.update(lease.blocks if lease.kind == kind else ())
+    return holders
+
+
+def _check_place(s: State, state: RequestState) -> None:
+    """A request stands in the one queue or batch of its phase; in none once it is ending."""
+    queues = {
+        "encode_queue": s.encode_queue,
+        "prefill_queue": s.prefill_queue,
+        "migrated_queue": s.migrated_queue,
+        "image_offers": s.image_offers,
+        "kv_offers": s.kv_offers,
+        "encoding": list(s.encoding),
+        "prefilling": list(s.prefilling),
+        "decoding": list(s.decoding),
+    }
+    places = [place for place, queue in queues.items() for request in queue if request == state.work.request]
+    assert places == _right_places(state), f"{s.settings.name}: {state.work.request} ({state.phase}) is in {places}"
+
+
+def _right_places(state: RequestState) -> list[str]:
+    if state.ending is not None or state.phase in (Phase.IMAGE_PULL, Phase.KV_PULL):
+        return []
+    if state.phase is Phase.IMAGE_OFFER and state.skip_media:
+        return []  # waits for Commit alone
+    if state.phase is Phase.KV_QUEUE:
+        return ["prefill_queue" if state.incoming is None else "migrated_queue"]
+    places = {
+        Phase.IMAGE_QUEUE: "encode_queue",
+        Phase.ENCODING: "encoding",
+        Phase.IMAGE_OFFER: "image_offers",
+        Phase.PREFILLING: "prefilling",
+        Phase.KV_OFFER: "kv_offers",
+        Phase.DECODING: "decoding",
+    }
+    return [places[state.phase]]
+
+
+def _check_pending(s: State) -> None:
+    """Whoever waits for features holds their blocks, and somebody does."""
+    running = [row.span.content for lane in s.lanes.values() if lane for row in lane.step.encodes]
+    assert len(set(running)) == len(running), f"{s.settings.name}: encoded twice at once: {running}"
+    for content, pending in s.pending.items():
+        assert pending.providers, f"{s.settings.name}: nobody waits for {content}"
+        assert pending.in_step == (content in running)
+        for request, item in pending.providers:
+            slot = s.requests[request].media[item]
+            assert slot.blocks == pending.blocks
+            assert not slot.ready
+
+
+def check_forgotten(name: str, s: State) -> None:
+    """Nothing of any request is left."""
+    left = {
+        "requests": s.requests,
+        "tombstones": s.tombstones,
+        "incoming": s.incoming,
+        "outgoing": s.outgoing,
+        "pending": s.pending,
+        "steps": {lane: running for lane, running in s.lanes.items() if running},
+        "queues": [*s.encode_queue, *s.prefill_queue, *s.migrated_queue, *s.image_offers, *s.kv_offers],
+        "batches": [*s.encoding, *s.prefilling, *s.decoding],
+        "blocks": {kind: pool.held for kind, pool in s.pools.items() if pool.held},
+    }
+    kept = {what: each for what, each in left.items() if each}
+    assert not kept, f"{name} is quiet and still has {kept}"

@@ -1,0 +1,184 @@
+"""What cores say to each other, checked message by message: migrations, cancels, tokens and ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from trinity.core import InstanceCore
+from trinity.frontend import Abort, Deliver, End
+from trinity.messages import (
+    FRONTEND,
+    Cancel,
+    Commit,
+    Emit,
+    Finished,
+    Forget,
+    Offer,
+    Open,
+    Pull,
+    Pulled,
+    Ready,
+    Release,
+    Send,
+    Step,
+    Submit,
+    Value,
+)
+
+
+@dataclass
+class Transfer:
+    """One offer, as an onlooker sees it."""
+
+    offer: Offer
+    target: str
+    ready: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    committed: bool = False
+    outcome: str | None = None
+
+
+class Conversation:
+    """One Release per Offer, when nothing is in flight and all is there or given up; tokens and ends just once; no
+    step or pull after a Cancel; a Forget for every instance that saw the request."""
+
+    def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
+        self.cores = cores
+        self.transfers: dict[str, Transfer] = {}
+        self.submitted: set[str] = set()
+        self.aborted: set[str] = set()
+        self.admitted: set[str] = set()
+        self.visited: set[tuple[str, str]] = set()
+        self.over: set[tuple[str, str]] = set()
+        self.finished: Counter[str] = Counter()
+        self.forgotten: Counter[tuple[str, str]] = Counter()
+        self.emitted: set[tuple[str, int]] = set()
+        self.delivered: Counter[str] = Counter()
+        self.ends: dict[str, End] = {}
+
+    def event(self, name: str, event: Value) -> None:
+        if isinstance(event, Cancel) and event.request in self.cores[name].state.requests:
+            self.over.add((name, event.request))
+        elif isinstance(event, Abort):
+            self.aborted.add(event.request)
+        elif isinstance(event, Submit) and name == FRONTEND:
+            self.submitted.add(event.work.request)
+        elif isinstance(event, Pulled):
+            self.transfers[event.offer].running.remove(event.part)
+
+    def command(self, name: str, command: Value) -> None:
+        if isinstance(command, Send):
+            self._sent(name, command.to, command.message)
+        elif isinstance(command, Pull):
+            self._pulls(name, command)
+        elif isinstance(command, Step):
+            self._steps(name, command)
+        elif isinstance(command, Open):
+            assert not command.tokens or self._arrived(name, command.work.request), f"{command} before all was there"
+        elif isinstance(command, Deliver):
+            self._delivers(command)
+        elif isinstance(command, End):
+            assert command.request not in self.ends, f"{command.request} ended twice"
+            self.ends[command.request] = command
+
+    def settled(self, name: str) -> None:
+        """Nothing: every rule here is about single messages."""
+
+    def quiet(self) -> None:
+        kept = [offer for offer, transfer in self.transfers.items() if transfer.outcome is None]
+        assert not kept, f"no Release of {kept}"
+        hanging = self.submitted - set(self.ends)
+        assert not hanging, f"no end of {sorted(hanging)}"
+        assert self.finished == Counter(self.admitted), f"Finished {self.finished} of {sorted(self.admitted)}"
+        missing = self.visited - set(self.forgotten)
+        assert not missing, f"no Forget for {sorted(missing)}"
+        for request, end in self.ends.items():
+            if end.reason in ("length", "stop") and request not in self.aborted:
+                assert end.finished is not None
+                assert self.delivered[request] == end.finished.count, f"{request}: tokens are missing at {end}"
+
+    def _sent(self, name: str, to: str, message: Value) -> None:
+        if isinstance(message, Submit):
+            self.admitted.add(message.work.request)
+            self.visited.add((to, message.work.request))
+        elif isinstance(message, Finished):
+            self.finished[message.request] += 1
+            self.over.add((name, message.request))
+        elif isinstance(message, Forget):
+            self.forgotten[to, message.request] += 1
+        elif isinstance(message, Emit):
+            emitted = [(each.request, each.index) for each in message.tokens]
+            self._once(name, emitted)
+        else:
+            self._migrates(name, to, message)
+
+    def _once(self, name: str, emitted: Iterable[tuple[str, int]]) -> None:
+        for each in emitted:
+            assert each not in self.emitted, f"{name} emitted {each} again"
+            assert not each[1] or (each[0], each[1] - 1) in self.emitted, f"{name} emitted {each} out of order"
+            self.emitted.add(each)
+
+    def _migrates(self, name: str, to: str, message: Value) -> None:
+        if isinstance(message, Offer):
+            assert message.id not in self.transfers, f"{message.id} was offered before"
+            assert message.source == name
+            self.visited.add((to, message.work.request))
+            self.transfers[message.id] = Transfer(message, to)
+        elif isinstance(message, Ready):
+            transfer = self.transfers[message.id]
+            assert not transfer.committed, f"{message} after Commit"
+            assert not transfer.ready & set(message.parts), f"{message} names a part again"
+            transfer.ready.update(message.parts)
+        elif isinstance(message, Commit):
+            transfer = self.transfers[message.id]
+            assert not transfer.committed, f"{message} again"
+            assert len(transfer.ready) == len(transfer.offer.parts), f"{message} before every part is ready"
+            transfer.committed = True
+        elif isinstance(message, Release):
+            self._releases(name, to, message)
+
+    def _releases(self, name: str, to: str, message: Release) -> None:
+        transfer = self.transfers[message.id]
+        assert transfer.outcome is None, f"{message.id} released twice"
+        assert (name, to) == (transfer.target, transfer.offer.source)
+        assert not transfer.running, f"{message} while parts {transfer.running} are being pulled"
+        transfer.outcome = message.outcome
+        if message.outcome in ("pulled", "cached"):
+            assert transfer.committed, f"{message} before Commit"
+        if message.outcome == "cached":
+            assert not transfer.asked, f"{message} although parts {transfer.asked} moved"
+
+    def _pulls(self, name: str, pull: Pull) -> None:
+        transfer = self.transfers[pull.offer]
+        assert (name, pull.source, pull.kind) == (transfer.target, transfer.offer.source, transfer.offer.kind)
+        assert (name, pull.request) not in self.over, f"{pull} after the request's end"
+        assert transfer.outcome is None, f"{pull} after Release"
+        assert pull.part in transfer.ready - transfer.asked, f"{pull} is not ready or was asked before"
+        assert len(pull.source_blocks) == len(pull.target_blocks) > 0
+        assert set(pull.source_blocks) <= set(transfer.offer.parts[pull.part].blocks)
+        transfer.asked.add(pull.part)
+        transfer.running.add(pull.part)
+
+    def _steps(self, name: str, step: Step) -> None:
+        rows = [row.request for row in step.prefills] + list(step.decodes)
+        assert len(set(rows)) == len(rows), f"{name}: a request has two rows in {step}"
+        assert rows or step.encodes, f"{name}: an empty step"
+        for request in rows + [row.request for row in step.encodes]:
+            assert (name, request) not in self.over, f"{name}: {step} includes {request} after its end"
+
+    def _arrived(self, name: str, request: str) -> bool:
+        return any(
+            transfer.outcome in ("pulled", "cached")
+            for transfer in self.transfers.values()
+            if transfer.target == name and transfer.offer.work.request == request and transfer.offer.kind == "kv"
+        )
+
+    def _delivers(self, command: Deliver) -> None:
+        request = command.request
+        assert request not in self.ends, f"a token of {request} after its end"
+        assert command.index == self.delivered[request], f"{command}, expected index {self.delivered[request]}"
+        assert (request, command.index) in self.emitted
+        self.delivered[request] += 1

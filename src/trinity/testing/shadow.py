@@ -1,0 +1,215 @@
+"""The content of every block, followed without tensors: each row reads what it should, and nobody writes what is read.
+
+A row of an image or KV block holds a tag: what the model would have computed there. A step or a pull tears its target
+rows while it runs and leaves their tags at its end; whatever it reads must be whole and right at its start and at its
+end. So a block handed on too early, a wrong prefix hit or a part that is read before it was ready shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trinity.core.state import Settings
+from trinity.messages import (
+    IMAGE,
+    KV,
+    Close,
+    Encode,
+    MediaSpan,
+    Open,
+    Prefill,
+    Pull,
+    Pulled,
+    Step,
+    Stepped,
+    Value,
+    Work,
+)
+
+Tag = tuple[object, ...]
+TORN: Tag = ("torn",)
+
+
+@dataclass
+class Row:
+    """A request as the stages of one instance know it."""
+
+    opened: Open
+    tags: list[Tag] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.opened.work.prompt)
+
+
+class Memory:
+    """The tags of one pool; ``rows`` per block. Nothing is there at first."""
+
+    def __init__(self, blocks: int, rows: int) -> None:
+        self.rows = rows
+        self.tags: list[Tag] = [TORN] * (blocks * rows)
+
+    def places(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Where positions [start, end) of a sequence in these blocks are."""
+        return [blocks[at // self.rows] * self.rows + at % self.rows for at in range(start, end)]
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> list[Tag]:
+        return [self.tags[place] for place in self.places(blocks, start, end)]
+
+    def write(self, blocks: Sequence[int], start: int, tags: Iterable[Tag]) -> None:
+        tags = list(tags)
+        for place, tag in zip(self.places(blocks, start, start + len(tags)), tags, strict=True):
+            self.tags[place] = tag
+
+
+class Shadow:
+    """Does what the stages and the connector would do, with tags."""
+
+    def __init__(self, settings: Mapping[str, Settings]) -> None:
+        self.memory: dict[tuple[str, str], Memory] = {}
+        for name, own in settings.items():
+            for kind, blocks in own.pools.items():
+                rows = own.kv_block if kind == KV else own.media_block
+                self.memory[name, kind] = Memory(blocks, rows)
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._steps: dict[tuple[str, int], Step] = {}
+        self._pulls: dict[tuple[str, str, int], tuple[Pull, list[Tag]]] = {}
+        self._prompts: dict[str, list[Tag]] = {}
+
+    def event(self, name: str, event: Value) -> None:
+        if isinstance(event, Stepped):
+            self._end_step(name, self._steps.pop((name, event.id)), event)
+        elif isinstance(event, Pulled):
+            self._end_pull(name, event)
+
+    def command(self, name: str, command: Value) -> None:
+        if isinstance(command, Open):
+            self._open(name, command)
+        elif isinstance(command, Close):
+            self._close(name, command.request)
+        elif isinstance(command, Step):
+            self._steps[name, command.id] = command
+            self._start_step(name, command)
+        elif isinstance(command, Pull):
+            self._start_pull(name, command)
+
+    def settled(self, name: str) -> None:
+        """Nothing: content changes with commands and results alone."""
+
+    def quiet(self) -> None:
+        assert not self._rows, f"not closed: {sorted(self._rows)}"
+        assert not self._steps
+        assert not self._pulls
+
+    def _open(self, name: str, opened: Open) -> None:
+        key = (name, opened.work.request)
+        assert key not in self._rows, f"{key} was opened before"
+        row = self._rows[key] = Row(opened, list(self._prompt(opened.work)))
+        for token in opened.tokens:
+            row.tags.append(_next(row.tags, token, ()))
+        there = row.length + len(opened.tokens) - 1 if opened.tokens else opened.cached
+        self._check_kv(name, row, there)
+
+    def _close(self, name: str, request: str) -> None:
+        for (instance, _), step in self._steps.items():
+            rows = [each.request for each in step.prefills] + list(step.decodes)
+            assert instance != name or request not in rows, f"{name} closed {request} while {step} runs"
+        del self._rows[name, request]
+
+    def _start_step(self, name: str, step: Step) -> None:
+        self._check_reads(name, step)
+        for encode in step.encodes:
+            self.memory[name, IMAGE].write(encode.blocks, 0, [TORN] * encode.span.tokens)
+        for prefill in step.prefills:
+            _check_chunk(self._rows[name, prefill.request].opened.work, prefill)
+            self._write_kv(name, prefill.request, prefill.start, [TORN] * prefill.length)
+        for request in step.decodes:
+            row = self._rows[name, request]
+            self._write_kv(name, request, len(row.tags) - 1, [TORN])
+
+    def _end_step(self, name: str, step: Step, result: Stepped) -> None:
+        self._check_reads(name, step)
+        for encode in step.encodes:
+            if encode.request not in result.failed:
+                self._encode(name, encode)
+        for prefill in step.prefills:
+            if prefill.request not in result.failed:
+                row = self._rows[name, prefill.request]
+                tags = row.tags[prefill.start : prefill.start + prefill.length]
+                self._write_kv(name, prefill.request, prefill.start, tags)
+        for request in step.decodes:
+            if request not in result.failed:
+                row = self._rows[name, request]
+                self._write_kv(name, request, len(row.tags) - 1, row.tags[-1:])
+        for request, sampled in result.sampled.items():
+            row = self._rows[name, request]
+            row.tags.append(_next(row.tags, sampled.token, ()))
+
+    def _check_reads(self, name: str, step: Step) -> None:
+        for prefill in step.prefills:
+            row = self._rows[name, prefill.request]
+            self._check_kv(name, row, prefill.start)
+            end = prefill.start + prefill.length
+            for item, span in enumerate(row.opened.work.media):
+                if span.offset < end and span.end > prefill.start:
+                    self._check_image(name, row, item, span)
+        for request in step.decodes:
+            row = self._rows[name, request]
+            assert len(row.tags) > row.length, f"{name} decodes {request} before its first token"
+            self._check_kv(name, row, len(row.tags) - 1)
+
+    def _check_kv(self, name: str, row: Row, end: int) -> None:
+        there = self.memory[name, KV].read(row.opened.blocks, 0, end)
+        assert there == row.tags[:end], f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
+
+    def _check_image(self, name: str, row: Row, item: int, span: MediaSpan) -> None:
+        there = self.memory[name, IMAGE].read(row.opened.images[item], 0, span.tokens)
+        assert there == _features(span), f"{name}: item {item} of {row.opened.work.request} is not in its blocks"
+
+    def _encode(self, name: str, encode: Encode) -> None:
+        self.memory[name, IMAGE].write(encode.blocks, 0, _features(encode.span))
+
+    def _write_kv(self, name: str, request: str, start: int, tags: list[Tag]) -> None:
+        self.memory[name, KV].write(self._rows[name, request].opened.blocks, start, tags)
+
+    def _start_pull(self, name: str, pull: Pull) -> None:
+        source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
+        there = source.read(pull.source_blocks, 0, len(pull.source_blocks) * source.rows)
+        self._pulls[name, pull.offer, pull.part] = (pull, there)
+        target.write(pull.target_blocks, 0, [TORN] * len(there))
+
+    def _end_pull(self, name: str, event: Pulled) -> None:
+        pull, before = self._pulls.pop((name, event.offer, event.part))
+        source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
+        there = source.read(pull.source_blocks, 0, len(before))
+        assert there == before, f"the source of {pull} changed while it ran"
+        if event.failure is None:
+            target.write(pull.target_blocks, 0, there)
+
+    def _prompt(self, work: Work) -> list[Tag]:
+        """What the KV of each prompt position depends on: all tokens up to it and the media they stand for."""
+        if work.request not in self._prompts:
+            tags: list[Tag] = []
+            for position, token in enumerate(work.prompt):
+                inside = tuple((s.content, position - s.offset) for s in work.media if s.offset <= position < s.end)
+                tags.append(_next(tags, token, inside))
+            self._prompts[work.request] = tags
+        return self._prompts[work.request]
+
+
+def _next(tags: list[Tag], token: int, inside: Tag) -> Tag:
+    return ("kv", hash((tags[-1] if tags else None, token, inside)))
+
+
+def _features(span: MediaSpan) -> list[Tag]:
+    return [("image", span.content, row) for row in range(span.tokens)]
+
+
+def _check_chunk(work: Work, chunk: Prefill) -> None:
+    end = chunk.start + chunk.length
+    assert chunk.length > 0
+    assert chunk.last == (end == len(work.prompt)), f"{chunk} of a prompt of {len(work.prompt)}"
+    for span in work.media:
+        for border in (chunk.start, end):
+            assert not (span.atomic and span.offset < border < span.end), f"{chunk} cuts {span}"

@@ -1,0 +1,280 @@
+"""VirtualCluster: the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
+
+Messages between two cores keep their order (first in, first out per pair) and take as long as ``Durations`` says;
+steps and pulls likewise; ``Faults`` makes rows and pulls fail. The same seed gives the same run. Every check of
+``trinity.testing.checks`` runs after every event unless told otherwise.
+
+::
+
+    cluster = VirtualCluster(settings_of("1E1P1D", pools={"image": 12, "kv": 40}), seed=7)
+    cluster.submit(Work(request="a", prompt=(1, 2, 3), max_tokens=4), at=0.0)
+    cluster.abort("a", at=0.2)
+    cluster.run()
+    cluster.outcomes["a"].end.reason
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from random import Random
+from typing import Any
+
+from trinity.core import InstanceCore
+from trinity.core.state import Settings
+from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
+from trinity.messages import (
+    FRONTEND,
+    IMAGE,
+    KV,
+    Failure,
+    Pull,
+    Pulled,
+    Sampled,
+    Send,
+    Step,
+    Stepped,
+    Submit,
+    Value,
+    Work,
+)
+from trinity.placement import Placement
+from trinity.routing import RoundRobin, RoutingPolicy
+from trinity.scheduler import StepTime
+from trinity.testing.checks import Observer, every_check
+
+
+def _message(draw: Random, source: str, target: str) -> float:
+    return draw.uniform(0.0, 0.05)
+
+
+def _step(draw: Random, instance: str, step: Step) -> float:
+    return draw.uniform(0.0, 0.1)
+
+
+def _pull(draw: Random, pull: Pull) -> float:
+    return draw.uniform(0.0, 0.1)
+
+
+def predicted(cost: StepTime) -> Callable[[Random, str, Step], float]:
+    """Step durations from a cost model, for ``Durations.step``."""
+
+    def seconds(draw: Random, instance: str, step: Step) -> float:
+        prefill = sum(row.length for row in step.prefills)
+        media = sum(row.span.tokens for row in step.encodes)
+        return cost.seconds(len(step.decodes), prefill, media)
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds that a message, a step and a pull take; each function may draw from the cluster's generator."""
+
+    message: Callable[[Random, str, str], float] = _message
+    step: Callable[[Random, str, Step], float] = _step
+    pull: Callable[[Random, Pull], float] = _pull
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Which rows of a step fail (instance, step, request) and which pulls."""
+
+    row: Callable[[Random, str, Step, str], bool] = lambda draw, instance, step, request: False
+    pull: Callable[[Random, Pull], bool] = lambda draw, pull: False
+
+    @classmethod
+    def at_random(cls, rows: float, pulls: float) -> Faults:
+        """Each row of a step fails with probability ``rows``, each pull with probability ``pulls``."""
+        return cls(
+            lambda draw, instance, step, request: draw.random() < rows,
+            lambda draw, pull: draw.random() < pulls,
+        )
+
+
+@dataclass
+class Outcome:
+    """What the reader of one request saw; times are virtual seconds."""
+
+    work: Work
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    end: End | None = None
+    ended: float | None = None
+
+
+def settings_of(placement: str | Placement, pools: Mapping[str, int], **common: Any) -> list[Settings]:
+    """Settings for every instance of a placement.
+
+    ``pools``: blocks by kind, of which each instance gets the kinds of its roles. ``common``: fields of ``Settings``;
+    lanes other than joint are for instances that encode beside another stage.
+    """
+    parsed = Placement.parse(placement) if isinstance(placement, str) else placement
+    result = []
+    for name, roles in parsed.instances():
+        kinds = {IMAGE} & set(pools) if set(roles) & set("EP") else set()
+        kinds |= {KV} if set(roles) & set("PD") else set()
+        own = dict(common)
+        if "E" not in roles or roles == "E":
+            own.pop("lanes", None)
+        result.append(Settings(name, roles, {kind: pools[kind] for kind in sorted(kinds)}, **own))
+    return result
+
+
+def _count_up(work: Work, index: int) -> int:
+    return index + 1
+
+
+class VirtualCluster:
+    """Instance cores and a front end under one virtual clock.
+
+    ``sample(work, index)`` is the token of each output. ``observers`` None means every check there is.
+    Raises ``AssertionError`` with the last events in its notes where a check fails.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Settings],
+        *,
+        routing: Callable[[], RoutingPolicy] = RoundRobin,
+        max_waiting: int = 1024,
+        durations: Durations | None = None,
+        faults: Faults | None = None,
+        sample: Callable[[Work, int], int] = _count_up,
+        seed: int = 0,
+        observers: Sequence[Observer] | None = None,
+    ) -> None:
+        self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
+        self.frontend = FrontendCore(routing(), max_waiting)
+        self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
+        self.draw = Random(seed)
+        self.now = 0.0
+        self.outcomes: dict[str, Outcome] = {}
+        self.commands: list[tuple[float, str, Value]] = []
+        self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
+        self._heap: list[tuple[float, int, str, Value]] = []
+        self._sequence = count()
+        self._arrival: dict[tuple[str, str], float] = {}
+        self._drawn: dict[str, int] = {}
+        self._tick = inf
+        self._introduce()
+        self.observers = every_check(self.cores, self.frontend) if observers is None else observers
+
+    def _introduce(self) -> None:
+        for announced in self.cores.values():
+            self.frontend.handle(announced.announcement(), 0.0)
+            for core in self.cores.values():
+                core.handle(announced.announcement(), 0.0)
+
+    def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
+        """The user submits a request at this time."""
+        assert work.request not in self.outcomes, f"{work.request} was submitted before"
+        self.outcomes[work.request] = Outcome(work, at)
+        self._post(at, FRONTEND, Submit(work, inputs))
+
+    def abort(self, request: str, at: float, reason: str = "cancelled") -> None:
+        """The user ends a request at this time: cancelled (the reader left) or stop (a stop string was found)."""
+        self._post(at, FRONTEND, Abort(request, reason))
+
+    def run(self, limit: int = 1_000_000) -> None:
+        """Until nothing is under way any more. ``limit`` events without an end count as a livelock."""
+        for _ in range(limit):
+            if not self._heap:
+                break
+            self._advance()
+        assert not self._heap, f"no end after {limit} events"
+        self._noted(self._quiet)
+
+    def _advance(self) -> None:
+        self.now, _, name, event = heapq.heappop(self._heap)
+        self.recent.append((self.now, name, event))
+        self._noted(lambda: self._handle(name, event))
+
+    def _quiet(self) -> None:
+        for each in self.observers:
+            each.quiet()
+
+    def _noted(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            for time, name, event in self.recent:
+                error.add_note(f"{time:.4f} {name} <- {event}")
+            raise
+
+    def _handle(self, name: str, event: Value) -> None:
+        for each in self.observers:
+            each.event(name, event)
+        core = self.frontend if name == FRONTEND else self.cores[name]
+        for command in core.handle(event, self.now):
+            self.commands.append((self.now, name, command))
+            for each in self.observers:
+                each.command(name, command)
+            self._carry_out(name, command)
+        if name == FRONTEND:
+            self._arm(event)
+        for each in self.observers:
+            each.settled(name)
+
+    def _carry_out(self, name: str, command: Value) -> None:
+        if isinstance(command, Send):
+            self._deliver(name, command.to, command.message)
+        elif isinstance(command, Step):
+            seconds = self.durations.step(self.draw, name, command)
+            self._post(self.now + seconds, name, self._stepped(name, command, seconds))
+        elif isinstance(command, Pull):
+            self._start_pull(name, command)
+        elif isinstance(command, Deliver):
+            outcome = self.outcomes[command.request]
+            outcome.tokens.append(command.sampled.token)
+            outcome.times.append(self.now)
+        elif isinstance(command, End):
+            outcome = self.outcomes[command.request]
+            outcome.end, outcome.ended = command, self.now
+
+    def _deliver(self, source: str, target: str, message: Value) -> None:
+        arrival = self.now + self.durations.message(self.draw, source, target)
+        arrival = max(arrival, self._arrival.get((source, target), 0.0))
+        self._arrival[source, target] = arrival
+        self._post(arrival, target, message)
+
+    def _stepped(self, name: str, step: Step, seconds: float) -> Stepped:
+        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
+        failed = {
+            request: Failure("StageError", f"a row of {request} failed")
+            for request in dict.fromkeys(rows)
+            if self.faults.row(self.draw, name, step, request)
+        }
+        sampling = [row.request for row in step.prefills if row.last] + list(step.decodes)
+        sampled = {request: self._sampled(request) for request in sampling if request not in failed}
+        return Stepped(step.id, step.lane, sampled, failed, seconds)
+
+    def _sampled(self, request: str) -> Sampled:
+        index = self._drawn.get(request, 0)
+        self._drawn[request] = index + 1
+        return Sampled(self.sample(self.outcomes[request].work, index))
+
+    def _start_pull(self, name: str, pull: Pull) -> None:
+        seconds = self.durations.pull(self.draw, pull)
+        if self.faults.pull(self.draw, pull):
+            answer = Pulled(pull.offer, pull.part, Failure("MigrationError", f"a pull of {pull.request} failed"))
+        else:
+            record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
+            answer = Pulled(pull.offer, pull.part, None, record)
+        self._post(self.now + seconds, name, answer)
+
+    def _arm(self, event: Value) -> None:
+        if isinstance(event, Tick):
+            self._tick = inf
+        due = self.frontend.next_timer()
+        if due is not None and due < self._tick:
+            self._tick = due
+            self._post(due, FRONTEND, Tick())
+
+    def _post(self, at: float, name: str, event: Value) -> None:
+        heapq.heappush(self._heap, (at, next(self._sequence), name, event))

@@ -1,0 +1,141 @@
+"""Random loads for the virtual cluster: placements, pools, contents that repeat, cancels, deadlines, faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from trinity.blocks import blocks_for
+from trinity.core.state import Settings
+from trinity.messages import MediaSpan, Work
+from trinity.scheduler import Order, Rules
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
+
+PLACEMENTS = (
+    *("EPD", "2EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D", "1E1EPD", "2ED1P", "1E2EP3D", "1E3P4D", "2EP2D"),
+    *("1EPD1P", "1EPD1D", "1E1P1PD", "1EP1ED1PD", "2ED2P", "1ED2P1D", "1EP1PD", "EPD+E+P+D", "3E1PD", "1ED1EP"),
+)
+ORDERS: tuple[Order, ...] = ("fcfs", "sjf", "deadline")
+MEDIA_BLOCK, KV_BLOCK = 4, 4
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Seconds of a step in proportion to its rows."""
+
+    decode: float = 0.001
+    prefill: float = 0.002
+    media: float = 0.003
+
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        return 0.001 + decodes * self.decode + prefill_tokens * self.prefill + media_tokens * self.media
+
+
+def random_document(draw: Random, atomic: bool) -> tuple[list[int], list[MediaSpan]]:
+    """A beginning of few distinct tokens and few distinct images, so that prefixes and contents repeat."""
+    prompt: list[int] = [7] * draw.choice([0, 3, 8])
+    media: list[MediaSpan] = []
+    for _ in range(draw.choice([0, 0, 1, 1, 2, 3])):
+        content = draw.randint(0, 3)
+        tokens = 1 + 3 * content
+        media.append(MediaSpan("image", tokens, len(prompt), tokens + content % 2, f"image{content}", atomic))
+        prompt += [9] * (tokens + content % 2) + [draw.randint(1, 2)] * draw.choice([0, 1, 5])
+    return prompt, media
+
+
+def random_works(draw: Random, requests: int) -> list[Work]:
+    """Requests that begin like others, or not, and have an end of their own."""
+    atomic = draw.random() < 0.2
+    documents = [random_document(draw, atomic) for _ in range(draw.choice([1, 3, requests]))]
+    works = []
+    for index in range(requests):
+        prompt, media = draw.choice(documents)
+        tail = [draw.randint(1, 2) for _ in range(draw.choice([1, 2, 5, 9]))]
+        work = Work(
+            request=f"r{index}",
+            prompt=(*prompt, *tail),
+            media=tuple(media),
+            max_tokens=draw.choice([1, 2, 5, 12]),
+            stop_ids=frozenset({3}) if draw.random() < 0.2 else frozenset(),
+            deadline_s=draw.uniform(0.0, 3.0) if draw.random() < 0.1 else None,
+        )
+        works.append(work)
+    return works
+
+
+def random_rules(draw: Random) -> Rules:
+    rules = Rules(
+        tokens=draw.choice([1, 4, 16, 64]),
+        media=draw.choice([1, 8, 100]),
+        order=draw.choice(ORDERS),
+        chunked=draw.random() < 0.8,
+        media_budget=draw.random() < 0.8,
+    )
+    if draw.random() < 0.25:
+        return replace(rules, policy="time", cost=Linear(), limit_s=draw.choice([0.0, 0.02, 0.1]))
+    return replace(rules, policy="prefill_first") if draw.random() < 0.3 else rules
+
+
+def largest_need(works: list[Work]) -> dict[str, int]:
+    """Blocks of each kind that the largest of these requests has to have."""
+    image = max(sum(blocks_for(span.tokens, MEDIA_BLOCK) for span in work.media) for work in works)
+    kv = max(blocks_for(len(work.prompt) + work.max_tokens - 1, KV_BLOCK) for work in works)
+    return {"image": max(image, 1), "kv": kv}
+
+
+def random_settings(draw: Random, placement: str, works: list[Work]) -> list[Settings]:
+    """Pools that just hold the largest request, or more; now and then one instance's do not."""
+    need = largest_need(works)
+    slack = draw.choice([1.0, 1.0, 1.3, 2.0, 6.0])
+    settings = settings_of(
+        placement,
+        {kind: int(count * slack) for kind, count in need.items()},
+        rules=random_rules(draw),
+        lanes=draw.choice([("joint",), ("vision", "language")]),
+        media_block=MEDIA_BLOCK,
+        kv_block=KV_BLOCK,
+        image_cache=draw.random() < 0.8,
+        prefix_cache=draw.random() < 0.8,
+    )
+    if draw.random() < 0.2:
+        at = draw.randrange(len(settings))
+        small = {kind: max(1, int(count * 0.6)) for kind, count in settings[at].pools.items()}
+        settings[at] = replace(settings[at], pools=small)
+    return settings
+
+
+def random_durations(draw: Random) -> Durations:
+    """Slow channels, slow steps, or all at once."""
+    message, step, pull = (draw.choice([0.0, 0.001, 0.05, 0.5]) for _ in range(3))
+    return Durations(
+        lambda each, source, target: each.uniform(0.0, message),
+        lambda each, instance, running: each.uniform(0.0, step),
+        lambda each, running: each.uniform(0.0, pull),
+    )
+
+
+def random_faults(draw: Random) -> Faults:
+    """Most of the time few rows or pulls fail, or none."""
+    return Faults.at_random(draw.choice([0.0, 0.0, 0.01, 0.1]), draw.choice([0.0, 0.0, 0.1, 0.5]))
+
+
+def random_cluster(seed: int, placement: str | None = None, requests: int | None = None) -> VirtualCluster:
+    """A loaded cluster that has not run yet: everything in it follows from the seed."""
+    draw = Random(seed)
+    placement = placement or draw.choice(PLACEMENTS)
+    works = random_works(draw, requests or draw.choice([2, 5, 9, 14]))
+    cluster = VirtualCluster(
+        random_settings(draw, placement, works),
+        durations=random_durations(draw),
+        faults=random_faults(draw),
+        max_waiting=draw.choice([1024, 1024, 1024, 3]),
+        seed=seed,
+    )
+    hurry, cancels, patience = draw.choice([0.0, 0.5, 2.0]), draw.choice([0.0, 0.3, 0.8]), draw.choice([0.05, 1.0])
+    for work in works:
+        at = draw.uniform(0.0, hurry)
+        cluster.submit(work, at)
+        if draw.random() < cancels:
+            reason = draw.choice(["cancelled", "cancelled", "stop"])
+            cluster.abort(work.request, at + draw.uniform(0.0, patience), reason)
+    return cluster
