@@ -156,3 +156,7 @@ class IntegrityError(TransportError):
 
 class ClosedError(TrinityError):
     """The pipeline, stream or transport is closed."""
+
+
+class TrinityWarning(UserWarning):
+    """Something is served otherwise than asked, and what to change: not an error, since requests are still served."""
