@@ -1,0 +1,81 @@
+"""Controls: what must change the tokens does. A test of exactness that they pass with could not fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoint_fixtures import checkpoint
+from serving import MULTIMODAL, methods_of, served
+from serving_cases import answers, ask, blue, red, waves
+from trinity.request import Request
+from trinity.testing.checkpoints import ARCHITECTURES
+from trinity.testing.oracle import Answer
+from trinity.testing.transports import zeroing
+
+MOVES_IMAGES = ("ED+P", "E+P+D", "PD+E")
+MOVES_KV = ("EP+D", "ED+P", "E+P+D", "P+D")
+
+
+def _cells(methods: tuple[str, ...]) -> list[object]:
+    return [
+        pytest.param(name, method, marks=pytest.mark.xdist_group(name), id=f"{name}-{method}")
+        for name in ARCHITECTURES
+        for method in methods_of(name)
+        if method in methods
+    ]
+
+
+@pytest.fixture
+def expected(architecture: str) -> dict[str, Answer]:
+    return answers(architecture)  # here, and not on a test's event loop
+
+
+def _both(architecture: str) -> list[Request]:
+    """The first case, and one without an image."""
+    return [waves(architecture)[0][0], waves(architecture)[1][0]]
+
+
+@pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_IMAGES))
+async def test_zeroed_image_blocks_change_the_tokens(
+    architecture: str, method: str, expected: dict[str, Answer]
+) -> None:
+    connector = zeroing("image")
+    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector)
+    assert connector.reads["image"] == 1
+    assert found.tokens("one") != expected["one"].token_ids
+    assert found.tokens("text") == expected["text"].token_ids
+
+
+@pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_KV))
+async def test_zeroed_kv_blocks_change_the_tokens(architecture: str, method: str, expected: dict[str, Answer]) -> None:
+    connector = zeroing("kv")
+    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector)
+    assert connector.reads["kv"] == 2
+    for request in ("one", "text"):
+        tokens, right = found.tokens(request), expected[request].token_ids
+        assert tokens[0] == right[0], "the first token comes from the prefill instance"
+        assert tokens != right, request
+
+
+@pytest.mark.parametrize("architecture", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in MULTIMODAL])
+def test_the_oracle_tells_another_image_and_no_image_apart(architecture: str, expected: dict[str, Answer]) -> None:
+    assert expected["one"].token_ids != expected["other"].token_ids
+    assert waves(architecture)[0][0].prompt == waves(architecture)[2][1].prompt
+    assert red().size == blue().size
+
+
+@pytest.mark.parametrize("architecture", ["llava"])
+async def test_images_in_another_order_change_the_tokens(architecture: str, expected: dict[str, Answer]) -> None:
+    """The caches are keyed by content, not by place: the same three images, turned round."""
+    three = waves(architecture)[1][1]
+    assert three.request_id == "three"
+    turned = ask("turned", str(three.prompt), list(reversed(three.images)), 40)
+    found = await served(checkpoint(architecture), "E+P+D", [[three], [turned]])
+    assert found.tokens("three") == expected["three"].token_ids
+    assert found.tokens("turned") != found.tokens("three")
+    assert len(found.record.encodes()) == 3
+
+
+def test_every_method_that_moves_blocks_has_its_control() -> None:
+    methods = {method for name in ARCHITECTURES for method in methods_of(name)}
+    assert methods - {*MOVES_IMAGES, *MOVES_KV} == {"EPD", "PD"}
