@@ -198,15 +198,19 @@ class Driver:
     def run(self) -> dict[str, Served]:
         """Serve all that was added to the end."""
         while any(len(served.tokens) < OUTPUTS for served in self.served.values()):
-            waiting = [served for served in self.served.values() if served.done < len(served.made.work.prompt)]
-            ready = [served.name for served in self.served.values() if 0 < len(served.tokens) < OUTPUTS]
-            prefills = tuple(self._next_chunk(served) for served in waiting)
-            if self.split:
-                self._take(self.prefill.forward(self._step(prefills=prefills)), migrate=True)
-                self._take(self.decode.forward(self._step(decodes=tuple(ready))))
-            else:
-                self._take(self.prefill.forward(self._step(prefills=prefills, decodes=tuple(ready))))
+            self.run_once()
         return self.served
+
+    def run_once(self) -> None:
+        """A chunk of every request that waits and a decode of every one that is ready."""
+        waiting = [served for served in self.served.values() if served.done < len(served.made.work.prompt)]
+        ready = [served.name for served in self.served.values() if 0 < len(served.tokens) < OUTPUTS]
+        prefills = tuple(self._next_chunk(served) for served in waiting)
+        if self.split:
+            self._take(self.prefill.forward(self._step(prefills=prefills)), migrate=True)
+            self._take(self.decode.forward(self._step(decodes=tuple(ready))))
+        else:
+            self._take(self.prefill.forward(self._step(prefills=prefills, decodes=tuple(ready))))
 
     def _take(self, sampled: dict[str, Any], migrate: bool = False) -> None:
         for name, one in sampled.items():

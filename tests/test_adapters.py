@@ -7,7 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from stage_driver import OUTPUTS, Driver, Served, generated, processed
+from checkpoint_fixtures import checkpoint
+from stage_driver import OUTPUTS, Driver, Served, generated, picture, processed, processor_of
+from trinity.request import Request
+from trinity.stages.models import load_model
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")
@@ -38,3 +41,40 @@ def test_equals_generate(name: str, count: int, split: bool) -> None:
     assert found.tokens == expected.ids
     assert (logits - expected.logits).abs().max() < 1e-4
     assert len(set(found.tokens)) >= 8, "the oracle must not be a model that repeats itself"
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_what_the_tokens_must_depend_on(name: str) -> None:
+    """Controls: without them a model that ignores its image would pass all the rest."""
+    shown = served(name, True)["1 images"].tokens
+    assert generated(name, 1, seed=9).ids != shown
+    assert _spoilt(name, "image") != shown
+    assert _spoilt(name, "kv") != shown
+
+
+def _spoilt(name: str, kind: str) -> list[int]:
+    """Tokens of the one-image request with its migrated blocks of one kind zeroed."""
+    driver = Driver(name)
+    driver.add(made := processed(name, 1))
+    if kind == "image":
+        driver.image[1].memory.tensor.zero_()
+    while not driver.served[made.work.request].tokens:
+        driver.run_once()
+    if kind == "kv":
+        driver.kv[1].memory.tensor.zero_()
+    return driver.run()[made.work.request].tokens
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_items_encoded_together_equal_items_encoded_alone(name: str) -> None:
+    """Items of equal and of different shapes, in any order."""
+    sizes = ((60, 80), (130, 90), (60, 80), (33, 120))
+    images = [picture(seed, *size) for seed, size in enumerate(sizes)]
+    made = processor_of(name).process(Request("<image>" * len(images), images=images))
+    model = load_model(checkpoint(name), "E", dtype="float32")
+    counts = [span.tokens for span in made.work.media]
+    together = model.encode("image", made.inputs, counts)
+    for item, count, rows in zip(made.inputs, counts, together, strict=True):
+        (alone,) = model.encode("image", [item], [count])
+        assert rows.shape == alone.shape
+        assert (rows - alone).abs().max() < 1e-5 * alone.abs().max()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from trinity.errors import StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, Encode, Open, Sampled, Step
 from trinity.stages.models import LoadedModel
@@ -34,7 +34,7 @@ class EncodeStage:
         """Nothing is kept of a request here."""
 
     def forward(self, step: Step) -> dict[str, Sampled]:
-        """Encode ``step.encodes``. Raises ``StageError`` where features and placeholders differ in number."""
+        """Encode ``step.encodes``. Raises ``StageError`` where features do not fit placeholders or blocks."""
         kinds: dict[str, list[Encode]] = defaultdict(list)
         for item in step.encodes:
             kinds[item.span.kind].append(item)
@@ -42,13 +42,14 @@ class EncodeStage:
             counts = [item.span.tokens for item in items]
             features = self.model.encode(kind, [item.inputs for item in items], counts)
             for item, rows in zip(items, features, strict=True):
-                self._store(rows, item.blocks)
+                self._store(rows, item)
         return {}
 
     @torch.inference_mode()
-    def _store(self, features: Tensor, blocks: Sequence[int]) -> None:
+    def _store(self, features: Tensor, item: Encode) -> None:
         height = self.image.shape.shape[0]
-        if len(features) > height * len(blocks):
-            raise ValueError(f"{len(features)} feature rows do not fit {len(blocks)} blocks of {height}")
-        for block, rows in zip(blocks, torch.split(features, height), strict=False):
+        if len(features) > height * len(item.blocks):
+            problem = f"{len(features)} feature rows do not fit {len(item.blocks)} blocks of {height}"
+            raise StageError(problem, item.request, "E")
+        for block, rows in zip(item.blocks, torch.split(features, height), strict=False):
             self.image.tensor[block, : len(rows)] = rows

@@ -18,7 +18,7 @@ from trinity.stages.models.registry import HOW_TO_ADD, known_models
 
 _LENGTH, _CUT = 23, 9
 _TOLERANCE = 1e-3  # of the largest logit, where float32 is exact to about 1e-6
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LENGTH_DEPENDENT_ROPE = "longrope"
 
 
 def refuse_layers(adapter: ModelAdapter) -> None:
@@ -31,13 +31,17 @@ def refuse_layers(adapter: ModelAdapter) -> None:
             f"{adapter.config.model_type!r} has {', '.join(beyond)} layers in its text model ({text.model_type}); "
             f"a paged KV cache serves {', '.join(LAYER_KINDS)} layers only"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in _LENGTH_DEPENDENT_ROPE:
+    if _LENGTH_DEPENDENT_ROPE in _rope_types(getattr(text, "rope_parameters", None) or {}):
         raise UnsupportedModel(
-            f"{adapter.config.model_type!r} uses rope type {kind!r}, whose frequencies depend on the longest request "
-            "of a batch: requests would change each other's tokens"
+            f"{adapter.config.model_type!r} uses rope type {_LENGTH_DEPENDENT_ROPE!r}, whose frequencies depend on the "
+            "longest request of a batch: requests would change each other's tokens"
         )
+
+
+def _rope_types(rope: dict[str, Any]) -> set[str]:
+    """All of a config's, which may nest them by kind of layer."""
+    nested = [_rope_types(value) for value in rope.values() if isinstance(value, dict)]
+    return set().union({rope.get("rope_type", "default")}, *nested)
 
 
 def self_check(model: LoadedModel) -> None:
@@ -52,13 +56,13 @@ def self_check(model: LoadedModel) -> None:
         found = _paged_logits(model, ids)
     except Exception as exc:
         raise UnsupportedModel(
-            f"{named} has no adapter, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
+            f"{named} is not known here, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
         ) from exc
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-    if not error < _TOLERANCE * (torch.finfo(model.dtype).eps / torch.finfo(torch.float32).eps) ** 0.5:
+    coarser = max(1.0, torch.finfo(model.dtype).eps / torch.finfo(torch.float32).eps)
+    if not error < _TOLERANCE * coarser**0.5:
         raise UnsupportedModel(
-            f"{named} has no adapter, and its logits through a paged cache differ from its own by {error:.2g}. "
-            + _advice()
+            f"{named} is not known here, and through a paged cache its logits are {error:.2g} off. {_advice()}"
         )
 
 

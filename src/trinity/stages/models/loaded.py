@@ -76,6 +76,7 @@ class LoadedModel:
         return {
             name: value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
             for name, value in item.items()
+            if isinstance(value, Tensor)
         }
 
     @torch.inference_mode()

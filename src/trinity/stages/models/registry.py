@@ -49,10 +49,14 @@ def known_models() -> list[str]:
 def adapter_for(config: Any) -> tuple[ModelAdapter, bool]:
     """The adapter for ``config``, and whether it is known to fit (else the model must pass a self-check).
 
-    Raises ``UnsupportedModel`` where an entry point names something that is no ModelAdapter.
+    Raises ``UnsupportedModel`` where a multimodal type has no adapter (a check on text would not show how its media
+    are laid out and attended to), or where an entry point names something that is no ModelAdapter.
     """
     kind = _adapters.get(config.model_type) or _from_entry_point(config.model_type)
     adapter = (kind or ModelAdapter)(config)
+    if kind is None and adapter.text_config is not config:
+        known = ", ".join(known_models())
+        raise UnsupportedModel(f"no adapter for the multimodal {config.model_type!r}. Known: {known}. {HOW_TO_ADD}")
     text = adapter.text_config.model_type
     return adapter, kind is not None and (text == config.model_type or text in _TEXT_MODELS)
 
