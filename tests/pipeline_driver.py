@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint_fixtures import checkpoint
-from trinity.instance import Instance
+from trinity.instance import Instance, InstanceHost
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
@@ -79,9 +79,8 @@ async def serving(placement: str | Sequence[Instance] = "E+P+D", **settings: Any
 
 
 def nothing_left(pipe: Pipeline) -> None:
-    names = [f"trinity-{host}" for host in pipe.hosts]
-    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith(tuple(names))]
-    assert not alive, f"threads left: {alive}"
+    threads = [thread for host in pipe.hosts.values() for thread in threads_of(host)]
+    assert not [thread.name for thread in threads if thread.is_alive()]
     assert not pipe._frontend.entries
     assert not pipe._streams
     assert not pipe._frontend.waiting
@@ -89,6 +88,10 @@ def nothing_left(pipe: Pipeline) -> None:
         assert host.core.idle(), f"{host.name} is not idle"
         host.core.check()
         assert not host.core.state.tombstones, f"{host.name} remembers {host.core.state.tombstones}"
+
+
+def threads_of(host: InstanceHost) -> list[threading.Thread]:
+    return [host._thread, *(lane._thread for lane in host._lanes.values())]
 
 
 async def good_ones(pipe: Pipeline, rounds: int = 1) -> None:
