@@ -52,9 +52,9 @@ def _check_room(roles: str, memory_bytes: int, weight_bytes: int, least_bytes: i
     missing = weight_bytes + least_bytes - memory_bytes
     if missing > 0:
         raise ConfigError(
-            f"an instance of roles {roles} needs {as_size(weight_bytes)} for weights and {as_size(least_bytes)} for one "
-            f"block of each pool, and may use {as_size(memory_bytes)}: {as_size(missing)} are missing. Raise its memory, "
-            "or give it fewer roles."
+            f"an instance of roles {roles} needs {as_size(weight_bytes)} for weights and {as_size(least_bytes)} for a "
+            f"block of each pool, and may use {as_size(memory_bytes)}: {as_size(missing)} are missing. Raise its "
+            "memory, or give it fewer roles."
         )
 
 
