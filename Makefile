@@ -56,9 +56,12 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(ONE_THREAD) $(PY) benchmarks/run.py $(ARGS)
 
+# pdoc finds modules by __all__, which at the root has the public names alone; packages bring their own modules.
+PARTS = $(filter-out __init__.py __pycache__ py.typed errors.py,$(notdir $(wildcard src/trinity/*)))
+
 docs: $(STAMP)
 	$(PY) tools/check_docs.py
-	$(PY) -m pdoc --output-directory build/docs trinity
+	$(ONE_THREAD) $(PY) -W "ignore:Error parsing type annotation" -m pdoc --output-directory build/docs trinity $(addprefix trinity.,$(basename $(PARTS)))
 
 mutants: $(STAMP)
 	$(QUIET_CPU) $(PY) tools/mutants.py $(ARGS)

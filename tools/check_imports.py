@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = "trinity"
 # These run under a virtual clock as well as a live one, and know no tensor, no loop and no socket.
-PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics", "timeline"}
+PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics"}
 PURE |= {"routing", "cost", "budget", "core", "frontend", "simulator", "planner"}
 IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "threading", "uvloop"}
 
