@@ -128,3 +128,11 @@ def test_entry_points_of_all_four_kinds() -> None:
     groups = PROJECT["project"]["entry-points"]
     assert set(groups) == {"trinity.transports", "trinity.models", "trinity.stages", "trinity.routing"}
     assert groups["trinity.transports"]["inproc"] == "trinity.transport.inproc:InprocTransport"
+
+
+@pytest.mark.slow
+def test_the_documents_build() -> None:
+    run = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
+    assert "class" in (ROOT / "build" / "docs" / "trinity" / "core" / "target.html").read_text(encoding="utf-8")
