@@ -112,6 +112,14 @@ def test_stages_and_transport_stay_apart(tmp_path: Path) -> None:
     assert "stages and transport" in imported(tmp_path, files | {"memory.py": ""})[0]
 
 
+def test_a_package_without_its_init_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, {"trinity/__init__.py": "", "trinity/p/a.py": ""})
+    assert check_imports.main(tmp_path) == 1
+    assert "p: no __init__.py" in capsys.readouterr().out
+    write(tmp_path, {"trinity/p/__init__.py": ""})
+    assert check_imports.main(tmp_path) == 0
+
+
 GOOD = {
     "README.md": "# A b\n[docs](docs/structures.md) [head](#a-b) [far](https://example.org/x)",
     "docs/structures.md": "- `a.py`: one.\n- `p/`: many.",

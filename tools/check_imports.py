@@ -69,6 +69,12 @@ def roundabout(found: dict[str, Path]) -> Iterator[str]:
                 yield f"{path}:{line} {name} imports {target}: name the module of {PACKAGE} that it lives in"
 
 
+def packages(found: dict[str, Path]) -> Iterator[str]:
+    for folder in sorted({path.parent for path in found.values()}):
+        if not (folder / "__init__.py").exists():
+            yield f"{folder}: no __init__.py, so that neither a wheel nor the layers' check would have what is in it"
+
+
 def apart(found: dict[str, Path]) -> Iterator[str]:
     sides = {f"{PACKAGE}.stages": f"{PACKAGE}.transport", f"{PACKAGE}.transport": f"{PACKAGE}.stages"}
     for name, path in found.items():
@@ -97,7 +103,7 @@ def cycle(found: dict[str, Path]) -> list[str]:
 
 def main(source: Path) -> int:
     found = modules(source)
-    problems = [*impure(found), *roundabout(found), *apart(found)]
+    problems = [*impure(found), *roundabout(found), *apart(found), *packages(found)]
     if around := cycle(found):
         problems.append("import cycle: " + " → ".join(around))
     print("\n".join(problems) or f"{len(found)} modules: no cycle, cores pure")
