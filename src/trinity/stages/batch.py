@@ -80,28 +80,34 @@ def build_batch(
 
     Logits come first for the decodes, then for the chunks that want them, in order.
     """
-    own = decodes.lengths - 1
-    blocks = [decodes.tables[np.arange(len(own)), own // block_rows]] if len(own) else []
-    blocks += [chunk.table[chunk.positions // block_rows] for chunk in chunks]
-    positions = [own, *(chunk.positions for chunk in chunks)]
-    firsts = np.cumsum([len(own), *(len(chunk.ids) for chunk in chunks)]).tolist()
 
     def put(array: Ints) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
+    if len(blocks):
+        blocks = decodes.tables[np.arange(len(blocks)), blocks]
+    if not chunks:  # most steps: no time for what only chunks need
+        rope = decodes.rope[None] if axes == 1 else np.tile(decodes.rope, (axes, 1, 1))
+        rows = PagedRows(put(blocks), put(offsets), decodes.tables, decodes.lengths)
+        return RaggedBatch(put(decodes.ids), put(rope), rows, None)
+    firsts = np.cumsum([len(blocks), *(len(chunk.ids) for chunk in chunks)]).tolist()
     rows = PagedRows(
-        blocks=put(np.concatenate(blocks)),
-        offsets=put(np.concatenate(positions) % block_rows),
+        blocks=put(np.concatenate([blocks, *(chunk.table[chunk.positions // block_rows] for chunk in chunks)])),
+        offsets=put(np.concatenate([offsets, *(chunk.positions % block_rows for chunk in chunks)])),
         tables=decodes.tables,
         lengths=decodes.lengths,
         chunks=tuple(_chunk_rows(chunk, first, put) for chunk, first in zip(chunks, firsts, strict=False)),
     )
     ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
-    rope = put(_join_rope(decodes, chunks, axes))
-    if not chunks:
-        return RaggedBatch(ids, rope, rows, None)
-    last = [*range(len(own)), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.wanted)]
-    return RaggedBatch(ids, rope, rows, put(np.array(last, dtype=np.int64)), *_features(chunks, firsts, put))
+    last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.wanted)]
+    return RaggedBatch(
+        ids,
+        put(_join_rope(decodes, chunks, axes)),
+        rows,
+        put(np.array(last, dtype=np.int64)),
+        *_features(chunks, firsts, put),
+    )
 
 
 def _chunk_rows(chunk: Chunk, first: int, put: Callable[[Ints], Tensor]) -> ChunkRows:

@@ -142,7 +142,7 @@ class RowTable:
         order = np.argsort(lengths, kind="stable")
         slots, lengths = slots[order], lengths[order]
         ids = self.token[slots]
-        if (ids == _NO_TOKEN).any() or (lengths > self.limit[slots]).any():
+        if ((ids == _NO_TOKEN) | (lengths > self.limit[slots])).any():
             raise _bad_decode([rows[i] for i in order], ids, lengths, self.limit[slots])
         blocks = -(-int(lengths[-1]) // self.block_rows)
         found = Decodes(ids, lengths - 1 + self.delta[slots], lengths, self.tables[slots, :blocks])
