@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import sys
 import types
+from typing import Any
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ from pipeline_driver import GOOD, LONG, ONE, TEXT, all_tokens, good_ones, nothin
 from trinity.errors import BadMedia
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
+from trinity.testing.transports import WrappedTransport
 
 try:
     import uvloop
@@ -112,6 +114,25 @@ async def test_a_cancelled_scope_of_anyio_closes_the_pipeline_first() -> None:
                         scope.cancel()
             pytest.fail("the scope was cancelled")
     assert scope.cancelled_caught
+    nothing_left(pipe)
+
+
+async def test_closing_in_a_cancelled_scope_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, waits = asyncio.wait, []
+
+    async def wait(tasks: Any, **settings: Any) -> Any:
+        waits.append(tasks)
+        return await real(tasks, **settings)
+
+    monkeypatch.setattr(asyncio, "wait", wait)
+    with anyio.CancelScope() as scope:
+        connector = WrappedTransport(delay_s=0.05)
+        async with Pipeline(checkpoint("llava"), "EP+D", dtype="float32", connector=connector) as pipe:
+            async with pipe.stream(TEXT.request()):
+                while not any(host._tasks for host in pipe.hosts.values()):
+                    await asyncio.sleep(0.001)
+            scope.cancel()
+    assert 1 <= len(waits) <= 2
     nothing_left(pipe)
 
 

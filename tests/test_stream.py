@@ -1,0 +1,212 @@
+"""Stream by itself: what a reader sees of deliveries that come late, after the end, or with text held back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
+from trinity.frontend import Abort, Deliver, End
+from trinity.messages import Failure, Finished, Sampled, Value, Work
+from trinity.metrics import SPANS
+from trinity.processor import Processed
+from trinity.request import Request, Sampling, Token
+from trinity.stream import Stream, to_error
+
+
+class Desk:
+    """Stands in for the pipeline."""
+
+    def __init__(self) -> None:
+        self.posted: list[Value] = []
+        self.over: list[Stream] = []
+
+    async def submit(self, stream: Stream) -> None:
+        work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5)
+        stream.begin(Processed(work, (), True), lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
+
+    def post(self, event: Value) -> None:
+        self.posted.append(event)
+
+    def ended(self, stream: Stream) -> None:
+        self.over.append(stream)
+
+
+class Letters:
+    """Token 1 is "a", 2 is "b", ...; 0 has no text; 26 ("z") is held back until the next."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.stop, self.stopped, self.held = stop, False, ""
+
+    def push(self, token: int) -> str:
+        letter = chr(96 + token) if token else ""
+        if letter in self.stop and letter:
+            self.stopped = True
+            return ""
+        if letter == "z":
+            self.held += letter
+            return ""
+        text, self.held = self.held + letter, ""
+        return text if letter else ""
+
+    def finish(self) -> str:
+        text, self.held = self.held, ""
+        return text
+
+
+async def entered(**fields: Any) -> tuple[Desk, Stream]:
+    desk = Desk()
+    stream = Stream(desk, Request("hello", request_id="r", **fields))
+    await stream.__aenter__()
+    return desk, stream
+
+
+def deliver(stream: Stream, *tokens: int, start: int = 0) -> None:
+    for index, token in enumerate(tokens, start):
+        stream.deliver(Deliver("r", index, Sampled(token, logprob=-float(token))))
+
+
+async def read(stream: Stream) -> list[Token]:
+    return [token async for token in stream]
+
+
+FINISHED = Finished(
+    request="r",
+    attempt=0,
+    reason="length",
+    count=3,
+    spans={"prefill": 0.5},
+    cached_tokens=2,
+    transfers=({"kind": "kv"},),
+    route=("P0", "D0"),
+)
+
+
+async def test_output() -> None:
+    desk, stream = await entered()
+    deliver(stream, 1, 2, 3)
+    stream.end(End("r", "length", None, FINISHED))
+    output = stream.output
+    assert (output.text, output.token_ids, output.finish_reason) == ("abc", [1, 2, 3], "length")
+    assert (output.prompt_tokens, output.cached_tokens, output.max_tokens, output.clipped) == (3, 2, 5, True)
+    assert (output.route, output.transfers) == (["P0", "D0"], [{"kind": "kv"}])
+    assert output.spans == {**dict.fromkeys(SPANS, 0.0), "prefill": 0.5}
+    assert output.logprobs == []  # not asked for
+    assert len(output.itl_s) == 2
+    assert output.ttft_s is not None
+    assert 0 <= output.ttft_s <= output.ttft_s + sum(output.itl_s) <= output.latency_s
+    assert desk.over == [stream]
+    assert [token.id for token in await read(stream)] == [1, 2, 3]
+
+
+async def test_logprobs_where_asked_for() -> None:
+    _, stream = await entered(sampling=Sampling(logprobs=0))
+    deliver(stream, 1, 2)
+    stream.end(End("r", "length"))
+    assert stream.output.logprobs == [-1.0, -2.0]
+    assert [token.logprob for token in await read(stream)] == [-1.0, -2.0]
+
+
+async def test_an_end_twice_is_one() -> None:
+    desk, stream = await entered()
+    stream.end(End("r", "cancelled"))
+    stream.end(End("r", "error", Failure("StageError", "late")))
+    assert stream.output.finish_reason == "cancelled"
+    assert len(desk.over) == 1
+    assert await read(stream) == []
+
+
+async def test_nothing_comes_after_a_stop_string() -> None:
+    """Tokens that a slower channel had held up arrive in one go with the one that completes the stop string."""
+    desk, stream = await entered(sampling=Sampling(stop=("c",)))
+    deliver(stream, 1, 3, 2, 2)
+    assert desk.posted == [Abort("r", "stop")]
+    stream.end(End("r", "stop"))
+    assert stream.output.text == "a"
+    assert stream.output.token_ids == [1, 3]
+    assert [token.id for token in await read(stream)] == [1, 3]
+
+
+async def test_nothing_comes_after_the_end() -> None:
+    _, stream = await entered()
+    deliver(stream, 1)
+    stream.end(End("r", "cancelled"))
+    deliver(stream, 2, start=1)
+    assert stream.output.token_ids == [1]
+    assert [token.id for token in await read(stream)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        ((1, 26), ["a", "z"]),  # held text goes out with its own token at the end
+        ((26, 1), ["", "za"]),
+        ((1, 0), ["a", ""]),
+        ((0, 0), ["", ""]),
+        ((26,), ["z"]),
+    ],
+)
+async def test_text_held_back_is_not_lost(tokens: tuple[int, ...], texts: list[str]) -> None:
+    _, stream = await entered()
+    deliver(stream, *tokens)
+    stream.end(End("r", "length"))
+    found = await read(stream)
+    assert [token.text for token in found] == texts
+    assert [token.index for token in found] == list(range(len(tokens)))
+    assert "".join(texts) == stream.output.text
+
+
+async def test_leaving_cancels_unless_it_has_ended() -> None:
+    desk, stream = await entered()
+    await stream.__aexit__(None, None, None)
+    assert desk.posted == [Abort("r", "cancelled")]
+    desk, stream = await entered()
+    stream.end(End("r", "length"))
+    await stream.__aexit__(None, None, None)
+    assert desk.posted == []
+
+
+async def test_the_error_comes_after_the_tokens_and_again_and_again() -> None:
+    _, stream = await entered()
+    deliver(stream, 1)
+    stream.end(End("r", "deadline", Failure("DeadlineExceeded", "too late")))
+    assert (await anext(stream)).id == 1
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="too late") as caught:
+            await anext(stream)
+    assert caught.value.output is stream.output
+    assert caught.value.request_id == "r"
+
+
+async def test_a_closed_pipeline_is_what_the_reader_hears_of() -> None:
+    _, stream = await entered()
+    stream.close()
+    stream.end(End("r", "cancelled"))
+    with pytest.raises(ClosedError):
+        await read(stream)
+
+
+async def test_closing_after_the_end_changes_nothing() -> None:
+    _, stream = await entered()
+    stream.end(End("r", "length"))
+    stream.close()
+    assert await read(stream) == []
+
+
+FIELDS = {"source": "P0", "target": "D0", "kind": "kv", "cause": "PeerLost"}
+
+
+def test_failures_become_the_errors_that_they_name() -> None:
+    error = to_error(Failure("MigrationError", "lost", FIELDS), "r")
+    assert isinstance(error, MigrationError)
+    assert (error.source, error.target, error.kind, error.request_id) == ("P0", "D0", "kv", "r")
+    assert type(error.__cause__) is PeerLost
+    assert not hasattr(error, "cause")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("NoSuchError", RequestError), ("TrinityError", TrinityError)])
+def test_other_failures(name: str, kind: type[TrinityError]) -> None:
+    error = to_error(Failure(name, "something"), "r")
+    assert type(error) is kind
+    assert error.__cause__ is None
