@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -171,6 +172,15 @@ def test_a_cached_prefix_needs_no_prefill() -> None:
     fresh.open(asked := work("b", (*PROMPT[:32], 9, 8, 7)))
     fresh.fill(asked)
     assert (solo.seen["b", 0] - fresh.seen["b", 0]).abs().max() < 1e-4
+
+
+def test_stages_of_several_threads_share_one_model() -> None:
+    asked = [work(f"r{number}", tuple(range(5 + number, 40 + 9 * number))) for number in range(4)]
+    alone = [Solo().serve(each) for each in asked]
+    solos = [Solo() for _ in asked]
+    assert len({id(solo.model.language) for solo in solos}) == 1
+    with ThreadPoolExecutor(len(asked)) as threads:
+        assert list(threads.map(Solo.serve, solos, asked)) == alone
 
 
 def test_slots_are_used_again_and_tables_grow() -> None:
