@@ -1,0 +1,183 @@
+"""Cores as tables: one event a row, beside it every command that must answer, each in one short line.
+
+A media block holds 4 rows and a KV block 4 tokens throughout; ``work("r", 3, "cat*6", 2)`` is a prompt of three
+text tokens, an image "cat" of six visual tokens, and two text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from trinity.core import InstanceCore
+from trinity.core.state import Settings
+from trinity.frontend import Deliver, End
+from trinity.messages import (
+    Cancel,
+    Close,
+    Commit,
+    Emit,
+    Failure,
+    Finished,
+    Forget,
+    MediaSpan,
+    Offer,
+    Open,
+    Part,
+    PeerUp,
+    Pull,
+    Pulled,
+    Ready,
+    Release,
+    Sampled,
+    Send,
+    Step,
+    Stepped,
+    Submit,
+    Value,
+    Withdraw,
+    Work,
+)
+from trinity.scheduler import Rules
+from trinity.testing.checks import check_forgotten, check_state
+
+Row = tuple[Value, list[str]]
+Message = TypeVar("Message", bound=Value)
+PLACEHOLDER = 9
+
+
+def work(request: str, *pieces: int | str, text: int = 100, atomic: bool = False, **fields: Any) -> Work:
+    """Pieces: a number of text tokens (their ids follow from ``text`` and their place), or an image "name*rows"."""
+    prompt: list[int] = []
+    media: list[MediaSpan] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            prompt += range(text + len(prompt), text + len(prompt) + piece)
+        else:
+            name, _, rows = piece.partition("*")
+            count = int(rows or 4)
+            media.append(MediaSpan("image", count, len(prompt), count, name, atomic))
+            prompt += [PLACEHOLDER] * count
+    fields.setdefault("max_tokens", 3)
+    return Work(request=request, prompt=tuple(prompt), media=tuple(media), **fields)
+
+
+def make_core(name: str, image: int = 8, kv: int = 16, peers: str = "", **settings: Any) -> InstanceCore:
+    """A core such as "EP0"; ``peers`` are the others that it knows, such as "P0 D0 D1", each with large pools."""
+    roles = name.rstrip("0123456789")
+    pools = {"image": image} if set(roles) & set("EP") else {}
+    pools |= {"kv": kv} if set(roles) & set("PD") else {}
+    settings.setdefault("rules", Rules(tokens=64, media=64))
+    core = InstanceCore(Settings(name, roles, pools, media_block=4, kv_block=4, **settings))
+    for peer in [*peers.split(), name]:
+        core.handle(peer_up(peer) if peer != name else core.announcement(), 0.0)
+    return core
+
+
+def peer_up(name: str, image: int = 99, kv: int = 99) -> PeerUp:
+    return PeerUp(name, name.rstrip("0123456789"), 0, {"image": image, "kv": kv}, 4, 4)
+
+
+def table(core: InstanceCore, rows: Iterable[Row], start: float = 0.0) -> None:
+    """Every row's event is answered by just these commands; the books are right after each."""
+    for number, (event, expected) in enumerate(rows):
+        found = brief(core.handle(event, start))
+        assert found == expected, f"row {number}, {event}: {found}"
+        check_state(core.state)
+
+
+def sent(commands: Sequence[Value], kind: type[Message]) -> list[Message]:
+    """The messages of this kind, in full."""
+    return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def emptied(core: InstanceCore) -> None:
+    """Nothing of any request is left."""
+    check_forgotten(core.settings.name, core.state)
+    core.check()
+    assert core.idle()
+
+
+def done(step: int, lane: str = "joint", /, **tokens: int) -> Stepped:
+    """Step ``step`` ended and gave these tokens."""
+    return Stepped(step, lane, {request: Sampled(token) for request, token in tokens.items()})
+
+
+def broken(step: int, *requests: str, **tokens: int) -> Stepped:
+    """Step ``step`` ended, and these requests' rows failed."""
+    failed = {request: Failure("StageError", f"{request} broke") for request in requests}
+    return Stepped(step, "joint", {request: Sampled(token) for request, token in tokens.items()}, failed)
+
+
+def lost(offer: str, part: int = 0) -> Pulled:
+    """A pull failed."""
+    return Pulled(offer, part, Failure("MigrationError", "lost"))
+
+
+def image_offer(id: str, of: Work, *parts: tuple[int, ...], route: tuple[str, ...] = ("E0",)) -> Offer:
+    return Offer(id=id, kind="image", source="E0", work=of, parts=tuple(Part(part) for part in parts), route=route)
+
+
+def kv_offer(id: str, of: Work, blocks: tuple[int, ...], source: str = "P0") -> Offer:
+    return Offer(id=id, kind="kv", source=source, work=of, parts=(Part(blocks),), route=(source,))
+
+
+def brief(commands: Sequence[Value]) -> list[str]:
+    return [_line(command) for command in commands]
+
+
+def _line(value: Value) -> str:
+    if isinstance(value, Send):
+        return f"{value.to}: {_message(value.message)}"
+    if isinstance(value, Step):
+        return _step(value)
+    if isinstance(value, Pull):
+        blocks = f"{_numbers(value.source_blocks)} into {_numbers(value.target_blocks)}"
+        return f"pull {value.offer}.{value.part} {value.kind} of {value.request} from {value.source} {blocks}"
+    if isinstance(value, Open):
+        images = f" images {''.join(f'[{_numbers(each)}]' for each in value.images)}" if value.images else ""
+        cached = f" cached {value.cached}" if value.cached else ""
+        tokens = f" after {_numbers(value.tokens)}" if value.tokens else ""
+        return f"open {value.work.request} kv {_numbers(value.blocks)}{images}{cached}{tokens}"
+    if isinstance(value, Close):
+        return f"close {value.request}"
+    if isinstance(value, Deliver):
+        return f"deliver {value.request}#{value.index}={value.sampled.token}"
+    assert isinstance(value, End)
+    return f"end {value.request} {value.reason}{f' {value.failure.error}' if value.failure else ''}"
+
+
+def _message(value: Value) -> str:
+    if isinstance(value, Offer):
+        parts = "".join(f"[{_numbers(part.blocks)}]" for part in value.parts)
+        return f"offer {value.id} {value.kind} of {value.work.request} {parts} by way of {' '.join(value.route)}"
+    if isinstance(value, Ready):
+        return f"ready {value.id} {_numbers(value.parts)}"
+    if isinstance(value, Commit):
+        cached = f" cached {value.cached_tokens}" if value.cached_tokens else ""
+        return f"commit {value.id}{f' after {_numbers(value.tokens)}' if value.tokens else ''}{cached}"
+    if isinstance(value, Release):
+        return f"release {value.id} {value.outcome}"
+    if isinstance(value, Withdraw):
+        return f"withdraw {value.id}{f' {value.failure.error}' if value.failure else ''}"
+    if isinstance(value, Emit):
+        return "emit " + " ".join(f"{each.request}#{each.index}={each.sampled.token}" for each in value.tokens)
+    if isinstance(value, Finished):
+        failed = f" {value.failure.error}" if value.failure else ""
+        return f"finished {value.request} {value.reason} {value.count} by way of {' '.join(value.route)}{failed}"
+    if isinstance(value, Submit):
+        return f"submit {value.work.request}"
+    assert isinstance(value, Cancel | Forget)
+    return f"{type(value).__name__.lower()} {value.request}"
+
+
+def _step(step: Step) -> str:
+    rows = [f"encode {row.request}.{row.item} into {_numbers(row.blocks)}" for row in step.encodes]
+    for row in step.prefills:
+        rows.append(f"prefill {row.request} {row.start}+{row.length}{' last' if row.last else ''}")
+    rows += [f"decode {' '.join(step.decodes)}"] if step.decodes else []
+    return f"step {step.id} {step.lane}: {', '.join(rows)}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ",".join(str(number) for number in numbers)
