@@ -111,6 +111,7 @@ class Served:
     rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     record: Recording = field(default_factory=Recording)
     twice: list[tuple[str, int]] = field(default_factory=list)
+    evictions: int = 0
 
     def observe(self, request: str, index: int, logits: Tensor) -> None:
         if (request, index) in self.rows:
@@ -150,6 +151,7 @@ async def served(model: Path, placement: Any, waves: Waves, **options: Any) -> S
             await pipe.idle()
             await nothing_held(pipe)
     nothing_left(pipe)
+    found.evictions = sum(pool.evictions for host in pipe.hosts.values() for pool in host.core.state.pools.values())
     assert found.twice == [], "a row was computed twice"
     return found
 

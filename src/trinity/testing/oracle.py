@@ -14,7 +14,7 @@ import torch
 from trinity.media import Limits, read_image
 from trinity.processor_loading import load
 from trinity.prompt import from_markers
-from trinity.request import Request
+from trinity.request import Request, Sampling
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -22,6 +22,18 @@ class Answer(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     logits: Any
+
+
+class _Forced:
+    """A logits processor that leaves only the next of the given tokens."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._left = iter(token_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, next(self._left)] = 0.0
+        return forced
 
 
 class Oracle:
@@ -39,14 +51,27 @@ class Oracle:
 
         multimodal = self._loaded.processor is not None
         auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-        return auto.from_pretrained(directory, dtype=dtype, local_files_only=True).eval()
+        model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        return model.eval()
 
     def answer(self, request: Request) -> Answer:
-        """Greedy tokens and logits for a request with ``prompt=``; ``ignore_eos`` and ``max_tokens`` are honoured."""
-        inputs = self._inputs(request)
+        """Greedy tokens and raw logits for a request with ``prompt=``.
+
+        ``ignore_eos``, ``max_tokens`` and ``repetition_penalty`` are honoured.
+        """
+        return self._answer(request, [])
+
+    def logits_along(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
+        """Raw logits [outputs, vocabulary] before each of ``token_ids``, were they the request's output."""
+        longer = msgspec.structs.replace(request, max_tokens=len(token_ids), sampling=Sampling(ignore_eos=True))
+        logits: torch.Tensor = self._answer(longer, [_Forced(token_ids)]).logits
+        return logits
+
+    def _answer(self, request: Request, processors: list[Any]) -> Answer:
+        inputs, settings = self._inputs(request), self._settings(request)
         length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
-            found = self._model.generate(**inputs, generation_config=self._settings(request))
+            found = self._model.generate(**inputs, generation_config=settings, logits_processor=processors)
         return Answer(found.sequences[0, length:].tolist(), torch.cat(list(found.logits)))
 
     def _settings(self, request: Request) -> Any:
@@ -55,6 +80,7 @@ class Oracle:
         settings.max_new_tokens = request.max_tokens
         settings.return_dict_in_generate = settings.output_logits = True
         settings.pad_token_id = 0
+        settings.repetition_penalty = request.sampling.repetition_penalty
         if request.sampling.ignore_eos:
             settings.eos_token_id = None
         return settings
