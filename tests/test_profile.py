@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,15 +15,16 @@ from trinity.budget import BudgetCache, Budgets
 from trinity.errors import TrinityWarning
 from trinity.hosting import Deployment, load
 from trinity.instance import Instance, Loaded, named
-from trinity.messages import KV
+from trinity.messages import KV, Sampled, Step
 from trinity.processor import RequestProcessor
 from trinity.profile import MOST_ROWS, Probe, profile_budgets
 from trinity.scheduler import ALPHA, Rules
+from trinity.stages.language import LanguageStage
 from trinity.trace import SLO
 
 
 @pytest.fixture(scope="module")
-def processor() -> RequestProcessor:
+def processor() -> Iterator[RequestProcessor]:
     made = RequestProcessor(checkpoint("llava"))
     yield made
     made.close()
@@ -67,9 +70,13 @@ def test_a_bound_that_not_even_one_item_keeps_warns_and_takes_one(processor: Req
         found = profile_budgets(instance, processor, 1e-9, BudgetCache(tmp_path))
     assert not found.feasible
     assert (found.tokens, found.media) == (1, Probe(instance, processor).image_tokens)
+    with pytest.warns(TrinityWarning, match="will be missed"):
+        assert profile_budgets(instance, processor, 1e-9, BudgetCache(tmp_path)) == found
 
 
-def test_a_second_start_reads_the_cache(processor: RequestProcessor, tmp_path: Path, monkeypatch) -> None:
+def test_a_second_start_reads_the_cache(
+    processor: RequestProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instance, cache = loaded("PD", processor), BudgetCache(tmp_path)
     first = profile_budgets(instance, processor, 5.0, cache)
     monkeypatch.setattr(Probe, "prefill", lambda self, tokens: pytest.fail("profiled again"))
@@ -83,26 +90,34 @@ def test_probes_leave_nothing_behind(processor: RequestProcessor) -> None:
     probe = Probe(instance, processor)
     assert probe.prefill(100) > 0
     assert probe.decode(5) > 0
-    stage = instance.stages[-1]
+    stage = cast(LanguageStage, instance.stages[-1])
     assert not stage._rows.rows
     assert instance.memory[KV].tensor.isfinite().all()
 
 
-def test_a_probe_longer_than_the_context_is_several_prompts(processor: RequestProcessor) -> None:
+def test_a_probe_longer_than_the_context_is_several_prompts(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     instance = loaded("P", processor)
     probe = Probe(instance, processor)
     room = 16 * 16
     assert probe._context < room
-    steps = []
-    stage = instance.stages[-1]
-    forward = stage.forward
-    stage.forward = lambda step: steps.append(step) or forward(step)
+    steps: list[Step] = []
+    forward = LanguageStage.forward
+
+    def seen(stage: LanguageStage, step: Step) -> dict[str, Sampled]:
+        steps.append(step)
+        return forward(stage, step)
+
+    monkeypatch.setattr(LanguageStage, "forward", seen)
     probe.prefill(room * 2 + 3)
     assert sum(row.length for row in steps[0].prefills) == room * 2 + 3
     assert max(row.length for row in steps[0].prefills) <= probe._context
 
 
-def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(processor: RequestProcessor, monkeypatch) -> None:
+def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, float] = {}
 
     def profile(instance: Loaded, processor: RequestProcessor, limit_s: float) -> Budgets:
@@ -120,7 +135,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(processor: RequestPr
     assert len(asked) == 4
 
 
-def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch) -> None:
+def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosting, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,8 +21,9 @@ from trinity.trace import SLO
 if TYPE_CHECKING:
     from trinity.stages.models import LoadedModel
 
-DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools where nobody says: 1 GiB, or an eighth of what is free
+DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools on a CPU where nobody says, or an eighth of what is free
 DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
+DEFAULT_RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class Deployment:
     """What all instances of a pipeline share: the model and everything that they are started with."""
 
     model: Path
-    dtype: str
-    slo: SLO | None
-    budgets: Budgets | None
-    rules: Rules
-    media_block: int
-    kv_block: int
-    observe: Callable[..., None] | None
+    dtype: str = "auto"
+    device: str = "cpu"
+    slo: SLO | None = None
+    budgets: Budgets | None = None
+    rules: Rules = DEFAULT_RULES
+    media_block: int = 576
+    kv_block: int = 16
     pools: Mapping[str, int] | None = None
     memory_bytes: int | None = None
-    device: str = "cpu"
+    observe: Callable[..., None] | None = None
 
 
 def load(deployment: Deployment, instances: Sequence[Instance], processor: RequestProcessor) -> list[Loaded]:
@@ -80,11 +81,21 @@ def _pools(deployment: Deployment, spec: Instance, model: LoadedModel, instances
     shapes = block_shapes(spec.roles, model, deployment.media_block, deployment.kv_block)
     bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
     memory = spec.memory_bytes or deployment.memory_bytes
-    free = DEFAULT_CACHE_BYTES if memory else min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
-    sized = size_pools(
-        spec.roles, memory or model.weight_bytes + free, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV)
-    )
-    return sized if memory else {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
+    if memory is None:
+        memory = model.weight_bytes + _default_cache(spec.device or "cpu", instances)
+        sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+        return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
+    return size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+
+
+def _default_cache(device: str, instances: int) -> int:
+    """Bytes for an instance's pools where nobody says; weights are loaded by now."""
+    if device == "cpu":
+        return min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return free * 8 // 10 // instances
 
 
 def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor) -> Rules:

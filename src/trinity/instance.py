@@ -20,8 +20,10 @@ from trinity.lane import Lane
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Send, Step, Value
 from trinity.placement import Group
+from trinity.plugins import find
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
+from trinity.sizing import check_available
 from trinity.stages.base import Stage
 from trinity.timeline import Timeline
 
@@ -64,7 +66,8 @@ class Instance:
     ``pools`` are blocks by kind ({"image": 64, "kv": 1024}); without it they follow from ``memory_bytes`` (weights
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
-    of your own stages, which replace the built-in ones of the same letters. ``threads``: intra-op threads per lane.
+    of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
+    letters. ``threads``: intra-op threads per lane.
     """
 
     roles: str
@@ -73,7 +76,7 @@ class Instance:
     memory_bytes: int | None = None
     rules: Rules | None = None
     lanes: tuple[str, ...] = ("joint",)
-    stages: Sequence[StageFactory] = ()
+    stages: Sequence[StageFactory | str] = ()
     threads: int = 1
     device: str | None = None
     prefix_cache: bool = True
@@ -144,9 +147,12 @@ def build(
     if missing:
         raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
     device = spec.device or "cpu"
+    if device == "cpu":
+        needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
+        check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
     memory = {kind: BlockMemory(shape, pools[kind], device) for kind, shape in shapes.items()}
     setup = StageSetup(spec.roles, model, memory, observe)
-    own = [factory(setup) for factory in spec.stages]
+    own = [_factory(each)(setup) for each in spec.stages]
     taken = "".join(stage.letters for stage in own)
     loaded = Loaded(spec, model, memory, own + built_in_stages(setup, taken))
     loaded.settings = Settings(
@@ -161,6 +167,13 @@ def build(
         prefix_cache=spec.prefix_cache,
     )
     return loaded
+
+
+def _factory(stage: StageFactory | str) -> StageFactory:
+    if not isinstance(stage, str):
+        return stage
+    found: StageFactory = find("trinity.stages", "stage", stage)
+    return found
 
 
 @dataclass(frozen=True)

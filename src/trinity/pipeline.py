@@ -32,6 +32,8 @@ from trinity.timeline import Timeline
 from trinity.trace import SLO, Trace
 from trinity.transport.base import Transport
 
+TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
+
 
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
@@ -84,20 +86,9 @@ class Pipeline:
         self.slo, self.routing = slo, routing
         check_directory(Path(model))
         self._limits = limits or Limits()
-        self.trace, self.metrics, self.timeline = Trace(), Metrics(slo), Timeline()
-        self._deployment = Deployment(
-            model=Path(model),
-            dtype=dtype,
-            slo=slo,
-            budgets=budgets,
-            rules=rules or Rules(),
-            media_block=media_block,
-            kv_block=kv_block,
-            observe=observe,
-            pools=pools,
-            memory_bytes=memory_bytes,
-            device=device,
-        )
+        self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
+        sizes = (media_block, kv_block, pools, memory_bytes)
+        self._deployment = Deployment(Path(model), dtype, device, slo, budgets, rules or Rules(), *sizes, observe)
         self.hosts: dict[str, InstanceHost] = {}
         self.loop: asyncio.AbstractEventLoop
         self._processor: RequestProcessor | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from trinity.blocks import blocks_for
 from trinity.budget import BudgetCache, BudgetKey, BudgetResult, Budgets, StepCost, search_budget
+from trinity.errors import TrinityWarning
 from trinity.instance import Loaded
 from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
 from trinity.processor import RequestProcessor
@@ -35,6 +37,9 @@ def profile_budgets(
     if known is None:
         known = _search(Probe(loaded, processor), loaded.spec.roles, limit_s)
         cache.put(key, known)
+    elif not known.feasible:
+        text = f"not even one item keeps a step of {loaded.spec.name} within {limit_s:.4g} s: its SLO will be missed"
+        warnings.warn(text, TrinityWarning, stacklevel=2)
     return known
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from trinity.blocks import blocks_for
-from trinity.errors import UnknownName
 from trinity.messages import IMAGE, KV, PeerUp, Work
+from trinity.plugins import find
 
 
 class RoutingPolicy(Protocol):
@@ -46,9 +46,9 @@ def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:
     """The policy of this name, or the object itself. Raises ``UnknownName``."""
     if not isinstance(name, str):
         return name
-    if name not in POLICIES:
-        raise UnknownName("routing policy", name, POLICIES, "Or pass an object with a method choose().")
-    return POLICIES[name]()
+    make = POLICIES.get(name) or find("trinity.routing", "routing policy", name, POLICIES)
+    made: RoutingPolicy = make()
+    return made
 
 
 class Router:

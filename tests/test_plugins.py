@@ -1,0 +1,73 @@
+"""Names that other packages register by entry points are found; unknown ones list those known."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from trinity import plugins
+from trinity.errors import UnknownName
+from trinity.instance import _factory
+from trinity.messages import PeerUp, Work
+from trinity.routing import POLICIES, RoundRobin, routing_policy
+from trinity.transport.inproc import InprocTransport
+from trinity.transport.registry import known_transports, make_transport
+
+
+class LastPeer:
+    """Somebody's own routing policy."""
+
+    def choose(self, letter: str, work: Work, peers: list[PeerUp]) -> PeerUp:
+        return peers[-1]
+
+
+class OwnTransport(InprocTransport):
+    """Somebody's own transport."""
+
+    scheme = "own"
+
+
+def own_stage(setup: object) -> str:
+    return f"a stage of {setup}"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        EntryPoint("last", f"{__name__}:LastPeer", "trinity.routing"),
+        EntryPoint("own", f"{__name__}:OwnTransport", "trinity.transports"),
+        EntryPoint("own-encoder", f"{__name__}:own_stage", "trinity.stages"),
+    ]
+
+    def entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
+        return [entry for entry in entries if entry.group == group and name in (None, entry.name)]
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_name_is_found() -> None:
+    assert isinstance(routing_policy("last"), LastPeer)
+    assert make_transport("own").scheme == "own"
+    assert _factory("own-encoder")("X") == "a stage of X"  # type: ignore[arg-type,comparison-overlap]
+    assert "own" in known_transports()
+    assert "inproc" in known_transports()
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_unknown_name_lists_built_in_and_registered_ones() -> None:
+    with pytest.raises(UnknownName, match=r"last, random, round_robin"):
+        routing_policy("nearest")
+    with pytest.raises(UnknownName, match=r"inproc, own"):
+        make_transport("pigeon")
+    with pytest.raises(UnknownName, match="own-encoder"):
+        _factory("pigeon")
+
+
+def test_built_in_names_win_and_objects_pass() -> None:
+    assert set(POLICIES) == {"round_robin", "random"}
+    policy = RoundRobin()
+    assert routing_policy(policy) is policy
+    assert routing_policy("round_robin") is not routing_policy("round_robin")
+    assert _factory(own_stage) is own_stage  # type: ignore[arg-type,comparison-overlap]
