@@ -130,6 +130,7 @@ class BlockPool:
 
     def publish(self, block: int, key: Key) -> None:
         """Make the content of a held block matchable. The first block published under a key keeps it."""
+        assert self._references[block], f"pool {self.kind}: block {block} is not held and has no content"
         if key not in self._block and block not in self._key:
             self._block[key], self._key[block] = block, key
 

@@ -1,0 +1,302 @@
+"""BlockPool and FreeRuns against naive models; keys that tell apart what must not be shared."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trinity.blocks import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys
+from trinity.messages import MediaSpan
+
+SIZE = 12
+
+
+def naive_take(free: set[int], count: int) -> list[int]:
+    """The smallest run that holds all, the first of several; else the longest run, the first of several, and so on."""
+    taken: list[int] = []
+    while len(taken) < count:
+        runs: list[list[int]] = []
+        for block in sorted(free):
+            if runs and runs[-1][-1] == block - 1:
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        left = count - len(taken)
+        fitting = [run for run in runs if len(run) >= left]
+        best = min(fitting, key=len) if fitting else max(runs, key=len)
+        taken += best[:left]
+        free -= set(best[:left])
+    return taken
+
+
+class Runs(RuleBasedStateMachine):
+    """FreeRuns beside a set of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.free = FreeRuns(SIZE), set(range(SIZE))
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.free)))
+        assert self.runs.take(count) == naive_take(self.free, count)
+
+    @precondition(lambda self: len(self.free) < SIZE)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(set(range(SIZE)) - self.free)))
+        self.runs.give(block)
+        self.free.add(block)
+
+    @invariant()
+    def same(self) -> None:
+        assert self.runs.count == len(self.free)
+        assert {block for block in range(-1, SIZE + 1) if block in self.runs} == self.free
+
+
+class Pool(RuleBasedStateMachine):
+    """BlockPool beside counts, keys and an order of eviction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool("kv", SIZE)
+        self.counts = dict.fromkeys(range(SIZE), 0)
+        self.keys: dict[int, bytes] = {}
+        self.order: list[int] = []
+        self.evicted = 0
+
+    def cached(self) -> list[int]:
+        return [block for block in self.order if block in self.keys and not self.counts[block]]
+
+    def held(self) -> list[int]:
+        return [block for block, count in self.counts.items() if count]
+
+    def available(self) -> int:
+        return SIZE - len(self.held())
+
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.available()))
+        assert self.pool.fits(count)
+        assert not self.pool.fits(self.available() + 1)
+        free = {block for block in range(SIZE) if not self.counts[block] and block not in self.keys}
+        for block in self.cached()[: max(0, count - len(free))]:
+            del self.keys[block]
+            free.add(block)
+            self.evicted += 1
+        blocks = self.pool.allocate(count)
+        assert list(blocks) == naive_take(free, count)
+        self.counts.update(dict.fromkeys(blocks, 1))
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        able = sorted({*self.held(), *self.keys})
+        blocks = data.draw(st.lists(st.sampled_from(able), max_size=4)) if able else []
+        self.pool.hold(blocks)
+        for block in blocks:
+            self.counts[block] += 1
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        for block in data.draw(st.lists(st.sampled_from(self.held()), unique=True, min_size=1)):
+            self.pool.drop([block])
+            self.counts[block] -= 1
+            self.order = [each for each in self.order if each != block] + [block]
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"]))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from(self.held()))
+        self.pool.publish(block, key)
+        if key not in self.keys.values():
+            self.keys.setdefault(block, key)
+
+    @rule(cleared=st.just(True))
+    def clear(self, cleared: bool) -> None:
+        self.evicted += len(self.cached())
+        self.pool.clear()
+        self.keys = {}
+
+    @invariant()
+    def same(self) -> None:
+        self.pool.check()
+        assert {block: self.pool.references(block) for block in range(SIZE)} == self.counts
+        assert {block for block in range(SIZE) if self.pool.published(block)} == set(self.keys)
+        assert (self.pool.available, self.pool.held) == (self.available(), len(self.held()))
+        assert self.pool.evictions == self.evicted
+        for block, key in self.keys.items():
+            assert self.pool.match([key, b"none", key]) == (block,)
+        assert self.pool.match([b"none"]) == ()
+
+
+TestRuns = Runs.TestCase
+TestPool = Pool.TestCase
+TestRuns.settings = TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_consecutive_blocks_are_handed_out_together() -> None:
+    runs = FreeRuns(10)
+    assert runs.take(10) == list(range(10))
+    for block in (0, 1, 4, 5, 6, 8):
+        runs.give(block)
+    assert runs.take(1) == [8], "the smallest run that fits"
+    assert runs.take(2) == [0, 1]
+    assert runs.take(3) == [4, 5, 6]
+    assert runs.count == 0
+    assert FreeRuns(0).count == 0
+    assert 0 not in FreeRuns(0)
+    assert FreeRuns(0).take(0) == []
+
+
+def test_runs_that_touch_become_one_from_either_side() -> None:
+    for order in ((2, 0, 1), (0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        runs = FreeRuns(3)
+        runs.take(3)
+        for block in order:
+            runs.give(block)
+        assert runs.take(3) == [0, 1, 2]
+
+
+def test_the_longest_run_is_taken_first_where_none_fits() -> None:
+    runs = FreeRuns(9)
+    runs.take(9)
+    for block in (0, 2, 3, 5, 6, 8):
+        runs.give(block)
+    assert runs.take(5) == [2, 3, 5, 6, 0]
+
+
+def test_the_least_recently_used_block_is_evicted_first() -> None:
+    pool = BlockPool("image", 3)
+    blocks = pool.allocate(3)
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.publish(block, key)
+    pool.drop((1, 0, 2))
+    pool.hold((1,))
+    pool.drop((1,))
+    assert pool.match([b"a", b"b", b"c"]) == (0, 1, 2)
+    assert pool.allocate(1) == (0,)
+    assert pool.match([b"a"]) == ()
+    assert pool.allocate(1) == (2,)
+    assert pool.match([b"b"]) == (1,)
+    assert pool.evictions == 2
+
+
+def test_fits_counts_hits_that_are_cached_alone() -> None:
+    pool = BlockPool("kv", 4)
+    for block, key in zip(pool.allocate(2), (b"a", b"b"), strict=True):
+        pool.publish(block, key)
+    pool.drop((0,))
+    assert pool.available == 3
+    assert pool.fits(3)
+    assert not pool.fits(4)
+    assert pool.fits(2, hits=(0, 1)), "0 is cached and will be held; 1 is held already"
+    assert not pool.fits(3, hits=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda pool: pool.allocate(4), "pool kv: 4 blocks asked of 3"),
+        (lambda pool: pool.hold([0]), "pool kv: block 0 is free and cannot be held"),
+        (lambda pool: pool.drop([0]), "pool kv: block 0 has no reference to drop"),
+        (lambda pool: pool.publish(0, b"a"), "pool kv: block 0 is not held and has no content"),
+    ],
+)
+def test_wrong_use_is_a_mistake_of_the_caller(wrong: object, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        wrong(BlockPool("kv", 3))  # type: ignore[operator]
+
+
+def broken_pool(how: str) -> BlockPool:
+    pool = BlockPool("kv", 3)
+    pool.publish(pool.allocate(1)[0], b"a")
+    if how == "lost":
+        pool._references[0] = 0
+    elif how == "twice":
+        pool._references[1] = 1
+    elif how == "key":
+        pool._block[b"a"] = 2
+    elif how == "more keys":
+        pool._block[b"b"] = 2
+    elif how == "cached":
+        pool._free.take(2)
+        pool._cached[1] = pool._cached[2] = None
+    return pool
+
+
+@pytest.mark.parametrize("how", ["lost", "twice", "key", "more keys", "cached"])
+def test_check_finds_what_is_wrong(how: str) -> None:
+    broken_pool("").check()
+    with pytest.raises(AssertionError):
+        broken_pool(how).check()
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_blocks_for(tokens: int, blocks: int) -> None:
+    assert blocks_for(tokens, 4) == blocks
+
+
+def span(content: str = "cat", offset: int = 2, length: int = 3, kind: str = "image", tokens: int = 3) -> MediaSpan:
+    return MediaSpan(kind, tokens, offset, length, content)
+
+
+def test_a_key_for_each_full_block_alone() -> None:
+    assert [len(prefix_keys([7] * count, (), 4)) for count in (0, 3, 4, 7, 8, 9)] == [0, 0, 1, 1, 2, 2]
+    assert len({len(key) for key in prefix_keys([7] * 40, (), 4)}) == 1
+
+
+def test_a_key_is_of_all_tokens_up_to_its_end() -> None:
+    one, two = prefix_keys([1, 2, 3, 4, 5, 6, 7, 8], (), 4), prefix_keys([1, 2, 3, 9, 5, 6, 7, 8], (), 4)
+    assert one[0] != two[0]
+    assert one[1] != two[1], "although its own tokens are the same"
+    assert prefix_keys([1, 2, 3, 4, 5, 6, 7, 9], (), 4)[0] == one[0]
+    assert len(set(prefix_keys([1] * 40, (), 4))) == 10
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        pytest.param((span("dog"),), [], id="another image"),
+        pytest.param((), [], id="none"),
+        pytest.param((span(offset=3),), [], id="another place"),
+        pytest.param((span(offset=4),), [], id="in the next block"),
+        pytest.param((span(), span("dog", 9)), [0, 1], id="one more behind"),
+        pytest.param((span(), span("dog", 5)), [0], id="one more in the second block"),
+    ],
+)
+def test_the_same_text_with_other_images_does_not_match(other: tuple[MediaSpan, ...], same: list[int]) -> None:
+    """The image lies at [2, 5), so that it touches both of the first two blocks."""
+    tokens = [7] * 12
+    mine, theirs = prefix_keys(tokens, (span(),), 4), prefix_keys(tokens, other, 4)
+    assert [index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] == pair[1]] == same
+
+
+def test_an_image_counts_in_the_blocks_that_it_touches() -> None:
+    """[4, 8) is the whole second block: the first does not know it, and the third follows from the second."""
+    with_it = prefix_keys([7] * 12, (span(offset=4, length=4),), 4)
+    without = prefix_keys([7] * 12, (), 4)
+    assert [mine == theirs for mine, theirs in zip(with_it, without, strict=True)] == [True, False, False]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.data())
+def test_prefixes_match_just_as_far_as_text_and_images_agree(tokens: list[int], data: st.DataObject) -> None:
+    spots = data.draw(st.lists(st.integers(0, len(tokens) - 1), unique=True, max_size=3))
+    contents = [data.draw(st.sampled_from("ab")) for _ in spots]
+    others = [data.draw(st.sampled_from("ab")) for _ in spots]
+    mine = [span(content, spot, 1) for content, spot in zip(contents, spots, strict=True)]
+    theirs = [span(content, spot, 1) for content, spot in zip(others, spots, strict=True)]
+    agree = min([spot for spot, a, b in zip(spots, contents, others, strict=True) if a != b], default=len(tokens))
+    one, two = prefix_keys(tokens, mine, 4), prefix_keys(tokens, theirs, 4)
+    equal = [a == b for a, b in zip(one, two, strict=True)]
+    assert equal == [end <= agree for end in range(4, len(tokens) + 1, 4)]
+
+
+def test_media_keys_are_one_for_each_block_and_of_all_that_identifies_the_features() -> None:
+    keys = media_keys(span(tokens=9), 4)
+    assert len(keys) == len(set(keys)) == 3
+    assert media_keys(span(tokens=9, offset=77, length=50), 4) == keys, "wherever it stands"
+    for other in (span("dog", tokens=9), span(kind="video", tokens=9), span(tokens=10)):
+        assert not set(media_keys(other, 4)) & set(keys)
