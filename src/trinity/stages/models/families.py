@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +50,19 @@ class Idefics(ModelAdapter):
 
 
 class MiniCPM(ModelAdapter):
-    """MiniCPM-V: the patches of all slices lie along the last axis of ``pixel_values`` [1, 3, patch, patches]."""
+    """MiniCPM-V: the patches of all slices lie along the last axis of ``pixel_values`` [1, 3, patch, patches].
+
+    Only slices of one size go together: older transformers (5.17) take the first one's size for all of a batch, so that
+    an image's features would depend on its neighbours.
+    """
 
     def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        yield list(range(len(items))), join(items, axes={"pixel_values": -1})
+        sizes = [{tuple(size) for size in item["target_sizes"].tolist()} for item in items]
+        same: dict[Any, list[int]] = defaultdict(list)
+        for index, found in enumerate(sizes):
+            same[next(iter(found)) if len(found) == 1 else index].append(index)
+        for chosen in same.values():
+            yield chosen, join([items[i] for i in chosen], axes={"pixel_values": -1})
 
 
 class Gemma3(ModelAdapter):
