@@ -31,7 +31,9 @@ from trinity.errors import (
 )
 from trinity.instance import Instance
 from trinity.media import Limits
-from trinity.pipeline import Pipeline
+from trinity.messages import Work
+from trinity.pipeline import Pipeline, with_time_left
+from trinity.processor import Processed
 from trinity.request import Media, Request, Sampling
 
 pytestmark = pytest.mark.usefixtures("expected")
@@ -336,6 +338,13 @@ async def test_deadline_before_the_first_token() -> None:
         assert error.output.finish_reason == "deadline"
         assert error.output.token_ids == []
         assert pipe.metrics.summary()["finished"]["deadline"] == 1
+
+
+def test_preparing_uses_up_the_deadline() -> None:
+    timed, untimed = (Processed(Work(request="r", prompt=(1,), deadline_s=each)) for each in (2.0, None))
+    assert with_time_left(timed, 0.5).work.deadline_s == 1.5
+    assert with_time_left(timed, 5.0).work.deadline_s == 0.0
+    assert with_time_left(untimed, 5.0) is untimed
 
 
 async def test_a_deadline_that_is_met_changes_nothing() -> None:

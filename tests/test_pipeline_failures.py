@@ -261,6 +261,24 @@ async def test_a_transport_that_raises_foreign_errors(where: str, says: str, cap
     assert not pipe.connector.transport._numbers  # type: ignore[attr-defined]
 
 
+class Slow(InprocTransport):
+    """Takes its time to attach; ``attached`` counts how often."""
+
+    attached = 0
+
+    async def attach(self, descriptor: bytes, into: BlockMemory) -> Any:
+        self.attached += 1
+        await asyncio.sleep(0.02)
+        return await super().attach(descriptor, into)
+
+
+async def test_reads_at_once_attach_once() -> None:
+    transport = Slow()
+    async with serving("EP+D", connector=transport) as pipe:
+        await good_ones(pipe, rounds=3)
+    assert transport.attached == 1
+
+
 async def test_a_read_that_never_ends_is_bounded() -> None:
     connector = Connector(WrappedTransport(delay_s=60), timeout_s=0.1)
     async with serving("EP+D", connector=connector) as pipe:
@@ -300,6 +318,20 @@ async def test_a_core_that_crashes_ends_every_request_and_the_pipeline_can_be_cl
         assert error.output is not None
     assert isinstance(late, ClosedError)
     assert isinstance(late.__cause__, Crash)
+
+
+async def test_a_crash_does_not_wait_for_reads_in_flight() -> None:
+    connector = Connector(WrappedTransport(delay_s=3600), timeout_s=3600)
+    async with Pipeline(checkpoint("llava"), "EP+D", dtype="float32", connector=connector) as pipe:
+        reading = asyncio.ensure_future(pipe.complete(TEXT.request()))
+        while not pipe.hosts["D0"]._tasks:
+            await asyncio.sleep(0.001)
+        pipe.crashed("EP0", Crash("an invariant is broken"))
+        with pytest.raises(RequestError, match="EP0 failed"):
+            await reading
+        async with asyncio.timeout(20):
+            await pipe.aclose()
+    assert not pipe.hosts["D0"]._tasks
 
 
 async def crash(armed: list[bool]) -> tuple[list[Any], BaseException]:
