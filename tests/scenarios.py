@@ -35,7 +35,7 @@ def random_document(draw: Random, atomic: bool) -> tuple[list[int], list[MediaSp
     """A beginning of few distinct tokens and few distinct images, so that prefixes and contents repeat."""
     prompt: list[int] = [7] * draw.choice([0, 3, 8])
     media: list[MediaSpan] = []
-    for _ in range(draw.choice([0, 0, 1, 1, 2, 3])):
+    for _ in range(draw.choice([0, 1, 1, 2, 3])):
         content = draw.randint(0, 3)
         tokens = 1 + 3 * content
         media.append(MediaSpan("image", tokens, len(prompt), tokens + content % 2, f"image{content}", atomic))
@@ -66,7 +66,7 @@ def random_works(draw: Random, requests: int) -> list[Work]:
 def random_rules(draw: Random) -> Rules:
     rules = Rules(
         tokens=draw.choice([1, 4, 16, 64]),
-        media=draw.choice([1, 8, 100]),
+        media=draw.choice([1, 1, 8, 100]),
         order=draw.choice(ORDERS),
         chunked=draw.random() < 0.8,
         media_budget=draw.random() < 0.8,
@@ -105,17 +105,30 @@ def random_settings(draw: Random, placement: str, works: list[Work]) -> list[Set
 
 
 def random_durations(draw: Random) -> Durations:
-    """Slow channels, slow steps, or all at once."""
+    """Slow steps, slow pulls, slow channels, all or some of them; some channels much slower than others."""
     message, step, pull = (draw.choice([0.0, 0.001, 0.05, 0.5]) for _ in range(3))
+    slowness: dict[tuple[str, str], float] = {}
+
+    def channel(each: Random, source: str, target: str) -> float:
+        if (source, target) not in slowness:
+            slowness[source, target] = each.choice([0.0, 0.1, 1.0, 1.0, 5.0])
+        return each.uniform(0.0, message) * slowness[source, target]
+
     return Durations(
-        lambda each, source, target: each.uniform(0.0, message),
+        channel,
         lambda each, instance, running: each.uniform(0.0, step),
         lambda each, running: each.uniform(0.0, pull),
     )
 
 
 def random_faults(draw: Random) -> Faults:
-    """Most of the time few rows or pulls fail, or none."""
+    """None, a few rows or pulls, or those of the encoder alone, which others may be waiting for."""
+    if draw.random() < 0.25:
+        return Faults(
+            lambda each, name, step, request: (
+                any(row.request == request for row in step.encodes) and each.random() < 0.3
+            )
+        )
     return Faults.at_random(draw.choice([0.0, 0.0, 0.01, 0.1]), draw.choice([0.0, 0.0, 0.1, 0.5]))
 
 

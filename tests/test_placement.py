@@ -39,7 +39,7 @@ def test_what_a_placement_means(text: str, groups: list[tuple[int, str]], canoni
 
 @pytest.mark.parametrize("text", ["", "+", "E+", "12", "EPD2", "E-P-D", "1E1P1D!", "é", "E++P+D", "1.5EPD", "²EPD"])
 def test_what_is_no_placement(text: str) -> None:
-    with pytest.raises(PlacementError, match="such as 1E3P4D or ED\\+P|D \\(decode\\)|for example EPD"):
+    with pytest.raises(PlacementError, match=r"such as 1E3P4D or ED\+P|D \(decode\)|for example EPD"):
         Placement.parse(text)
 
 
