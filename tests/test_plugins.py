@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from trinity import plugins
-from trinity.errors import UnknownName
+from trinity.errors import ConfigError, UnknownName
 from trinity.instance import _factory
 from trinity.messages import PeerUp, Work
 from trinity.routing import POLICIES, RoundRobin, routing_policy
@@ -71,3 +71,10 @@ def test_built_in_names_win_and_objects_pass() -> None:
     assert routing_policy(policy) is policy
     assert routing_policy("round_robin") is not routing_policy("round_robin")
     assert _factory(own_stage) is own_stage  # type: ignore[arg-type,comparison-overlap]
+
+
+def test_a_registered_object_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "no_such_module:Thing", "trinity.routing")
+    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: [broken])
+    with pytest.raises(ConfigError, match=r"routing policy 'broken' \(no_such_module:Thing\) cannot be loaded"):
+        routing_policy("broken")

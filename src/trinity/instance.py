@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TrinityError
 from trinity.lane import Lane
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Send, Step, Value
@@ -152,9 +152,8 @@ def build(
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
     memory = {kind: BlockMemory(shape, pools[kind], device) for kind, shape in shapes.items()}
     setup = StageSetup(spec.roles, model, memory, observe)
-    own = [_factory(each)(setup) for each in spec.stages]
-    taken = "".join(stage.letters for stage in own)
-    loaded = Loaded(spec, model, memory, own + built_in_stages(setup, taken))
+    own = own_stages(spec, setup)
+    loaded = Loaded(spec, model, memory, own + built_in_stages(setup, "".join(stage.letters for stage in own)))
     loaded.settings = Settings(
         name=spec.name,
         roles=spec.roles,
@@ -167,6 +166,29 @@ def build(
         prefix_cache=spec.prefix_cache,
     )
     return loaded
+
+
+def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
+    """What the instance's factories make. Raises ``ConfigError`` where that cannot serve its roles."""
+    made = [_make_stage(_factory(each), setup) for each in spec.stages]
+    letters = "".join(stage.letters for stage in made)
+    if len(set(letters)) != len(letters) or set(letters) - set(spec.roles):
+        raise ConfigError(f"own stages with letters {letters!r} do not fit the roles {spec.roles} of {spec.name}")
+    if {"P", "D"} <= set(spec.roles) and any(len({"P", "D"} & set(stage.letters)) == 1 for stage in made):
+        raise ConfigError(f"{spec.name} ({spec.roles}) prefills and decodes: one stage with letters 'PD' does both")
+    return made
+
+
+def _make_stage(factory: StageFactory, setup: StageSetup) -> Stage:
+    try:
+        stage = factory(setup)
+    except TrinityError:
+        raise
+    except Exception as error:  # other people's code
+        raise ConfigError(f"the stage factory {factory!r} failed: {error!r}") from error
+    if not isinstance(stage, Stage):
+        raise ConfigError(f"{stage!r:.200} is no Stage: it needs letters, consumes, produces, open, close and forward")
+    return stage
 
 
 def _factory(stage: StageFactory | str) -> StageFactory:

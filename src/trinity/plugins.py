@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from trinity.errors import UnknownName
+from trinity.errors import ConfigError, UnknownName
 
 
 def known(group: str, built_in: Iterable[str] = ()) -> list[str]:
@@ -15,8 +15,11 @@ def known(group: str, built_in: Iterable[str] = ()) -> list[str]:
 
 
 def find(group: str, what: str, name: str, built_in: Iterable[str] = ()) -> Any:
-    """The object that some package registered under this name. Raises ``UnknownName`` listing those known."""
+    """The object that some package registered under this name. Raises ``UnknownName``, or ``ConfigError`` if broken."""
     for entry in entry_points(group=group, name=name):
-        return entry.load()
+        try:
+            return entry.load()
+        except Exception as error:  # other people's code
+            raise ConfigError(f"{what} {name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     hint = f"Other packages add theirs by the entry point {group}; or pass an object."
     raise UnknownName(what, name, known(group, built_in), hint)

@@ -1,0 +1,91 @@
+"""Stages of the user's own: what an instance accepts, in whose place they run, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.instance import Instance, StageSetup, own_stages
+from trinity.messages import Open, Sampled, Step
+
+
+class Own:
+    """A stage that does nothing."""
+
+    consumes: tuple[str, ...] = ()
+    produces: tuple[str, ...] = ()
+
+    def __init__(self, letters: str) -> None:
+        self.letters = letters
+
+    def open(self, request: Open) -> None: ...
+
+    def close(self, request: str) -> None: ...
+
+    def forward(self, step: Step) -> dict[str, Sampled]:
+        return {}
+
+
+def made(roles: str, *factories: Callable[[StageSetup], Any]) -> Sequence[Any]:
+    setup = StageSetup(roles, SimpleNamespace(), {})  # type: ignore[arg-type]
+    return own_stages(Instance(roles, "mine", stages=factories), setup)
+
+
+def own(letters: str) -> Callable[[StageSetup], Own]:
+    return lambda setup: Own(letters)
+
+
+@pytest.mark.parametrize(
+    ("roles", "letters"),
+    [
+        ("E", ["E"]),
+        ("EPD", ["E"]),
+        ("EPD", ["PD"]),
+        ("EPD", ["E", "PD"]),
+        ("EPD", ["EPD"]),
+        ("EP", ["P"]),
+        ("D", ["D"]),
+    ],
+)
+def test_fitting(roles: str, letters: list[str]) -> None:
+    assert [stage.letters for stage in made(roles, *map(own, letters))] == letters
+
+
+def test_none() -> None:
+    assert list(made("EPD")) == []
+
+
+def fail(setup: StageSetup) -> Any:
+    raise LookupError("no weights here")
+
+
+def refuse(setup: StageSetup) -> Any:
+    raise UnsupportedModel("only for cats")
+
+
+@pytest.mark.parametrize(
+    ("roles", "factories", "says"),
+    [
+        ("E", [own("P")], "do not fit the roles E of mine"),
+        ("EP", [own("E"), own("EP")], "do not fit"),
+        ("PD", [own("P")], "one stage with letters 'PD'"),
+        ("EPD", [own("ED")], "one stage with letters 'PD'"),
+        ("E", [lambda setup: None], "None is no Stage"),
+        (
+            "E",
+            [lambda setup: SimpleNamespace(letters="E")],
+            "needs letters, consumes, produces, open, close and forward",
+        ),
+        ("E", [fail], r"failed: LookupError\('no weights here'\)"),
+        ("E", [refuse], "^only for cats"),
+    ],
+)
+def test_wrong(roles: str, factories: list[Callable[[StageSetup], Any]], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(roles, *factories)
+    assert re.search(says, str(caught.value))
