@@ -81,7 +81,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: Tensor, image: Tensor | None, backend: AttentionBackend) -> Tensor:
-        """Logits [wanted rows, vocabulary] of a ragged batch.
+        """Logits [wanted rows, vocabulary] of a ragged batch; no row, of any width, where none is wanted.
 
         Writes the batch's keys and values into ``kv`` [blocks, layers, 2, kv_heads, block_rows, head_dim] and reads
         features from ``image`` [blocks, rows, width].
@@ -101,5 +101,7 @@ class LoadedModel:
             trinity_batch=PagedBatch(batch.rows, kv, backend),
             **further,
         )
-        states = output.last_hidden_state[0]
+        states: Tensor = output.last_hidden_state[0]
+        if batch.last is not None and not len(batch.last):
+            return states[:0]
         return self.adapter.head(self.language, states if batch.last is None else states[batch.last])

@@ -16,6 +16,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.linear import quicken
 from trinity.stages.models.loaded import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models
 
@@ -95,6 +96,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device) 
     part = _parts.get(key)
     if part is None:
         part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
+        quicken(part)
     return part
 
 
