@@ -139,9 +139,9 @@ def check_state(s: State) -> None:
     _check_pending(s)
     for offer, request in s.incoming.items():
         incoming = s.requests[request].incoming
-        assert incoming is not None
-        assert incoming.offer.id == offer
-        assert not incoming.released
+        assert incoming is not None, f"{request} is no target of {offer}"
+        assert incoming.offer.id == offer, f"{request} is the target of {incoming.offer.id}, not {offer}"
+        assert not incoming.released, f"{offer} is released and still known"
 
 
 def _holders(s: State, kind: str) -> Counter[int]:
@@ -193,11 +193,11 @@ def _check_pending(s: State) -> None:
     assert len(set(running)) == len(running), f"{s.settings.name}: encoded twice at once: {running}"
     for content, pending in s.pending.items():
         assert pending.providers, f"{s.settings.name}: nobody waits for {content}"
-        assert pending.in_step == (content in running)
+        assert pending.in_step == (content in running), f"{content} is in a step: {not pending.in_step}"
         for request, item in pending.providers:
             slot = s.requests[request].media[item]
-            assert slot.blocks == pending.blocks
-            assert not slot.ready
+            assert slot.blocks == pending.blocks, f"{request} waits for {content} in other blocks"
+            assert not slot.ready, f"{request} waits for {content}, which it has"
 
 
 def check_forgotten(name: str, s: State) -> None:

@@ -124,7 +124,7 @@ class Conversation:
     def _migrates(self, name: str, to: str, message: Value) -> None:
         if isinstance(message, Offer):
             assert message.id not in self.transfers, f"{message.id} was offered before"
-            assert message.source == name
+            assert message.source == name, f"{name} offers for {message.source}"
             self.visited.add((to, message.work.request))
             self.transfers[message.id] = Transfer(message, to)
         elif isinstance(message, Ready):
@@ -143,7 +143,7 @@ class Conversation:
     def _releases(self, name: str, to: str, message: Release) -> None:
         transfer = self.transfers[message.id]
         assert transfer.outcome is None, f"{message.id} released twice"
-        assert (name, to) == (transfer.target, transfer.offer.source)
+        assert (name, to) == (transfer.target, transfer.offer.source), f"{name} releases {message.id} to {to}"
         assert not transfer.running, f"{message} while parts {transfer.running} are being pulled"
         transfer.outcome = message.outcome
         if message.outcome in ("pulled", "cached"):
@@ -153,12 +153,13 @@ class Conversation:
 
     def _pulls(self, name: str, pull: Pull) -> None:
         transfer = self.transfers[pull.offer]
-        assert (name, pull.source, pull.kind) == (transfer.target, transfer.offer.source, transfer.offer.kind)
+        offered = (transfer.target, transfer.offer.source, transfer.offer.kind)
+        assert (name, pull.source, pull.kind) == offered, f"{name} pulls what was not offered to it: {pull}"
         assert (name, pull.request) not in self.over, f"{pull} after the request's end"
         assert transfer.outcome is None, f"{pull} after Release"
         assert pull.part in transfer.ready - transfer.asked, f"{pull} is not ready or was asked before"
-        assert len(pull.source_blocks) == len(pull.target_blocks) > 0
-        assert set(pull.source_blocks) <= set(transfer.offer.parts[pull.part].blocks)
+        assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"
+        assert set(pull.source_blocks) <= set(transfer.offer.parts[pull.part].blocks), f"{pull} reads beyond its part"
         transfer.asked.add(pull.part)
         transfer.running.add(pull.part)
 
@@ -180,5 +181,5 @@ class Conversation:
         request = command.request
         assert request not in self.ends, f"a token of {request} after its end"
         assert command.index == self.delivered[request], f"{command}, expected index {self.delivered[request]}"
-        assert (request, command.index) in self.emitted
+        assert (request, command.index) in self.emitted, f"{command} was not emitted"
         self.delivered[request] += 1

@@ -99,8 +99,8 @@ class Shadow:
 
     def quiet(self) -> None:
         assert not self._rows, f"not closed: {sorted(self._rows)}"
-        assert not self._steps
-        assert not self._pulls
+        assert not self._steps, f"steps without an end: {self._steps}"
+        assert not self._pulls, f"pulls without an end: {self._pulls}"
 
     def _open(self, name: str, opened: Open) -> None:
         key = (name, opened.work.request)
@@ -208,7 +208,7 @@ def _features(span: MediaSpan) -> list[Tag]:
 
 def _check_chunk(work: Work, chunk: Prefill) -> None:
     end = chunk.start + chunk.length
-    assert chunk.length > 0
+    assert chunk.length > 0, f"{chunk} is empty"
     assert chunk.last == (end == len(work.prompt)), f"{chunk} of a prompt of {len(work.prompt)}"
     for span in work.media:
         for border in (chunk.start, end):
