@@ -1,0 +1,117 @@
+"""Serve photographs under every disaggregation method, and prove the tokens equal to transformers' generate().
+
+python examples/demo.py                      a tiny random LLaVA, built here, offline
+python examples/demo.py --model DIR          your own checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two busy cores cost four times the time
+
+import trinity
+from trinity.processor import RequestProcessor
+from trinity.testing.oracle import Oracle
+
+PHOTOS = sorted((Path(__file__).parent / "photos").glob("*.jpg"))
+QUESTIONS = ("What is in this photo?", "Describe the scene.", "Which colours do you see?", "What happens here?")
+METHODS = ("EPD", "EP+D", "ED+P", "E+P+D")
+TEXT_METHODS = ("PD", "P+D")  # of a model that takes no images
+COLUMNS = ("method", "TTFT ms", "ITL ms", "image moves", "KV moves", "in cache", "MiB moved", "equal to generate()")
+NOISE = "The weights are random, so that the text is noise; that it is the same noise is what this shows."
+
+
+def requests(multimodal: bool, max_tokens: int, sampling: trinity.Sampling) -> list[trinity.Request]:
+    """One request per photograph and one about all of them; or the questions alone."""
+    if multimodal:
+        asked = [(f"<image>\n{question}", [photo]) for photo, question in zip(PHOTOS, QUESTIONS, strict=False)]
+        asked.append(("<image>" * len(PHOTOS) + "\nWhat do these have in common?", PHOTOS))
+    else:
+        asked = [(question.replace("photo", "sentence"), []) for question in QUESTIONS]
+    return [trinity.Request(text, images=photos, max_tokens=max_tokens, sampling=sampling) for text, photos in asked]
+
+
+async def show(pipe: trinity.Pipeline, request: trinity.Request) -> trinity.Output:
+    """Stream one answer to the terminal."""
+    about = ", ".join(photo.name for photo in request.images) or request.prompt
+    async with pipe.stream(request) as tokens:
+        print(f"  {about}: ", end="")
+        async for token in tokens:
+            print(token.text.replace("\n", " "), end="", flush=True)
+        print()
+        return tokens.output
+
+
+async def serve(model: Path, method: str, asked: list[trinity.Request], shown: int) -> list[trinity.Output]:
+    """All requests at once, batched and interleaved by the stages; one of them is streamed for you to see."""
+    async with trinity.Pipeline(model, placement=method, dtype="float32") as pipe:
+        print(f"\n{method}: instances {', '.join(pipe.hosts)}")
+        answers = [(show if index == shown else trinity.Pipeline.complete)(pipe, r) for index, r in enumerate(asked)]
+        return list(await asyncio.gather(*answers))
+
+
+def row(method: str, outputs: list[trinity.Output], wanted: list[list[int]]) -> tuple[str, ...]:
+    """One line of the table."""
+    moved = [record for output in outputs for record in output.transfers]
+    pulled = [record["kind"] for record in moved if record["outcome"] == "pulled"]
+    equal = sum(output.token_ids == ids for output, ids in zip(outputs, wanted, strict=True))
+    return (
+        method,
+        f"{median(output.ttft_s or 0.0 for output in outputs) * 1e3:.1f}",
+        f"{median([gap for output in outputs for gap in output.itl_s] or [0.0]) * 1e3:.2f}",
+        str(pulled.count("image")),
+        str(pulled.count("kv")),
+        str(len(moved) - len(pulled)),
+        f"{sum(record['bytes'] for record in moved) / 2**20:.2f}",
+        f"{equal} of {len(outputs)}",
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in [COLUMNS, *rows]
+    )
+
+
+async def run(model: Path, max_tokens: int, random_weights: bool) -> bool:
+    multimodal = (await asyncio.to_thread(RequestProcessor, model)).multimodal
+    asked = requests(multimodal, max_tokens, trinity.Sampling(ignore_eos=random_weights))
+    about = f"about {len(PHOTOS)} photographs" if multimodal else "of text alone"
+    print(f"{len(asked)} requests {about}; first the model's own generate() in float32 ...")
+    wanted = await asyncio.to_thread(lambda: Oracle(model).generate_all(asked))
+    methods = METHODS if multimodal else TEXT_METHODS
+    served = {method: await serve(model, method, asked, shown) for shown, method in enumerate(methods)}
+    print(f"\n{NOISE}\n" if random_weights else "")
+    print(table([row(method, outputs, wanted) for method, outputs in served.items()]))
+    return all([output.token_ids for output in outputs] == wanted for outputs in served.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint directory in transformers' format")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="trinity-demo-") as folder:
+        from transformers.utils import logging
+
+        from trinity.testing.checkpoints import build_checkpoint
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model = given.model or build_checkpoint("llava", Path(folder))
+        try:
+            equal = asyncio.run(run(model, given.max_tokens, random_weights=given.model is None))
+        except trinity.TrinityError as error:
+            parser.exit(2, f"demo: {error}\n")
+    print("\nEvery token equals generate()." if equal else "\nTOKENS DIFFER from generate().")
+    raise SystemExit(0 if equal else 1)
+
+
+if __name__ == "__main__":
+    main()
