@@ -1,0 +1,57 @@
+"""Every benchmark, or one: python benchmarks/run.py [--only NAME] [--quick] [--write-docs]
+
+Prints tables and writes bench-results/NAME.json; --write-docs makes docs/performance.md of all the JSON that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
+
+from benchmarks import report
+from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
+
+NAMES = ("step_overhead", "versus_generate_batch", "memory", "ttft_methods")
+RESULTS = ROOT / "bench-results"
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def run(name: str, setting: Setting, folder: Path = RESULTS) -> report.Result:
+    """Run one benchmark, print its tables, write its JSON."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    with ForeignLoad() as load:
+        result: report.Result = module.run(setting)
+    found = facts(load.share)
+    print(result.text(), report.machine_line(found), "", sep="\n\n", flush=True)
+    report.save(result, found, folder)
+    return result
+
+
+def write_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
+    """docs/performance.md from the JSON of all benchmarks. Raises ``FileNotFoundError`` where one has not run."""
+    page.write_text(report.page([report.load(folder / f"{name}.json") for name in NAMES]), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=NAMES, action="append", help="one benchmark; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="tiny models, few repetitions: does it run at all?")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/performance.md from the results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
+    asked = parser.parse_args(arguments)
+    if asked.quick and asked.write_docs:
+        parser.error("figures of --quick mean nothing: run without it to write the documents")
+    for name in asked.only or NAMES:
+        run(name, Setting(quick=asked.quick), asked.results)
+    if asked.write_docs:
+        write_page(asked.results)
+
+
+if __name__ == "__main__":
+    main()

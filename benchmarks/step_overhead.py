@@ -1,0 +1,209 @@
+"""What a decode step costs beside the model: CPU time of the core, of the shell around it and of the front end.
+
+A pipeline with one PD instance serves n requests at once. Each of its three threads (lane, core, event loop) notes its
+own CPU time at the same point of every step; only steps that decode all n requests and prefill nothing count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from benchmarks.report import Aim, Result, Table
+from benchmarks.setting import Setting, prompt_of
+from trinity.instance import Instance, InstanceHost, StageSetup
+from trinity.messages import KV, Emit, Open, Sampled, Step, Stepped, Value
+from trinity.pipeline import Pipeline
+from trinity.request import Request, Sampling
+
+PARTS = ("model", "stage", "lane", "core", "core_thread", "loop")
+CORE_AIM_US, PER_REQUEST_AIM_US = 100.0, 1.0
+PROMPT_TOKENS = 128
+
+
+class Notes:
+    """CPU seconds of each part, one entry per step that decodes all ``running`` requests."""
+
+    def __init__(self, running: int) -> None:
+        self.running = running
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, part: str, seconds: float, rows: int) -> None:
+        if rows == self.running:
+            self.seconds[part].append(seconds)
+
+    def medians(self, skip: int) -> dict[str, float]:
+        """Microseconds by part, the first ``skip`` steps left out."""
+        return {part: median(self.seconds[part][skip:]) * 1e6 for part in PARTS}
+
+
+class TimedModel:
+    """The loaded model, with the CPU time of its last forward."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.seconds = model, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *arguments: Any) -> Any:
+        started = time.thread_time()
+        logits = self._model.forward(*arguments)
+        self.seconds = time.thread_time() - started
+        return logits
+
+
+class TimedStage:
+    """The built-in language stage; "lane" is what its thread spends from one forward's end to the next one's start."""
+
+    letters = "PD"
+
+    def __init__(self, setup: StageSetup, notes: Notes) -> None:
+        from trinity.stages.language import LanguageStage
+
+        self._model, self._notes = TimedModel(setup.model), notes
+        self._stage = LanguageStage(cast(Any, self._model), setup.memory[KV], None, letters=self.letters)
+        self.consumes, self.produces = self._stage.consumes, self._stage.produces
+        self._ended = 0.0
+
+    def open(self, request: Open) -> None:
+        self._stage.open(request)
+
+    def close(self, request: str) -> None:
+        self._stage.close(request)
+
+    def forward(self, step: Step) -> dict[str, Sampled]:
+        started = time.thread_time()
+        sampled = self._stage.forward(step)
+        ended = time.thread_time()
+        rows = 0 if step.prefills else len(step.decodes)
+        self._notes.add("model", self._model.seconds, rows)
+        self._notes.add("stage", ended - started - self._model.seconds, rows)
+        self._notes.add("lane", started - self._ended, rows)
+        self._ended = ended
+        return sampled
+
+
+def watch_core(host: InstanceHost, notes: Notes) -> None:
+    """Note the CPU time of every answer of the core, and of its thread between two answers."""
+    handle: Callable[[Value, float], list[Value]] = host.core.handle
+    ended = 0.0
+
+    def timed(event: Value, now: float) -> list[Value]:
+        nonlocal ended
+        started = time.thread_time()
+        commands = handle(event, now)
+        rows = len(event.sampled) if isinstance(event, Stepped) else 0
+        notes.add("core_thread", started - ended, rows)
+        ended = time.thread_time()
+        notes.add("core", ended - started, rows)
+        return commands
+
+    host.core.handle = timed  # type: ignore[method-assign]
+
+
+def watch_loop(pipe: Pipeline, notes: Notes) -> None:
+    """Note the CPU time of the event loop's thread from the tokens of one step to those of the next."""
+    post: Callable[[Value], None] = pipe.post
+    last = 0.0
+
+    def timed(event: Value) -> None:
+        nonlocal last
+        if isinstance(event, Emit):
+            now = time.thread_time()
+            notes.add("loop", now - last, len(event.tokens))
+            last = now
+        post(event)
+
+    pipe.post = timed  # type: ignore[method-assign]
+
+
+async def serve(model: Path, notes: Notes, steps: int, prompt_tokens: int) -> None:
+    """``notes.running`` requests at once, each long enough for ``steps`` steps that decode them all."""
+    running = notes.running
+    waves = -(-running * prompt_tokens // 2048)  # prefill takes this many steps, in which the first already decode
+    length = steps + waves + 4
+    blocks = running * (-(-(prompt_tokens + length) // 16) + 1)
+    spec = Instance("PD", pools={"kv": blocks}, stages=[lambda setup: TimedStage(setup, notes)])
+    async with Pipeline(model, [spec], dtype="float32") as pipe:
+        watch_core(next(iter(pipe.hosts.values())), notes)
+        watch_loop(pipe, notes)
+        tokenizer, sampling = pipe.processor.tokenizer, Sampling(ignore_eos=True)
+        prompts = [prompt_of(tokenizer, prompt_tokens, seed) for seed in range(running)]
+        await asyncio.gather(*(pipe.complete(Request(p, max_tokens=length, sampling=sampling)) for p in prompts))
+
+
+def run(setting: Setting) -> Result:
+    """CPU time per decode step by part, at 1, 8, 32 and 64 running requests."""
+    model = setting.pick("llama-512x8", "llama")
+    counts, steps, rounds = ((1, 4), 8, 1) if setting.quick else ((1, 8, 32, 64), 60, 3)
+    prompt_tokens = 16 if setting.quick else PROMPT_TOKENS
+    found: dict[int, dict[str, float]] = {}
+    for running in counts:
+        each = []
+        for _ in range(rounds):
+            notes = Notes(running)
+            asyncio.run(serve(model, notes, steps, prompt_tokens))
+            each.append(notes.medians(skip=2))
+        found[running] = {part: median(medians[part] for medians in each) for part in PARTS}
+    return result(found, steps, rounds)
+
+
+def result(found: dict[int, dict[str, float]], steps: int, rounds: int) -> Result:
+    """Tables and aims from microseconds by running requests and part."""
+    most, least = max(found), min(found)
+    core = found[most]["core"]
+    growth = (core - found[least]["core"]) / (most - least)
+    return Result(
+        name="step_overhead",
+        title="Python beside the model, per decode step",
+        method=(
+            f"One PD instance, llama-512x8 in float32, prompts of about {PROMPT_TOKENS} tokens; thread CPU time, the "
+            f"median of {steps} steps, the median of {rounds} rounds. core: `InstanceCore.handle` with the scheduler. "
+            "core thread: its queue and what it sends. stage: building the batch and sampling. lane: its queue and the "
+            "timeline. loop: front end, text, streams and the readers, which are the user's side."
+        ),
+        tables=[Table("CPU time of a step", HEADER, [row(running, parts) for running, parts in found.items()])],
+        aims=[
+            Aim(
+                f"core and scheduler, a step at {most} running requests",
+                f"≤ {CORE_AIM_US:.0f} µs",
+                f"{core:.0f} µs",
+                core <= CORE_AIM_US,
+            ),
+            Aim(
+                "core and scheduler, each further request",
+                f"≤ {PER_REQUEST_AIM_US:.0f} µs",
+                f"{growth:.2f} µs",
+                growth <= PER_REQUEST_AIM_US,
+            ),
+        ],
+        values={
+            "microseconds": {str(running): parts for running, parts in found.items()},
+            "core_us_per_request": growth,
+        },
+    )
+
+
+HEADER = (
+    "running",
+    "model ms",
+    "stage µs",
+    "lane µs",
+    "core µs",
+    "core thread µs",
+    "loop µs",
+    "all beside the model",
+)
+
+
+def row(running: int, parts: dict[str, float]) -> list[str]:
+    beside = sum(parts[part] for part in PARTS if part != "model")
+    shown = [f"{parts[part]:.0f}" for part in PARTS if part != "model"]
+    share = f"{beside:.0f} µs ({beside / parts['model']:.1%} of the model's)"
+    return [str(running), f"{parts['model'] / 1e3:.2f}", *shown, share]
