@@ -47,6 +47,7 @@ class Connector:
 
     async def pull(self, instance: str, pull: Pull) -> Pulled:
         """Carry out a core's Pull for ``instance``. A failed transfer does not raise: the failure is in the answer."""
+        started = time.perf_counter()
         try:
             return Pulled(pull.offer, pull.part, None, await self._read(instance, pull))
         except Exception as error:  # transports are other people's: whatever they raise fails this request alone
@@ -54,7 +55,8 @@ class Connector:
             fields = {"source": pull.source, "target": instance, "kind": pull.kind, "cause": cause}
             why = str(error) if isinstance(error, TrinityError) else repr(error)
             text = f"{pull.kind} blocks did not arrive at {instance} from {pull.source}: {why}"
-            return Pulled(pull.offer, pull.part, Failure("MigrationError", text, fields))
+            record = self._record(instance, pull, "failed", 0, time.perf_counter() - started)
+            return Pulled(pull.offer, pull.part, Failure("MigrationError", text, fields), record)
 
     async def _read(self, instance: str, pull: Pull) -> dict[str, Any]:
         started = time.perf_counter()
@@ -66,17 +68,19 @@ class Connector:
         except TimeoutError as error:
             text = f"a read of {len(pull.source_blocks)} blocks took more than {self.timeout_s} s"
             raise TransferTimeout(text, self.scheme, pull.source) from error
-        seconds = time.perf_counter() - ready
+        record = self._record(instance, pull, "pulled", moved, time.perf_counter() - ready)
+        pieces = sum(1 for _ in runs(pull.source_blocks, pull.target_blocks))
+        return {**record, "pieces": pieces, "setup_s": ready - started}
+
+    def _record(self, instance: str, pull: Pull, outcome: str, moved: int, seconds: float) -> dict[str, Any]:
         return {
             "kind": pull.kind,
             "source": pull.source,
             "target": instance,
-            "outcome": "pulled",
+            "outcome": outcome,
             "scheme": self.scheme,
             "bytes": moved,
             "blocks": len(pull.source_blocks),
-            "pieces": sum(1 for _ in runs(pull.source_blocks, pull.target_blocks)),
-            "setup_s": ready - started,
             "seconds": seconds,
         }
 

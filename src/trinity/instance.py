@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
@@ -324,9 +324,8 @@ class InstanceHost:
     async def _pull(self, pull: Pull) -> None:
         started = time.perf_counter()
         answer = await self._network.connector.pull(self.name, pull)
-        record: dict[str, Any] = answer.record or {"kind": pull.kind, "outcome": "failed"}
         title = f"pull {pull.kind} from {pull.source}"
-        self._timeline.add(self.name, "migration", title, started, time.perf_counter() - started, record)
+        self._timeline.add(self.name, "migration", title, started, time.perf_counter() - started, answer.record)
         self.post(answer)
 
 

@@ -98,10 +98,15 @@ class RequestState:
         self.phase = phase
 
     def book(self, now: float) -> None:
-        """Add the time since the last change to the span that it belongs to."""
+        """Add the time since the last change to the span that it belongs to.
+
+        What passes before the source of a transfer has committed is the source's: its spans say what it did meanwhile.
+        """
+        since, self.since = self.since, now
+        if self.incoming is not None and self.incoming.commit is None:
+            return
         name = "decode_queue" if self.phase is Phase.DECODING and not self.first_decode else SPAN[self.phase]
-        self.spans[name] = self.spans.get(name, 0.0) + now - self.since
-        self.since = now
+        self.spans[name] = self.spans.get(name, 0.0) + now - since
 
 
 @dataclass(slots=True)

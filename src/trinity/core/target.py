@@ -47,6 +47,7 @@ def committed(s: State, event: Commit, now: float) -> None:
     state = _state(s, event.id)
     if state is None or state.incoming is None or state.ending is not None:
         return
+    state.book(now)
     state.incoming.commit = event
     state.tokens = list(event.tokens)
     state.cached = event.cached_tokens
