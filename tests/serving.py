@@ -26,7 +26,7 @@ WHOLE_MEDIA = ("gemma3",)  # attends to an image in both directions: no chunk an
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 TEXT_METHODS = ("PD", "P+D")
 LOGITS_WITHIN = 1e-4
-PATIENCE_S = 60.0
+PATIENCE_S, SOON_S = 60.0, 10.0
 
 Waves = Sequence[Sequence[Request]]
 
@@ -169,10 +169,16 @@ async def _read(pipe: Pipeline, request: Request, begun: asyncio.Event, found: S
 
 
 async def nothing_held(pipe: Pipeline) -> None:
-    """Wait until every pool has got all its blocks back: the last Release may still be under way."""
-    async with asyncio.timeout(PATIENCE_S):
-        while any(pool.held for host in pipe.hosts.values() for pool in host.core.state.pools.values()):
-            await asyncio.sleep(0.005)
+    """Every pool must soon have all its blocks back: the last Release may still be under way."""
+    until = asyncio.get_running_loop().time() + SOON_S
+    while held := _held(pipe):
+        assert asyncio.get_running_loop().time() < until, f"leaked blocks: {held}"
+        await asyncio.sleep(0.005)
+
+
+def _held(pipe: Pipeline) -> dict[str, int]:
+    pools = [(host.name, pool) for host in pipe.hosts.values() for pool in host.core.state.pools.values()]
+    return {f"{name} {pool.kind}": pool.held for name, pool in pools if pool.held}
 
 
 def nothing_left(pipe: Pipeline) -> None:
