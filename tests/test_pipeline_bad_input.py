@@ -31,7 +31,7 @@ from trinity.errors import (
 )
 from trinity.instance import Instance
 from trinity.media import Limits
-from trinity.messages import Work
+from trinity.messages import Submit, Work
 from trinity.pipeline import Pipeline, with_time_left
 from trinity.processor import Processed
 from trinity.request import Media, Request, Sampling
@@ -345,6 +345,24 @@ def test_preparing_uses_up_the_deadline() -> None:
     assert with_time_left(timed, 0.5).work.deadline_s == 1.5
     assert with_time_left(timed, 5.0).work.deadline_s == 0.0
     assert with_time_left(untimed, 5.0) is untimed
+
+
+async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("EP+D") as pipe:
+        prepare, post, left = pipe.processor.aprocess, pipe.post, []
+
+        async def slowly(request: Request) -> Processed:
+            await asyncio.sleep(0.05)
+            return await prepare(request)
+
+        def noting(event: Any) -> None:
+            left.extend([event.work.deadline_s] if isinstance(event, Submit) else [])
+            post(event)
+
+        monkeypatch.setattr(pipe.processor, "aprocess", slowly)
+        monkeypatch.setattr(pipe, "post", noting)
+        await pipe.complete(TEXT.request(deadline_s=30.0))
+        assert 0 < left[0] <= 29.95
 
 
 async def test_a_deadline_that_is_met_changes_nothing() -> None:
