@@ -20,6 +20,7 @@ from pipeline_driver import GOOD, ONE, TEXT, TWO, all_tokens, failing, failing_a
 from trinity.connector import Connector
 from trinity.errors import (
     BadMedia,
+    ClosedError,
     ConfigError,
     DeadlineExceeded,
     Overloaded,
@@ -77,6 +78,9 @@ async def refused_at_start(model: Path, placement: Any = "EPD", **settings: Any)
     pipe = Pipeline(model, placement, **settings)
     with pytest.raises(ConfigError) as caught:
         await pipe.start()
+    assert pipe.connector._closed
+    with pytest.raises(ClosedError):
+        await pipe.complete(TEXT.request())
     await pipe.aclose()
     return caught.value
 
@@ -349,14 +353,15 @@ def test_preparing_uses_up_the_deadline() -> None:
 
 async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("EP+D") as pipe:
-        prepare, post, left = pipe.processor.aprocess, pipe.post, []
+        prepare, post = pipe.processor.aprocess, pipe.post
+        left: list[float] = []
 
         async def slowly(request: Request) -> Processed:
             await asyncio.sleep(0.05)
             return await prepare(request)
 
         def noting(event: Any) -> None:
-            left.extend([event.work.deadline_s] if isinstance(event, Submit) else [])
+            left.extend([event.work.deadline_s or 0.0] if isinstance(event, Submit) else [])
             post(event)
 
         monkeypatch.setattr(pipe.processor, "aprocess", slowly)

@@ -12,6 +12,7 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, all_tokens, good_ones, nothing_left, serving, threads_of
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError
+from trinity.messages import Submit, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.transports import WrappedTransport
@@ -134,7 +135,7 @@ async def test_cancelling_the_close_does_not_cut_it_short() -> None:
     await asyncio.gather(reader, return_exceptions=True)
 
 
-def test_a_program_that_forgets_to_close_ends_in_silence() -> None:
+def test_a_program_that_forgets_to_close_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     """The loop is gone, and threads find nobody to tell: no traceback, and as daemons they do not keep the program."""
     pipe = make("EP+D")
 
@@ -145,6 +146,10 @@ def test_a_program_that_forgets_to_close_ends_in_silence() -> None:
 
     asyncio.run(forgetful())
     assert all(thread.daemon for host in pipe.hosts.values() for thread in threads_of(host))
+    for host in pipe.hosts.values():
+        host.post(Submit(Work(request="too large", prompt=(1,) * 1_000_000)))  # answered by a word to the front end
+        host._join()
+    assert not caplog.records
     stop(pipe)
 
 
