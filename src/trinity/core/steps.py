@@ -24,19 +24,26 @@ def pump(s: State, now: float) -> None:
 
 def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where something changed that may let more be admitted."""
-    if not (s.decoding or s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
-        return False
+    if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
+        # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
+        return _start(s, lane, Batch(tuple(s.decoding) if "D" in LANES[lane] else ()), now)
     candidates = Candidates(s, LANES[lane], now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
+    _start(s, lane, batch, now)
+    for state in admitted:
+        _media_progress(s, state, now)
+    return bool(admitted or candidates.uncovered)
+
+
+def _start(s: State, lane: str, batch: Batch, now: float) -> bool:
+    """Run the batch on the lane, if there is anything in it. False: a step lets nothing more be admitted."""
     step = _build(s, lane, batch, now)
     if step is not None:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
         s.lanes[lane] = Running(step, dict.fromkeys([*rows, *step.decodes]))
         s.out.append(step)
-    for state in admitted:
-        _media_progress(s, state, now)
-    return bool(admitted or candidates.uncovered)
+    return False
 
 
 def _build(s: State, lane: str, batch: Batch, now: float) -> Step | None:
@@ -81,21 +88,25 @@ def stepped(s: State, event: Stepped, now: float) -> None:
     step, failed = running.step, event.failed
     emitted: list[Emitted] = []
     before = len(s.out)
-    _encoded(s, step, event, now)
+    if step.encodes:
+        _encoded(s, step, event, now)
     for row in step.prefills:
         if row.request not in failed:
             _prefilled(s, row, event.sampled.get(row.request), emitted, now)
     for request in step.decodes:
-        if request not in failed:
-            _decoded(s, request, event.sampled.get(request), emitted, now)
+        state = s.requests[request]
+        if request not in failed and state.ending is None:
+            sampled = event.sampled.get(request)
+            assert sampled is not None, f"decode of {request} gave no token"
+            _took(s, state, sampled, emitted, now)
     if emitted:  # ahead of the ends that these tokens brought about
         s.out.insert(before, Send(FRONTEND, Emit(tuple(emitted))))
     for request, why in failed.items():
         end(s, s.requests[request], now, "error", why)
     for request in running.requests:
-        state = s.requests.get(request)
-        if state is not None and state.ending is not None:
-            conclude_if_quiet(s, state, now)
+        left = s.requests.get(request)
+        if left is not None and left.ending is not None:
+            conclude_if_quiet(s, left, now)
 
 
 def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
@@ -160,13 +171,6 @@ def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Em
         offer_kv(s, state, now)
 
 
-def _decoded(s: State, request: str, sampled: Sampled | None, emitted: list[Emitted], now: float) -> None:
-    state = s.requests[request]
-    if state.ending is None:
-        assert sampled is not None, f"decode of {request} gave no token"
-        _took(s, state, sampled, emitted, now)
-
-
 def _took(s: State, state: RequestState, sampled: Sampled, emitted: list[Emitted], now: float) -> bool:
     """Take one token. True where the request ends with it."""
     work, tokens = state.work, state.tokens
@@ -176,4 +180,6 @@ def _took(s: State, state: RequestState, sampled: Sampled, emitted: list[Emitted
         end(s, state, now, "stop")
     elif len(tokens) >= work.max_tokens:
         end(s, state, now, "length")
-    return state.ending is not None
+    else:
+        return False
+    return True
