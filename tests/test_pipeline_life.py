@@ -142,7 +142,8 @@ def test_a_program_that_forgets_to_close_ends_in_silence(caplog: pytest.LogCaptu
     async def forgetful() -> None:
         await pipe.start()
         async with pipe.stream(LONG.request()) as tokens:
-            await anext(aiter(tokens))
+            while (await anext(tokens)).index < 2:  # beyond its migration, whose task would be left behind as well
+                pass
 
     asyncio.run(forgetful())
     assert all(thread.daemon for host in pipe.hosts.values() for thread in threads_of(host))
