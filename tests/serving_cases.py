@@ -90,12 +90,16 @@ def answers(architecture: str) -> dict[str, Answer]:
 
 
 @cache
+def processor_of(architecture: str) -> RequestProcessor:
+    return RequestProcessor(checkpoint(architecture))
+
+
+@cache
 def _opening(architecture: str) -> str:
     """Words before the image, so many that a chunk of the budget and the last block shared with "inside" end in it."""
-    processor = RequestProcessor(checkpoint(architecture))
 
     def work(prompt: str) -> Work:
-        return processor.process(ask("measured", prompt, [red()])).work
+        return processor_of(architecture).process(ask("measured", prompt, [red()])).work
 
     for count in range(64):
         opening = "Now" + " the" * count + ": "
