@@ -134,7 +134,7 @@ async def measure(directory: Path, contexts: tuple[int, ...], few: int, many: in
     longest = max(contexts) + many
     pools = {"kv": BATCH * (longest // 16 + 2)}
     found = []
-    theirs = GenerateBatch(directory, longest)
+    theirs = await asyncio.to_thread(GenerateBatch, directory, longest)
     try:
         async with Pipeline(directory, "PD", dtype="float32", pools=pools, prefix_cache=False) as pipe:
             for context in contexts:

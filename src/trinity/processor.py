@@ -86,8 +86,18 @@ class RequestProcessor:
         Raises ``ClosedError`` after ``close()``, else as ``process``.
         """
         plan = await self._run(lambda: self._plan(request))
-        items = await asyncio.gather(*(self._run(self._item, plan, index) for index in range(len(plan.media))))
+        items = await self._items(plan)
         return await self._run(lambda: self._finish(plan, items))
+
+    async def _items(self, plan: _Plan) -> list[Item]:
+        """All media of a request in parallel; where one fails, nobody waits for the others, and none goes on unseen."""
+        reading = [asyncio.ensure_future(self._run(self._item, plan, index)) for index in range(len(plan.media))]
+        try:
+            return await asyncio.gather(*reading)
+        finally:
+            for each in reading:
+                each.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
 
     def dummy_inputs(self, visual_tokens_hint: int | None = None) -> tuple[MediaSpan, dict[str, Any]]:
         """One synthetic image for profiling, of about ``visual_tokens_hint`` visual tokens where its size decides.
