@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PHOTOS = ROOT / "examples" / "photos"
 CACHE = ROOT / "build" / "bench-checkpoints"
@@ -57,15 +58,28 @@ def build_cached(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Setting:
-    """``quick``: tiny checkpoints and few repetitions, to see that everything runs; its figures mean nothing."""
+    """``quick``: tiny checkpoints and few repetitions, to see that everything runs; its figures mean nothing.
+
+    ``patience_s``: how long a round may wait for others to leave the machine alone.
+    """
 
     quick: bool = False
+    patience_s: float = 0.0
     checkpoint: Callable[[str], Path] = build_cached
     photos: Sequence[Path] = field(default_factory=lambda: sorted(PHOTOS.glob("*.jpg")))
 
     def pick(self, name: str, tiny: str) -> Path:
         """The mid-size checkpoint ``name``, or ``tiny`` where quick."""
         return self.checkpoint(tiny if self.quick else name)
+
+    def settle(self) -> None:
+        """Return once others take little of the machine, or patience ends."""
+        until = time.monotonic() + self.patience_s
+        while time.monotonic() < until:
+            with ForeignLoad() as load:
+                time.sleep(1.0)
+            if load.share <= FOREIGN / 2:
+                return
 
 
 def prompt_of(tokenizer: Any, tokens: int, seed: int) -> str:
@@ -94,9 +108,17 @@ class ForeignLoad:
         foreign = (_busy_seconds() - self._busy) - (_own_seconds() - self._own)
         self.share = min(1.0, max(0.0, foreign / room)) if room > 0 else 0.0
 
-    @property
-    def quiet(self) -> bool:
-        return self.share <= FOREIGN
+
+def calm(rounds: Sequence[tuple[float, T]]) -> tuple[list[T], bool]:
+    """Of (foreign share, what was measured): what counts, and whether it does; all where every round was disturbed."""
+    quiet = [found for share, found in rounds if share <= FOREIGN]
+    return (quiet, True) if quiet else ([found for _, found in rounds], False)
+
+
+def disturbed(which: Sequence[object]) -> list[str]:
+    """A note on the figures that had no undisturbed round."""
+    named = ", ".join(map(str, which))
+    return [f"Others took more than {FOREIGN:.0%} of the machine in every round of: {named}."] if which else []
 
 
 def _own_seconds() -> float:

@@ -129,9 +129,9 @@ class Pairs:
         return sum(own == other for own, other in zip(self.ours[0].tokens, self.theirs[0].tokens, strict=True))
 
 
-async def measure(directory: Path, contexts: tuple[int, ...], few: int, many: int, pairs: int) -> list[Pairs]:
+async def measure(setting: Setting, contexts: tuple[int, ...], few: int, many: int, pairs: int) -> list[Pairs]:
     """A pair to warm up with, then ``pairs`` pairs, at each context length."""
-    longest = max(contexts) + many
+    directory, longest = setting.pick("llama-512x8", "llama"), max(contexts) + many
     pools = {"kv": BATCH * (longest // 16 + 2)}
     found = []
     theirs = await asyncio.to_thread(GenerateBatch, directory, longest)
@@ -139,10 +139,11 @@ async def measure(directory: Path, contexts: tuple[int, ...], few: int, many: in
         async with Pipeline(directory, "PD", dtype="float32", pools=pools, prefix_cache=False) as pipe:
             for context in contexts:
                 load = make_load(pipe.processor.tokenizer, context, few, many)
-                rounds = [
-                    (await sample(theirs.serve, load), await sample(lambda *asked: serve(pipe, *asked), load))
-                    for _ in range(pairs + 1)
-                ]
+                rounds = []
+                for _ in range(pairs + 1):
+                    await asyncio.to_thread(setting.settle)
+                    one = await sample(theirs.serve, load)
+                    rounds.append((one, await sample(lambda *asked: serve(pipe, *asked), load)))
                 found.append(Pairs(context, [a for a, _ in rounds[1:]], [b for _, b in rounds[1:]]))
     finally:
         theirs.close()
@@ -151,13 +152,12 @@ async def measure(directory: Path, contexts: tuple[int, ...], few: int, many: in
 
 def run(setting: Setting) -> Result:
     """CPU time of a decode step at batch 16, and tokens per second, beside ``generate_batch``'s."""
-    directory = setting.pick("llama-512x8", "llama")
     contexts, few, many, pairs = ((24,), 2, 6, 1) if setting.quick else ((64, 256, 512), 4, 28, 4)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     gc.collect()
     gc.freeze()  # generate_batch collects garbage at its end, and would go through all of torch and transformers
     try:
-        found = asyncio.run(measure(directory, contexts, few, many, pairs))
+        found = asyncio.run(measure(setting, contexts, few, many, pairs))
     finally:
         gc.unfreeze()
     return result(found, few, many)
