@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint_fixtures import checkpoint
-from serving import MULTIMODAL, methods_of, served
+from serving import MULTIMODAL, case_of, copy_of, methods_of, served
 from serving_cases import answers, ask, blue, red, waves
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -13,6 +13,8 @@ from trinity.testing.oracle import Answer
 from trinity.testing.transports import zeroing
 
 MOVES_IMAGES = ("ED+P", "E+P+D", "PD+E")
+OUTPUTS = 16
+POOLS = {"image": 8, "kv": 64}
 MOVES_KV = ("EP+D", "ED+P", "E+P+D", "P+D")
 
 
@@ -31,8 +33,8 @@ def expected(architecture: str) -> dict[str, Answer]:
 
 
 def _both(architecture: str) -> list[Request]:
-    """The first case, and one without an image."""
-    return [waves(architecture)[0][0], waves(architecture)[1][0]]
+    """The first case, and one without an image; a few tokens of each must tell."""
+    return [copy_of(waves(architecture)[at][0], 1, max_tokens=OUTPUTS) for at in (0, 1)]
 
 
 @pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_IMAGES))
@@ -40,19 +42,19 @@ async def test_zeroed_image_blocks_change_the_tokens(
     architecture: str, method: str, expected: dict[str, Answer]
 ) -> None:
     connector = zeroing("image")
-    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector)
+    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector, pools=POOLS)
     assert connector.reads["image"] == 1
-    assert found.tokens("one") != expected["one"].token_ids
-    assert found.tokens("text") == expected["text"].token_ids
+    assert found.tokens("one#1") != expected["one"].token_ids[:OUTPUTS]
+    assert found.tokens("text#1") == expected["text"].token_ids[:OUTPUTS]
 
 
 @pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_KV))
 async def test_zeroed_kv_blocks_change_the_tokens(architecture: str, method: str, expected: dict[str, Answer]) -> None:
     connector = zeroing("kv")
-    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector)
+    found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector, pools=POOLS)
     assert connector.reads["kv"] == 2
-    for request in ("one", "text"):
-        tokens, right = found.tokens(request), expected[request].token_ids
+    for request in found.outputs:
+        tokens, right = found.tokens(request), expected[case_of(request)].token_ids[:OUTPUTS]
         assert tokens[0] == right[0], "the first token comes from the prefill instance"
         assert tokens != right, request
 
