@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trinity.errors import ConfigError
+
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -29,17 +35,22 @@ class BlockMemory:
     """``tensor`` is [blocks, *shape], contiguous; a block of all layers is one contiguous piece.
 
     ``words`` is the same memory as [blocks, block_bytes / 8] int64 (index copies of int64 are the fastest that torch
-    has on a CPU), or uint8 where a block is not a multiple of 8 bytes.
+    has on a CPU), or uint8 where a block is not a multiple of 8 bytes. With ``shared``, CPU memory is a sealed memory
+    file whose descriptor is ``file``: other processes of this host can map it. Raises ``ConfigError`` where there is
+    not enough memory for it.
     """
 
-    def __init__(self, shape: BlockShape, blocks: int, device: str = "cpu") -> None:
+    def __init__(self, shape: BlockShape, blocks: int, device: str = "cpu", *, shared: bool = False) -> None:
         import torch
 
         self.shape, self.blocks, self.device = shape, blocks, device
-        if torch.device(device).type == "cpu":
-            self.tensor = _untouched_zeros(blocks * shape.block_bytes).view(shape.dtype).view(blocks, *shape.shape)
-        else:
+        self.file: int | None = None
+        if torch.device(device).type != "cpu":
             self.tensor = torch.zeros((blocks, *shape.shape), dtype=shape.dtype, device=device)
+            return
+        size = blocks * shape.block_bytes
+        raw = self._shared(size) if shared else _untouched_zeros(size)
+        self.tensor = torch.from_numpy(raw).view(shape.dtype).view(blocks, *shape.shape)
 
     @property
     def kind(self) -> str:
@@ -56,10 +67,39 @@ class BlockMemory:
         flat = self.tensor.view(self.blocks, -1).view(torch.uint8)
         return flat.view(torch.int64) if self.block_bytes % 8 == 0 else flat
 
+    def _shared(self, size: int) -> np.ndarray:
+        import numpy as np
 
-def _untouched_zeros(size: int) -> torch.Tensor:
+        self.file = sealed_file(f"trinity-{self.kind}", size)
+        self._closing = weakref.finalize(self, os.close, self.file)
+        return np.frombuffer(mmap.mmap(self.file, size), dtype=np.uint8)
+
+    def close(self) -> None:
+        """Close the memory file; what is mapped stays until nothing refers to it. Twice is once."""
+        if self.file is not None:
+            self.file = None
+            self._closing()
+
+
+def sealed_file(name: str, size: int) -> int:
+    """A memory file of just this size for ever: a peer that truncated it would kill us with SIGBUS."""
+    import fcntl
+
+    try:
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ConfigError(f"no memory file for a pool of {size:,} bytes: {error}") from error
+    try:
+        os.ftruncate(file, size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(f"a pool of {size:,} bytes cannot be had: {error}; make the pools smaller") from error
+    return file
+
+
+def _untouched_zeros(size: int) -> np.ndarray:
     """``size`` zero bytes that cost no memory until they are written: a pool larger than its use stays cheap."""
     import numpy as np
-    import torch
 
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    return np.zeros(size, dtype=np.uint8)

@@ -24,7 +24,7 @@ class Pair:
     def __init__(self, transport: Transport, rows: int) -> None:
         self.transport = transport
         self.shape = BlockShape("kv", (2, rows, 8), torch.float32)
-        self.source, self.target = BlockMemory(self.shape, BLOCKS), BlockMemory(self.shape, BLOCKS)
+        self.source, self.target = (BlockMemory(self.shape, BLOCKS, shared=True) for _ in range(2))
         self.fill()
         self.descriptor = transport.publish(self.source)
 

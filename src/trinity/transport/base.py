@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Protocol
 
 from trinity.errors import OfferRefused
 from trinity.memory import BlockMemory
@@ -58,3 +59,17 @@ def runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, in
         if broken:
             yield source[start], target[start], index - start
             start = index
+
+
+async def finish(copying: Coroutine[Any, Any, None]) -> None:
+    """Await a copy; a cancelled reader waits until it has ended, because a thread cannot be stopped in its middle."""
+    task = asyncio.ensure_future(copying)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                continue
+        raise

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.base import check_blocks, runs
+from trinity.transport.base import check_blocks, finish, runs
 
 _published: dict[int, BlockMemory] = {}
 _numbers = count(1)
@@ -75,7 +74,7 @@ class InprocRemote:
         if moved <= INLINE_BYTES:
             copy_blocks(memory, source, self._into, target)
         else:
-            await _finish(asyncio.to_thread(copy_blocks, memory, source, self._into, target))
+            await finish(asyncio.to_thread(copy_blocks, memory, source, self._into, target))
         return moved
 
     async def aclose(self) -> None:
@@ -87,17 +86,3 @@ def copy_blocks(memory: BlockMemory, source: Sequence[int], into: BlockMemory, t
     theirs, ours = memory.words, into.words
     for start, to, length in runs(source, target):
         ours[to : to + length].copy_(theirs[start : start + length])
-
-
-async def _finish(copying: Coroutine[Any, Any, None]) -> None:
-    """Await a copy; a cancelled reader waits until it has ended, because a thread cannot be stopped in its middle."""
-    task = asyncio.ensure_future(copying)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                continue
-        raise
