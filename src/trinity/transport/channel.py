@@ -1,0 +1,220 @@
+"""Control channel: length-framed messages between two processes, authenticated on both sides.
+
+One per pair, over a Unix or TCP socket, in order. Both sides prove that they hold the pipeline's secret (HMAC over the
+other's challenge) before a byte of what they say is decoded; frames are bounded. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
+
+VERSION = 1
+MAGIC = b"TRNY"
+NONCE = 32
+MAX_FRAME = 256 << 20  # bytes: a request's pixels are the largest thing that a frame carries
+MAX_HELLO = 1 << 20
+MAX_BACKLOG = 1 << 30  # bytes that may wait for a peer that does not read; beyond, it is lost
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """``unix:/path`` or ``tcp:host:port`` (port 0: any free one)."""
+
+    scheme: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ``ConfigError`` where the text is no address."""
+        scheme, _, rest = text.partition(":")
+        if scheme == "unix" and rest:
+            return cls("unix", path=rest)
+        host, _, port = rest.rpartition(":")
+        if scheme == "tcp" and host and port.isdigit() and int(port) < 65536:
+            return cls("tcp", host=host.strip("[]"), port=int(port))
+        raise ConfigError(f"{text!r} is no address; write unix:/path/to/socket or tcp:host:port")
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"
+
+
+class Channel:
+    """An authenticated connection. ``hello`` is what the peer said of itself. All methods: on the loop's thread."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: bytes = b"", limit: int = MAX_FRAME
+    ) -> None:
+        self.hello, self.limit = hello, limit
+        self._reader, self._writer = reader, writer
+
+    @property
+    def closed(self) -> bool:
+        return self._writer.is_closing()
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame; never blocks. Raises ``PeerLost`` where the peer is gone or has stopped reading."""
+        if self.closed:
+            raise PeerLost("the control channel is closed", "control")
+        if len(payload) > self.limit:
+            raise TransportError(f"a message of {len(payload)} bytes is above the limit of {self.limit}", "control")
+        self._writer.write(len(payload).to_bytes(4, "big"))
+        self._writer.write(payload)
+        if self._writer.transport.get_write_buffer_size() > MAX_BACKLOG:
+            self.abort()
+            raise PeerLost(f"the peer has left more than {MAX_BACKLOG} bytes unread", "control")
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises ``PeerLost`` at the end, ``TransportError`` for a frame above the limit."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            if size > self.limit:
+                self.abort()
+                raise TransportError(f"a frame of {size} bytes is above the limit of {self.limit}", "control")
+            return await self._reader.readexactly(size)
+        except asyncio.IncompleteReadError as error:
+            self.abort()
+            what = "in the middle of a frame" if error.partial else "between frames"
+            raise PeerLost(f"the control channel ended {what}", "control") from error
+        except OSError as error:
+            self.abort()
+            raise PeerLost(f"the control channel broke: {error}", "control") from error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Frames until the peer is gone."""
+        with suppress(PeerLost):
+            while True:
+                yield await self.receive()
+
+    def abort(self) -> None:
+        """Drop the connection without sending what waits."""
+        self._writer.transport.abort()
+
+    async def aclose(self) -> None:
+        """Send what waits and close. Twice is once."""
+        self._writer.close()
+        with suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), TIMEOUT_S)
+
+
+async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S) -> Channel:
+    """Connect, authenticate both sides, exchange hellos. Raises ``HandshakeError``, ``PeerLost``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await _open(address)
+            try:
+                return await _shake(reader, writer, secret, hello, server=False)
+            except BaseException:
+                writer.transport.abort()
+                await asyncio.sleep(0)  # abort closes the socket in the next turn of the loop
+                raise
+    except TimeoutError as error:
+        raise HandshakeError(f"{address} did not answer within {timeout_s} s", "control", str(address)) from error
+    except OSError as error:
+        raise PeerLost(f"{address} cannot be reached: {error}", "control", str(address)) from error
+
+
+async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.scheme == "unix":
+        return await asyncio.open_unix_connection(address.path)
+    return await asyncio.open_connection(address.host, address.port)
+
+
+@asynccontextmanager
+async def listen(
+    address: Address, secret: bytes, hello: bytes, serve: Callable[[Channel], Awaitable[None]]
+) -> AsyncIterator[Address]:
+    """Accept channels, each handed to ``serve`` once it is authenticated; yields the address in force.
+
+    A peer that fails the handshake is dropped; the others do not notice.
+    """
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        with suppress(TransportError, TimeoutError, asyncio.CancelledError):  # asyncio would report them as errors
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    channel = await _shake(reader, writer, secret, hello, server=True)
+                await serve(channel)
+            finally:
+                writer.transport.abort()
+
+    server, bound = await _bind(address, accepted)
+    try:
+        yield bound
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.wait_closed()
+        if address.scheme == "unix":
+            with suppress(OSError):
+                os.unlink(address.path)
+
+
+async def _bind(address: Address, accepted: Callable[..., Awaitable[None]]) -> tuple[asyncio.Server, Address]:
+    try:
+        if address.scheme == "unix":
+            return await asyncio.start_unix_server(accepted, address.path), address
+        server = await asyncio.start_server(accepted, address.host, address.port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    return server, Address("tcp", host=address.host, port=server.sockets[0].getsockname()[1])
+
+
+async def _shake(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, hello: bytes, *, server: bool
+) -> Channel:
+    """Challenge and answer, the client first: whoever lacks the secret learns nothing and is told nothing."""
+    try:
+        mine = secrets.token_bytes(NONCE)
+        writer.write(MAGIC + VERSION.to_bytes(2, "big") + mine)
+        theirs = await _greeting(reader)
+        roles = (b"server", b"client") if server else (b"client", b"server")
+        if server:
+            await _verify(reader, secret, roles[1], mine, theirs)
+        writer.write(_proof(secret, roles[0], theirs, mine))
+        if not server:
+            await _verify(reader, secret, roles[1], mine, theirs)
+        channel = Channel(reader, writer, limit=MAX_HELLO)
+        channel.send(hello)
+        return Channel(reader, writer, await channel.receive())
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise HandshakeError(
+            "the peer left during the handshake: the secrets differ, or it is no peer of ours"
+        ) from error
+
+
+async def _greeting(reader: asyncio.StreamReader) -> bytes:
+    greeting = await reader.readexactly(len(MAGIC) + 2 + NONCE)
+    if not greeting.startswith(MAGIC):
+        raise HandshakeError("the peer does not speak trinity's protocol", "control")
+    version = int.from_bytes(greeting[len(MAGIC) : len(MAGIC) + 2], "big")
+    if version != VERSION:
+        raise HandshakeError(f"the peer speaks version {version} of the protocol, this side {VERSION}", "control")
+    return greeting[-NONCE:]
+
+
+def _proof(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
+    return hmac.digest(secret, role + challenge + own, "sha256")
+
+
+async def _verify(reader: asyncio.StreamReader, secret: bytes, role: bytes, mine: bytes, theirs: bytes) -> None:
+    proof = await reader.readexactly(32)
+    if not hmac.compare_digest(proof, _proof(secret, role, mine, theirs)):
+        raise HandshakeError("the peer does not hold this pipeline's secret", "control")
