@@ -7,6 +7,7 @@ from the prefill instance, the rest from the decode instance, on two channels. I
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trinity.messages import (
@@ -16,6 +17,8 @@ from trinity.messages import (
     Failure,
     Finished,
     Forget,
+    Moved,
+    PeerLost,
     PeerUp,
     Sampled,
     Send,
@@ -62,6 +65,7 @@ class Entry:
     first: str
     deadline: float
     delivered: int = 0
+    route: list[str] = field(default_factory=list)
     early: dict[int, Sampled] = field(default_factory=dict)
     aborted: str | None = None
     ended: bool = False
@@ -95,8 +99,12 @@ class FrontendCore:
             self._abort(event)
         elif isinstance(event, Tick):
             self._expire(now)
+        elif isinstance(event, Moved):
+            self._moved(event)
         elif isinstance(event, PeerUp):
-            self.router.peers[event.name] = event
+            self.router.add(event)
+        elif isinstance(event, PeerLost):
+            self._lost(event)
         return self._out
 
     def next_timer(self) -> float | None:
@@ -117,7 +125,7 @@ class FrontendCore:
         first = self.router.choose("E" if work.media else "P", work)
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
-        self.entries[work.request] = Entry(work, first, deadline)
+        self.entries[work.request] = Entry(work, first, deadline, route=[first])
         self.waiting += 1
         if work.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline, work.request))
@@ -131,6 +139,8 @@ class FrontendCore:
             return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
         path = ("E", "P", "D") if work.media else ("P", "D")
         for letter in path if work.max_tokens > 1 else path[:-1]:
+            if self.router.misses(letter):
+                return Failure("Overloaded", f"no instance is up at stage {letter} just now; try again in a while")
             if not any(letter in peer.roles and fits(peer, letter, work) for peer in self.router.peers.values()):
                 return _too_large(self.router, work, letter)
         return None
@@ -148,8 +158,34 @@ class FrontendCore:
             entry.delivered += 1
         self._settle(entry)
 
+    def _moved(self, event: Moved) -> None:
+        entry = self.entries.get(event.request)
+        if entry is not None and event.attempt == entry.work.attempt:
+            entry.route.extend([""] * (event.hop + 1 - len(entry.route)))
+            entry.route[event.hop] = event.to
+
+    def _lost(self, event: PeerLost) -> None:
+        """An instance is gone: the requests that are there have failed. What others hold of them, they drop."""
+        peer = self.router.drop(event.name)
+        stage = peer.roles if peer is not None else ""
+        for request, entry in list(self.entries.items()):
+            if entry.route[-1] == event.name and entry.finished is None:
+                text = f"instance {event.name} was lost while the request was there; send it again"
+                why = Failure("StageError", text, {"stage": stage})
+                entry.finished = Finished(
+                    request=request,
+                    attempt=entry.work.attempt,
+                    reason="error",
+                    failure=why,
+                    count=entry.delivered,
+                    route=tuple(name for name in entry.route if name),
+                )
+                self._settle(entry)
+
     def _finished(self, event: Finished) -> None:
         entry = self.entries.get(event.request)
+        if entry is None:  # it was given up when an instance was lost
+            self._forget(event.request, event.route)
         if entry is not None and event.attempt == entry.work.attempt:
             entry.finished = event
             self._settle(entry)
@@ -176,9 +212,12 @@ class FrontendCore:
             return
         if not entry.ended:
             self._end(entry, entry.aborted or finished.reason)
-        for name in dict.fromkeys((entry.first, *finished.route)):
-            self._out.append(Send(name, Forget(finished.request)))
+        self._forget(finished.request, (entry.first, *finished.route))
         del self.entries[finished.request]
+
+    def _forget(self, request: str, route: Sequence[str]) -> None:
+        for name in dict.fromkeys(route):
+            self._out.append(Send(name, Forget(request)))
 
     def _end(self, entry: Entry, reason: str) -> None:
         entry.ended = True

@@ -13,7 +13,7 @@ import msgspec
 from trinity.request import Sampling
 
 
-class Value(msgspec.Struct, frozen=True, gc=False):
+class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Base of all values here."""
 
 
@@ -181,6 +181,15 @@ class PeerLost(Value, frozen=True):
 
 class Drain(Value, frozen=True):
     """Finish what is here; refuse new requests."""
+
+
+class Moved(Value, frozen=True):
+    """Instance to front end: the request was offered to ``to``; ``hop`` counts from 1, for channels differ in speed."""
+
+    request: str
+    attempt: int
+    to: str
+    hop: int
 
 
 # ---------------------------------------------------------------- shell → its core

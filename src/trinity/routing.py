@@ -57,6 +57,22 @@ class Router:
     def __init__(self, policy: RoutingPolicy) -> None:
         self.policy = policy
         self.peers: dict[str, PeerUp] = {}
+        self.lost: dict[str, PeerUp] = {}
+
+    def add(self, peer: PeerUp) -> None:
+        self.peers[peer.name] = peer
+        self.lost.pop(peer.name, None)
+
+    def drop(self, name: str) -> PeerUp | None:
+        """An instance is gone, and may come back."""
+        peer = self.peers.pop(name, None)
+        if peer is not None:
+            self.lost[name] = peer
+        return peer
+
+    def misses(self, letter: str) -> bool:
+        """Whether every instance with this stage is gone for now."""
+        return not self.has(letter) and any(letter in peer.roles for peer in self.lost.values())
 
     def choose(self, letter: str, work: Work) -> str | None:
         """Name of the instance for stage ``letter``; None where none has both the stage and the blocks."""

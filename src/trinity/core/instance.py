@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trinity.core.lifecycle import cancel, forget, submit
+from trinity.core.peers import peer_lost
 from trinity.core.source import released
 from trinity.core.state import Settings, State
 from trinity.core.steps import pump, stepped
@@ -15,6 +16,7 @@ from trinity.messages import (
     Commit,
     Forget,
     Offer,
+    PeerLost,
     PeerUp,
     Pulled,
     Ready,
@@ -37,6 +39,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Release: released,
     Stepped: stepped,
     Pulled: pulled,
+    PeerLost: peer_lost,
 }
 
 
@@ -56,7 +59,7 @@ class InstanceCore:
         s = self.state
         s.out = []
         if isinstance(event, PeerUp):
-            s.router.peers[event.name] = event
+            s.router.add(event)
         else:
             _HANDLERS[type(event)](s, event, now)
             pump(s, now)
@@ -69,7 +72,7 @@ class InstanceCore:
     def announcement(self) -> PeerUp:
         """What the other cores must know of this one."""
         own = self.settings
-        return PeerUp(own.name, own.roles, 0, dict(own.pools), own.media_block, own.kv_block)
+        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.media_block, own.kv_block)
 
     def check(self) -> None:
         """Assert the invariants of the pools and of what is held; for tests and after failures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity.core.lifecycle import end, hand_on
 from trinity.core.state import Outgoing, RequestState, State, failure
-from trinity.messages import IMAGE, KV, Commit, Offer, Part, Ready, Release
+from trinity.messages import FRONTEND, IMAGE, KV, Commit, Failure, Moved, Offer, Part, Ready, Release
 
 
 def offer_media(s: State, state: RequestState, now: float) -> None:
@@ -40,12 +40,12 @@ def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
 def _open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
     target = s.router.choose(letter, state.work)
     if target is None:
-        text = f"no instance with stage {letter} has the blocks for this request; enlarge its pools"
-        end(s, state, now, "error", failure("RequestTooLarge", text))
+        end(s, state, now, "error", _nowhere(s, letter))
         return False
     s.offers += 1
+    life = f".{s.settings.epoch}" if s.settings.epoch else ""
     offer = Offer(
-        id=f"{s.settings.name}:{s.offers}",
+        id=f"{s.settings.name}{life}:{s.offers}",
         kind=kind,
         source=s.settings.name,
         work=state.work,
@@ -57,7 +57,16 @@ def _open_offer(s: State, state: RequestState, now: float, letter: str, kind: st
     s.outgoing[offer.id] = Outgoing(offer.id, state.work.request, target, kind, blocks)
     state.outgoing = offer.id
     s.send(target, offer)
+    s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))
     return True
+
+
+def _nowhere(s: State, letter: str) -> Failure:
+    if s.router.misses(letter):
+        return failure("MigrationError", f"no instance with stage {letter} is up just now", source=s.settings.name)
+    return failure(
+        "RequestTooLarge", f"no instance with stage {letter} has the blocks for this request; enlarge its pools"
+    )
 
 
 def _commit(s: State, state: RequestState, now: float) -> None:

@@ -54,6 +54,7 @@ class Settings:
     kv_block: int = 16
     image_cache: bool = True
     prefix_cache: bool = True
+    epoch: int = 0
 
 
 @dataclass(slots=True)
