@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@{ test -x $(PY) && $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
 	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@# What nixl says it needs is a torch of any version: it would replace ours.
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu13
 	@touch $@
 
 demo: $(STAMP)

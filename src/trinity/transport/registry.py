@@ -7,9 +7,15 @@ from collections.abc import Callable
 from trinity.plugins import find, known
 from trinity.transport.base import Transport
 from trinity.transport.inproc import InprocTransport
+from trinity.transport.nixl import NixlTransport
+from trinity.transport.shm import ShmTransport
 
 GROUP = "trinity.transports"
-BUILT_IN: dict[str, Callable[[], Transport]] = {"inproc": InprocTransport}
+BUILT_IN: dict[str, Callable[[], Transport]] = {
+    "inproc": InprocTransport,
+    "nixl": NixlTransport,
+    "shm": ShmTransport,
+}
 
 
 def known_transports() -> list[str]:

@@ -1,0 +1,357 @@
+"""nixl between processes, over shared memory and over TCP: exact bytes, exact tokens, and peers that die or freeze."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from checkpoint_fixtures import checkpoint
+from lending import EMPTY, Lending, lending, lent, pool, ready
+from trinity.connector import Connector
+from trinity.errors import ConfigError, HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
+from trinity.memory import BlockMemory
+from trinity.messages import Pull
+from trinity.pipeline import Pipeline
+from trinity.processes import kept_launcher
+from trinity.request import Request, Sampling
+from trinity.testing.oracle import Oracle
+from trinity.transport import make_transport, nixl_agent
+from trinity.transport.nixl import NixlRemote, NixlTransport
+from trinity.transport.nixl_agent import GRACE_S, Descriptor
+
+PHOTOS = sorted((Path(__file__).parent.parent / "examples" / "photos").glob("*.jpg"))
+LANES = {"default": None, "tcp": "tcp"}
+LIVENESS_S = 30.0
+SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one; the large take a tenth of a second over TCP
+
+
+@pytest.fixture(autouse=True)
+def _ready() -> None:
+    ready("nixl")
+
+
+@pytest.fixture(params=LANES)
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """UCX's own choice, which is shared memory on one host; or TCP, as between hosts."""
+    use(monkeypatch, request.param)
+    return str(request.param)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    choice = LANES[name]
+    if choice is None:
+        monkeypatch.delenv("UCX_TLS", raising=False)
+    else:
+        monkeypatch.setenv("UCX_TLS", choice)
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "tcp")
+
+
+async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> tuple[NixlTransport, NixlRemote, BlockMemory]:
+    transport, memory = NixlTransport(**named), pool(*size)
+    return transport, await transport.attach(peer.descriptor, memory), memory
+
+
+async def begun(memory: BlockMemory) -> None:
+    """Until the first bytes of a transfer are there."""
+    async with asyncio.timeout(LIVENESS_S):
+        while not bool((memory.tensor[:, 0] != EMPTY).any()):
+            await asyncio.sleep(0)
+
+
+async def ends(reading: asyncio.Future[int]) -> BaseException | None:
+    """How a read ends, and that it does."""
+    await asyncio.wait([reading], timeout=LIVENESS_S)
+    assert reading.done(), "the read hangs"
+    return asyncio.CancelledError() if reading.cancelled() else reading.exception()
+
+
+# ------------------------------------------------------------ what it moves
+
+
+async def test_another_process_is_read(lanes: str) -> None:
+    async with lending("nixl", *SMALL) as peer:
+        transport, remote, memory = await attached(peer, SMALL)
+        assert await remote.read([3, 1, 2, 31], [0, 7, 8, 30]) == 4 * SMALL[1]
+        wanted = torch.full_like(memory.tensor, EMPTY)
+        wanted[[0, 7, 8, 30]] = lent(*SMALL)[[3, 1, 2, 31]]
+        assert torch.equal(memory.tensor, wanted)
+        await transport.aclose()
+
+
+async def test_many_reads_at_once(lanes: str) -> None:
+    async with lending("nixl", *SMALL) as peer:
+        transport, remote, memory = await attached(peer, SMALL)
+        await asyncio.gather(*(remote.read([block], [31 - block]) for block in range(32)))
+        assert torch.equal(memory.tensor, lent(*SMALL).flip(0))
+        await transport.aclose()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(checkpoint("llava"))
+
+
+def requests() -> list[Request]:
+    greedy = Sampling(ignore_eos=True)
+    return [
+        Request("Only text, and no picture", max_tokens=20, sampling=greedy),
+        Request("<image>\nWhat is this?", images=PHOTOS[:1], max_tokens=24, sampling=greedy),
+        Request("<image> and <image>, but <image>?", images=PHOTOS[:3], max_tokens=16, sampling=greedy),
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(oracle: Oracle) -> list[tuple[int, ...]]:
+    return [tuple(tokens) for tokens in oracle.generate_all(requests())]
+
+
+@pytest.fixture(params=LANES)
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Instances inherit the lanes from the process that forks them."""
+    use(monkeypatch, request.param)
+    with kept_launcher():
+        yield
+
+
+@pytest.mark.parametrize("placement", ["E+P+D", "EP+D", "ED+P"])
+async def test_pipeline_of_processes_is_exact(placement: str, launcher: None, wanted: list[tuple[int, ...]]) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}}
+    async with Pipeline(checkpoint("llava"), placement, connector="nixl", hosting="process", **settings) as pipe:
+        outputs = await asyncio.gather(*(pipe.complete(request) for request in requests()))
+    assert [tuple(output.token_ids) for output in outputs] == wanted
+    pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]
+    assert {record["scheme"] for record in pulled} == {"nixl"}
+    assert {record["kind"] for record in pulled} == ({"kv"} if placement == "EP+D" else {"image", "kv"})
+    assert all(record["bytes"] > 0 for record in pulled)
+
+
+# ------------------------------------------------------------ peers that die, freeze or leave
+
+
+async def test_a_peer_killed_in_the_middle_is_lost(tcp: None) -> None:
+    async with lending("nixl", *LARGE) as peer:
+        transport, remote, memory = await attached(peer, LARGE)
+        reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
+        await begun(memory)
+        peer.process.kill()
+        assert isinstance(await ends(reading), PeerLost)
+        assert bool((memory.tensor[:, 0] == EMPTY).any()), "it was over before the peer was killed"
+        await transport.aclose()
+
+
+async def test_a_killed_peer_is_lost_before_a_byte_moves(lanes: str) -> None:
+    async with lending("nixl", *SMALL) as peer:
+        transport, remote, memory = await attached(peer, SMALL)
+        peer.process.kill()
+        await peer.process.wait()
+        for _ in range(2):
+            with pytest.raises(PeerLost):
+                await asyncio.wait_for(remote.read([0], [0]), LIVENESS_S)
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(transport.attach(peer.descriptor, memory), LIVENESS_S)
+        assert bool((memory.tensor == EMPTY).all())
+        await transport.aclose()
+
+
+async def test_a_peer_that_withdrew_its_pool_is_lost(lanes: str) -> None:
+    """Its memory is there still, and the lanes would go on reading it."""
+    async with lending("nixl", *SMALL) as peer:
+        transport, remote, memory = await attached(peer, SMALL)
+        await peer.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(remote.read([0], [0]), LIVENESS_S)
+        assert bool((memory.tensor == EMPTY).all())
+        await transport.aclose()
+
+
+async def test_nothing_is_written_after_a_timeout(tcp: None) -> None:
+    async with lending("nixl", *LARGE) as peer:
+        transport, remote, memory = await attached(peer, LARGE, timeout_s=1.0)
+        reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
+        await begun(memory)
+        peer.process.send_signal(signal.SIGSTOP)
+        assert isinstance(await ends(reading), TransferTimeout)
+        await unchanged_when_it_goes_on(peer, memory)
+        assert await remote.read([5], [6]) == LARGE[1], "the next read connects anew"
+        assert torch.equal(memory.tensor[6], lent(*LARGE)[5])
+        await transport.aclose()
+
+
+async def test_nothing_is_written_after_a_cancel(tcp: None) -> None:
+    async with lending("nixl", *LARGE) as peer:
+        transport, remote, memory = await attached(peer, LARGE)
+        reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
+        await begun(memory)
+        peer.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        reading.cancel()
+        assert isinstance(await ends(reading), asyncio.CancelledError)
+        assert time.monotonic() - began > GRACE_S / 2, "a read that can end by itself is given the time"
+        await unchanged_when_it_goes_on(peer, memory)
+        await transport.aclose()
+
+
+async def unchanged_when_it_goes_on(peer: Lending, memory: BlockMemory) -> None:
+    before = memory.tensor.clone()
+    peer.process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(0.3)
+    assert torch.equal(memory.tensor, before), "bytes were written after the read had ended"
+    assert bool((before[:, 0] == EMPTY).any()), "it was over before the peer froze"
+
+
+async def test_a_cancelled_read_of_a_live_peer_ends_by_itself(tcp: None) -> None:
+    async with lending("nixl", *LARGE) as peer:
+        transport, remote, memory = await attached(peer, LARGE)
+        reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
+        await begun(memory)
+        reading.cancel()
+        reading.cancel()
+        assert isinstance(await ends(reading), asyncio.CancelledError)
+        before = memory.tensor.clone()
+        await asyncio.sleep(0.1)
+        assert torch.equal(memory.tensor, before)
+        await transport.aclose()
+
+
+async def test_a_frozen_peer_holds_nobody_else_up(tcp: None) -> None:
+    async with lending("nixl", *SMALL) as frozen, lending("nixl", *SMALL) as other:
+        transport, remote, memory = await attached(frozen, SMALL)
+        second = await transport.attach(other.descriptor, memory)
+        frozen.process.send_signal(signal.SIGSTOP)
+        waiting = asyncio.ensure_future(remote.read([0], [0]))
+        for block in range(1, 9):
+            await asyncio.wait_for(second.read([block], [block]), LIVENESS_S)
+        assert not waiting.done()
+        assert torch.equal(memory.tensor[1:9], lent(*SMALL)[1:9])
+        await transport.aclose()
+        assert isinstance(await ends(waiting), PeerLost)
+
+
+async def test_connector_reports_a_lost_peer_within_its_deadline(tcp: None) -> None:
+    async with lending("nixl", *SMALL) as peer:
+        connector = Connector("nixl", timeout_s=0.5)
+        connector.bind("D0", {"kv": pool(*SMALL)})
+        connector.introduce("P0", {"kv": peer.descriptor})
+        pull = Pull("P0:1", 0, "P0", "kv", "r", (1, 2), (3, 4))
+        assert (await connector.pull("D0", pull)).failure is None
+        peer.process.send_signal(signal.SIGSTOP)
+        answer = await asyncio.wait_for(connector.pull("D0", pull), LIVENESS_S)
+        assert answer.failure is not None
+        assert answer.failure.fields["cause"] == "TransferTimeout"
+        peer.process.send_signal(signal.SIGCONT)
+        assert (await connector.pull("D0", pull)).failure is None, "it works again once the peer goes on"
+        await connector.aclose()
+
+
+async def test_a_forgotten_peer_leaves_nothing_behind(tcp: None) -> None:
+    async with lending("nixl", *SMALL) as peer:
+        connector = Connector("nixl")
+        connector.bind("D0", {"kv": pool(*SMALL)})
+        pull = Pull("P0:1", 0, "P0", "kv", "r", (1,), (3,))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            connector.introduce("P0", {"kv": peer.descriptor})  # as after each restart of the peer
+            assert (await connector.pull("D0", pull)).failure is None
+            connector.forget("P0")
+        async with asyncio.timeout(LIVENESS_S):
+            while len(os.listdir("/proc/self/fd")) > before:
+                await asyncio.sleep(0.01)
+        await connector.aclose()
+
+
+# ------------------------------------------------------------ what it refuses
+
+
+def altered(descriptor: bytes, **changed: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=Descriptor), **changed))
+
+
+async def test_a_descriptor_that_does_not_fit_its_agent_is_refused() -> None:
+    transport, memory = NixlTransport(), pool(*SMALL)
+    descriptor = transport.publish(memory)
+    region = msgspec.msgpack.decode(descriptor, type=Descriptor).pool
+    elsewhere = msgspec.structs.replace(region, address=region.address + (1 << 30))
+    larger = msgspec.structs.replace(region, blocks=region.blocks + 1)
+    for wrong in ({"metadata": b"garbage"}, {"agent": "another"}, {"pool": elsewhere}, {"pool": larger}):
+        with pytest.raises(HandshakeError):
+            await transport.attach(altered(descriptor, **wrong), memory)
+    assert bool((memory.tensor == EMPTY).all())
+    await transport.aclose()
+
+
+async def test_two_transports_never_share_a_name() -> None:
+    transports = [NixlTransport() for _ in range(2)]
+    names = {msgspec.msgpack.decode(each.publish(pool(*SMALL)), type=Descriptor).agent for each in transports}
+    assert len(names) == 2
+    for each in transports:
+        await each.aclose()
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", None)
+    with pytest.raises(TransportUnavailable, match="pip install --no-deps nixl-cu13"):
+        make_transport("nixl")
+
+
+async def test_a_pipeline_of_processes_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_lane")
+    with pytest.raises((TransportUnavailable, ConfigError), match="nixl has no UCX here"):
+        async with Pipeline(checkpoint("llava"), "EPD", connector="nixl", hosting="process", dtype="float32"):
+            pass
+
+
+def test_settings_of_ucx_are_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("UCX_NET_DEVICES", "UCX_MODULES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(nixl_agent, "RDMA", tmp_path)
+    nixl_agent.load_api()
+    assert os.environ.get("UCX_NET_DEVICES") == "lo"
+    assert "UCX_MODULES" not in os.environ, "a host with RDMA needs its module"
+    monkeypatch.setattr(nixl_agent, "RDMA", tmp_path / "none")
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    nixl_agent.load_api()
+    assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_MODULES"]) == ("eth7", "^ib")
+
+
+def test_loading_leaves_logging_as_it_was() -> None:
+    assert logging.raiseExceptions
+    assert not logging.getLogger("nixl").handlers
+    assert importlib.import_module("nixl_cu13._api")
+
+
+UNCLOSED = """
+import asyncio
+from lending import pool
+from trinity.transport import make_transport
+async def main():
+    transport = make_transport("nixl")
+    memory = pool(4, 64)
+    global kept
+    kept = await transport.attach(transport.publish(memory), memory), transport
+    await kept[0].read([0], [1])
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_closes_nothing_ends_well() -> None:
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}"}
+    run = subprocess.run([sys.executable, "-c", UNCLOSED], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
