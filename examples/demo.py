@@ -12,10 +12,14 @@ import os
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two busy cores cost four times the time
 
+import msgspec
+
 import trinity
+from trinity.processes import kept_launcher
 from trinity.processor import RequestProcessor
 from trinity.testing.oracle import Oracle
 
@@ -23,7 +27,10 @@ PHOTOS = sorted((Path(__file__).parent / "photos").glob("*.jpg"))
 QUESTIONS = ("What is in this photo?", "Describe the scene.", "Which colours do you see?", "What happens here?")
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D")
 TEXT_METHODS = ("PD", "P+D")  # of a model that takes no images
+IN_PROCESSES = ("E+P+D", "ED+P")  # these again, each instance in a process of its own
 COLUMNS = ("method", "TTFT ms", "ITL ms", "image moves", "KV moves", "in cache", "MiB moved", "equal to generate()")
+TRANSFERS = ("transport", "blocks of", "transfers", "pieces", "MiB", "median ms", "GB/s")
+SCHEMES = ("shm",)
 NOISE = "The weights are random, so that the text is noise; that it is the same noise is what this shows."
 
 
@@ -48,12 +55,29 @@ async def show(pipe: trinity.Pipeline, request: trinity.Request) -> trinity.Outp
         return tokens.output
 
 
-async def serve(model: Path, method: str, asked: list[trinity.Request], shown: int) -> list[trinity.Output]:
+async def serve(
+    model: Path, method: str, asked: list[trinity.Request], shown: int, **settings: Any
+) -> list[trinity.Output]:
     """All requests at once, batched and interleaved by the stages; one of them is streamed for you to see."""
-    async with trinity.Pipeline(model, placement=method, dtype="float32") as pipe:
-        print(f"\n{method}: instances {', '.join(pipe.hosts)}")
+    asked = [msgspec.structs.replace(request, request_id=f"{request.request_id}.{method}") for request in asked]
+    async with trinity.Pipeline(model, placement=method, dtype="float32", **settings) as pipe:
+        processes = {name: f" (process {instance.process})" for name, instance in pipe.processes.items()}
+        print(f"\n{method}: instances {', '.join(each.name + processes.get(each.name, '') for each in pipe.instances)}")
         answers = [(show if index == shown else trinity.Pipeline.complete)(pipe, r) for index, r in enumerate(asked)]
         return list(await asyncio.gather(*answers))
+
+
+async def serve_in_processes(
+    model: Path, asked: list[trinity.Request], methods: tuple[str, ...]
+) -> dict[str, list[trinity.Output]]:
+    """The same requests, each instance in a process of its own, over every transport that runs here."""
+    served = {}
+    with kept_launcher():
+        for scheme in SCHEMES:
+            for method in methods:
+                settings = {"hosting": "process", "connector": scheme}
+                served[f"{method}@{scheme}"] = await serve(model, method, asked, -1, **settings)
+    return served
 
 
 def row(method: str, outputs: list[trinity.Output], wanted: list[list[int]]) -> tuple[str, ...]:
@@ -73,11 +97,26 @@ def row(method: str, outputs: list[trinity.Output], wanted: list[list[int]]) -> 
     )
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in [COLUMNS, *rows]
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in [columns, *rows]
     )
+
+
+def transfers(outputs: list[trinity.Output]) -> list[tuple[str, ...]]:
+    """One line per transport and kind of block."""
+    pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]
+    lines: list[tuple[str, ...]] = []
+    for scheme, kind in sorted({(record["scheme"], record["kind"]) for record in pulled}):
+        these = [each for each in pulled if (each["scheme"], each["kind"]) == (scheme, kind)]
+        moved, seconds = sum(each["bytes"] for each in these), sum(each["seconds"] for each in these)
+        middle = f"{median(each['seconds'] for each in these) * 1e3:.3f}"
+        pieces = str(sum(each["pieces"] for each in these))
+        lines.append(
+            (scheme, kind, str(len(these)), pieces, f"{moved / 2**20:.2f}", middle, f"{moved / seconds / 1e9:.2f}")
+        )
+    return lines
 
 
 async def run(model: Path, max_tokens: int, random_weights: bool) -> bool:
@@ -88,8 +127,10 @@ async def run(model: Path, max_tokens: int, random_weights: bool) -> bool:
     wanted = await asyncio.to_thread(lambda: Oracle(model).generate_all(asked))
     methods = METHODS if multimodal else TEXT_METHODS
     served = {method: await serve(model, method, asked, shown) for shown, method in enumerate(methods)}
+    served |= await serve_in_processes(model, asked, IN_PROCESSES if multimodal else TEXT_METHODS[1:])
     print(f"\n{NOISE}\n" if random_weights else "")
-    print(table([row(method, outputs, wanted) for method, outputs in served.items()]))
+    print(table(COLUMNS, [row(method, outputs, wanted) for method, outputs in served.items()]))
+    print("\n" + table(TRANSFERS, transfers([output for outputs in served.values() for output in outputs])))
     return all([output.token_ids for output in outputs] == wanted for outputs in served.values())
 
 

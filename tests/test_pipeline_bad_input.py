@@ -33,9 +33,10 @@ from trinity.errors import (
 from trinity.instance import Instance
 from trinity.media import Limits
 from trinity.messages import Submit, Work
-from trinity.pipeline import Pipeline, with_time_left
+from trinity.pipeline import Pipeline
 from trinity.processor import Processed
 from trinity.request import Media, Request, Sampling
+from trinity.stream import with_time_left
 
 pytestmark = pytest.mark.usefixtures("expected")
 

@@ -37,13 +37,30 @@ class Connector:
     def scheme(self) -> str:
         return self.transport.scheme
 
-    def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> None:
-        """Publish an instance's pools. Raises ``ConfigError`` where another pipeline uses this connector."""
+    def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
+        """Publish an instance's pools; their descriptors by kind.
+
+        Raises ``ConfigError`` where another pipeline uses this connector.
+        """
         if self._closed or any(name == instance for name, _ in self._memories):
             raise ConfigError("a Connector serves one pipeline: make one for each")
         for kind, memory in memories.items():
             self._memories[instance, kind] = memory
             self._descriptors[instance, kind] = self.transport.publish(memory)
+        return {kind: self._descriptors[instance, kind] for kind in memories}
+
+    def introduce(self, peer: str, pools: Mapping[str, bytes]) -> None:
+        """Learn the descriptors of an instance in another process."""
+        self.forget(peer)
+        for kind, descriptor in pools.items():
+            self._descriptors[peer, kind] = descriptor
+
+    def forget(self, peer: str) -> None:
+        """A peer is gone: its pools cannot be read any more."""
+        for key in [key for key in self._descriptors if key[0] == peer and key not in self._memories]:
+            del self._descriptors[key]
+        for remote in [each for each in self._remotes if each[1] == peer]:
+            del self._remotes[remote]
 
     async def pull(self, instance: str, pull: Pull) -> Pulled:
         """Carry out a core's Pull for ``instance``. A failed transfer does not raise: the failure is in the answer."""

@@ -41,9 +41,10 @@ class Deployment:
     pools: Mapping[str, int] | None = None
     memory_bytes: int | None = None
     observe: Callable[..., None] | None = None
+    shared: bool = False  # pools in memory files, which other processes can map
 
 
-def load(deployment: Deployment, instances: Sequence[Instance], processor: RequestProcessor) -> list[Loaded]:
+def load(deployment: Deployment, instances: Sequence[Instance], processor: RequestProcessor | None) -> list[Loaded]:
     """Load weights (of each instance's roles only), allocate pools, search budgets. Blocks: run it on a thread."""
     from trinity.stages.models import load_model
 
@@ -53,7 +54,7 @@ def load(deployment: Deployment, instances: Sequence[Instance], processor: Reque
         model = load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
         pools = _pools(deployment, spec, model, len(instances))
         blocks = (deployment.media_block, deployment.kv_block)
-        instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe)
+        instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe, deployment.shared)
         instance.settings = replace(instance.settings, rules=_rules(deployment, instance, processor))
         loaded.append(instance)
     return loaded
@@ -98,11 +99,12 @@ def _default_cache(device: str, instances: int) -> int:
     return free * 8 // 10 // instances
 
 
-def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor) -> Rules:
+def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor | None) -> Rules:
     """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults."""
     rules = instance.spec.rules or deployment.rules
     budgets = deployment.budgets
     if budgets is None and deployment.slo is not None and instance.spec.rules is None:
+        assert processor is not None
         limit = latency_bound(instance.spec.roles, deployment.slo.ttft, deployment.slo.tbt)
         budgets = profile_budgets(instance, processor, limit)
     if budgets is None:

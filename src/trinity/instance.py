@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import runpy
 import threading
 import time
 from collections import deque
@@ -139,6 +140,7 @@ def build(
     rules: Rules,
     blocks: tuple[int, int],
     observe: Callable[..., None] | None,
+    shared: bool = False,
 ) -> Loaded:
     """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
     media_block, kv_block = blocks
@@ -150,7 +152,7 @@ def build(
     if device == "cpu":
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
-    memory = {kind: BlockMemory(shape, pools[kind], device) for kind, shape in shapes.items()}
+    memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
     setup = StageSetup(spec.roles, model, memory, observe)
     own = own_stages(spec, setup)
     loaded = Loaded(spec, model, memory, own + built_in_stages(setup, "".join(stage.letters for stage in own)))
@@ -341,3 +343,7 @@ def named(instances: Sequence[Instance]) -> list[Instance]:
     if len(set(names)) != len(names) or FRONTEND in names:
         raise ConfigError(f"every instance needs a name of its own (and not {FRONTEND!r}), got {', '.join(names)}")
     return result
+
+
+if __name__ == "__main__":  # by name: what serves an instance alone knows this module, not the other way round
+    runpy.run_module("trinity.standalone", run_name="__main__", alter_sys=True)

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import anyio
-import msgspec
 
 from trinity.budget import Budgets
 from trinity.connector import Connector
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
 from trinity.hosting import Deployment, load, start_hosts
-from trinity.instance import Instance, InstanceHost, Loaded, named
-from trinity.messages import Failure, Send, Submit, Value
+from trinity.instance import Instance, InstanceHost, named
+from trinity.messages import Failure, PeerLost, PeerUp, Send, Submit, Value
 from trinity.metrics import Metrics
 from trinity.placement import Placement
+from trinity.processes import InstanceProcess, Processes, check_hosting, setup_for
 from trinity.processor import Limits, Processed, RequestProcessor
 from trinity.processor_loading import check_directory
 from trinity.request import Output, Request, check_request
 from trinity.routing import RoutingPolicy, routing_policy
 from trinity.scheduler import Rules
-from trinity.stream import Stream
+from trinity.stream import Stream, late, trace_row, with_time_left
 from trinity.text import TextStream
 from trinity.timeline import Timeline
 from trinity.trace import SLO, Trace
 from trinity.transport.base import Transport
 
+logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
+
+
+class Host(Protocol):
+    """An instance as the pipeline sees it: on threads of this process, or in a process of its own."""
+
+    def post(self, event: Value) -> None: ...
+
+    def stop(self, at_once: bool = False) -> None: ...
+
+    async def join(self) -> None: ...
+
+    def announcement(self) -> PeerUp: ...
 
 
 class Pipeline:
@@ -59,7 +73,8 @@ class Pipeline:
         model: str | Path,
         placement: str | Placement | Sequence[Instance] = "EPD",
         *,
-        connector: str | Transport | Connector = "inproc",
+        hosting: Literal["thread", "process"] = "thread",
+        connector: str | Transport | Connector | None = None,
         slo: SLO | None = None,
         budgets: Budgets | None = None,
         rules: Rules | None = None,
@@ -82,14 +97,17 @@ class Pipeline:
         caches = {"prefix_cache": prefix_cache, "image_cache": image_cache}
         self.instances = named(_instances(placement, {**common, **caches}))
         self.placement = Placement.of(each.group for each in self.instances)
-        self.connector = connector if isinstance(connector, Connector) else Connector(connector)
+        self.hosting = check_hosting(hosting, connector)
+        self.connector = make_connector(connector or ("inproc" if hosting == "thread" else "shm"))
         self.slo, self.routing = slo, routing
         check_directory(Path(model))
         self._limits = limits or Limits()
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         sizes = (media_block, kv_block, pools, memory_bytes)
         self._deployment = Deployment(Path(model), dtype, device, slo, budgets, rules or Rules(), *sizes, observe)
-        self.hosts: dict[str, InstanceHost] = {}
+        self.hosts: dict[str, InstanceHost] = {}  # those in this process
+        self._reached: dict[str, Host] = {}
+        self._processes: Processes | None = None
         self.loop: asyncio.AbstractEventLoop
         self._processor: RequestProcessor | None = None
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
@@ -124,21 +142,38 @@ class Pipeline:
         self._state = "starting"
         self.loop = asyncio.get_running_loop()
         try:
-            loaded = await asyncio.to_thread(self._load)
-            if self._state != "starting":
-                raise ClosedError("the pipeline was closed while it started")
-            self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+            await asyncio.to_thread(self._load_processor)
+            await (self._start_processes() if self.hosting == "process" else self._start_threads())
         except BaseException:
             await self.aclose()
             raise
-        for host in self.hosts.values():
+        for host in self._reached.values():
             self._frontend.handle(host.announcement(), time.monotonic())
         self._state = "running"
 
-    def _load(self) -> list[Loaded]:
+    def _load_processor(self) -> None:
         self._processor = RequestProcessor(self._deployment.model, limits=self._limits)
         self.placement.check(self._processor.multimodal)
-        return load(self._deployment, self.instances, self._processor)
+
+    async def _start_threads(self) -> None:
+        loaded = await asyncio.to_thread(load, self._deployment, self.instances, self._processor)
+        if self._state != "starting":
+            raise ClosedError("the pipeline was closed while it started")
+        self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+        self._reached.update(self.hosts)
+
+    async def _start_processes(self) -> None:
+        routing, connector = str(self.routing), self.connector
+        setups = [
+            setup_for(each, self._deployment, connector.scheme, routing, connector.timeout_s) for each in self.instances
+        ]
+        self._processes = Processes(self, self.timeline)
+        self._reached.update(await self._processes.start(setups))
+
+    @property
+    def processes(self) -> dict[str, InstanceProcess]:
+        """The instances in processes of their own, by name."""
+        return self._processes.members if self._processes is not None else {}
 
     def stream(self, request: Request) -> Stream:
         """The request's tokens, as they come: a context manager and iterator. Leaving it ends the request."""
@@ -257,21 +292,34 @@ class Pipeline:
         self.trace.append(trace_row(stream))
 
     def to_peer(self, name: str, message: Value) -> None:
-        self.hosts[name].post(message)
+        self._reached[name].post(message)
 
     def to_frontend(self, messages: list[Value]) -> None:
-        self.loop.call_soon_threadsafe(self._from_instance, messages)
+        self.loop.call_soon_threadsafe(self.from_instances, messages)
 
-    def _from_instance(self, messages: list[Value]) -> None:
+    def from_instances(self, messages: list[Value]) -> None:
+        """Take what instances say, on the loop's thread."""
         for message in messages:
             self.post(message)
+
+    def lost(self, name: str, why: str) -> None:
+        """An instance's process is gone: its requests end with an error, the pipeline goes on."""
+        logger.error("instance %s was lost: %s", name, why)
+        self.post(PeerLost(name))
+        if self._processes is not None and self._state == "running":
+            self._processes.restart(name)
+
+    def back(self, member: InstanceProcess) -> None:
+        """A lost instance is there again."""
+        self._reached[member.name] = member
+        self.post(member.announcement())
 
     def crashed(self, name: str, error: BaseException) -> None:
         """A thread of an instance failed: end every request with an error, refuse new ones, stop all threads."""
         if self._broken is not None:
             return
         self._broken = error
-        for host in self.hosts.values():
+        for host in self._reached.values():
             host.stop(at_once=True)
         for stream in list(self._streams.values()):
             if stream.processed is not None:
@@ -309,12 +357,14 @@ class Pipeline:
         try:
             await self.idle()
         finally:
-            for host in self.hosts.values():
+            for host in self._reached.values():
                 host.stop(at_once=bool(self._frontend.entries))
-        for host in self.hosts.values():
+        for host in self._reached.values():
             await host.join()
         if self._timer is not None:
             self._timer.cancel()
+        if self._processes is not None:
+            await self._processes.aclose()
         await self.connector.aclose()
         if self._processor is not None:
             await self._processor.aclose()
@@ -334,17 +384,8 @@ async def outlast(task: asyncio.Task[None]) -> None:
     task.result()
 
 
-def late(request: Request) -> Failure:
-    return Failure("DeadlineExceeded", f"the deadline of {request.deadline_s} s passed before the request was prepared")
-
-
-def with_time_left(processed: Processed, spent_s: float) -> Processed:
-    """The deadline counts from the submission: preparing the request has used some of it."""
-    deadline = processed.work.deadline_s
-    if deadline is None:
-        return processed
-    work = msgspec.structs.replace(processed.work, deadline_s=max(0.0, deadline - spent_s))
-    return msgspec.structs.replace(processed, work=work)
+def make_connector(connector: str | Transport | Connector) -> Connector:
+    return connector if isinstance(connector, Connector) else Connector(connector)
 
 
 def _instances(placement: str | Placement | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
@@ -356,26 +397,3 @@ def _instances(placement: str | Placement | Sequence[Instance], common: dict[str
     if not placement:
         raise ConfigError("a pipeline needs at least one instance")
     return list(placement)
-
-
-def trace_row(stream: Stream) -> dict[str, Any]:
-    """The row of the trace for a request that has ended."""
-    output, work = stream.output, stream.processed.work if stream.processed else None
-    media = work.media if work else ()
-    return {
-        "timestamp": stream.arrived_at * 1000,
-        "request_id": output.request_id,
-        "input_length": output.prompt_tokens,
-        "text_length": output.prompt_tokens - output.media_tokens,
-        "output_length": len(output.token_ids),
-        "max_tokens": output.max_tokens,
-        "images": [
-            {"width": span.width, "height": span.height, "tokens": span.tokens, "content": span.content}
-            for span in media
-        ],
-        "finish_reason": output.finish_reason,
-        "ttft_s": output.ttft_s,
-        "itl_s": output.itl_s,
-        "latency_s": output.latency_s,
-        "spans": output.spans,
-    }

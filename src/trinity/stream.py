@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from trinity import errors
 from trinity.errors import ClosedError, RequestError, TrinityError
 from trinity.frontend import Abort, Deliver, End
 from trinity.messages import Failure, Finished, Value
 from trinity.metrics import SPANS
+from trinity.processor import Processed
 from trinity.request import Output, Request, Token
 from trinity.text import TextStream
-
-if TYPE_CHECKING:
-    from trinity.processor import Processed
 
 
 class Host(Protocol):
@@ -212,3 +212,39 @@ def to_error(failure: Failure, request_id: str) -> TrinityError:
     if cause is not None:
         error.__cause__ = cause(failure.message)
     return error
+
+
+def late(request: Request) -> Failure:
+    return Failure("DeadlineExceeded", f"the deadline of {request.deadline_s} s passed before the request was prepared")
+
+
+def with_time_left(processed: Processed, spent_s: float) -> Processed:
+    """The deadline counts from the submission: preparing the request has used some of it."""
+    deadline = processed.work.deadline_s
+    if deadline is None:
+        return processed
+    work = msgspec.structs.replace(processed.work, deadline_s=max(0.0, deadline - spent_s))
+    return msgspec.structs.replace(processed, work=work)
+
+
+def trace_row(stream: Stream) -> dict[str, Any]:
+    """The row of the trace for a request that has ended."""
+    output, work = stream.output, stream.processed.work if stream.processed else None
+    media = work.media if work else ()
+    return {
+        "timestamp": stream.arrived_at * 1000,
+        "request_id": output.request_id,
+        "input_length": output.prompt_tokens,
+        "text_length": output.prompt_tokens - output.media_tokens,
+        "output_length": len(output.token_ids),
+        "max_tokens": output.max_tokens,
+        "images": [
+            {"width": span.width, "height": span.height, "tokens": span.tokens, "content": span.content}
+            for span in media
+        ],
+        "finish_reason": output.finish_reason,
+        "ttft_s": output.ttft_s,
+        "itl_s": output.itl_s,
+        "latency_s": output.latency_s,
+        "spans": output.spans,
+    }

@@ -61,6 +61,13 @@ class Timeline:
             self.dropped += len(self._slices) == self._slices.maxlen
             self._slices.append(entry)
 
+    def rows(self) -> tuple[tuple[str, str, float, float, dict[str, Any]], ...]:
+        """(lane, name, start, seconds, arguments) of every slice, for an instance's slices on their way home."""
+        with self._lock:
+            return tuple(
+                (each.lane, each.name, each.start_s, each.duration_s, dict(each.args)) for each in self._slices
+            )
+
     def to_json(self) -> str:
         """The timeline in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
 

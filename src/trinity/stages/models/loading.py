@@ -120,7 +120,7 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     adapter, _ = adapter_for(config)
     with _quiet():
         try:
-            model, report = _partial_class(_model_class(config), adapter, name).from_pretrained(
+            model, report = _partial_class(model_class(config), adapter, name).from_pretrained(
                 directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, ImportError) as exc:
@@ -133,7 +133,7 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
