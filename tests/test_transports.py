@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from lending import ready
 from trinity.connector import Connector
 from trinity.errors import ClosedError, HandshakeError, TransportError, UnknownName
 from trinity.memory import BlockMemory, BlockShape
@@ -25,6 +26,7 @@ SHAPE = BlockShape("kv", (2, 3, 4), torch.float32)
 @pytest.mark.parametrize("rows", [16, 4096], ids=["inline copies", "copies on a thread"])
 @pytest.mark.parametrize("name", known_transports())
 async def test_contract(name: str, rows: int) -> None:
+    ready(name)
     await check_transport(lambda: make_transport(name), rows=rows)
 
 

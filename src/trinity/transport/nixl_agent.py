@@ -2,7 +2,8 @@
 
 A transfer of UCX cannot be recalled: a peer that froze and goes on later still fills our blocks, even after the handle
 was released and the peer removed. Only the end of the agent stops it. So every remote pool has an agent of its own,
-which may end without harm to the others, and each agent has one thread that alone uses it.
+which may end without harm to the others, and each agent has one thread that alone uses it. (Over TCP, a source that
+was frozen for so long that its reader gave up is ended by UCX when it wakes: supervision starts it again.)
 """
 
 from __future__ import annotations
