@@ -140,7 +140,7 @@ def what_one_admission_counts_on_is_evicted_by_another(monkeypatch: pytest.Monke
 
 @broken
 def a_lease_ends_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dropped(result: Any, s: State, state: Any, now: float) -> None:
+    def dropped(result: Any, s: State, state: Any) -> None:
         lease = s.outgoing[state.outgoing]
         s.pools[lease.kind].drop(lease.blocks)
         lease.blocks = ()

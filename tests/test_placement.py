@@ -64,6 +64,25 @@ def test_what_is_said_about_it(text: str, message: str) -> None:
     assert str(error.value) == message
 
 
+def test_one_instances_roles() -> None:
+    assert Group.parse("E") == Group(1, "E")
+    assert Group.parse("dpE") == Group(1, "EPD")
+
+
+@pytest.mark.parametrize("roles", ["", "2E", "E+P", "E P", None, 3])
+def test_what_are_no_roles(roles: object) -> None:
+    with pytest.raises(PlacementError) as error:
+        Group.parse(roles)  # type: ignore[arg-type]
+    assert str(error.value) == f"an instance's roles are letters of E, P, D, such as 'EP', got {roles!r}"
+
+
+def test_roles_that_are_unknown_or_twice_are_named() -> None:
+    with pytest.raises(PlacementError, match="placement 'eX' names unknown stage X; the stages are"):
+        Group.parse("eX")
+    with pytest.raises(PlacementError, match="placement 'EE' names a stage twice in 'EE'"):
+        Group.parse("EE")
+
+
 def test_no_group_is_no_placement() -> None:
     with pytest.raises(PlacementError, match="no instance for stage P and D"):
         Placement.of([])

@@ -213,7 +213,7 @@ class _Room:
 class _TimeRoom(_Room):
     """What is left of the latency bound, predicted (policy time). An empty batch always admits one piece."""
 
-    def seconds(self, prefill_tokens: int = 0, media_tokens: int = 0) -> float:
+    def seconds(self, prefill_tokens: int, media_tokens: int = 0) -> float:
         assert self.rules.cost is not None
         other = self.outstanding
         return self.rules.cost.seconds(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from trinity.blocks import blocks_for
 from trinity.core.lifecycle import release
-from trinity.core.state import PendingMedia, Phase, RequestState, State
+from trinity.core.state import MediaSlot, PendingMedia, Phase, RequestState, State
 from trinity.core.target import ask_for_media
 from trinity.messages import IMAGE, KV, Open
 from trinity.routing import kv_tokens
@@ -21,7 +21,7 @@ class Candidates:
         self.hits: dict[str, tuple[int, ...]] = {}
         self.pins: list[tuple[str, str, tuple[int, ...]]] = []
         self.uncovered: list[RequestState] = []
-        language, vision = "P" in stages or "D" in stages, "E" in stages
+        language, vision = "P" in stages, "E" in stages
         self.view = View(
             decoding=tuple(s.decoding) if language else (),
             prefilling=self._prefilling() if language else (),
@@ -155,19 +155,25 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
     s.encode_queue.remove(request)
     for item, slot in enumerate(state.media):
         hits = _cached_media(s, slot.keys)
-        pending = s.pending.get(slot.span.content)
-        if hits or pending is not None:
-            slot.blocks = hits or (pending.blocks if pending else ())
-            s.image.hold(slot.blocks)
-            slot.ready = bool(hits)
+        if hits:
+            s.image.hold(hits)
+            slot.blocks, slot.ready = hits, True
         else:
-            slot.blocks = s.image.allocate(len(slot.keys))
-            pending = s.pending[slot.span.content] = PendingMedia(slot.blocks, [])
-        if not slot.ready and pending is not None:
-            pending.providers.append((request, item))
+            _await_media(s, slot, (request, item))
     state.enter(Phase.ENCODING, now)
     s.encoding[request] = state
     return state
+
+
+def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
+    """Share the blocks in which its features will be, or be the first to have them encoded."""
+    pending = s.pending.get(slot.span.content)
+    if pending is None:
+        pending = s.pending[slot.span.content] = PendingMedia(s.image.allocate(len(slot.keys)), [])
+    else:
+        s.image.hold(pending.blocks)
+    slot.blocks = pending.blocks
+    pending.providers.append(provider)
 
 
 def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:

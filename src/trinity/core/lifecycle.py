@@ -123,7 +123,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
     )
 
 
-def hand_on(s: State, state: RequestState, now: float) -> None:
+def hand_on(s: State, state: RequestState) -> None:
     """Everything was offered and committed: only the lease and a tombstone stay."""
     assert state.outgoing is not None
     request = state.work.request
@@ -148,10 +148,8 @@ def drop_all(s: State, state: RequestState) -> None:
     drop_media(s, state)
     if state.kv:
         s.pools[KV].drop(state.kv)
-        state.kv = ()
     if state.opened:
         s.out.append(Close(state.work.request))
-        state.opened = False
 
 
 def drop_media(s: State, state: RequestState) -> None:

@@ -82,7 +82,7 @@ def _commit(s: State, state: RequestState, now: float) -> None:
         left,
     )
     s.send(s.outgoing[state.outgoing].target, commit)
-    hand_on(s, state, now)
+    hand_on(s, state)
 
 
 def released(s: State, event: Release, now: float) -> None:

@@ -215,8 +215,6 @@ class State:
 
     def needs_media(self, state: RequestState) -> bool:
         """Whether prefill still needs image features that cached KV does not cover."""
-        if not state.work.media:
-            return False
         covered = len(self.prefix_hits(state)) * self.settings.kv_block
         return any(span.end > covered for span in state.work.media)
 

@@ -131,12 +131,8 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
 
 
 def _next_provider(s: State, row: Encode) -> None:
-    """This request's own inputs failed: whoever else waits for the same content encodes its own."""
-    pending = s.pending[row.span.content]
-    pending.in_step = False
-    pending.providers = [each for each in pending.providers if each[0] != row.request]
-    if not pending.providers:
-        del s.pending[row.span.content]
+    """This request's own inputs failed; it is about to end. Whoever else waits for the same content encodes its own."""
+    s.pending[row.span.content].in_step = False
 
 
 def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
@@ -147,7 +143,7 @@ def _media_progress(s: State, state: RequestState, now: float, items: tuple[int,
         if any(slot.ready for slot in state.media):
             offer_media(s, state, now)
     elif all(slot.ready for slot in state.media):
-        s.encoding.pop(state.work.request, None)
+        del s.encoding[state.work.request]
         queue_prefill(s, state, now)
 
 

@@ -123,10 +123,10 @@ def _ask(s: State, state: RequestState) -> None:
         return
     for part in sorted(incoming.ready - incoming.asked):
         incoming.asked.add(part)
-        source, target = _missing(s, state, part, incoming.offer.parts[part])
+        source, target = _missing(state, part, incoming.offer.parts[part])
         if not source:
             incoming.pulled.add(part)
-            state.transfers.append(_nothing_moved(s, state, incoming.offer))
+            state.transfers.append(_nothing_moved(s, incoming.offer))
             continue
         state.pulls += 1
         incoming.moved = True
@@ -134,7 +134,7 @@ def _ask(s: State, state: RequestState) -> None:
         s.out.append(Pull(offer.id, part, offer.source, offer.kind, state.work.request, source, target))
 
 
-def _missing(s: State, state: RequestState, index: int, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _missing(state: RequestState, index: int, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(source blocks, target blocks) that still have to move."""
     if state.phase is Phase.KV_PULL:
         return part.blocks[state.done :], state.kv[state.done : len(part.blocks)]
@@ -142,7 +142,7 @@ def _missing(s: State, state: RequestState, index: int, part: Part) -> tuple[tup
     return ((), ()) if slot.ready else (part.blocks, slot.blocks)
 
 
-def _nothing_moved(s: State, state: RequestState, offer: Offer) -> dict[str, object]:
+def _nothing_moved(s: State, offer: Offer) -> dict[str, object]:
     names = {"kind": offer.kind, "source": offer.source, "target": s.settings.name}
     return {**names, "outcome": "cached", "bytes": 0, "blocks": 0, "seconds": 0.0}
 
@@ -193,7 +193,7 @@ def publish_kv(s: State, state: RequestState, tokens: int) -> None:
 def _complete(s: State, state: RequestState, now: float) -> None:
     """All parts are here and committed: release the source and go on to the next stage."""
     incoming = state.incoming
-    if incoming is None or incoming.released or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
+    if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
         return
     if incoming.commit is None or len(incoming.pulled) < len(incoming.offer.parts):
         return

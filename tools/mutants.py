@@ -1,0 +1,83 @@
+"""Mutation testing of the cores with mutmut: how many mutants the cores' own fast tests kill, and which survive.
+
+``make mutants`` runs all (pyproject.toml, ``[tool.mutmut]``, says what is mutated and by which tests);
+``make mutants ARGS='trinity.placement*'`` runs those of one module. Exits with 1 where fewer than 90 % are killed, or
+where a survivor is not explained in docs/mutants.md. A mutant that hangs until its time is up counts as killed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+TARGET = 90.0
+KILLED = {"killed", "timeout", "segfault", "suspicious", "caught by type check"}
+EXPLAINED = re.compile(r"^- `([\w.]+ \d+)`", re.MULTILINE)
+
+
+def pretty(name: str) -> str:
+    """``trinity.core.steps.x__fill__mutmut_7`` is "core.steps._fill 7", a method "blocks.BlockPool.fits 7"."""
+    function, _, number = name.removeprefix("trinity.").rpartition("__mutmut_")
+    module, _, function = function.rpartition(".")
+    return f"{module}.{function.removeprefix('x').removeprefix('_').strip('ǁ').replace('ǁ', '.')} {number}"
+
+
+def statuses(text: str) -> dict[str, str]:
+    """Mutant to status, from what ``mutmut results --all true`` prints; those that were not run are left out."""
+    rows = (line.strip().rpartition(": ") for line in text.splitlines() if "__mutmut_" in line)
+    return {name: status for name, _, status in rows if status != "not checked"}
+
+
+def by_module(found: Mapping[str, str]) -> list[tuple[str, int, int]]:
+    """(module, killed, total) of each module, and of all."""
+    total: Counter[str] = Counter()
+    killed: Counter[str] = Counter()
+    for name, status in found.items():
+        for module in (name.removeprefix("trinity.").rpartition(".")[0], "all"):
+            total[module] += 1
+            killed[module] += status in KILLED
+    return [(module, killed[module], total[module]) for module in sorted(total, key=lambda each: (each == "all", each))]
+
+
+def survivors(found: Mapping[str, str]) -> list[str]:
+    return [name for name, status in found.items() if status not in KILLED]
+
+
+def report(found: Mapping[str, str], explained: Iterable[str]) -> tuple[list[str], bool]:
+    """The lines to print, and whether all is well."""
+    rows = by_module(found)
+    lines = [f"{name:24} {killed:5}/{total:<5} {100 * killed / total:5.1f} %" for name, killed, total in rows]
+    silent = [pretty(name) for name in survivors(found) if pretty(name) not in set(explained)]
+    lines += [f"survives without a reason in docs/mutants.md: {name}" for name in silent]
+    _, killed, total = by_module(found)[-1]
+    if 100 * killed < TARGET * total:
+        lines.append(f"fewer than {TARGET:g} % are killed")
+    return lines, not silent and 100 * killed >= TARGET * total
+
+
+def mutmut(*arguments: str) -> str:
+    found = subprocess.run([sys.executable, "-m", "mutmut", *arguments], capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(f"mutmut {' '.join(arguments)} failed:\n{(found.stdout + found.stderr)[-4000:]}")
+    return found.stdout
+
+
+def main(names: list[str]) -> int:
+    if not names:
+        shutil.rmtree("mutants", ignore_errors=True)  # results are kept there, and do not know of changed tests
+    mutmut("run", "--max-children", "2", *names)
+    found = statuses(mutmut("results", "--all", "true"))
+    for name in survivors(found):
+        print(f"{pretty(name)}: {found[name]}\n{mutmut('show', name)}")
+    lines, good = report(found, EXPLAINED.findall(Path("docs/mutants.md").read_text(encoding="utf-8")))
+    print("\n".join(lines))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
