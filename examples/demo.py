@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +31,7 @@ TEXT_METHODS = ("PD", "P+D")  # of a model that takes no images
 IN_PROCESSES = ("E+P+D", "ED+P")  # these again, each instance in a process of its own
 COLUMNS = ("method", "TTFT ms", "ITL ms", "image moves", "KV moves", "in cache", "MiB moved", "equal to generate()")
 TRANSFERS = ("transport", "blocks of", "transfers", "pieces", "MiB", "median ms", "GB/s")
-SCHEMES = ("shm",)
+SCHEMES = ("shm", "nixl") if find_spec("nixl_cu13") else ("shm",)
 NOISE = "The weights are random, so that the text is noise; that it is the same noise is what this shows."
 
 
@@ -72,7 +73,7 @@ async def serve_in_processes(
 ) -> dict[str, list[trinity.Output]]:
     """The same requests, each instance in a process of its own, over every transport that runs here."""
     served = {}
-    with kept_launcher():
+    async with kept_launcher():
         for scheme in SCHEMES:
             for method in methods:
                 settings = {"hosting": "process", "connector": scheme}

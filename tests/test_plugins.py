@@ -59,7 +59,7 @@ def test_a_registered_name_is_found() -> None:
 def test_an_unknown_name_lists_built_in_and_registered_ones() -> None:
     with pytest.raises(UnknownName, match=r"last, random, round_robin"):
         routing_policy("nearest")
-    with pytest.raises(UnknownName, match=r"inproc, own"):
+    with pytest.raises(UnknownName, match=r"inproc, .*own"):
         make_transport("pigeon")
     with pytest.raises(UnknownName, match="own-encoder"):
         _factory("pigeon")

@@ -287,7 +287,8 @@ def test_rules_at_their_limits() -> None:
     for rules in (predicted(1.0, cost=None), replace(predicted(1.0), limit_s=None)):
         with pytest.raises(ConfigError) as error:
             rules.check_cost()
-        assert str(error.value) == "policy 'time' needs cost= and limit_s=: give the pipeline an slo, which profiles them"
+        hint = "give the pipeline an slo, which profiles them"
+        assert str(error.value) == f"policy 'time' needs cost= and limit_s=: {hint}"
 
 
 @st.composite

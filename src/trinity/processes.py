@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -124,16 +124,28 @@ def _kill(started: concurrent.futures.Future[int]) -> None:
 _kept: list[Launcher] = []
 
 
-@contextmanager
-def kept_launcher() -> Iterator[Launcher]:
-    """Every pipeline in this block shares one launcher: each starts in a fraction of the time."""
-    launcher = Launcher()
-    _kept.append(launcher)
-    try:
-        yield launcher
-    finally:
-        _kept.remove(launcher)
-        launcher.close()
+class KeptLauncher:
+    """A launcher that all pipelines in its ``with`` or ``async with`` block share, so that each starts quickly."""
+
+    def __enter__(self) -> Launcher:
+        self._launcher = Launcher()
+        _kept.append(self._launcher)
+        return self._launcher
+
+    def __exit__(self, *error: object) -> None:
+        _kept.remove(self._launcher)
+        self._launcher.close()
+
+    async def __aenter__(self) -> Launcher:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.__exit__)
+
+
+def kept_launcher() -> KeptLauncher:
+    """Start instances of several pipelines from one launcher."""
+    return KeptLauncher()
 
 
 class InstanceProcess:
