@@ -16,8 +16,10 @@ from typing import Any, cast
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ForeignLoad, Setting, calm, disturbed, prompt_of
+from trinity.core import InstanceCore
+from trinity.core.state import Settings
 from trinity.instance import Instance, InstanceHost, StageSetup
-from trinity.messages import KV, Emit, Open, Sampled, Step, Stepped, Value
+from trinity.messages import KV, Emit, Open, Sampled, Step, Stepped, Submit, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 
@@ -123,6 +125,27 @@ def watch_loop(pipe: Pipeline, notes: Notes) -> None:
     pipe.post = timed  # type: ignore[method-assign]
 
 
+def warm_core(running: int, steps: int) -> float:
+    """Microseconds of a core's answer to a decode step when it does nothing else: its caches stay warm."""
+    length = steps + running  # more than enough: the first decode while the last are prefilled
+    blocks = running * (-(-(PROMPT_TOKENS + length) // 16) + 1)
+    core = InstanceCore(Settings("PD0", "PD", {KV: blocks}))
+    out: list[Value] = []
+    for number in range(running):
+        prompt = tuple(range(number, number + PROMPT_TOKENS))
+        out += core.handle(Submit(Work(request=str(number), prompt=prompt, max_tokens=length + 2)), 0.0)
+    spent: list[float] = []
+    while len(spent) < steps:
+        step = next(each for each in out if isinstance(each, Step))
+        rows = [row.request for row in step.prefills if row.last] + list(step.decodes)
+        answer = Stepped(step.id, step.lane, {request: Sampled(1) for request in rows})
+        started = time.thread_time()
+        out = core.handle(answer, 0.0)
+        if len(step.decodes) == running:
+            spent.append(time.thread_time() - started)
+    return median(spent) * 1e6
+
+
 async def serve(model: Path, notes: Notes, steps: int, prompt_tokens: int) -> None:
     """``notes.running`` requests at once, each long enough for ``steps`` steps that decode them all."""
     running = notes.running
@@ -147,6 +170,7 @@ def run(setting: Setting) -> Result:
     for running in counts:
         kept, quiet = calm([one_round(setting, model, running, steps) for _ in range(rounds)])
         found[running] = {part: median(medians[part] for medians in kept) for part in PARTS}
+        found[running]["core_warm"] = warm_core(running, steps)
         noisy += [] if quiet else [running]
     return result(found, steps, rounds, noisy)
 
@@ -170,7 +194,8 @@ def result(found: dict[int, dict[str, float]], steps: int, rounds: int, noisy: S
         title="Python beside the model, per decode step",
         method=(
             f"One PD instance, llama-512x8 in float32, prompts of about {PROMPT_TOKENS} tokens; thread CPU time, the "
-            f"median of {steps} steps, the median of {rounds} rounds. core: `InstanceCore.handle` with the scheduler. "
+            f"median of {steps} steps, the median of {rounds} rounds. core: `InstanceCore.handle` with the scheduler, "
+            "between two forwards, which leave nothing of it in the caches; core warm: the same decisions in a row. "
             "core thread: its queue and what it sends. stage: building the batch and sampling, the argmax over 8,192 "
             "logits a row included. lane: its queue and the timeline. loop: front end, text, streams and the readers, "
             "which are the user's side."
@@ -207,6 +232,7 @@ HEADER = (
     "core thread µs",
     "loop µs",
     "all beside the model",
+    "core warm µs",
 )
 
 
@@ -214,4 +240,4 @@ def row(running: int, parts: dict[str, float]) -> list[str]:
     beside = sum(parts[part] for part in PARTS if part != "model")
     shown = [f"{parts[part]:.0f}" for part in PARTS if part != "model"]
     share = f"{beside:.0f} µs ({beside / parts['model']:.1%} of the model's)"
-    return [str(running), f"{parts['model'] / 1e3:.2f}", *shown, share]
+    return [str(running), f"{parts['model'] / 1e3:.2f}", *shown, share, f"{parts['core_warm']:.0f}"]
