@@ -18,13 +18,15 @@ endif
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.hpp csrc/CMakeLists.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trinity needs Python 3.11 or later: make PYTHON=python3.12 setup")'
 	@{ test -x $(PY) && $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
 	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu13
+	@$(PY) -c 'from trinity import native; native.available() or print("no native code:", native.describe())'
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt ucxx-cu13
 	@touch $@
 
 demo: $(STAMP)
@@ -59,7 +61,7 @@ bench: $(STAMP)
 	$(ONE_THREAD) $(PY) benchmarks/run.py $(ARGS)
 
 # pdoc finds modules by __all__, which at the root has the public names alone; packages bring their own modules.
-PARTS = $(filter-out __init__.py __pycache__ py.typed errors.py,$(notdir $(wildcard src/trinity/*)))
+PARTS = $(filter-out __init__.py __pycache__ py.typed errors.py _native%,$(notdir $(wildcard src/trinity/*)))
 
 docs: $(STAMP)
 	$(PY) tools/check_docs.py

@@ -6,6 +6,7 @@ python examples/custom_transport.py DIR          serves the checkpoint in DIR ov
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import sys
@@ -17,7 +18,7 @@ import torch
 import trinity
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.base import check_blocks
+from trinity.transport.base import Within, check_numbers, check_read
 
 
 class TcpTransport:
@@ -51,9 +52,10 @@ class TcpTransport:
 
 async def serve(port: socket.socket, secret: str, memory: BlockMemory) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        shown, numbers = json.loads(await reader.readline() or '["", []]')
+        shown, numbers, offset, length = json.loads(await reader.readline() or '["", [], 0, 0]')
         if compare_digest(shown, secret):
-            writer.write(memory.words[numbers].cpu().numpy().tobytes())
+            writer.write(memory.generation(numbers).to_bytes(8, "big"))
+            writer.write(memory.piece(offset, length)[numbers].cpu().numpy().tobytes())
         writer.close()
 
     async with await asyncio.start_server(answer, sock=port, limit=1 << 24) as server:
@@ -64,24 +66,27 @@ class TcpRemote:
     def __init__(self, port: int, secret: str, blocks: int, into: BlockMemory) -> None:
         self._port, self._secret, self._blocks, self._into = port, secret, blocks, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
-        check_blocks("tcp", source, self._blocks, target, self._into)
-        try:
-            data = await self._ask(list(source))
-        except (OSError, EOFError) as error:
-            raise PeerLost(f"the peer at port {self._port} is gone", "tcp") from error
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+        piece = check_read("tcp", source, self._blocks, target, self._into, within)
+        _, data = await self._ask(list(source), *piece)
         if data:  # all at once: a cancelled read writes nothing later
-            words = self._into.words
-            words[list(target)] = torch.frombuffer(data, dtype=words.dtype).view(len(target), -1).to(words.device)
+            ours = self._into.piece(*piece)
+            ours[list(target)] = torch.frombuffer(data, dtype=ours.dtype).view(len(target), -1).to(ours.device)
         return len(data)
 
-    async def _ask(self, numbers: list[int]) -> bytearray:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+    async def generation(self, source: Sequence[int]) -> int:
+        check_numbers("tcp", "source", source, self._blocks)
+        return (await self._ask(list(source), 0, 0))[0]
+
+    async def _ask(self, numbers: list[int], offset: int, length: int) -> tuple[int, bytearray]:
         try:
-            writer.write(json.dumps([self._secret, numbers]).encode() + b"\n")
-            return bytearray(await reader.readexactly(len(numbers) * self._into.block_bytes))
-        finally:
-            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            with contextlib.closing(writer):
+                writer.write(json.dumps([self._secret, numbers, offset, length]).encode() + b"\n")
+                said = await reader.readexactly(8 + len(numbers) * length)
+        except (OSError, EOFError) as error:
+            raise PeerLost(f"the peer at port {self._port} is gone", "tcp") from error
+        return int.from_bytes(said[:8], "big"), bytearray(said[8:])
 
     async def aclose(self) -> None:
         """Every read has had its own connection."""

@@ -31,7 +31,8 @@ TEXT_METHODS = ("PD", "P+D")  # of a model that takes no images
 IN_PROCESSES = ("E+P+D", "ED+P")  # these again, each instance in a process of its own
 COLUMNS = ("method", "TTFT ms", "ITL ms", "image moves", "KV moves", "in cache", "MiB moved", "equal to generate()")
 TRANSFERS = ("transport", "blocks of", "transfers", "pieces", "MiB", "median ms", "GB/s")
-SCHEMES = ("shm", "nixl") if find_spec("nixl_cu13") else ("shm",)
+NEEDS = {"shm": "mmap", "nixl": "nixl_cu13", "ucx": "ucxx"}  # the module that each transport needs
+SCHEMES = tuple(scheme for scheme, module in NEEDS.items() if find_spec(module))
 NOISE = "The weights are random, so that the text is noise; that it is the same noise is what this shows."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 # Before torch is imported by anything: two threads per process on a busy machine cost ten times as long as one.
@@ -38,6 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """ucx beside nixl is another medium (its copy of UCX is the second one): what tests ucx alone gets a process."""
+    if pyfuncitem.get_closest_marker("ucx_alone") is None or not any(name.startswith("nixl") for name in sys.modules):
+        return None
+    command = [sys.executable, "-m", "pytest", pyfuncitem.nodeid, "-q", "-m", "", "-p", "no:cacheprovider", "-n", "0"]
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True)
+    assert done.returncode == 0, f"in a process of its own:\n{done.stdout[-8000:]}{done.stderr[-4000:]}"
+    return True
 
 
 @pytest.fixture(autouse=True)

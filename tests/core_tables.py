@@ -39,6 +39,7 @@ from trinity.messages import (
     Withdraw,
     Work,
 )
+from trinity.overlap import Transfers
 from trinity.scheduler import Rules
 from trinity.testing.checks import check_forgotten, check_state
 
@@ -69,6 +70,7 @@ def make_core(name: str, image: int = 8, kv: int = 16, peers: str = "", **settin
     pools = {"image": image} if set(roles) & set("EP") else {}
     pools |= {"kv": kv} if set(roles) & set("PD") else {}
     settings.setdefault("rules", Rules(tokens=64, media=64))
+    settings.setdefault("transfers", Transfers(early=False))  # offers ahead of encoding have tables of their own
     core = InstanceCore(Settings(name, roles, pools, media_block=4, kv_block=4, **settings))
     for peer in [*peers.split(), name]:
         core.handle(peer_up(peer) if peer != name else core.announcement(), 0.0)
@@ -136,7 +138,8 @@ def _line(value: Value) -> str:
         return _step(value)
     if isinstance(value, Pull):
         blocks = f"{_numbers(value.source_blocks)} into {_numbers(value.target_blocks)}"
-        return f"pull {value.offer}.{value.part} {value.kind} of {value.request} from {value.source} {blocks}"
+        layers = f" layers {_numbers(value.layers)}" if value.layers else ""
+        return f"pull {value.offer}.{value.part} {value.kind} of {value.request} from {value.source} {blocks}{layers}"
     if isinstance(value, Open):
         images = f" images {''.join(f'[{_numbers(each)}]' for each in value.images)}" if value.images else ""
         cached = f" cached {value.cached}" if value.cached else ""
@@ -155,10 +158,13 @@ def _message(value: Value) -> str:
         parts = "".join(f"[{_numbers(part.blocks)}]" for part in value.parts)
         return f"offer {value.id} {value.kind} of {value.work.request} {parts} by way of {' '.join(value.route)}"
     if isinstance(value, Ready):
-        return f"ready {value.id} {_numbers(value.parts)}"
+        layers = f" layers {_numbers(value.layers)}" if value.layers else ""
+        blocks = f" blocks {_numbers(value.blocks)}" if value.blocks else ""
+        return f"ready {value.id} {_numbers(value.parts)}{layers}{blocks}{' again' if value.again else ''}"
     if isinstance(value, Commit):
         cached = f" cached {value.cached_tokens}" if value.cached_tokens else ""
-        return f"commit {value.id}{f' after {_numbers(value.tokens)}' if value.tokens else ''}{cached}"
+        after = f" after {_numbers(value.tokens)}" if value.tokens else ""
+        return f"commit {value.id}{after}{cached}{f' ending {value.ending}' if value.ending else ''}"
     if isinstance(value, Release):
         return f"release {value.id} {value.outcome}"
     if isinstance(value, Withdraw):

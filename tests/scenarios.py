@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
 from trinity.blocks import blocks_for
 from trinity.core.state import Settings
 from trinity.messages import MediaSpan, Work
+from trinity.overlap import KvMode, Transfers
+from trinity.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.scheduler import Order, Rules
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
@@ -83,7 +86,22 @@ def largest_need(works: list[Work]) -> dict[str, int]:
     return {"image": max(image, 1), "kv": kv}
 
 
-def random_settings(draw: Random, placement: str, works: list[Work]) -> list[Settings]:
+def random_patience(draw: Random) -> dict[str, float]:
+    """Leases for ever, or leases that are renewed in time, or such as run out while all is well."""
+    if draw.random() < 0.6:
+        return {}
+    lease = draw.choice([0.3, 1.0, 8.0])
+    return {"lease_s": lease, "report_s": draw.choice([0.05, 0.5]), "heartbeat_s": draw.choice([0.2, 1.0])}
+
+
+def random_silence(draw: Random, cluster: VirtualCluster) -> None:
+    """Instances stand still for a while, and find afterwards what has come."""
+    for name in draw.sample(list(cluster.cores), draw.randint(0, min(3, len(cluster.cores)))):
+        for _ in range(draw.randint(1, 2)):
+            cluster.freeze(name, draw.uniform(0.0, 2.0), draw.choice([0.1, 1.0, 20.0]))
+
+
+def random_settings(draw: Random, placement: str, works: list[Work], leases: dict[str, float]) -> list[Settings]:
     """Pools that just hold the largest request, or more; now and then one instance's do not."""
     need = largest_need(works)
     slack = draw.choice([1.0, 1.0, 1.3, 2.0, 6.0])
@@ -96,6 +114,7 @@ def random_settings(draw: Random, placement: str, works: list[Work]) -> list[Set
         kv_block=KV_BLOCK,
         image_cache=draw.random() < 0.8,
         prefix_cache=draw.random() < 0.8,
+        **leases,
     )
     if draw.random() < 0.2:
         at = draw.randrange(len(settings))
@@ -132,23 +151,41 @@ def random_faults(draw: Random) -> Faults:
     return Faults.at_random(draw.choice([0.0, 0.0, 0.01, 0.1]), draw.choice([0.0, 0.0, 0.1, 0.5]))
 
 
+def random_transfers(draw: Random) -> Transfers:
+    """From a generator of its own: the seeds of the rest keep their meaning."""
+    prefetch, early = draw.choice([(True, True), (True, True), (True, False), (False, True)])
+    kv: list[KvMode] = ["off", "layer", "grouped", "grouped"]
+    return Transfers(prefetch, early, draw.choice(kv))
+
+
 def random_cluster(seed: int, placement: str | None = None, requests: int | None = None) -> VirtualCluster:
     """A loaded cluster that has not run yet: everything in it follows from the seed."""
     draw = Random(seed)
     placement = placement or draw.choice(PLACEMENTS)
     works = random_works(draw, requests or draw.choice([2, 5, 9, 14]))
+    sizes = Random(-1 - seed)
+    transfers, layers = random_transfers(sizes), sizes.choice([1, 2, 3, 5])
+    aside = Random(seed + 1_000_000_007)
+    leases = random_patience(aside)
+    policies: list[Callable[[], RoutingPolicy]] = [RoundRobin, LeastLoaded, PrefixHits, PrefixHits]
+    routing = aside.choice(policies)
+    settings = random_settings(draw, placement, works, leases)
     cluster = VirtualCluster(
-        random_settings(draw, placement, works),
+        [replace(each, transfers=transfers, layers=layers) for each in settings],
+        routing=routing if leases else RoundRobin,
         durations=random_durations(draw),
         faults=random_faults(draw),
         max_waiting=draw.choice([1024, 1024, 1024, 3]),
         seed=seed,
     )
     hurry, cancels, patience = draw.choice([0.0, 0.5, 2.0]), draw.choice([0.0, 0.3, 0.8]), draw.choice([0.05, 1.0])
+    spread = aside.choice([0.0, 2.0, 6.0]) if leases else 0.0  # what is cached must be known for it to be found
     for work in works:
-        at = draw.uniform(0.0, hurry)
+        at = draw.uniform(0.0, hurry) + aside.uniform(0.0, spread)
         cluster.submit(work, at)
         if draw.random() < cancels:
             reason = draw.choice(["cancelled", "cancelled", "stop"])
             cluster.abort(work.request, at + draw.uniform(0.0, patience), reason)
+    if leases:
+        random_silence(aside, cluster)
     return cluster

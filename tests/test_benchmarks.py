@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, run, setting, shapes, step_overhead, ttft_methods, versus_generate_batch
+from benchmarks import memory, run, setting, shapes, step_overhead, transports, ttft_methods, versus_generate_batch
 from benchmarks.report import Aim, Result, Table, load, page, save
 from checkpoint_fixtures import checkpoint
 
@@ -23,6 +23,7 @@ QUICK = setting.Setting(quick=True, checkpoint=checkpoint)
 def quick() -> Callable[[str], Result]:
     """A benchmark's quick result, run once."""
     modules = {"step": step_overhead, "versus": versus_generate_batch, "memory": memory, "ttft": ttft_methods}
+    modules["transports"] = transports
     done: dict[str, Result] = {}
 
     def result(name: str) -> Result:
@@ -152,6 +153,44 @@ def test_noisy_rounds_are_named() -> None:
     assert "EPD" in ttft_methods.result({"EPD": served}, schedule, 1).notes[0]
     served.foreign[:] = [0.0]
     assert ttft_methods.result({"EPD": served}, schedule, 1).notes == []
+
+
+def test_transports_are_measured_beside_their_limit(quick: Callable[[str], Result]) -> None:
+    result = quick("transports")
+    assert set(result.values) == {"inproc", "shm"}
+    for cases in result.values.values():
+        assert [(case["count"], case["bytes"]) for case in cases] == [(1, 1 << 20), (16, 16 << 20)]
+        assert all(len(case["reads"]) == len(case["copies"]) == len(case["digests"]) >= 5 for case in cases)
+        assert all(min(case["reads"]) > 0 and 0 < case["share"] < 100 for case in cases)
+    assert [table.title for table in result.tables] == ["inproc", "shm"]
+    assert len(result.aims) == 4
+
+
+def transport_case(block_bytes: int, count: int, share: float) -> transports.Case:
+    return transports.Case(block_bytes, count, block_bytes * count, [1.0, 2.0, 9.0], [2.0 * share], [0.5])
+
+
+def test_the_aims_of_transports_are_judged_by_their_worst_large_blocks() -> None:
+    small, one, many = ((16 << 10, 4096, 0.1), (1 << 20, 1, 0.85), (1 << 20, 16, 0.95))
+    cases = [transport_case(*each) for each in (small, one, many)]
+    local, remote = transports.MEDIA[1], transports.MEDIA[2]
+    found = [transports.aim(medium, cases, least) for medium in (local, remote) for least in (0, 16 << 20)]
+    assert [each.met for each in found] == [False, True, True, True]
+    assert (found[0].measured, found[1].measured) == ("85% (1 of 1 MiB)", "95% (16 of 1 MiB)")
+    assert cases[0].row()[:4] == ["16 KiB", "4096", "2000000", "9000000"]
+
+
+def test_a_transport_that_is_missing_is_named() -> None:
+    assert transports.available(transports.MEDIA[0]) == ""
+    result = transports.result([], {}, {"nixl": "not installed"}, ["shm, 1 MiB"])
+    assert "Not measured: nixl: not installed" in result.notes
+    assert "shm, 1 MiB" in result.notes[1]
+
+
+def test_a_probe_of_a_transport_that_fails_says_so() -> None:
+    medium = transports.Medium("none", "no-such-transport")
+    with pytest.raises(RuntimeError, match="the lender of none ended without an answer"):
+        transports.measure(medium, 1 << 20, (1,), 1 << 20, 0.01)
 
 
 # ---------------------------------------------------------------- what they stand on

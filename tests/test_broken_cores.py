@@ -11,7 +11,7 @@ from core_tables import work
 from scenarios import random_cluster
 from test_interleavings import flood
 from trinity.blocks import prefix_keys
-from trinity.core import admission, instance, lifecycle, source, steps, target
+from trinity.core import admission, arrival, instance, kv_source, kv_target, leases, lifecycle, source, steps, target
 from trinity.core import state as core_state
 from trinity.core.state import Phase, State
 from trinity.frontend import FrontendCore
@@ -31,7 +31,7 @@ def broken(patch: Patch) -> Patch:
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, new: Any) -> None:
     """Replace a function of the core in every module that has imported it."""
-    for module in (admission, instance, lifecycle, source, steps, target):
+    for module in (admission, arrival, instance, kv_source, kv_target, leases, lifecycle, source, steps, target):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, new)
 
@@ -75,7 +75,7 @@ def blocks_are_given_back_during_a_pull(monkeypatch: pytest.MonkeyPatch) -> None
 @broken
 def a_block_is_matchable_before_its_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def early(result: Any, s: State, request: str, start: int, length: int) -> None:
-        target.publish_kv(s, s.requests[request], start + length)
+        kv_target.publish_kv(s, s.requests[request], start + length)
 
     around(monkeypatch, steps, "_prefill_row", early)
 
@@ -149,6 +149,21 @@ def a_lease_ends_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @broken
+def blocks_taken_back_are_used_again_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "allocate", lambda s, kind, count: s.pools[kind].allocate(count))
+
+
+@broken
+def a_silent_target_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request has ended: whoever takes the blocks back must say so, or its target pulls on."""
+
+    def quiet(result: Any, s: State, lease: Any, now: float) -> None:
+        s.out = [each for each in s.out if not isinstance(each, Send)]
+
+    around(monkeypatch, leases, "_expired", quiet)
+
+
+@broken
 def a_transfer_is_released_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(result: Any, s: State, state: Any, outcome: str) -> None:
         s.out.append(s.out[-1])
@@ -158,7 +173,7 @@ def a_transfer_is_released_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @broken
 def a_token_is_emitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(result: Any, s: State, state: Any, sampled: Any, emitted: list[Any], now: float) -> None:
+    def again(result: Any, s: State, request: str, state: Any, sampled: Any, emitted: list[Any], now: float) -> None:
         emitted.append(emitted[-1])
 
     around(monkeypatch, steps, "_took", again)
@@ -253,13 +268,13 @@ def test_a_broken_core_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_limit_shared_by_the_stages_of_ed_p_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap that rule 4 names: the decode side waits for a place that the encode side's leases have taken."""
-    reserve = target._reserve_kv
+    reserve = kv_target.reserve_kv
 
     def limited(s: State, state: Any, now: float) -> bool:
         decoding = sum(each.phase in (Phase.KV_PULL, Phase.DECODING) for each in s.requests.values())
         return len(s.outgoing) + decoding < 4 and reserve(s, state, now)
 
-    monkeypatch.setattr(target, "_reserve_kv", limited)
+    monkeypatch.setattr(target, "reserve_kv", limited)
     with pytest.raises(AssertionError, match=r"no Release of|no end of"):
         roomy("ED+P")
 

@@ -127,7 +127,7 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
 @pytest.mark.parametrize(
     "garbage", [b"", b"\x00" * 200, b"GET / HTTP/1.1\r\n\r\n" * 20, greeting(1, b"n" * 32) + b"p" * 32]
 )
-async def test_garbage_does_not_disturb_the_others(garbage: bytes) -> None:
+async def test_garbage_does_not_disturb_the_others(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with server() as bound:
         good = await connect(bound, SECRET, b"good")
         reader, writer = await asyncio.open_connection(bound.host, bound.port)
@@ -138,6 +138,19 @@ async def test_garbage_does_not_disturb_the_others(garbage: bytes) -> None:
         good.send(b"still here")
         assert await good.receive() == b"still here"
         await good.aclose()
+    assert f"a connection to {bound} was refused: " in caplog.text
+
+
+async def test_who_says_nothing_is_refused_in_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channels, "TIMEOUT_S", 0.1)
+    async with server() as bound:
+        reader, writer = await asyncio.open_connection(bound.host, bound.port)
+        async with asyncio.timeout(10):
+            await reader.read()
+        writer.close()
+    assert "no handshake within 0.1 s" in caplog.text
 
 
 async def test_a_frame_above_the_limit_ends_the_channel() -> None:

@@ -199,7 +199,7 @@ def test_shadow_sees_chunks_that_are_none() -> None:
     ):
         shadow = shadow_of("EPD")
         shadow.command("EPD0", Open(work=request, blocks=(0, 1), images=((3,),)))
-        shadow.memory["EPD0", "image"].write((3,), 0, [("image", "cat", row) for row in range(4)])
+        shadow.memory["EPD0", "image"].write((3,), 0, [[("image", "cat", row) for row in range(4)]])
         with pytest.raises(AssertionError, match=message):
             shadow.command("EPD0", Step(1, "joint", (), (chunk,)))
 

@@ -169,7 +169,7 @@ def test_a_source_whose_target_gave_up_stops_without_a_report() -> None:
 
 def test_a_forget_ahead_of_the_release_ends_the_request_at_its_source() -> None:
     core = after("E0", Submit(work("r", *TWO)), done(1), rules=Rules(media=1))
-    rows: list[Row] = [(Forget("r"), []), (done(2), []), (Release("E0:1", "failed"), [])]
+    rows: list[Row] = [(Forget("r"), ["P0: cancel r"]), (done(2), []), (Release("E0:1", "failed"), [])]
     table(core, rows)
     emptied(core)
 

@@ -230,7 +230,8 @@ def test_the_spans_go_on_with_the_commit() -> None:
 
 def test_a_source_that_waits_for_somebody_elses_step_may_end_at_once() -> None:
     """b's second image is in a's step, so that nothing of b is in flight."""
-    for last, at_once in ((Release("E0:3", "failed"), []), (Forget("b"), []), (Cancel("b"), ["P0: cancel b"])):
+    called_off = ["P0: cancel b"]
+    for last, at_once in ((Release("E0:3", "failed"), []), (Forget("b"), called_off), (Cancel("b"), called_off)):
         core = make_core("E0", peers="P0", rules=Rules(media=4))
         core.handle(Submit(work("x", "fox", 1)), 0.0)
         core.handle(Submit(work("a", "owl", "cat", 1)), 0.0)
@@ -255,7 +256,7 @@ def test_a_lease_remembers_whose_it_is_and_where_it_went() -> None:
     core = make_core("E0", peers="P0")
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
-    assert core.state.outgoing == {"E0:1": Outgoing("E0:1", "r", "P0", "image", (0,))}
+    assert core.state.outgoing == {"E0:1": Outgoing("E0:1", "r", "P0", "image", (0,), route=("E0",))}
 
 
 def test_keys_are_computed_once() -> None:

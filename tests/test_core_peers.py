@@ -156,9 +156,10 @@ ROUTE = (Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2))
         (ROUTE[:1], "P0", True),
         (ROUTE[:1], "E0", False),
         (ROUTE, "D0", True),
-        (ROUTE, "P0", False),
+        (ROUTE, "P0", True),
+        (ROUTE, "E0", False),
         (ROUTE[::-1], "D0", True),
-        (ROUTE[::-1], "P0", False),
+        (ROUTE[::-1], "P0", True),
     ],
 )
 def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost: str, fails: bool) -> None:
@@ -169,6 +170,33 @@ def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost:
     forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
     assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())
     assert bool(core.entries) != fails
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["decoding", "finished"])
+def test_a_first_token_that_was_lost_with_its_instance_is_not_waited_for(finished: bool) -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    if finished:
+        done_there = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
+        assert core.handle(done_there, 0.5) == []
+    core.handle(Emit((Emitted("r", 0, 1, Sampled(5)),)), 0.5)
+    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == [("r", "StageError")]
+    assert not core.entries
+
+
+def test_one_that_has_come_is_enough() -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    core.handle(Emit((Emitted("r", 0, 0, Sampled(5)),)), 0.5)
+    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+    assert core.entries
+
+
+def test_a_move_to_an_instance_that_is_lost_already_is_a_loss() -> None:
+    core = frontend()
+    asked(core)
+    core.handle(PeerLost("P0"), 1.0)
+    assert ends(list(core.handle(ROUTE[0], 1.1))) == [("r", "StageError")]
 
 
 def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:

@@ -201,8 +201,8 @@ def test_an_instance_without_the_stage_refuses_by_name() -> None:
     out = core.handle(Submit(work("r", 3)), 0.0)
     assert brief(out) == ["frontend: finished r error 0 by way of D0 StageError"]
     assert sent(out, Finished)[0].failure == Failure("StageError", "instance D0 (D) has no stage P", {"stage": "P"})
-    out = make_core("P0").handle(Submit(work("r", "cat", 1)), 0.0)
-    assert sent(out, Finished)[0].failure == Failure("StageError", "instance P0 (P) has no stage E", {"stage": "E"})
+    out = make_core("D0").handle(Submit(work("r", "cat", 1)), 0.0)
+    assert sent(out, Finished)[0].failure == Failure("StageError", "instance D0 (D) has no stage E", {"stage": "E"})
     emptied(core)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from core_tables import Row, brief, peer_up, sent, work
-from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
-from trinity.messages import Emit, Emitted, Failure, Finished, Sampled, Submit, Value
+from trinity.frontend import Abort, Deliver, End, FrontendCore
+from trinity.messages import Emit, Emitted, Failure, Finished, Sampled, Submit, Tick, Value
 from trinity.routing import RoundRobin
 
 

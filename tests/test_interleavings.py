@@ -16,8 +16,9 @@ import pytest
 
 from core_tables import work
 from scenarios import PLACEMENTS, Linear, random_cluster
-from trinity.messages import Pull, Release, Send, Step, Value, Withdraw, Work
+from trinity.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw, Work
 from trinity.scheduler import Rules
+from trinity.testing.conversation import revoked
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, predicted, settings_of
 
 PER_PLACEMENT = 120
@@ -55,7 +56,7 @@ def test_many_more_interleavings(part: int) -> None:
 def test_the_interleavings_reach_what_they_are_for() -> None:
     """Every end, every outcome of a transfer, and the rare turns of the core; a tame generator would show here."""
     seen: Counter[str] = Counter()
-    for seed in range(250):
+    for seed in range(400):
         cluster = run(seed)
         for outcome in cluster.outcomes.values():
             assert outcome.end is not None
@@ -64,7 +65,19 @@ def test_the_interleavings_reach_what_they_are_for() -> None:
         for _, _, command in cluster.commands:
             seen.update(_kinds(command))
     wanted = {"length", "stop", "cancelled", "deadline", "error", "StageError", "MigrationError", "Overloaded"}
-    wanted |= {"RequestTooLarge", "pulled", "cached", "cancelled", "failed", "withdraw", "pull", "cached KV", "mixed"}
+    wanted |= {
+        "RequestTooLarge",
+        "pulled",
+        "cached",
+        "cancelled",
+        "failed",
+        "withdraw",
+        "pull",
+        "cached KV",
+        "mixed",
+        "lease ran out",
+    }
+    wanted |= {"revoke"}
     assert not {each for each in wanted if seen[each] < 2}, seen
 
 
@@ -72,10 +85,12 @@ def _kinds(command: Value) -> list[str]:
     if isinstance(command, Send) and isinstance(command.message, Release):
         return [command.message.outcome]
     if isinstance(command, Send) and isinstance(command.message, Withdraw):
-        return ["withdraw"]
+        return ["withdraw", "lease ran out"] if revoked(command.message) else ["withdraw"]
     if isinstance(command, Step):
         mixed = command.encodes and command.prefills and command.decodes
         return ["mixed"] if mixed else ["cached KV" for row in command.prefills if row.start and row.last]
+    if isinstance(command, Revoke):
+        return ["revoke"]
     return ["pull"] if isinstance(command, Pull) else []
 
 
@@ -191,7 +206,7 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
     here = Path(__file__).parent
     digests = set()
     for salt in "12":
-        env = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": str(here)}
+        env = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'src'}"}
         found = subprocess.run(
             [sys.executable, "-c", code], cwd=here, env=env, capture_output=True, text=True, check=True
         )

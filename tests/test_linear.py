@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -76,3 +77,12 @@ def test_loaded_parts_are_quickened() -> None:
     for part in (model.vision, model.language):
         assert any(isinstance(module, OneDnnLinear) for module in part.modules())
         assert not any(type(module) is nn.Linear for module in part.modules())
+
+
+def test_code_for_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    linear._faster.cache_clear()
+    linear._faster(torch.float32)
+    assert os.environ["LRU_CACHE_CAPACITY"] == str(linear.KERNELS)
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"

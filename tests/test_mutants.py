@@ -43,20 +43,39 @@ def test_results_are_counted_by_module() -> None:
 def test_every_survivor_needs_a_reason_and_nine_in_ten_must_die() -> None:
     found = {f"trinity.blocks.x_f__mutmut_{number}": "killed" for number in range(9)}
     found["trinity.blocks.x_f__mutmut_9"] = "survived"
-    lines, good = mutants.report(found, ["blocks.f 9"])
+    diffs = {"trinity.blocks.x_f__mutmut_8": "return 2", "trinity.blocks.x_f__mutmut_9": "return 3"}
+    lines, good = mutants.report(found, diffs, [mutants.Reason("blocks.*", "return")])
     assert good
     assert lines[-1].split() == ["all", "9/10", "90.0", "%"]
-    lines, good = mutants.report(found, ["blocks.f 8"])
+    lines, good = mutants.report(found, diffs, [mutants.Reason("blocks.f", "return 2")])
     assert not good
-    assert lines[-1] == "survives without a reason in docs/mutants.md: blocks.f 9"
+    assert lines[-2] == "survives without a reason in docs/mutants.md: blocks.f 9: return 3"
+    assert lines[-1] == "explains nothing any more: blocks.f return 2"
     found["trinity.blocks.x_f__mutmut_8"] = "no tests"
-    lines, good = mutants.report(found, ["blocks.f 8", "blocks.f 9"])
+    lines, good = mutants.report(found, diffs, [mutants.Reason("blocks.f", "return")])
     assert not good
     assert lines[-1] == "fewer than 90 % are killed"
 
 
 def test_reasons_are_read_from_the_document() -> None:
-    text = (
-        "# x\n- `core.steps._fill 2`, `core.steps._fill 3`: they do nothing.\n- `blocks.FreeRuns.take 17`: nor this.\n"
-    )
-    assert mutants.explained(text) == {"core.steps._fill 2", "core.steps._fill 3", "blocks.FreeRuns.take 17"}
+    text = "# x\n- `core.steps.*` `strict=`: both are as long.\n- `blocks.f` `a <= b`: the same at equality.\n- none\n"
+    assert mutants.reasons(text) == [mutants.Reason("core.steps.*", "strict="), mutants.Reason("blocks.f", "a <= b")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "covered"),
+    [
+        (mutants.Reason("core.steps._fill", "strict="), True),
+        (mutants.Reason("core.*", "strict="), True),
+        (mutants.Reason("core.steps", "strict="), False),
+        (mutants.Reason("core.steps._fill", "other"), False),
+    ],
+)
+def test_a_reason_covers_a_function_and_a_line(reason: mutants.Reason, covered: bool) -> None:
+    assert reason.covers("trinity.core.steps.x__fill__mutmut_12", "zip(a, b, strict=None)") is covered
+
+
+def test_the_changed_line_of_a_mutant() -> None:
+    diff = "# name: survived\n--- a.py\n+++ a.py\n@@ -1,3 +1,3 @@\n same\n-    old(1)\n+    new(2)\n same\n"
+    assert mutants.changed_line(diff) == "new(2)"
+    assert mutants.changed_line(diff.replace("+    new(2)\n", "")) == "without old(1)"

@@ -19,23 +19,18 @@ import msgspec
 import pytest
 import torch
 
-from checkpoint_fixtures import checkpoint
-from lending import EMPTY, Lending, lending, lent, pool, ready
+from exact_pipelines import check_exact, tokens_of_the_model
+from lending import EMPTY, LIVENESS_S, Lending, begun, ends, lending, lent, pool, ready
 from trinity.connector import Connector
 from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
 from trinity.memory import BlockMemory
 from trinity.messages import Pull
-from trinity.pipeline import Pipeline
 from trinity.processes import kept_launcher
-from trinity.request import Request, Sampling
-from trinity.testing.oracle import Oracle
-from trinity.transport import make_transport, nixl_agent
+from trinity.transport import link, make_transport, nixl_agent
 from trinity.transport.nixl import NixlRemote, NixlTransport
 from trinity.transport.nixl_agent import Descriptor
 
-PHOTOS = sorted((Path(__file__).parent.parent / "examples" / "photos").glob("*.jpg"))
 LANES = {"default": None, "tcp": "tcp"}
-LIVENESS_S = 30.0
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one; the large take a tenth of a second over TCP
 
 
@@ -69,20 +64,6 @@ async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> tuple[
     return transport, await transport.attach(peer.descriptor, memory), memory
 
 
-async def begun(memory: BlockMemory) -> None:
-    """Until the first bytes of a transfer are there."""
-    async with asyncio.timeout(LIVENESS_S):
-        while not bool((memory.tensor[:, 0] != EMPTY).any()):
-            await asyncio.sleep(0)
-
-
-async def ends(reading: asyncio.Future[int]) -> BaseException | None:
-    """How a read ends, and that it does."""
-    await asyncio.wait([reading], timeout=LIVENESS_S)
-    assert reading.done(), "the read hangs"
-    return asyncio.CancelledError() if reading.cancelled() else reading.exception()
-
-
 # ------------------------------------------------------------ what it moves
 
 
@@ -105,22 +86,8 @@ async def test_many_reads_at_once(lanes: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(checkpoint("llava"))
-
-
-def requests() -> list[Request]:
-    greedy = Sampling(ignore_eos=True)
-    return [
-        Request("Only text, and no picture", max_tokens=20, sampling=greedy),
-        Request("<image>\nWhat is this?", images=PHOTOS[:1], max_tokens=24, sampling=greedy),
-        Request("<image> and <image>, but <image>?", images=PHOTOS[:3], max_tokens=16, sampling=greedy),
-    ]
-
-
-@pytest.fixture(scope="module")
-def wanted(oracle: Oracle) -> list[tuple[int, ...]]:
-    return [tuple(tokens) for tokens in oracle.generate_all(requests())]
+def wanted() -> list[tuple[int, ...]]:
+    return tokens_of_the_model()
 
 
 @pytest.fixture
@@ -131,15 +98,8 @@ def launcher(lanes: str) -> Iterator[None]:
 
 
 async def test_pipelines_of_processes_are_exact(launcher: None, wanted: list[tuple[int, ...]]) -> None:
-    settings: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}}
-    for placement, kinds in {"E+P+D": {"image", "kv"}, "EP+D": {"kv"}, "ED+P": {"image", "kv"}}.items():
-        async with Pipeline(checkpoint("llava"), placement, connector="nixl", hosting="process", **settings) as pipe:
-            outputs = await asyncio.gather(*(pipe.complete(request) for request in requests()))
-        assert [tuple(output.token_ids) for output in outputs] == wanted, placement
-        pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]
-        assert {record["scheme"] for record in pulled} == {"nixl"}
-        assert {record["kind"] for record in pulled} == kinds
-        assert all(record["bytes"] > 0 for record in pulled)
+    for placement in ("E+P+D", "EP+D", "ED+P"):
+        await check_exact(placement, "nixl", wanted)
 
 
 # ------------------------------------------------------------ peers that die, freeze or leave
@@ -193,7 +153,7 @@ async def test_nothing_is_written_after_a_timeout(tcp: None) -> None:
 
 
 async def test_nothing_is_written_after_a_cancel(tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "GRACE_S", 0.4)
+    monkeypatch.setattr(link, "GRACE_S", 0.4)
     async with lending("nixl", *LARGE) as peer:
         transport, remote, memory = await attached(peer, LARGE)
         reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))

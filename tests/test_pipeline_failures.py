@@ -30,7 +30,7 @@ from trinity.stages.base import Stage
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.testing.transports import WrappedTransport
-from trinity.transport.base import Remote
+from trinity.transport.base import Remote, Within
 from trinity.transport.inproc import InprocTransport
 
 Break = Callable[[Step], Any]
@@ -243,7 +243,10 @@ class Unreadable:
     def __init__(self, inner: Remote) -> None:
         self.inner = inner
 
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+        raise OSError(113, "No route to host")
+
+    async def generation(self, source: Sequence[int]) -> int:
         raise OSError(113, "No route to host")
 
     async def aclose(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 import trinity
 from checkpoint_fixtures import checkpoint
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
+from trinity.integrity import Verify
 from trinity.pipeline import Pipeline
 from trinity.processes import kept_launcher
 from trinity.request import Output, Request, Sampling
@@ -74,6 +75,17 @@ async def test_tokens_equal_generate(placement: str) -> None:
     assert {record["scheme"] for record in pulled} <= {"shm"}
     assert all(record["bytes"] > 0 for record in pulled)
     assert len(pipe.timeline) > 0
+
+
+@pytest.mark.parametrize(("verify", "verified"), [("always", True), (None, False)])
+async def test_blocks_are_verified_between_processes_where_asked_for(verify: Verify | None, verified: bool) -> None:
+    wanted = oracle().generate_all(requests()[:2])
+    async with pipeline("EP+D", verify=verify) as pipe:
+        outputs = await serve(pipe, requests()[:2])
+    assert [output.token_ids for output in outputs] == wanted
+    pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]
+    assert pulled
+    assert all(("digest_s" in record) is verified for record in pulled)
 
 
 async def test_every_process_ends_with_the_pipeline() -> None:

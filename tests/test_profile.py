@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from trinity.budget import BudgetCache, Budgets
 from trinity.errors import TrinityWarning
 from trinity.hosting import Deployment, load
 from trinity.instance import Instance, Loaded, named
-from trinity.messages import KV, Sampled, Step
+from trinity.messages import KV, Open, Sampled, Step
 from trinity.processor import RequestProcessor
 from trinity.profile import MOST_ROWS, Probe, profile_budgets
 from trinity.scheduler import ALPHA, Rules
@@ -113,6 +114,44 @@ def test_a_probe_longer_than_the_context_is_several_prompts(
     probe.prefill(room * 2 + 3)
     assert sum(row.length for row in steps[0].prefills) == room * 2 + 3
     assert max(row.length for row in steps[0].prefills) <= probe._context
+
+
+class Recorder:
+    """A stage that runs nothing, and keeps what it was asked to."""
+
+    letters = "PD"
+
+    def __init__(self) -> None:
+        self.opened: list[Open] = []
+        self.steps: list[Step] = []
+
+    def open(self, request: Open) -> None:
+        self.opened.append(request)
+
+    def close(self, request: str) -> None:
+        pass
+
+    def forward(self, step: Step) -> None:
+        self.steps.append(step)
+
+
+def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
+    stage = Recorder()
+    instance: Any = SimpleNamespace(
+        spec=SimpleNamespace(threads=1, roles="PD"),
+        memory={KV: SimpleNamespace(blocks=16)},
+        settings=SimpleNamespace(kv_block=16),
+        stages=[stage],
+    )
+    nothing: Any = SimpleNamespace(multimodal=False, context_length=1000)
+    probe = Probe(instance, nothing)
+    assert (probe.letters, probe.longest) == ("PD", 254)
+    probe.decode(3, 200)
+    assert [(len(each.work.prompt), len(each.blocks)) for each in stage.opened] == [(200, 13)] * 3
+    assert len(stage.steps[0].decodes) == 3
+    probe.prefill(50, 100)
+    (row,) = stage.steps[1].prefills
+    assert (row.start, row.length, len(stage.opened[3].work.prompt)) == (100, 50, 150)
 
 
 def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(

@@ -16,6 +16,7 @@ from pathlib import Path
 PACKAGE = "trinity"
 # These run under a virtual clock as well as a live one, and know no tensor, no loop and no socket.
 PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics"}
+PURE |= {"tables", "traces", "trace_statistics", "goodput", "visual_tokens", "model_shapes", "model_config"}
 PURE |= {"routing", "cost", "budget", "core", "frontend", "simulator", "planner"}
 IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "threading", "uvloop"}
 
@@ -23,7 +24,8 @@ IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "thread
 def modules(source: Path) -> dict[str, Path]:
     """Every module under ``source`` by its dotted name."""
     found = {}
-    for path in sorted((source / PACKAGE).rglob("*.py")):
+    folder = source / PACKAGE
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")]):  # a .pyi stands for what is compiled
         parts = path.relative_to(source).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -3,6 +3,9 @@
 ``make mutants`` runs all (pyproject.toml, ``[tool.mutmut]``, says what is mutated and by which tests);
 ``make mutants ARGS='trinity.placement*'`` runs those of one module. Exits with 1 where fewer than 90 % are killed, or
 where a survivor is not explained in docs/mutants.md. A mutant that hangs until its time is up counts as killed.
+
+A reason there is a line ``- `function` `text`: why``: it stands for the survivors of functions whose name matches
+(with ``*``) and in whose changed line the text is. Numbers of mutants are not used: they change with every edit.
 """
 
 from __future__ import annotations
@@ -12,12 +15,24 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 TARGET = 90.0
 KILLED = {"killed", "timeout", "segfault", "suspicious", "caught by type check"}
-NAME = re.compile(r"`([\w.]+ \d+)`")
+REASON = re.compile(r"- `([\w.*]+)` `(.+)`: .+")
+
+
+class Reason(NamedTuple):
+    """Why some mutants may survive: those of these functions, with this in the changed line."""
+
+    function: str
+    text: str
+
+    def covers(self, name: str, line: str) -> bool:
+        return fnmatchcase(pretty(name).rpartition(" ")[0], self.function) and self.text in line
 
 
 def pretty(name: str) -> str:
@@ -48,18 +63,28 @@ def survivors(found: Mapping[str, str]) -> list[str]:
     return [name for name, status in found.items() if status not in KILLED]
 
 
-def explained(text: str) -> set[str]:
-    """The mutants that a list in docs/mutants.md gives a reason for, several in one line perhaps."""
-    return {name for line in text.splitlines() if line.startswith("- ") for name in NAME.findall(line)}
+def reasons(text: str) -> list[Reason]:
+    """The reasons that docs/mutants.md gives."""
+    return [Reason(*found.groups()) for line in text.splitlines() if (found := REASON.fullmatch(line))]
 
 
-def report(found: Mapping[str, str], known: Iterable[str]) -> tuple[list[str], bool]:
-    """The lines to print, and whether all is well."""
+def changed_line(diff: str) -> str:
+    """What a mutant has in the place of what was there, or what it is without."""
+    lines = [line for line in diff.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")]
+    new, old = (" ".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "+-")
+    return new or f"without {old}"
+
+
+def report(found: Mapping[str, str], diffs: Mapping[str, str], known: Sequence[Reason]) -> tuple[list[str], bool]:
+    """The lines to print, and whether all is well. ``diffs``: the changed line of every survivor."""
     rows = by_module(found)
     lines = [f"{name:24} {killed:5}/{total:<5} {100 * killed / total:5.1f} %" for name, killed, total in rows]
-    silent = [pretty(name) for name in survivors(found) if pretty(name) not in set(known)]
-    lines += [f"survives without a reason in docs/mutants.md: {name}" for name in silent]
-    _, killed, total = by_module(found)[-1]
+    left = {name: [reason for reason in known if reason.covers(name, diffs[name])] for name in survivors(found)}
+    silent = [name for name, why in left.items() if not why]
+    lines += [f"survives without a reason in docs/mutants.md: {pretty(name)}: {diffs[name]}" for name in silent]
+    used = {reason for why in left.values() for reason in why}
+    lines += [f"explains nothing any more: {each.function} {each.text}" for each in known if each not in used]
+    _, killed, total = rows[-1]
     if 100 * killed < TARGET * total:
         lines.append(f"fewer than {TARGET:g} % are killed")
     return lines, not silent and 100 * killed >= TARGET * total
@@ -77,9 +102,9 @@ def main(names: list[str]) -> int:
         shutil.rmtree("mutants", ignore_errors=True)  # results are kept there, and do not know of changed tests
     mutmut("run", "--max-children", "2", *names)
     found = statuses(mutmut("results", "--all", "true"))
-    for name in survivors(found):
-        print(f"{pretty(name)}: {found[name]}\n{mutmut('show', name)}")
-    lines, good = report(found, explained(Path("docs/mutants.md").read_text(encoding="utf-8")))
+    diffs = {name: changed_line(mutmut("show", name)) for name in survivors(found)}
+    known = reasons(Path("docs/mutants.md").read_text(encoding="utf-8"))
+    lines, good = report(found, diffs, known)
     print("\n".join(lines))
     return 0 if good else 1
 

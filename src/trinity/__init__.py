@@ -14,13 +14,16 @@ from trinity import errors as errors
 if TYPE_CHECKING:
     from trinity.budget import Budgets as Budgets
     from trinity.connector import Connector as Connector
+    from trinity.cost import Device as Device
     from trinity.errors import ClosedError as ClosedError
     from trinity.errors import ConfigError as ConfigError
     from trinity.errors import RequestError as RequestError
     from trinity.errors import TransportError as TransportError
     from trinity.errors import TrinityError as TrinityError
+    from trinity.goodput import Goodput as Goodput
     from trinity.instance import Instance as Instance
     from trinity.metrics import Metrics as Metrics
+    from trinity.overlap import Transfers as Transfers
     from trinity.pipeline import Pipeline as Pipeline
     from trinity.placement import Placement as Placement
     from trinity.processor import Limits as Limits
@@ -43,9 +46,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "budget": ["Budgets"],
     "connector": ["Connector"],
+    "cost": ["Device"],
     "errors": ["ClosedError", "ConfigError", "RequestError", "TransportError", "TrinityError"],
+    "goodput": ["Goodput"],
     "instance": ["Instance"],
     "metrics": ["Metrics"],
+    "overlap": ["Transfers"],
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
     "processor": ["Limits"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trinity.messages import MediaSpan
 
 Key = bytes
+DIGEST = 8  # bytes of a key by which others know it: one in 2^64 is mistaken, and then nothing is found there
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -80,6 +82,8 @@ class BlockPool:
         self._block: dict[Key, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self._changes = 0
+        self._digest: tuple[int, int, bytes] = (0, 0, b"")
 
     @property
     def available(self) -> int:
@@ -133,6 +137,7 @@ class BlockPool:
         assert self._references[block], f"pool {self.kind}: block {block} is not held and has no content"
         if key not in self._block and block not in self._key:
             self._block[key], self._key[block] = block, key
+            self._changes += 1
 
     def match(self, keys: Sequence[Key]) -> tuple[int, ...]:
         """The blocks of the longest run of ``keys`` from the first that are all here. Holds nothing."""
@@ -144,12 +149,24 @@ class BlockPool:
             found.append(block)
         return tuple(found)
 
+    def digest(self, limit: int) -> bytes:
+        """``DIGEST`` bytes of the key of each of at most ``limit`` matchable blocks: those in use, then those cached,
+        the most recent first. Made anew only where content has come or gone."""
+        changes, size, made = self._digest
+        if (changes, size) != (self._changes, limit):
+            used = (block for block in islice(reversed(self._key), 2 * limit) if self._references[block])
+            blocks = islice(chain(used, reversed(self._cached)), limit)
+            made = b"".join(self._key[block][:DIGEST] for block in blocks)
+            self._digest = (self._changes, limit, made)
+        return made
+
     def clear(self) -> None:
         """Forget all cached content."""
         while self._cached:
             self._evict()
         self._block.clear()
         self._key.clear()
+        self._changes += 1
 
     def _retire(self, block: int) -> None:
         if block in self._key:
@@ -162,6 +179,7 @@ class BlockPool:
         del self._block[self._key.pop(block)]
         self._free.give(block)
         self.evictions += 1
+        self._changes += 1
 
     def check(self) -> None:
         """Assert what must always hold: every block is free, cached or held, and just one of them."""

@@ -18,11 +18,13 @@ from trinity.messages import (
     Finished,
     Forget,
     Moved,
+    PeerLoad,
     PeerLost,
     PeerUp,
     Sampled,
     Send,
     Submit,
+    Tick,
     Value,
     Work,
 )
@@ -34,10 +36,6 @@ class Abort(Value, frozen=True):
 
     request: str
     reason: str
-
-
-class Tick(Value, frozen=True):
-    """A timer is due."""
 
 
 class Deliver(Value, frozen=True):
@@ -101,6 +99,8 @@ class FrontendCore:
             self._expire(now)
         elif isinstance(event, Moved):
             self._moved(event)
+        elif isinstance(event, PeerLoad):
+            self.router.take(event)
         elif isinstance(event, PeerUp):
             self.router.add(event)
         elif isinstance(event, PeerLost):
@@ -122,7 +122,7 @@ class FrontendCore:
         if problem is not None:
             self._out.append(End(work.request, "error", problem))
             return
-        first = self.router.choose("E" if work.media else "P", work)
+        first = self.router.enter(work)
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         self.entries[work.request] = Entry(work, first, deadline, route=[first])
@@ -163,31 +163,45 @@ class FrontendCore:
         if entry is not None and event.attempt == entry.work.attempt:
             entry.route.extend([""] * (event.hop + 1 - len(entry.route)))
             entry.route[event.hop] = event.to
+            if event.to in self.router.lost:  # said before its loss was known there
+                self._gone(entry, self.router.lost[event.to])
 
     def _lost(self, event: PeerLost) -> None:
         """An instance is gone: the requests that are there have failed. What others hold of them, they drop."""
-        peer = self.router.drop(event.name)
-        stage = peer.roles if peer is not None else ""
-        for request, entry in list(self.entries.items()):
-            if entry.route[-1] == event.name and entry.finished is None:
-                text = f"instance {event.name} was lost while the request was there; send it again"
-                why = Failure("StageError", text, {"stage": stage})
-                entry.finished = Finished(
-                    request=request,
-                    attempt=entry.work.attempt,
-                    reason="error",
-                    failure=why,
-                    count=entry.delivered,
-                    route=tuple(name for name in entry.route if name),
-                )
-                self._settle(entry)
+        peer = self.router.drop(event.name) or PeerUp(event.name, "")
+        for entry in list(self.entries.values()):
+            self._gone(entry, peer)
+
+    def _gone(self, entry: Entry, peer: PeerUp) -> None:
+        if self._is_lost(entry, peer):
+            text = f"instance {peer.name} was lost while the request was there; send it again"
+            entry.finished = Finished(
+                request=entry.work.request,
+                attempt=entry.work.attempt,
+                reason="error",
+                failure=Failure("StageError", text, {"stage": peer.roles}),
+                count=entry.delivered,
+                route=tuple(name for name in entry.route if name),
+            )
+            self._settle(entry)
+
+    def _is_lost(self, entry: Entry, peer: PeerUp) -> bool:
+        """Whether the request was there, or the first token was and cannot come any more: what an instance said before
+        its end has been heard."""
+        if entry.route[-1] == peer.name:
+            return entry.finished is None
+        if entry.delivered or "P" not in peer.roles or peer.name not in entry.route:
+            return False
+        after = entry.route[entry.route.index(peer.name) + 1]
+        known = self.router.peers.get(after) or self.router.lost.get(after)
+        return known is not None and "D" in known.roles
 
     def _finished(self, event: Finished) -> None:
         entry = self.entries.get(event.request)
         if entry is None:  # it was given up when an instance was lost
             self._forget(event.request, event.route)
         if entry is not None and event.attempt == entry.work.attempt:
-            entry.finished = event
+            entry.finished = entry.finished or event  # a source whose lease ran out may report what ended well
             self._settle(entry)
 
     def _abort(self, event: Abort) -> None:
@@ -211,7 +225,7 @@ class FrontendCore:
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
         if not entry.ended:
-            self._end(entry, entry.aborted or finished.reason)
+            self._end(entry, entry.aborted or _reason(finished))
         self._forget(finished.request, (entry.first, *finished.route))
         del self.entries[finished.request]
 
@@ -228,6 +242,12 @@ class FrontendCore:
         if reason == "deadline":
             failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
         self._out.append(End(entry.work.request, reason, failure, finished))
+
+
+def _reason(finished: Finished) -> str:
+    """An instance keeps the deadline too, for when the front end is slow; the reader sees one kind of end."""
+    late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
+    return "deadline" if late else finished.reason
 
 
 def _too_large(router: Router, work: Work, letter: str) -> Failure:

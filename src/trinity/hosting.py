@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity.budget import Budgets
+from trinity.errors import ConfigError
 from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
+from trinity.media import Limits
 from trinity.messages import IMAGE, KV
+from trinity.overlap import Transfers
+from trinity.paced import Paced
+from trinity.placement import Placement
 from trinity.processor import RequestProcessor
-from trinity.profile import profile_budgets
+from trinity.processor_loading import check_directory
+from trinity.processor_paced import PacedProcessor
+from trinity.profile import paced_budgets, profile_budgets
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules, latency_bound
 from trinity.sizing import available_memory, size_pools
@@ -24,13 +32,14 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools on a CPU where nobody says, or an eighth of what is free
 DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
 DEFAULT_RULES = Rules()
+DEFAULT_TRANSFERS = Transfers()
 
 
 @dataclass(frozen=True)
 class Deployment:
     """What all instances of a pipeline share: the model and everything that they are started with."""
 
-    model: Path
+    model: Path | Paced
     dtype: str = "auto"
     device: str = "cpu"
     slo: SLO | None = None
@@ -41,23 +50,67 @@ class Deployment:
     pools: Mapping[str, int] | None = None
     memory_bytes: int | None = None
     observe: Callable[..., None] | None = None
+    transfers: Transfers = DEFAULT_TRANSFERS
     shared: bool = False  # pools in memory files, which other processes can map
+
+
+def placed(placement: str | Placement | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
+    """Instances of a placement, or the user's own as they are."""
+    if isinstance(placement, str):
+        placement = Placement.parse(placement)
+    if isinstance(placement, Placement):
+        return [Instance(roles, name, **common) for name, roles in placement.instances()]
+    if not placement:
+        raise ConfigError("a pipeline needs at least one instance")
+    return list(placement)
+
+
+def config_digest(model: Path | Paced) -> str:
+    """What front end and instances must agree on before weights are compared: the checkpoint's config.json."""
+    if isinstance(model, Paced):
+        return model.fingerprint
+    try:
+        return hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"{model} has no config.json that can be read: {error}") from error
+
+
+def model_of(model: str | Path | Paced) -> Path | Paced:
+    """A checkpoint's directory, or a paced model. Raises ``ConfigError`` where there is none."""
+    if isinstance(model, Paced):
+        return model
+    check_directory(Path(model))
+    return Path(model)
+
+
+def make_processor(model: Path | Paced, limits: Limits | None = None) -> RequestProcessor:
+    """The model's request processor. Blocks: run it on a thread."""
+    if isinstance(model, Paced):
+        return PacedProcessor(model, limits=limits)
+    return RequestProcessor(model, limits=limits)
 
 
 def load(deployment: Deployment, instances: Sequence[Instance], processor: RequestProcessor | None) -> list[Loaded]:
     """Load weights (of each instance's roles only), allocate pools, search budgets. Blocks: run it on a thread."""
-    from trinity.stages.models import load_model
-
     loaded: list[Loaded] = []
     for spec in instances:
         spec = replace(spec, device=spec.device or deployment.device)
-        model = load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
+        model = _model(deployment, spec)
         pools = _pools(deployment, spec, model, len(instances))
         blocks = (deployment.media_block, deployment.kv_block)
         instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe, deployment.shared)
-        instance.settings = replace(instance.settings, rules=_rules(deployment, instance, processor))
+        rules = _rules(deployment, instance, processor)
+        instance.settings = replace(instance.settings, rules=rules, transfers=deployment.transfers)
         loaded.append(instance)
     return loaded
+
+
+def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:
+    if isinstance(deployment.model, Paced):
+        return deployment.model
+    from trinity.stages.models import load_model
+
+    return load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
 
 
 def start_hosts(
@@ -74,7 +127,7 @@ def start_hosts(
     return hosts
 
 
-def _pools(deployment: Deployment, spec: Instance, model: LoadedModel, instances: int) -> dict[str, int]:
+def _pools(deployment: Deployment, spec: Instance, model: LoadedModel | Paced, instances: int) -> dict[str, int]:
     """Blocks by kind: by hand, from a memory budget, or a share of what is free."""
     pools = spec.pools if spec.pools is not None else deployment.pools if spec.memory_bytes is None else None
     if pools is not None:
@@ -104,9 +157,12 @@ def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor
     rules = instance.spec.rules or deployment.rules
     budgets = deployment.budgets
     if budgets is None and deployment.slo is not None and instance.spec.rules is None:
-        assert processor is not None
         limit = latency_bound(instance.spec.roles, deployment.slo.ttft, deployment.slo.tbt)
-        budgets = profile_budgets(instance, processor, limit)
+        if isinstance(instance.model, Paced):
+            budgets = paced_budgets(instance.model, instance, limit)
+        else:
+            assert processor is not None
+            budgets = profile_budgets(instance, processor, limit)
     if budgets is None:
         return rules
     return replace(rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=budgets.cost)

@@ -10,22 +10,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
 from trinity.errors import ConfigError, TrinityError
+from trinity.integrity import Digests
 from trinity.lane import Lane
 from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Send, Step, Value
+from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
+from trinity.paced import Paced
 from trinity.placement import Group
 from trinity.plugins import find
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
 from trinity.sizing import check_available
 from trinity.stages.base import Stage
+from trinity.stages.paced import paced_stages
 from trinity.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -68,7 +71,8 @@ class Instance:
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
-    letters. ``threads``: intra-op threads per lane.
+    letters. ``threads``: intra-op threads per lane. ``address`` ("tcp:host:port", "unix:/path"): it runs there already,
+    started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
     """
 
     roles: str
@@ -82,6 +86,7 @@ class Instance:
     device: str | None = None
     prefix_cache: bool = True
     image_cache: bool = True
+    address: str | None = None
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
@@ -100,13 +105,15 @@ class Loaded:
     """An instance with its weights, memory and stages, ready to run."""
 
     spec: Instance
-    model: LoadedModel
+    model: LoadedModel | Paced
     memory: dict[str, BlockMemory]
     stages: list[Stage]
     settings: Settings = field(init=False)
 
 
-def block_shapes(roles: str, model: LoadedModel, media_block: int = 576, kv_block: int = 16) -> dict[str, BlockShape]:
+def block_shapes(
+    roles: str, model: LoadedModel | Paced, media_block: int = 576, kv_block: int = 16
+) -> dict[str, BlockShape]:
     """Shapes of the kinds of block that these roles have (TriInfer 3.3: E has no KV cache, D no image cache)."""
     shapes: dict[str, BlockShape] = {}
     image = model.image_shape(media_block)
@@ -135,7 +142,7 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
 
 def build(
     spec: Instance,
-    model: LoadedModel,
+    model: LoadedModel | Paced,
     pools: Mapping[str, int],
     rules: Rules,
     blocks: tuple[int, int],
@@ -153,9 +160,7 @@ def build(
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
     memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
-    setup = StageSetup(spec.roles, model, memory, observe)
-    own = own_stages(spec, setup)
-    loaded = Loaded(spec, model, memory, own + built_in_stages(setup, "".join(stage.letters for stage in own)))
+    loaded = Loaded(spec, model, memory, _stages(spec, model, memory, observe))
     loaded.settings = Settings(
         name=spec.name,
         roles=spec.roles,
@@ -166,8 +171,25 @@ def build(
         kv_block=kv_block,
         image_cache=spec.image_cache,
         prefix_cache=spec.prefix_cache,
+        layers=memory[KV].shape.shape[0] if KV in memory else 1,
     )
     return loaded
+
+
+def _stages(
+    spec: Instance,
+    model: LoadedModel | Paced,
+    memory: Mapping[str, BlockMemory],
+    observe: Callable[..., None] | None,
+) -> list[Stage]:
+    """What runs on the instance's lanes: its own stages, and trinity's for the other letters."""
+    if isinstance(model, Paced):
+        if spec.stages or observe is not None:
+            raise ConfigError("paced instances compute nothing: stages= and observe= need a checkpoint")
+        return list(paced_stages(model, spec.roles, spec.lanes, memory))
+    setup = StageSetup(spec.roles, model, memory, observe)
+    own = own_stages(spec, setup)
+    return own + built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
 def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
@@ -218,6 +240,7 @@ class InstanceHost:
         self._network, self._timeline = network, timeline
         self._queue: SimpleQueue[Value | _Stop] = SimpleQueue()
         self._lanes = self._make_lanes()
+        self._digests = Digests(loaded.memory) if network.connector.verifies else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{self.name}-core", daemon=True)
 
@@ -232,7 +255,7 @@ class InstanceHost:
                 self.post,
                 self._failed,
                 self._timeline,
-                self.loaded.spec.threads,
+                0 if isinstance(self.loaded.model, Paced) else self.loaded.spec.threads,
             )
             for lane in self.loaded.settings.lanes
         }
@@ -290,15 +313,28 @@ class InstanceHost:
     def _serve(self) -> None:
         stopping = False
         while not (stopping and self.core.idle()):
-            event = self._queue.get()
+            event = self._next()
             if isinstance(event, _Stop):
                 if event.at_once:
                     return
                 stopping = True
                 continue
             self.events.append(event)
+            if self._digests is not None:
+                self._digests.heard(event)
             self._execute(self.core.handle(event, time.monotonic()))
             self.core_cpu_s = time.thread_time()
+
+    def _next(self) -> Value | _Stop:
+        """What was posted, or a Tick once a timer of the core is due."""
+        due = self.core.next_timer()
+        if due is None:
+            return self._queue.get()
+        left = due - time.monotonic()
+        try:
+            return self._queue.get(timeout=left) if left > 0 else Tick()
+        except Empty:
+            return Tick()
 
     def _execute(self, commands: list[Value]) -> None:
         to_frontend: list[Value] = []
@@ -307,16 +343,24 @@ class InstanceHost:
                 if command.to == FRONTEND:
                     to_frontend.append(command.message)
                 else:
-                    self._network.to_peer(command.to, command.message)
+                    self._network.to_peer(command.to, self._verifiable(command))
             elif isinstance(command, Step):
                 self.steps += 1
                 self._lanes[command.lane].post(command)
             elif isinstance(command, Pull):
-                self._network.loop.call_soon_threadsafe(self._start_pull, command)
+                pull = command if self._digests is None else self._digests.pulling(command)
+                self._network.loop.call_soon_threadsafe(self._start_pull, pull)
+            elif isinstance(command, Revoke):
+                generations = self.loaded.memory[command.kind].generations
+                generations[list(command.blocks)] = command.generation
             elif isinstance(command, (Open, Close)):
                 self._lanes["language" if "language" in self._lanes else "joint"].post(command)
         if to_frontend:
             self._network.to_frontend(to_frontend)
+
+    def _verifiable(self, send: Send) -> Value:
+        """The message to a peer, with digests of the blocks that it says are ready, where they are verified."""
+        return send.message if self._digests is None else self._digests.sending(send, self.core.state.outgoing)
 
     def _start_pull(self, pull: Pull) -> None:
         task = self._network.loop.create_task(self._pull(pull), name=f"trinity-pull-{self.name}")
@@ -346,4 +390,4 @@ def named(instances: Sequence[Instance]) -> list[Instance]:
 
 
 if __name__ == "__main__":  # by name: what serves an instance alone knows this module, not the other way round
-    runpy.run_module("trinity.standalone", run_name="__main__", alter_sys=True)
+    runpy.run_module("trinity.listener", run_name="__main__", alter_sys=True)

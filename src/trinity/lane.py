@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from trinity.messages import Close, Failure, Open, Sampled, Step, Stepped, Value
-from trinity.stages.base import Stage
+from trinity.messages import Close, Failure, Open, Progress, Sampled, Step, Stepped, Value
+from trinity.stages.base import Reporting, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 
 
 class Lane:
-    """Runs Open, Close and Step commands in order; each Step is answered by one Stepped through ``post``."""
+    """Runs Open, Close and Step commands in order; each Step is answered by one Stepped through ``post``.
+
+    ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,11 @@ class Lane:
         self.stages = list(stages)
         self.cpu_s = 0.0
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
+        self._telling: Step | None = None  # whose progress is told
+        self._told = False
+        for stage in self.stages:
+            if isinstance(stage, Reporting):
+                stage.on_layers = self._progress
         self._queue: SimpleQueue[Value | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
 
@@ -56,9 +64,10 @@ class Lane:
             self._failed(error)
 
     def _serve(self) -> None:
-        import torch
+        if self._threads:
+            import torch
 
-        torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._threads)
         while (command := self._queue.get()) is not None:
             if isinstance(command, Step):
                 self._post(self._step(command))
@@ -76,19 +85,45 @@ class Lane:
             except BaseException:  # its rows will fail in the next step, and that is reported
                 logger.exception("stage %s of %s could not %s", stage.letters, self.instance, type(command).__name__)
 
+    def _progress(self, first: int, end: int) -> None:
+        """Some layers are written. While rows run again, alone, nothing is told: it was told once, and is void."""
+        step = self._telling
+        if step is not None:
+            self._told = True
+            self._post(Progress(step.id, self.name, (first, end)))
+
     def _step(self, step: Step) -> Stepped:
         started = time.perf_counter()
         failed: dict[str, Failure] = {}
+        self._telling, self._told = step, False
         try:
             sampled = self._forward(step)
         except BaseException:  # a stage that calls sys.exit() must not end the lane: its requests would wait for ever
             logger.exception(
                 "step %d of %s failed; its requests run alone to find whose fault it is", step.id, self.name
             )
+            self._telling = None
+            if self._told:
+                self._post(Progress(step.id, self.name, None))
             sampled, failed = self._alone(step)
         seconds = time.perf_counter() - started
-        self._timeline.add(self.instance, self.name, _title(step), started, seconds, _sizes(step))
+        self._timeline.add(self.instance, self.name, self._shown(step), started, seconds, self._arguments(step))
         return Stepped(step.id, self.name, sampled, failed, seconds)
+
+    def _shown(self, step: Step) -> str:
+        """The step's name in the timeline; what stages emulate must not pass for computed."""
+        return (
+            f"emulated {_title(step)}"
+            if any(getattr(stage, "emulated", False) for stage in self.stages)
+            else _title(step)
+        )
+
+    def _arguments(self, step: Step) -> dict[str, float]:
+        """What the timeline says of a step: its rows, and what a stage remarks on it."""
+        said: dict[str, float] = dict(_sizes(step))
+        for stage in self.stages:
+            said |= getattr(stage, "remarks", {})
+        return said
 
     def _forward(self, step: Step) -> dict[str, Sampled]:
         sampled: dict[str, Sampled] = {}
@@ -127,7 +162,7 @@ def rows_for(step: Step, letters: str) -> Step | None:
     encodes = step.encodes if "E" in letters else ()
     prefills = step.prefills if "P" in letters else ()
     decodes = step.decodes if "D" in letters else ()
-    return Step(step.id, step.lane, encodes, prefills, decodes) if encodes or prefills or decodes else None
+    return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
 
 
 def requests_of(step: Step) -> list[str]:
@@ -144,6 +179,7 @@ def split(step: Step) -> list[Step]:
             tuple(row for row in step.encodes if row.request == request),
             tuple(row for row in step.prefills if row.request == request),
             tuple(each for each in step.decodes if each == request),
+            step.group,
         )
         for request in requests_of(step)
     ]

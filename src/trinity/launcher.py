@@ -1,7 +1,7 @@
 """Launcher: a process that has imported torch once and forks instances, so that each starts in a fraction of a second.
 
-Speaks JSON lines: {"id", "address", "secret"} on stdin starts an instance; stdout says {"ready"}, {"id", "process"} and
-{"exited", "status"}. Its children die with it, and it ends with its stdin.
+Speaks JSON lines: {"id", "address", "secret", "model", "once"} on stdin starts an instance; stdout says {"ready"},
+{"id", "process"} and {"exited", "status"}. Its children die with it, and it ends with its stdin.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PACED = ("trinity.listener",)
+COMPUTING = ("torch", "transformers", *PACED, "trinity.stages.language", "trinity.stages.encode")
 _preloaded: set[str] = set()
 
 
 def main() -> None:
-    preload()
+    preload(PACED if "--paced" in sys.argv else COMPUTING)
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
         os.set_blocking(end, False)
@@ -47,15 +50,15 @@ def main() -> None:
                 children.add(start(order))
 
 
-def preload() -> None:
+def preload(modules: Sequence[str]) -> None:
     """What every instance needs and what takes seconds to import; none of it starts a thread."""
-    for module in ("torch", "transformers", "trinity.standalone", "trinity.stages.language", "trinity.stages.encode"):
+    for module in modules:
         importlib.import_module(module)
 
 
 def preload_model(directory: str) -> None:
     """Import the modules of a checkpoint's classes, which takes seconds; an instance reports what is wrong with it."""
-    if directory in _preloaded:
+    if not directory or directory in _preloaded:
         return
     _preloaded.add(directory)
     with contextlib.suppress(Exception):
@@ -103,9 +106,9 @@ def start(order: dict[str, Any]) -> int:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(2, 1)
-        from trinity.standalone import serve_once
+        from trinity.listener import serve
 
-        code = serve_once(order["address"], bytes.fromhex(order["secret"]))
+        code = serve(order["address"], bytes.fromhex(order["secret"]), once=order["once"])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -79,10 +79,12 @@ class Sampled(Value, frozen=True):
 
 
 class Submit(Value, frozen=True):
-    """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores."""
+    """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: the
+    instances that it has come by."""
 
     work: Work
     inputs: tuple[Any, ...] = ()
+    route: tuple[str, ...] = ()
 
 
 class Cancel(Value, frozen=True):
@@ -101,14 +103,19 @@ class Forget(Value, frozen=True):
 
 
 class Part(Value, frozen=True):
-    """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks."""
+    """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks.
+    ``holder``: features not encoded for this offer, because this instance said that it has them."""
 
     blocks: tuple[int, ...]
     bytes: int = 0
+    holder: str = ""
 
 
 class Offer(Value, frozen=True, kw_only=True):
-    """Source to target, step 1: these blocks will be yours. Shard ``shard`` of ``shards``."""
+    """Source to target, step 1: these blocks will be yours. Shard ``shard`` of ``shards``.
+
+    ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
+    """
 
     id: str
     kind: str
@@ -118,18 +125,31 @@ class Offer(Value, frozen=True, kw_only=True):
     shard: int = 0
     shards: int = 1
     route: tuple[str, ...] = ()
+    generation: int = 0
 
 
 class Ready(Value, frozen=True):
-    """Source to target: these parts (their first ``layers`` layers, or all) hold their content."""
+    """Source to target: these parts hold their content.
+
+    Of KV (part 0) layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of its table, or all of them where
+    None. ``again``: what was ready of these blocks before was written anew; it has to be pulled again. ``digests``: one
+    for each block, in order, where the transport's blocks are verified; they took ``digest_s``.
+    """
 
     id: str
     parts: tuple[int, ...]
-    layers: int | None = None
+    layers: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None
+    again: bool = False
+    digests: tuple[int, ...] = ()
+    digest_s: float = 0.0
 
 
 class Commit(Value, frozen=True):
-    """Source to target, once: no part will follow. ``tokens`` are the outputs so far (KV offers)."""
+    """Source to target, once: no part will follow. ``tokens`` are the outputs so far (KV offers).
+
+    ``ending``: the request ended with them, stop or length; the target drains its pulls, reports and releases.
+    """
 
     id: str
     tokens: tuple[int, ...] = ()
@@ -137,6 +157,7 @@ class Commit(Value, frozen=True):
     spans: dict[str, float] = {}
     transfers: tuple[dict[str, Any], ...] = ()
     deadline_s: float | None = None
+    ending: str = ""
 
 
 class Withdraw(Value, frozen=True):
@@ -147,10 +168,32 @@ class Withdraw(Value, frozen=True):
 
 
 class Release(Value, frozen=True):
-    """Target to source, once, step 4: ``outcome`` is pulled, cached, cancelled or failed."""
+    """Target to source, once, step 4: ``outcome`` is pulled, cached, cancelled, failed or missing. ``cost``: what pulls
+    from the source take as measured so far, (seconds for each, seconds for a layer of a block)."""
 
     id: str
     outcome: str
+    cost: tuple[float, float] | None = None
+
+
+class Fetch(Value, frozen=True):
+    """Target to a holder of image features, by content: lease me the blocks with these keys. Answered by Fetched."""
+
+    id: str
+    requester: str
+    kind: str
+    keys: tuple[bytes, ...]
+
+
+class Fetched(Value, frozen=True):
+    """Holder to target: these blocks are leased until your Release(id); none where they are not all here any more."""
+
+    id: str
+    holder: str
+    blocks: tuple[int, ...] = ()
+    generation: int = 0
+    digests: tuple[int, ...] = ()
+    digest_s: float = 0.0
 
 
 class PeerUp(Value, frozen=True):
@@ -165,22 +208,21 @@ class PeerUp(Value, frozen=True):
 
 
 class PeerLoad(Value, frozen=True):
-    """What an instance publishes of itself."""
+    """An instance of itself, and its heartbeat: ``free`` blocks by kind; ``predicted_s`` of work by stage (D: a step);
+    ``unit_s`` of one more visual token, prompt position or row; ``cached``: 8 bytes of each key, by kind."""
 
     name: str
-    predicted_s: float
+    epoch: int = 0
     free: dict[str, int] = {}
-    cached: frozenset[str] = frozenset()
+    predicted_s: dict[str, float] = {}
+    unit_s: dict[str, float] = {}
+    cached: dict[str, bytes] = {}
 
 
 class PeerLost(Value, frozen=True):
     """An instance is gone."""
 
     name: str
-
-
-class Drain(Value, frozen=True):
-    """Finish what is here; refuse new requests."""
 
 
 class Moved(Value, frozen=True):
@@ -195,6 +237,10 @@ class Moved(Value, frozen=True):
 # ---------------------------------------------------------------- shell → its core
 
 
+class Tick(Value, frozen=True):
+    """A timer is due."""
+
+
 class Stepped(Value, frozen=True):
     """A step ended: what was sampled, and which requests failed, in ``seconds``."""
 
@@ -203,6 +249,17 @@ class Stepped(Value, frozen=True):
     sampled: dict[str, Sampled] = {}
     failed: dict[str, Failure] = {}
     seconds: float = 0.0
+
+
+class Progress(Value, frozen=True):
+    """A running step has written these layers, [first, end), of the KV of all its prefill rows.
+
+    None: the step failed and runs again row by row; what it wrote before is void.
+    """
+
+    step: int
+    lane: str
+    layers: tuple[int, int] | None
 
 
 class Pulled(Value, frozen=True):
@@ -265,17 +322,35 @@ class Prefill(Value, frozen=True):
 
 
 class Step(Value, frozen=True):
-    """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each."""
+    """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each.
+
+    ``group``: Progress is wanted whenever so many more layers of the prefills' KV are written; 0 for none.
+    """
 
     id: int
     lane: str
     encodes: tuple[Encode, ...] = ()
     prefills: tuple[Prefill, ...] = ()
     decodes: tuple[str, ...] = ()
+    group: int = 0
+
+
+class Revoke(Value, frozen=True):
+    """Set these blocks' generation, before any later command: a lease was taken back, and they get new content."""
+
+    kind: str
+    blocks: tuple[int, ...]
+    generation: int
 
 
 class Pull(Value, frozen=True):
-    """Read blocks of a peer's pool into our own; answered by one Pulled."""
+    """Read blocks of a peer's pool into our own; answered by one Pulled.
+
+    It fails where, after the copy, a source block has a higher generation than ``generation``, the offer's, or where
+    the blocks are not what the source has ``digests`` of (the host adds them where blocks are verified; None: they are
+    not), which took it ``digest_s``. ``part`` is the offer's part, or for KV the number of the pull; ``layers``
+    [first, end) of each block move, or all.
+    """
 
     offer: str
     part: int
@@ -284,6 +359,10 @@ class Pull(Value, frozen=True):
     request: str
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
+    generation: int = 0
+    layers: tuple[int, int] | None = None
+    digests: tuple[int, ...] | None = None
+    digest_s: float = 0.0
 
 
 # ---------------------------------------------------------------- instance → front end

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from trinity.errors import ConfigError
 from trinity.request import Output
+from trinity.tables import PERCENTILES as PERCENTILES
+from trinity.tables import Table, as_html, as_text, distribution
+from trinity.tables import percentile as percentile
 from trinity.trace import COMPLETE, RULES, SLO
 
 SPANS = (
@@ -21,7 +22,6 @@ SPANS = (
     "decode_queue",
     "decode",
 )
-PERCENTILES = (50, 90, 95, 99)
 _GAPS_PER_OUTPUT = 16  # gaps kept for each output kept: bounds memory where outputs are long
 _LATENCIES = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT"}
 _RULE_NAMES = {"p90": "90 % of gaps", "p99": "99 % of gaps", "guard": "90 % + guard", "tpot": "mean gap"}
@@ -38,7 +38,7 @@ class Metrics:
         self._refused: Counter[str] = Counter()
         self._met: Counter[str] = Counter()
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
-        self._prefix_hits = 0
+        self._prefix_hits = self._emulated = 0
         self._moved: dict[str, Counter[str]] = {}
         self._spans = dict.fromkeys(SPANS, 0.0)
         self._values: dict[str, deque[float]] = {
@@ -55,6 +55,7 @@ class Metrics:
     def add(self, output: Output) -> None:
         """Count a request that has ended."""
         self._finished[output.finish_reason or "error"] += 1
+        self._emulated += output.emulated
         self._count_tokens(output)
         self._keep_latencies(output)
         for transfer in output.transfers:
@@ -94,16 +95,18 @@ class Metrics:
 
         ``attainment`` is by rule (``SLO.met``) over all requests. ``spans_s`` are means over requests served to their
         end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind what was
-        pulled, and what needed no transfer because the target had it.
+        pulled, and what needed no transfer because the target had it. ``emulated`` requests were served
+        by paced stages.
         """
         served = sum(self._finished[reason] for reason in COMPLETE)
         return {
             "requests": self.requests,
+            "emulated": self._emulated,
             "finished": dict(self._finished),
             "refused": dict(self._refused),
             "tokens": dict(self._tokens),
             "prefix_hits": self._prefix_hits,
-            **{name: _distribution(values) for name, values in self._values.items()},
+            **{name: distribution(values) for name, values in self._values.items()},
             "slo": None if self.slo is None else {"ttft": self.slo.ttft, "tbt": self.slo.tbt},
             "attainment": self._attainment(),
             "spans_s": {name: total / served for name, total in self._spans.items()} if served else None,
@@ -116,69 +119,36 @@ class Metrics:
         return {rule: self._met[rule] / self.requests for rule in RULES}
 
     def __str__(self) -> str:
-        return "\n\n".join(_as_text(table) for table in _tables(self.summary()))
+        return "\n\n".join(as_text(table) for table in _tables(self.summary()))
 
     def _repr_html_(self) -> str:
-        return "".join(_as_html(table) for table in _tables(self.summary()))
+        return "".join(as_html(table) for table in _tables(self.summary()))
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, at least one; between two of them on the line that joins them."""
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def _distribution(values: Iterable[float]) -> dict[str, float] | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    shares = {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
-    return {"mean": sum(ordered) / len(ordered), **shares, "max": ordered[-1]}
-
-
-class _Table(NamedTuple):
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-def _tables(summary: dict[str, Any]) -> list[_Table]:
+def _tables(summary: dict[str, Any]) -> list[Table]:
     """The summary as tables without empty ones: counts, latencies, attainment, spans, migrations."""
-    counts = {"requests": summary["requests"], **summary["finished"], "prefix hits": summary["prefix_hits"]}
+    emulated = {"of them emulated, by paced stages": summary["emulated"]} if summary["emulated"] else {}
+    counts = {"requests": summary["requests"], **emulated, **summary["finished"], "prefix hits": summary["prefix_hits"]}
     counts.update({f"{name} tokens": number for name, number in summary["tokens"].items()})
-    tables = [_Table(("count", ""), [(name, f"{number:,}") for name, number in counts.items()])]
+    tables = [Table(("count", ""), [(name, f"{number:,}") for name, number in counts.items()])]
     measured = {title: summary[name] for name, title in _LATENCIES.items() if summary[name]}
     if measured:
         columns = next(iter(measured.values()))
         rows = [(title, *(f"{1e3 * value:.1f}" for value in values.values())) for title, values in measured.items()]
-        tables.append(_Table(("ms", *columns), rows))
+        tables.append(Table(("ms", *columns), rows))
     if summary["attainment"]:
         title = f"SLO {summary['slo']['ttft']:g} s, {summary['slo']['tbt']:g} s"
         rows = [(_RULE_NAMES[rule], f"{share:.1%}") for rule, share in summary["attainment"].items()]
-        tables.append(_Table((title, "attained"), rows))
+        tables.append(Table((title, "attained"), rows))
     if summary["spans_s"]:
         rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in summary["spans_s"].items()]
-        tables.append(_Table(("span", "mean ms"), rows))
+        tables.append(Table(("span", "mean ms"), rows))
     return tables + _migration_tables(summary["migrations"])
 
 
-def _migration_tables(migrations: dict[str, dict[str, int]]) -> list[_Table]:
+def _migration_tables(migrations: dict[str, dict[str, int]]) -> list[Table]:
     rows = [
         (kind, str(moved["pulled"]), str(moved["cached"]), f"{moved['bytes'] / 2**20:.2f}")
         for kind, moved in migrations.items()
     ]
-    return [_Table(("migration", "pulled", "cached", "MiB"), rows)] if rows else []
-
-
-def _as_text(table: _Table) -> str:
-    lines = [table.header, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
-
-
-def _as_html(table: _Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return [Table(("migration", "pulled", "cached", "MiB"), rows)] if rows else []

@@ -13,17 +13,20 @@ from typing import Any, Literal, Protocol
 import anyio
 
 from trinity.budget import Budgets
-from trinity.connector import Connector
+from trinity.connector import Connector, choice, make_connector
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
-from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
-from trinity.hosting import Deployment, load, start_hosts
+from trinity.frontend import Abort, Deliver, End, FrontendCore
+from trinity.hosting import Deployment, load, make_processor, model_of, placed, start_hosts
 from trinity.instance import Instance, InstanceHost, named
-from trinity.messages import Failure, PeerLost, PeerUp, Send, Submit, Value
+from trinity.instance_process import InstanceProcess
+from trinity.integrity import Verify
+from trinity.messages import Failure, PeerLoad, PeerLost, PeerUp, Send, Submit, Tick, Value
 from trinity.metrics import Metrics
+from trinity.overlap import Transfers
+from trinity.paced import Paced
 from trinity.placement import Placement
-from trinity.processes import InstanceProcess, Processes, check_hosting, setup_for
+from trinity.processes import SILENCE_S, Processes, addresses_of, check_hosting, check_secret, check_silence, setups_for
 from trinity.processor import Limits, Processed, RequestProcessor
-from trinity.processor_loading import check_directory
 from trinity.request import Output, Request, check_request
 from trinity.routing import RoutingPolicy, routing_policy
 from trinity.scheduler import Rules
@@ -52,12 +55,15 @@ class Host(Protocol):
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    ``model`` is a directory in transformers' format. ``placement`` is "EPD", "1EP1D", "2ED1P", "1E3P4D", ... or a list
-    of ``Instance``. ``slo`` (TTFT and TBT, seconds) has the budgets of Algorithm 1 profiled at start; ``budgets`` gives
-    them by hand; neither means 2,048 tokens and one image a step. ``rules`` has the scheduler's policy, queue order and
-    switches.
+    ``model`` is a directory in transformers' format, or ``Paced`` (stages wait in place of computing). ``placement`` is
+    "EPD", "1EP1D", "2ED1P", "1E3P4D", ... or a list of ``Instance``. ``slo`` (TTFT and TBT, seconds) has the budgets of
+    Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
+    ``rules`` has the scheduler's policy, queue order and switches.
     ``pools`` (blocks by kind) or ``memory_bytes`` (weights included) size every instance that says nothing itself.
-    ``observe(request_id, index, logits)`` sees every row of logits before sampling.
+    ``observe(request_id, index, logits)`` sees every row of logits before sampling. ``transfers`` says when
+    blocks start to move; ``verify`` ("always", "network", "never"; of a Connector its own) which are compared with the
+    source's digests on arrival. ``secret`` (or TRINITY_SECRET) proves this pipeline to instances that run already
+    (``Instance(address=...)``). A process that says nothing for ``silence_s`` seconds is killed and started again.
 
     ::
 
@@ -68,13 +74,21 @@ class Pipeline:
     ``PlacementError``, ``UnsupportedModel`` and other ``ConfigError`` on construction or at start.
     """
 
+    loop: asyncio.AbstractEventLoop
+    _processes: Processes | None = None
+    _processor: RequestProcessor | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _broken: BaseException | None = None
+    _closing: asyncio.Task[None] | None = None
+
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Paced,
         placement: str | Placement | Sequence[Instance] = "EPD",
         *,
         hosting: Literal["thread", "process"] = "thread",
         connector: str | Transport | Connector | None = None,
+        verify: Verify | None = None,
         slo: SLO | None = None,
         budgets: Budgets | None = None,
         rules: Rules | None = None,
@@ -92,32 +106,27 @@ class Pipeline:
         media_block: int = 576,
         kv_block: int = 16,
         observe: Callable[..., None] | None = None,
+        transfers: Transfers | None = None,
+        secret: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device}
-        caches = {"prefix_cache": prefix_cache, "image_cache": image_cache}
-        self.instances = named(_instances(placement, {**common, **caches}))
+        common |= {"prefix_cache": prefix_cache, "image_cache": image_cache}
+        self.instances = named(placed(placement, common))
         self.placement = Placement.of(each.group for each in self.instances)
-        self.hosting = check_hosting(hosting, connector)
-        self.connector = make_connector(connector or ("inproc" if hosting == "thread" else "shm"))
-        self.slo, self.routing = slo, routing
-        check_directory(Path(model))
-        self._limits = limits or Limits()
+        self.slo, self.routing, self.hosting = slo, routing, check_hosting(hosting, connector, self.instances)
+        self.connector = make_connector(choice(connector, hosting), verify)
+        self._limits, self._silence_s = limits or Limits(), check_silence(silence_s)
+        self._secret = check_secret(self.instances, secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
-        sizes = (media_block, kv_block, pools, memory_bytes)
-        self._deployment = Deployment(Path(model), dtype, device, slo, budgets, rules or Rules(), *sizes, observe)
+        rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
+        self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules or Rules(), *rest)
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
         self._reached: dict[str, Host] = {}
-        self._processes: Processes | None = None
-        self.loop: asyncio.AbstractEventLoop
-        self._processor: RequestProcessor | None = None
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
-        self._preparing = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._departed = asyncio.Event()
-        self._state = "new"
-        self._broken: BaseException | None = None
-        self._closing: asyncio.Task[None] | None = None
+        self._state, self._preparing = "new", 0
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -152,7 +161,7 @@ class Pipeline:
         self._state = "running"
 
     def _load_processor(self) -> None:
-        self._processor = RequestProcessor(self._deployment.model, limits=self._limits)
+        self._processor = make_processor(self._deployment.model, self._limits)
         self.placement.check(self._processor.multimodal)
 
     async def _start_threads(self) -> None:
@@ -163,17 +172,19 @@ class Pipeline:
         self._reached.update(self.hosts)
 
     async def _start_processes(self) -> None:
-        routing, connector = str(self.routing), self.connector
-        setups = [
-            setup_for(each, self._deployment, connector.scheme, routing, connector.timeout_s) for each in self.instances
-        ]
-        self._processes = Processes(self, self.timeline)
+        setups = setups_for(self.instances, self._deployment, self.connector, str(self.routing))
+        self._processes = Processes(self, self.timeline, addresses_of(self.instances), self._secret, self._silence_s)
         self._reached.update(await self._processes.start(setups))
 
     @property
     def processes(self) -> dict[str, InstanceProcess]:
         """The instances in processes of their own, by name."""
         return self._processes.members if self._processes is not None else {}
+
+    @property
+    def loads(self) -> dict[str, PeerLoad]:
+        """What each instance said of itself last: seconds of work that waits, free blocks, what it has cached."""
+        return dict(self._frontend.router.loads)
 
     def stream(self, request: Request) -> Stream:
         """The request's tokens, as they come: a context manager and iterator. Leaving it ends the request."""
@@ -382,18 +393,3 @@ async def outlast(task: asyncio.Task[None]) -> None:
     if cancelled is not None:
         raise cancelled
     task.result()
-
-
-def make_connector(connector: str | Transport | Connector) -> Connector:
-    return connector if isinstance(connector, Connector) else Connector(connector)
-
-
-def _instances(placement: str | Placement | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
-    """Instances of a placement, or the user's own as they are."""
-    if isinstance(placement, str):
-        placement = Placement.parse(placement)
-    if isinstance(placement, Placement):
-        return [Instance(roles, name, **common) for name, roles in placement.instances()]
-    if not placement:
-        raise ConfigError("a pipeline needs at least one instance")
-    return list(placement)

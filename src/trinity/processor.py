@@ -30,12 +30,13 @@ _NO_LIMIT = 1 << 30
 class Processed(msgspec.Struct, frozen=True):
     """A request made ready: ``inputs[i]`` holds the model's inputs for ``work.media[i]`` as tensors by name.
 
-    ``clipped``: ``max_tokens`` was cut to what the context leaves.
+    ``clipped``: ``max_tokens`` was cut to what the context leaves. ``emulated``: nothing will compute it (paced).
     """
 
     work: Work
     inputs: tuple[dict[str, Any], ...] = ()
     clipped: bool = False
+    emulated: bool = False
 
 
 class _Plan(msgspec.Struct, frozen=True):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trinity.blocks import blocks_for
 from trinity.budget import BudgetCache, BudgetKey, BudgetResult, Budgets, StepCost, search_budget
+from trinity.cost import Tables
 from trinity.errors import TrinityWarning
 from trinity.instance import Loaded
 from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
+from trinity.paced import Paced
 from trinity.processor import RequestProcessor
 from trinity.request import Sampling
 from trinity.stages.base import Stage
@@ -43,11 +46,19 @@ def profile_budgets(
     return known
 
 
+def profile_tables(loaded: Loaded, processor: RequestProcessor, repeats: int = 3) -> Tables:
+    """Seconds of a step per stage, batch and context, of an instance that serves nothing yet."""
+    key = _key(loaded, 1.0)
+    probe = Probe(loaded, processor)
+    return Tables.taken(probe, model=key.model, device=key.device, dtype=key.dtype, repeats=repeats)
+
+
 def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
     import torch
     import transformers
 
     model, spec = loaded.model, loaded.spec
+    assert not isinstance(model, Paced), "a paced instance has its budgets from its cost model"
     return BudgetKey(
         model=model.fingerprint,
         dtype=str(model.dtype),
@@ -67,18 +78,22 @@ def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
         found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows())
     if "E" in roles and probe.span is not None:
         found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images())
+    return _budgets(found, probe.image_tokens, limit_s)
+
+
+def _budgets(found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float) -> Budgets:
     language = found.get("prefill") or found.get("decodes")
     images = found.get("images")
     return Budgets(
         tokens=language.budget if language else Budgets().tokens,
-        media=images.budget * probe.image_tokens if images else Budgets().media,
+        media=images.budget * image_tokens if images else Budgets().media,
         limit_s=limit_s,
         feasible=all(result.feasible for result in found.values()),
-        cost=_cost(found, probe.image_tokens),
+        cost=_cost(found, image_tokens),
     )
 
 
-def _cost(found: dict[str, BudgetResult], image_tokens: int) -> StepCost:
+def _cost(found: Mapping[str, BudgetResult], image_tokens: int) -> StepCost:
     samples = {name: result.samples for name, result in found.items()}
     return StepCost.measured(
         decodes=samples.get("decodes"),
@@ -108,6 +123,16 @@ class Probe:
         return self.span.tokens if self.span is not None else 1
 
     @property
+    def letters(self) -> str:
+        """The stages that can be probed; an encoder only where the model has one."""
+        return "".join(each for each in self.loaded.spec.roles if each != "E" or self.span is not None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that a probe can have."""
+        return self._context
+
+    @property
     def _context(self) -> int:
         """Context of a profiled row: bounded by the model and by the pool, which all rows of a probe share."""
         kv = self.loaded.memory[KV]
@@ -134,8 +159,15 @@ class Probe:
         )
         return self._run("E", Step(0, "joint", encodes=rows), [])
 
-    def prefill(self, tokens: int) -> float:
-        """Seconds of one step that prefills so many tokens, in prompts no longer than the context."""
+    def prefill(self, tokens: int, prefilled: int = 0) -> float:
+        """Seconds of one step that prefills so many tokens, in prompts no longer than the context.
+
+        With ``prefilled``: of one prompt, after so many tokens that are in the KV cache already.
+        """
+        if prefilled:
+            one = self._open(0, prefilled + tokens, ())
+            chunk = Prefill(one.work.request, prefilled, tokens, True)
+            return self._run("P", Step(0, "joint", prefills=(chunk,)), [one])
         lengths = [self._context] * (tokens // self._context)
         if tokens % self._context:
             lengths.append(tokens % self._context)
@@ -143,9 +175,9 @@ class Probe:
         rows = tuple(Prefill(each.work.request, 0, len(each.work.prompt), True) for each in opened)
         return self._run("P", Step(0, "joint", prefills=rows), opened)
 
-    def decode(self, rows: int) -> float:
-        """Seconds of one step that decodes so many rows at a mean context."""
-        length = max(1, min(MEAN_CONTEXT, self._context // 2))
+    def decode(self, rows: int, context: int | None = None) -> float:
+        """Seconds of one step that decodes so many rows at this context, or at a mean one."""
+        length = max(1, min(MEAN_CONTEXT, self._context // 2)) if context is None else context
         opened = [self._open(n, length, (0,)) for n in range(rows)]
         return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
 
@@ -170,3 +202,17 @@ def _timed(stage: Stage, step: Step, opened: list[Open]) -> float:
     finally:
         for request in opened:
             stage.close(request.work.request)
+
+
+def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
+    """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
+    seconds, roles = paced.cost.seconds, loaded.spec.roles
+    image = paced.shape.image_tokens
+    found: dict[str, BudgetResult] = {}
+    if "P" in roles:
+        found["prefill"] = search_budget(lambda n: seconds(0, n, 0), limit_s, high=MOST_TOKENS)
+    if "D" in roles:
+        found["decodes"] = search_budget(lambda n: seconds(n, 0, 0), limit_s, high=MOST_ROWS)
+    if "E" in roles and paced.multimodal:
+        found["images"] = search_budget(lambda n: seconds(0, 0, n * image), limit_s, high=MOST_IMAGES)
+    return _budgets(found, image, limit_s)

@@ -87,7 +87,8 @@ class Output(msgspec.Struct, kw_only=True):
 
     ``finish_reason`` is stop, length, cancelled, deadline or error. ``spans`` has the eight spans of TriInfer's
     figure 11 in seconds. ``itl_s`` are the gaps between tokens. ``max_tokens`` is the limit in force after
-    clipping to the context (``clipped`` says whether it was).
+    clipping to the context (``clipped`` says whether it was). ``emulated``: stages waited in place of computing, so
+    that tokens mean nothing and times are a cost model's (paced).
     """
 
     request_id: str
@@ -107,6 +108,7 @@ class Output(msgspec.Struct, kw_only=True):
     route: list[str] = msgspec.field(default_factory=list)
     attempts: int = 1
     logprobs: list[float | None] = msgspec.field(default_factory=list)
+    emulated: bool = False
 
     @property
     def tpot_s(self) -> float | None:

@@ -193,6 +193,7 @@ class Stream:
             transfers=list(finished.transfers) if finished else [],
             route=list(finished.route) if finished else [],
             logprobs=self._logprobs if self.request.sampling.logprobs is not None else [],
+            emulated=self.processed.emulated if self.processed else False,
         )
 
 
@@ -247,4 +248,5 @@ def trace_row(stream: Stream) -> dict[str, Any]:
         "itl_s": output.itl_s,
         "latency_s": output.latency_s,
         "spans": output.spans,
+        "emulated": output.emulated,
     }

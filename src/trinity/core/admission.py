@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from trinity.blocks import blocks_for
+from trinity.core.arrival import pass_to_encode
+from trinity.core.kv_target import nothing_moved
 from trinity.core.lifecycle import release
 from trinity.core.state import MediaSlot, PendingMedia, Phase, RequestState, State
 from trinity.core.target import ask_for_media
@@ -77,7 +79,9 @@ class Candidates:
             items: list[tuple[int, int]] = []
             need = 0
             for item, slot in enumerate(s.requests[request].media):
-                hits = _cached_media(s, slot.keys)
+                if slot.holder:
+                    continue
+                hits = s.cached_media(slot.keys)
                 if hits:
                     need += self._pin(request, IMAGE, hits, 0)
                 elif slot.span.content not in s.pending:
@@ -132,12 +136,6 @@ def _kv_blocks(s: State, state: RequestState) -> int:
     return blocks_for(kv_tokens(state.work, decodes=stays), s.settings.kv_block)
 
 
-def _cached_media(s: State, keys: list[bytes]) -> tuple[int, ...]:
-    """The cached blocks of a media item, if all of them are here."""
-    hits = s.image.match(keys) if s.settings.image_cache else ()
-    return hits if len(hits) == len(keys) else ()
-
-
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
     """(item, visual tokens) that this request is the one to encode, and that no step is encoding."""
     request = state.work.request
@@ -154,7 +152,9 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
     state = s.requests[request]
     s.encode_queue.remove(request)
     for item, slot in enumerate(state.media):
-        hits = _cached_media(s, slot.keys)
+        hits = s.cached_media(slot.keys)
+        if slot.holder:
+            continue
         if hits:
             s.image.hold(hits)
             slot.blocks, slot.ready = hits, True
@@ -169,7 +169,7 @@ def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
     """Share the blocks in which its features will be, or be the first to have them encoded."""
     pending = s.pending.get(slot.span.content)
     if pending is None:
-        pending = s.pending[slot.span.content] = PendingMedia(s.image.allocate(len(slot.keys)), [])
+        pending = s.pending[slot.span.content] = PendingMedia(s.allocate(IMAGE, len(slot.keys)), [])
     else:
         s.image.hold(pending.blocks)
     slot.blocks = pending.blocks
@@ -182,10 +182,11 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     queue = s.migrated_queue if state.incoming is not None else s.prefill_queue
     queue.remove(request)
     s.kv.hold(hits)
-    state.kv = hits + s.kv.allocate(_kv_blocks(s, state) - len(hits))
+    state.kv = hits + s.allocate(KV, _kv_blocks(s, state) - len(hits))
     state.published = len(hits)
     state.done = state.cached = len(hits) * s.settings.kv_block
     if state.incoming is not None and not state.incoming.released:
+        state.transfers.append(nothing_moved(s, state.incoming.offer))
         release(s, state, "cached")
     images = tuple(slot.blocks for slot in state.media)
     s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached))
@@ -202,5 +203,8 @@ def _back_to_media(s: State, state: RequestState, now: float) -> None:
         return
     s.prefill_queue.remove(state.work.request)
     state.skip_media = False
+    if "E" not in s.settings.roles:
+        pass_to_encode(s, state, now)
+        return
     state.enter(Phase.IMAGE_QUEUE, now)
     s.encode_queue.append(state.work.request)

@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trinity.core.lifecycle import cancel, forget, submit
-from trinity.core.peers import peer_lost
-from trinity.core.source import released
+from trinity.core.arrival import submit
+from trinity.core.kv_source import progressed
+from trinity.core.leases import released
+from trinity.core.lifecycle import cancel, forget
+from trinity.core.peers import peer_load, peer_lost, peer_up
 from trinity.core.state import Settings, State
 from trinity.core.steps import pump, stepped
+from trinity.core.store import fetch, fetched
 from trinity.core.target import committed, offered, pulled, ready, withdrawn
+from trinity.core.timers import next_timer, tick
 from trinity.messages import (
     Cancel,
     Commit,
+    Fetch,
+    Fetched,
     Forget,
     Offer,
+    PeerLoad,
     PeerLost,
     PeerUp,
+    Progress,
     Pulled,
     Ready,
     Release,
     Stepped,
     Submit,
+    Tick,
     Value,
     Withdraw,
 )
@@ -37,9 +46,13 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Commit: committed,
     Withdraw: withdrawn,
     Release: released,
+    Progress: progressed,
     Stepped: stepped,
     Pulled: pulled,
     PeerLost: peer_lost,
+    Fetch: fetch,
+    Fetched: fetched,
+    Tick: tick,
 }
 
 
@@ -59,11 +72,17 @@ class InstanceCore:
         s = self.state
         s.out = []
         if isinstance(event, PeerUp):
-            s.router.add(event)
+            peer_up(s, event, now)
+        elif isinstance(event, PeerLoad):
+            peer_load(s, event, now)
         else:
             _HANDLERS[type(event)](s, event, now)
             pump(s, now)
         return s.out
+
+    def next_timer(self) -> float | None:
+        """When a Tick is due."""
+        return next_timer(self.state)
 
     def idle(self) -> bool:
         """Whether no request, step, transfer or lease is here."""

@@ -1,57 +1,24 @@
-"""A request arrives at an instance, ends there, is handed on, or is cancelled."""
+"""A request ends at an instance, is handed on, or is cancelled."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from trinity.core.state import Phase, RequestState, State, failure
+from trinity.core.state import MISSING, Phase, RequestState, State
 from trinity.messages import (
     FRONTEND,
     IMAGE,
     KV,
     Cancel,
     Close,
+    Commit,
     Failure,
     Finished,
     Forget,
+    Moved,
     Release,
-    Submit,
     Withdraw,
-    Work,
 )
-from trinity.routing import needs
-
-
-def submit(s: State, event: Submit, now: float) -> None:
-    """A new request from the front end: to the encode queue, or to the prefill queue where no feature is needed."""
-    work = event.work
-    assert work.request not in s.requests, f"{work.request} is here already"
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, route=(s.settings.name,))
-    state.deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
-    state.media = s.slots(work)
-    s.requests[work.request] = state
-    problem = _problem(s, work)
-    if problem is not None:
-        end(s, state, now, "error", problem)
-        return
-    state.skip_media = bool(work.media) and "P" in s.settings.roles and not s.needs_media(state)
-    if work.media and not state.skip_media:
-        s.encode_queue.append(work.request)
-    else:
-        queue_prefill(s, state, now)
-
-
-def _problem(s: State, work: Work) -> Failure | None:
-    roles, letter = s.settings.roles, "E" if work.media else "P"
-    if letter not in roles:
-        return failure("StageError", f"instance {s.settings.name} ({roles}) has no stage {letter}", stage=letter)
-    need = needs(letter, work, roles, s.settings.media_block, s.settings.kv_block)
-    for kind, count in need.items():
-        size = s.settings.pools.get(kind, 0)
-        if count > size:
-            text = f"the request needs {count} {kind} blocks and instance {s.settings.name} has {size}"
-            return failure("RequestTooLarge", text)
-    return None
 
 
 def queue_prefill(s: State, state: RequestState, now: float) -> None:
@@ -65,27 +32,36 @@ def cancel(s: State, event: Cancel, now: float) -> None:
     """Mark the request as ending here, and tell the next hop where it, or a part of it, has gone on."""
     state = s.requests.get(event.request)
     if state is not None:
-        if state.outgoing in s.outgoing:
-            s.send(s.outgoing[state.outgoing].target, event)
-        end(s, state, now, "cancelled")
+        _call_off(s, state, now)
     elif event.request in s.tombstones:
         s.send(s.tombstones[event.request], event)
+        if event.request in s.spared:  # its target may be giving it back just now
+            s.spared[event.request].cancelled = True
 
 
 def forget(s: State, event: Forget, now: float) -> None:
     """The request has ended everywhere, here too: its target's Release may still be on the way."""
     s.tombstones.pop(event.request, None)
+    s.spared.pop(event.request, None)
     state = s.requests.get(event.request)
     if state is not None:
-        end(s, state, now, "cancelled")
+        _call_off(s, state, now)
+
+
+def _call_off(s: State, state: RequestState, now: float) -> None:
+    """End it here and, where a part of it is offered, there: the front end may not know yet that it is."""
+    if state.outgoing in s.outgoing:
+        s.send(s.outgoing[state.outgoing].target, Cancel(state.work.request))
+    end(s, state, now, "cancelled")
 
 
 def end(s: State, state: RequestState, now: float, reason: str, why: Failure | None = None) -> None:
     """No further step or transfer includes the request; it is gone once those in flight have ended."""
-    if state.ending is not None:
+    if state.ending is not None and (state.ending.reason != MISSING or reason == MISSING):
         return
     work = state.work
     state.ending = Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why)
+    s.leaving.add(work.request)
     _leave_queues(s, work.request)
     conclude_if_quiet(s, state, now)
 
@@ -100,13 +76,37 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
     ending, request = state.ending, state.work.request
     state.book(now)
     if state.incoming is not None and not state.incoming.released:
-        release(s, state, "cancelled" if ending.reason == "cancelled" else "failed")
-    if state.outgoing is None:
+        release(s, state, {"error": "failed", MISSING: MISSING}.get(ending.reason, "cancelled"))
+    if ending.reason == MISSING:
+        _give_back(s, state)
+    elif state.outgoing is None:
         s.send(FRONTEND, _report(state, ending))
     elif ending.reason == "error" and state.outgoing in s.outgoing:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
+    elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
+        commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
+        s.tombstones[request] = s.outgoing[state.outgoing].target
     drop_all(s, state)
     del s.requests[request]
+    s.leaving.discard(request)
+
+
+def _give_back(s: State, state: RequestState) -> None:
+    """The source of its offer has the request again."""
+    incoming, work = state.incoming, state.work
+    assert incoming is not None
+    s.send(FRONTEND, Moved(work.request, work.attempt, incoming.offer.source, len(state.route)))
+
+
+def commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
+    """Tell the target that no part will follow, and all that it must know of the request."""
+    offer = state.outgoing
+    assert offer is not None
+    left = state.deadline - now if state.work.deadline_s is not None else None
+    said = Commit(offer, tuple(state.tokens), state.cached, state.spans, tuple(state.transfers), left, ending)
+    lease = s.outgoing[offer]
+    lease.count = len(state.tokens)
+    s.send(lease.target, said)
 
 
 def _report(state: RequestState, ending: Finished) -> Finished:
@@ -140,7 +140,9 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     assert not incoming.released
     incoming.released = True
     del s.incoming[incoming.offer.id]
-    s.send(incoming.offer.source, Release(incoming.offer.id, outcome))
+    streams = incoming.offer.kind == KV and s.settings.transfers.kv != "off"
+    times = s.pull_times.get(incoming.offer.source) if streams else None
+    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times else None))
 
 
 def drop_all(s: State, state: RequestState) -> None:

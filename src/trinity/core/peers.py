@@ -1,16 +1,33 @@
-"""A peer is gone: what came from it cannot be pulled any more, what was leased to it is free."""
+"""What is heard of peers. One is gone: what came from it cannot be pulled any more, what was leased to it is free."""
 
 from __future__ import annotations
 
+from trinity.core.leases import take_back
 from trinity.core.lifecycle import end
 from trinity.core.state import State, failure
-from trinity.messages import PeerLost
+from trinity.core.store import holder_silent
+from trinity.messages import PeerLoad, PeerLost, PeerUp
+
+
+def peer_up(s: State, event: PeerUp, now: float) -> None:
+    """An instance is there, perhaps this one itself: from now on, say how things stand here."""
+    s.router.add(event)
+    if s.reported is None:
+        s.reported_at = now
+        s.stir(now)
+
+
+def peer_load(s: State, event: PeerLoad, now: float) -> None:
+    s.hear(event.name, now)
+    s.router.take(event)
 
 
 def peer_lost(s: State, event: PeerLost, now: float) -> None:
     """End the requests whose blocks are still over there, and take back the leases. The front end ends those that
     were over there themselves: their lease here was all that is left of them."""
     s.router.drop(event.name)
+    s.heard.pop(event.name, None)
+    holder_silent(s, event.name, now)
     for request in list(s.incoming.values()):
         state = s.requests[request]
         incoming = state.incoming
@@ -18,10 +35,9 @@ def peer_lost(s: State, event: PeerLost, now: float) -> None:
             fields = {"source": event.name, "target": s.settings.name, "kind": incoming.offer.kind, "cause": "PeerLost"}
             text = f"instance {event.name} was lost before its {incoming.offer.kind} blocks were here"
             end(s, state, now, "error", failure("MigrationError", text, **fields))
-    for offer, lease in list(s.outgoing.items()):
+    for lease in list(s.outgoing.values()):
         if lease.target == event.name:
-            del s.outgoing[offer]
-            s.pools[lease.kind].drop(lease.blocks)
+            take_back(s, lease)
             waiting = s.requests.get(lease.request)
-            if waiting is not None and waiting.outgoing == offer:
+            if waiting is not None and waiting.outgoing == lease.id:
                 end(s, waiting, now, "cancelled")

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from trinity.core.lifecycle import end, hand_on
-from trinity.core.state import Outgoing, RequestState, State, failure
-from trinity.messages import FRONTEND, IMAGE, KV, Commit, Failure, Moved, Offer, Part, Ready, Release
+from trinity.core.lifecycle import commit, end, hand_on
+from trinity.core.state import MediaSlot, Outgoing, RequestState, State, failure
+from trinity.core.store import keep
+from trinity.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
+
+
+def may_offer(s: State, state: RequestState) -> bool:
+    """Whether the features may be announced: one is ready, or its encoding is scheduled (``Transfers``)."""
+    chosen = s.settings.transfers
+    if not chosen.prefetch or any(slot.holder for slot in state.media):  # those it may have to encode after all
+        return all(slot.ready for slot in state.media)
+    return any(slot.ready or (chosen.early and _being_encoded(s, slot)) for slot in state.media)
+
+
+def _being_encoded(s: State, slot: MediaSlot) -> bool:
+    pending = s.pending.get(slot.span.content)
+    return pending is not None and pending.in_step
 
 
 def offer_media(s: State, state: RequestState, now: float) -> None:
-    """Announce the features to a prefill instance as soon as one item is ready; commit when all are.
+    """Announce the features to a prefill instance; commit when all are ready.
 
     The target reserves for all items at once and pulls each as it is ready (001: two-stage allocation).
     """
     if state.outgoing is None:
-        parts = tuple(Part(slot.blocks) for slot in state.media)
-        if not _open_offer(s, state, now, "P", IMAGE, parts):
+        parts = tuple(Part(slot.blocks, 0, slot.holder) for slot in state.media)
+        if not open_offer(s, state, now, "P", IMAGE, parts):
             return
+        keep(s, state)
         ready = tuple(item for item, slot in enumerate(state.media) if slot.ready)
         announce(s, state, ready)
     if all(slot.ready for slot in state.media):
@@ -23,9 +38,12 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
 
 
 def offer_kv(s: State, state: RequestState, now: float) -> None:
-    """The prompt is prefilled: offer its KV to a decode instance."""
+    """The prompt is prefilled: offer its KV to a decode instance, unless it is moving already."""
+    if state.stream is not None:
+        _commit(s, state, now)
+        return
     blocks = state.kv[: s.prompt_blocks(state)]
-    if _open_offer(s, state, now, "D", KV, (Part(blocks),)):
+    if open_offer(s, state, now, "D", KV, (Part(blocks),)):
         announce(s, state, (0,))
         _commit(s, state, now)
 
@@ -37,7 +55,8 @@ def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
         s.send(s.outgoing[state.outgoing].target, Ready(state.outgoing, parts))
 
 
-def _open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
+def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
+    """Lease the blocks to an instance with that stage. False, and the end of the request, where there is none."""
     target = s.router.choose(letter, state.work)
     if target is None:
         end(s, state, now, "error", _nowhere(s, letter))
@@ -51,10 +70,14 @@ def _open_offer(s: State, state: RequestState, now: float, letter: str, kind: st
         work=state.work,
         parts=parts,
         route=state.route,
+        generation=s.generation,
     )
     blocks = tuple(block for part in parts for block in part.blocks)
     s.pools[kind].hold(blocks)  # the lease: the offer's own reference
-    s.outgoing[offer.id] = Outgoing(offer.id, state.work.request, target, kind, blocks)
+    s.outgoing[offer.id] = Outgoing(
+        offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route
+    )
+    s.watch(now)
     state.outgoing = offer.id
     s.send(target, offer)
     s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))
@@ -70,25 +93,6 @@ def _nowhere(s: State, letter: str) -> Failure:
 
 
 def _commit(s: State, state: RequestState, now: float) -> None:
-    assert state.outgoing is not None
     state.book(now)
-    left = state.deadline - now if state.work.deadline_s is not None else None
-    commit = Commit(
-        state.outgoing,
-        tuple(state.tokens),
-        state.cached,
-        state.spans,
-        tuple(state.transfers),
-        left,
-    )
-    s.send(s.outgoing[state.outgoing].target, commit)
+    commit(s, state, now)
     hand_on(s, state)
-
-
-def released(s: State, event: Release, now: float) -> None:
-    """Step 4: the target is done with the blocks."""
-    lease = s.outgoing.pop(event.id)
-    s.pools[lease.kind].drop(lease.blocks)
-    state = s.requests.get(lease.request)
-    if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
-        end(s, state, now, "cancelled")

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any
 
 from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
-from trinity.messages import IMAGE, KV, Commit, Failure, Finished, MediaSpan, Offer, Send, Step, Value, Work
+from trinity.core.cells import Cells, Piece
+from trinity.core.rates import StepRates
+from trinity.messages import (
+    IMAGE,
+    KV,
+    Commit,
+    Failure,
+    Fetched,
+    Finished,
+    MediaSpan,
+    Offer,
+    PeerLoad,
+    Ready,
+    Revoke,
+    Send,
+    Step,
+    Value,
+    Work,
+)
+from trinity.overlap import PullTimes, TokenRate, Transfers
 from trinity.routing import Router
 from trinity.scheduler import Rules
+
+MISSING = "missing"  # how a target ends an offer whose features are not where it said
 
 
 class Phase(Enum):
@@ -43,7 +66,12 @@ SPAN = {
 
 @dataclass(frozen=True)
 class Settings:
-    """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language")."""
+    """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language").
+
+    ``layers`` of a KV block. Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s`` between
+    two reports of a load that changes, ``heartbeat_s`` between two of one that does not. A report names at most
+    ``digest_keys`` cached blocks of each kind, 8 bytes each.
+    """
 
     name: str
     roles: str
@@ -55,6 +83,12 @@ class Settings:
     image_cache: bool = True
     prefix_cache: bool = True
     epoch: int = 0
+    layers: int = 1
+    transfers: Transfers = field(default_factory=Transfers)
+    lease_s: float = 30.0
+    report_s: float = 0.1
+    heartbeat_s: float = 1.0
+    digest_keys: int = 512
 
 
 @dataclass(slots=True)
@@ -65,16 +99,22 @@ class MediaSlot:
     keys: list[Key]
     blocks: tuple[int, ...] = ()
     ready: bool = False
+    holder: str = ""  # another instance has the features: they are ready there, and no blocks are reserved here
 
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that lives here."""
+    """A request that lives here. What every decode step reads comes first, so that it shares a line of the cache."""
 
     work: Work
     phase: Phase
     since: float
     inputs: tuple[Any, ...] = ()
+    ending: Finished | None = None
+    tokens: list[int] = field(default_factory=list)
+    attempt: int = field(init=False)
+    max_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
     deadline: float = float("inf")
     media: list[MediaSlot] = field(default_factory=list)
     kv: tuple[int, ...] = ()
@@ -82,17 +122,19 @@ class RequestState:
     published: int = 0
     cached: int = 0
     done: int = 0
-    tokens: list[int] = field(default_factory=list)
     pulls: int = 0
     opened: bool = False
     skip_media: bool = False  # cached KV covers every image: none is asked for
     first_decode: bool = False
-    ending: Finished | None = None
     incoming: Incoming | None = None
     outgoing: str | None = None
+    stream: Stream | None = None
     spans: dict[str, float] = field(default_factory=dict)
     transfers: list[dict[str, Any]] = field(default_factory=list)
     route: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
 
     def enter(self, phase: Phase, now: float) -> None:
         self.book(now)
@@ -111,27 +153,87 @@ class RequestState:
 
 
 @dataclass(slots=True)
+class Stream:
+    """What the target of a KV transfer knows to be ready while prefill runs.
+
+    The first ``announced`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``: the
+    chunk's step failed in its middle, so that these layers were void.
+    """
+
+    announced: int
+    layers: int = 0
+    again: bool = False
+
+
+@dataclass(slots=True)
 class Incoming:
-    """A transfer of which this instance is the target."""
+    """A transfer of which this instance is the target, ``since`` when.
+
+    Of KV: what is ready and not asked for, which ``cells`` are missing, pulls ``running`` with their start, whether all
+    of it was ``firm`` (of ended steps), layers in the largest piece, the seconds in which a pull was under way, and
+    ``doubts``: pieces that did not match their digests, a failure at Commit unless they come again before.
+    """
 
     offer: Offer
+    since: float = 0.0
     ready: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     pulled: set[int] = field(default_factory=set)
     commit: Commit | None = None
     moved: bool = False
     released: bool = False
+    ready_kv: deque[Ready] = field(default_factory=deque)
+    cells: Cells | None = None
+    running: dict[int, tuple[Piece, float]] = field(default_factory=dict)
+    firm: bool = True
+    group: int = 0
+    busy: float = 0.0
+    busy_since: float = 0.0
+    last: float = 0.0
+    prefilled: float | None = None
+    doubts: list[tuple[Piece, Failure]] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
+    fetched: dict[int, Fetched] = field(default_factory=dict)  # parts that come from a holder
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """A transfer of which this instance is the source: a lease on ``blocks`` until Release."""
+    """A transfer of which this instance is the source: a lease on ``blocks``, ``since`` when, until Release.
+
+    ``attempt``, ``route`` and ``count`` of tokens are what the front end is told where the lease ends otherwise.
+    """
 
     id: str
     request: str
     target: str
     kind: str
     blocks: tuple[int, ...]
+    since: float = 0.0
+    attempt: int = 0
+    route: tuple[str, ...] = ()
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Spared:
+    """A request offered with features that others hold: what encoding them after all would need."""
+
+    work: Work
+    inputs: tuple[Any, ...]
+    route: tuple[str, ...]
+    deadline: float
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Fetching:
+    """Features asked of their holder, for a part of an offer."""
+
+    request: str
+    offer: str
+    part: int
+    holder: str
+    since: float
 
 
 @dataclass(slots=True)
@@ -145,10 +247,17 @@ class PendingMedia:
 
 @dataclass(slots=True)
 class Running:
-    """A step in flight on a lane, and whose rows it has (in order: a replay must not depend on hashes)."""
+    """A step in flight on a lane."""
 
     step: Step
-    requests: dict[str, None]
+    written: float | None = None  # when it told of the last layer of its prefills' KV
+
+    @property
+    def requests(self) -> dict[str, None]:
+        """Whose rows it has, in order: a replay must not depend on hashes."""
+        step = self.step
+        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
+        return dict.fromkeys([*rows, *step.decodes])
 
 
 class State:
@@ -166,6 +275,8 @@ class State:
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
+        self.fresh: list[str] = []  # decode from the next step on
+        self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
         self.pending: dict[str, PendingMedia] = {}
         self.incoming: dict[str, str] = {}
         self.outgoing: dict[str, Outgoing] = {}
@@ -174,6 +285,20 @@ class State:
         self.out: list[Value] = []
         self.steps = 0
         self.offers = 0
+        self.generation = 0
+        self.doubtful: dict[str, set[int]] = {kind: set() for kind in settings.pools}  # a former target may read these
+        self.spared: dict[str, Spared] = {}
+        self.fetches: dict[str, Fetching] = {}
+        self.heard: dict[str, float] = {}
+        self.awake = -inf
+        self.lease_check = inf
+        self.deadlines: list[tuple[float, str]] = []
+        self.report_at = self.reported_at = inf
+        self.reported: PeerLoad | None = None
+        self.rates = StepRates(settings.rules, settings.roles)
+        self.rest = TokenRate()  # of prefill here, what is left of a step when the last layer's KV is written
+        self.pull_times: dict[str, PullTimes] = {}  # of our pulls of KV, by source
+        self.pull_cost: tuple[float, float] | None = None  # of others' pulls from here, as last reported
 
     @property
     def image(self) -> BlockPool:
@@ -186,15 +311,57 @@ class State:
     def send(self, to: str, message: Value) -> None:
         self.out.append(Send(to, message))
 
+    def allocate(self, kind: str, count: int) -> tuple[int, ...]:
+        """Blocks for new content: those of a lease that was taken back get a new generation first."""
+        blocks = self.pools[kind].allocate(count)
+        doubtful = self.doubtful[kind]
+        if doubtful:
+            taken = tuple(block for block in blocks if block in doubtful)
+            if taken:
+                doubtful.difference_update(taken)
+                self.generation += 1
+                self.out.append(Revoke(kind, taken, self.generation))
+        return blocks
+
+    def hear(self, peer: str, now: float) -> None:
+        """Any word from a peer renews the leases between the two."""
+        self.heard[peer] = now
+
+    def lease_end(self, since: float, peer: str) -> float:
+        return max(since, self.heard.get(peer, -inf), self.awake) + self.settings.lease_s
+
+    def watch(self, now: float) -> None:
+        """A lease begins."""
+        self.lease_check = min(self.lease_check, now + self.settings.lease_s)
+
+    def set_deadline(self, state: RequestState, seconds: float | None, now: float) -> None:
+        """``seconds`` are left of the request's time; None: as much as it likes."""
+        if seconds is not None:
+            state.deadline = now + seconds
+            heapq.heappush(self.deadlines, (state.deadline, state.work.request))
+
+    def stir(self, now: float) -> None:
+        """Work comes in: the next report is due soon."""
+        self.report_at = min(self.report_at, now + self.settings.report_s)
+
     def in_step(self, request: str) -> bool:
         return any(running is not None and request in running.requests for running in self.lanes.values())
 
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""
-        return not (self.requests or self.outgoing or any(self.lanes.values()))
+        return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
+
+    def arriving(self, phase: Phase) -> int:
+        """Requests whose features, or KV, are on their way; those of KV_PULL will be rows of the decode batch."""
+        return sum(1 for request in self.incoming.values() if self.requests[request].phase is phase)
 
     def slots(self, work: Work) -> list[MediaSlot]:
         return [MediaSlot(span, media_keys(span, self.settings.media_block)) for span in work.media]
+
+    def cached_media(self, keys: list[Key]) -> tuple[int, ...]:
+        """The cached blocks of a media item, if all of them are here."""
+        hits = self.image.match(keys) if self.settings.image_cache else ()
+        return hits if len(hits) == len(keys) else ()
 
     def prefix_keys(self, state: RequestState) -> list[Key]:
         """Keys of the prompt's full blocks, computed once per request and instance."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from trinity.core.admission import Candidates, own_items
+from trinity.core.kv_source import chunk_done, group_for, measure, open_streams
+from trinity.core.kv_target import publish_kv
 from trinity.core.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
-from trinity.core.source import announce, offer_kv, offer_media
-from trinity.core.state import Phase, RequestState, Running, State
-from trinity.core.target import admit_offers, publish_kv
+from trinity.core.source import announce, may_offer, offer_kv, offer_media
+from trinity.core.state import RequestState, Running, State
+from trinity.core.target import admit_offers, start_decoding
 from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Sampled, Send, Step, Stepped
 from trinity.scheduler import Batch, schedule
 
@@ -26,24 +28,27 @@ def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where something changed that may let more be admitted."""
     if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
-        return _start(s, lane, Batch(tuple(s.decoding) if "D" in LANES[lane] else ()), now)
+        _start(s, lane, Batch(tuple(s.decoding) if "D" in LANES[lane] else ()), now)
+        return False  # a step lets nothing more be admitted
     candidates = Candidates(s, LANES[lane], now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
-    _start(s, lane, batch, now)
+    scheduled = _start(s, lane, batch, now)
     for state in admitted:
         _media_progress(s, state, now)
+    if scheduled is not None:
+        _announce_media(s, scheduled, now)
+        open_streams(s, scheduled, now)
     return bool(admitted or candidates.uncovered)
 
 
-def _start(s: State, lane: str, batch: Batch, now: float) -> bool:
-    """Run the batch on the lane, if there is anything in it. False: a step lets nothing more be admitted."""
+def _start(s: State, lane: str, batch: Batch, now: float) -> Step | None:
+    """Run the batch on the lane, if there is anything in it."""
     step = _build(s, lane, batch, now)
     if step is not None:
-        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
-        s.lanes[lane] = Running(step, dict.fromkeys([*rows, *step.decodes]))
+        s.lanes[lane] = Running(step)
         s.out.append(step)
-    return False
+    return step
 
 
 def _build(s: State, lane: str, batch: Batch, now: float) -> Step | None:
@@ -52,13 +57,19 @@ def _build(s: State, lane: str, batch: Batch, now: float) -> Step | None:
     decodes = tuple(batch.decodes)
     if not (encodes or prefills or decodes):
         return None
-    for request in decodes:
-        state = s.decoding[request]
-        if not state.first_decode:
+    if decodes and s.fresh:
+        _first_decodes(s, now)
+    s.steps += 1
+    return Step(s.steps, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
+
+
+def _first_decodes(s: State, now: float) -> None:
+    for request in s.fresh:
+        state = s.decoding.get(request)
+        if state is not None:
             state.book(now)
             state.first_decode = True
-    s.steps += 1
-    return Step(s.steps, lane, encodes, prefills, decodes)
+    s.fresh.clear()
 
 
 def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
@@ -86,27 +97,36 @@ def stepped(s: State, event: Stepped, now: float) -> None:
     assert running.step.id == event.id, f"step {event.id} is not running on {event.lane}"
     s.lanes[event.lane] = None
     step, failed = running.step, event.failed
+    s.rates.learn(step, event.seconds)
     emitted: list[Emitted] = []
     before = len(s.out)
     if step.encodes:
         _encoded(s, step, event, now)
+    if step.prefills:
+        measure(s, running, event, now)
     for row in step.prefills:
         if row.request not in failed:
             _prefilled(s, row, event.sampled.get(row.request), emitted, now)
-    for request in step.decodes:
-        state = s.requests[request]
-        if request not in failed and state.ending is None:
-            sampled = event.sampled.get(request)
-            assert sampled is not None, f"decode of {request} gave no token"
-            _took(s, state, sampled, emitted, now)
+    if step.decodes:
+        _decoded(s, step, event, emitted, now)
     if emitted:  # ahead of the ends that these tokens brought about
         s.out.insert(before, Send(FRONTEND, Emit(tuple(emitted))))
     for request, why in failed.items():
         end(s, s.requests[request], now, "error", why)
-    for request in running.requests:
+    for request in running.requests if s.leaving else ():
         left = s.requests.get(request)
         if left is not None and left.ending is not None:
             conclude_if_quiet(s, left, now)
+
+
+def _decoded(s: State, step: Step, event: Stepped, emitted: list[Emitted], now: float) -> None:
+    failed, found = event.failed, event.sampled
+    for request in step.decodes:
+        state = s.requests[request]
+        if state.ending is None and request not in failed:
+            sampled = found.get(request)
+            assert sampled is not None, f"decode of {request} gave no token"
+            _took(s, request, state, sampled, emitted, now)
 
 
 def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
@@ -140,11 +160,20 @@ def _media_progress(s: State, state: RequestState, now: float, items: tuple[int,
     if "P" not in s.settings.roles:
         if state.outgoing is not None:
             announce(s, state, items)
-        if any(slot.ready for slot in state.media):
+        if may_offer(s, state):
             offer_media(s, state, now)
     elif all(slot.ready for slot in state.media):
         del s.encoding[state.work.request]
         queue_prefill(s, state, now)
+
+
+def _announce_media(s: State, step: Step, now: float) -> None:
+    """The first features of some requests are about to be made: their target may reserve meanwhile (001)."""
+    for row in step.encodes:
+        for request, _ in tuple(s.pending[row.span.content].providers):
+            state = s.requests[request]
+            if "P" not in s.settings.roles and state.outgoing is None and may_offer(s, state):
+                offer_media(s, state, now)
 
 
 def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Emitted], now: float) -> None:
@@ -153,28 +182,28 @@ def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Em
         return
     state.done += row.length
     publish_kv(s, state, state.done)
+    chunk_done(s, state, row)
     if not row.last:
         return
     assert sampled is not None, f"the last chunk of {row.request} gave no token"
     del s.prefilling[row.request]
     drop_media(s, state)
-    if _took(s, state, sampled, emitted, now):
+    if _took(s, row.request, state, sampled, emitted, now):
         return
     if "D" in s.settings.roles:
-        state.enter(Phase.DECODING, now)
-        s.decoding[row.request] = state
+        start_decoding(s, state, now)
     else:
         offer_kv(s, state, now)
 
 
-def _took(s: State, state: RequestState, sampled: Sampled, emitted: list[Emitted], now: float) -> bool:
+def _took(s: State, request: str, state: RequestState, sampled: Sampled, emitted: list[Emitted], now: float) -> bool:
     """Take one token. True where the request ends with it."""
-    work, tokens = state.work, state.tokens
-    emitted.append(Emitted(work.request, work.attempt, len(tokens), sampled))
-    tokens.append(sampled.token)
-    if sampled.token in work.stop_ids:
+    tokens, token = state.tokens, sampled.token
+    emitted.append(Emitted(request, state.attempt, len(tokens), sampled))
+    tokens.append(token)
+    if token in state.stop_ids:
         end(s, state, now, "stop")
-    elif len(tokens) >= work.max_tokens:
+    elif len(tokens) >= state.max_tokens:
         end(s, state, now, "length")
     else:
         return False

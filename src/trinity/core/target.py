@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 
 from trinity.blocks import blocks_for
+from trinity.core.kv_target import ask_kv, conclude_record, kv_here, kv_pulled, ready_kv, reserve_kv
 from trinity.core.lifecycle import conclude_if_quiet, end, queue_prefill, release
-from trinity.core.state import Incoming, Phase, RequestState, State
-from trinity.messages import IMAGE, KV, Commit, Offer, Open, Part, Pull, Pulled, Ready, Withdraw
-from trinity.routing import kv_tokens
+from trinity.core.state import MISSING, Incoming, Phase, RequestState, State
+from trinity.core.store import ask_holder, pull_ended, spared_record
+from trinity.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
 
 
 def offered(s: State, event: Offer, now: float) -> None:
@@ -17,7 +18,11 @@ def offered(s: State, event: Offer, now: float) -> None:
     work = event.work
     assert work.request not in s.requests, f"{work.request} is here already"
     state = RequestState(work, Phase.IMAGE_OFFER, now, route=(*event.route, s.settings.name))
-    state.incoming = Incoming(event)
+    state.incoming = Incoming(event, now)
+    s.set_deadline(state, work.deadline_s, now)
+    s.hear(event.source, now)
+    s.watch(now)
+    s.stir(now)
     s.incoming[event.id] = work.request
     s.requests[work.request] = state
     s.tombstones.pop(work.request, None)  # it has come back: two tombstones would hand a late Cancel round and round
@@ -39,8 +44,12 @@ def _state(s: State, offer: str) -> RequestState | None:
 def ready(s: State, event: Ready, now: float) -> None:
     state = _state(s, event.id)
     if state is not None and state.incoming is not None and state.ending is None:
-        state.incoming.ready.update(event.parts)
-        _ask(s, state)
+        if state.incoming.offer.kind == KV:
+            ready_kv(state.incoming, event, now)
+        else:
+            state.incoming.ready.update(event.parts)
+        _ask(s, state, now)
+        _complete(s, state, now)
 
 
 def committed(s: State, event: Commit, now: float) -> None:
@@ -49,13 +58,21 @@ def committed(s: State, event: Commit, now: float) -> None:
         return
     state.book(now)
     state.incoming.commit = event
+    if state.incoming.prefilled is None:
+        state.incoming.prefilled = now
     state.tokens = list(event.tokens)
     state.cached = event.cached_tokens
     state.transfers.extend(event.transfers)
     for name, seconds in event.spans.items():
         state.spans[name] = state.spans.get(name, 0.0) + seconds
-    if event.deadline_s is not None:
-        state.deadline = now + event.deadline_s
+    s.set_deadline(state, event.deadline_s, now)
+    s.hear(state.incoming.offer.source, now)
+    if event.ending:
+        end(s, state, now, event.ending)
+        return
+    if state.incoming.doubts:
+        end(s, state, now, "error", state.incoming.doubts[0][1])
+        return
     if state.skip_media:
         queue_prefill(s, state, now)  # cached KV covers every image: wait for prefill, which releases or asks
     _complete(s, state, now)
@@ -70,17 +87,19 @@ def withdrawn(s: State, event: Withdraw, now: float) -> None:
 def admit_offers(s: State, now: float) -> None:
     """Step 2: reserve the whole need of the oldest migration of each kind, as long as it fits."""
     _admit(s, s.image_offers, _reserve_media, now)
-    _admit(s, s.kv_offers, _reserve_kv, now)
+    _admit(s, s.kv_offers, reserve_kv, now)
 
 
 def _admit(s: State, queue: deque[str], reserve: Callable[[State, RequestState, float], bool], now: float) -> None:
     while queue and reserve(s, s.requests[queue[0]], now):
         state = s.requests[queue.popleft()]
-        _ask(s, state)
+        _ask(s, state, now)
         _complete(s, state, now)
 
 
 def _reserve_media(s: State, state: RequestState, now: float) -> bool:
+    if not s.settings.transfers.prefetch and _others_ahead(s):
+        return False
     pool, rows = s.image, s.settings.media_block
     hits = [pool.match(slot.keys) if s.settings.image_cache else () for slot in state.media]
     whole = [found if len(found) == len(slot.keys) else () for found, slot in zip(hits, state.media, strict=True)]
@@ -90,61 +109,44 @@ def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     for found in whole:
         pool.hold(found)
     for slot, found in zip(state.media, whole, strict=True):
-        slot.blocks = found or pool.allocate(len(slot.keys))
+        slot.blocks = found or s.allocate(IMAGE, len(slot.keys))
         slot.ready = bool(found)
     state.enter(Phase.IMAGE_PULL, now)
     return True
 
 
-def _reserve_kv(s: State, state: RequestState, now: float) -> bool:
-    if len(s.decoding) + _pulling(s) >= s.settings.rules.tokens:
-        return False
-    total = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block)
-    hits = s.kv.match(s.prefix_keys(state))
-    if not s.kv.fits(total - len(hits), hits):
-        return False
-    s.kv.hold(hits)
-    state.kv = hits + s.kv.allocate(total - len(hits))
-    state.done = len(hits)
-    state.published = len(hits)
-    state.enter(Phase.KV_PULL, now)
-    return True
+def _others_ahead(s: State) -> bool:
+    """Without prefetch, features move for one request at a time, and only when no migrated one is ahead of it."""
+    return bool(s.prefilling or s.migrated_queue) or s.arriving(Phase.IMAGE_PULL) > 0
 
 
-def _pulling(s: State) -> int:
-    """Requests whose KV is on its way: they will be rows of the decode batch."""
-    return sum(1 for request in s.incoming.values() if s.requests[request].phase is Phase.KV_PULL)
-
-
-def _ask(s: State, state: RequestState) -> None:
+def _ask(s: State, state: RequestState, now: float) -> None:
     """Step 3: pull each part that is ready and is not here already."""
+    if state.phase is Phase.KV_PULL:
+        ask_kv(s, state, now)
+    elif state.phase is Phase.IMAGE_PULL:
+        _ask_media(s, state, now)
+
+
+def _ask_media(s: State, state: RequestState, now: float) -> None:
     incoming = state.incoming
-    if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
-        return
+    assert incoming is not None
     for part in sorted(incoming.ready - incoming.asked):
         incoming.asked.add(part)
-        source, target = _missing(state, part, incoming.offer.parts[part])
-        if not source:
+        offer, slot = incoming.offer, state.media[part]
+        if slot.ready:
             incoming.pulled.add(part)
-            state.transfers.append(_nothing_moved(s, incoming.offer))
+            state.transfers.append(spared_record(s, state, part))
+            continue
+        if offer.parts[part].holder:
+            ask_holder(s, state, part, now)
+            if state.ending is not None:
+                return
             continue
         state.pulls += 1
         incoming.moved = True
-        offer = incoming.offer
-        s.out.append(Pull(offer.id, part, offer.source, offer.kind, state.work.request, source, target))
-
-
-def _missing(state: RequestState, index: int, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(source blocks, target blocks) that still have to move."""
-    if state.phase is Phase.KV_PULL:
-        return part.blocks[state.done :], state.kv[state.done : len(part.blocks)]
-    slot = state.media[index]
-    return ((), ()) if slot.ready else (part.blocks, slot.blocks)
-
-
-def _nothing_moved(s: State, offer: Offer) -> dict[str, object]:
-    names = {"kind": offer.kind, "source": offer.source, "target": s.settings.name}
-    return {**names, "outcome": "cached", "bytes": 0, "blocks": 0, "seconds": 0.0}
+        blocks = (offer.parts[part].blocks, slot.blocks)
+        s.out.append(Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
 
 
 def pulled(s: State, event: Pulled, now: float) -> None:
@@ -153,23 +155,23 @@ def pulled(s: State, event: Pulled, now: float) -> None:
     assert state is not None, f"a pull of {event.offer} ended after its Release"
     assert state.incoming is not None
     state.pulls -= 1
-    if event.record:
+    failed, stored = event.failure, event.part in state.incoming.fetched
+    if state.phase is Phase.KV_PULL:
+        failed = kv_pulled(s, state, event, now)
+    elif stored:
+        pull_ended(s, state, event)
+    elif event.record:
         state.transfers.append(event.record)
     if state.ending is not None:
         conclude_if_quiet(s, state, now)
-    elif event.failure is not None:
-        end(s, state, now, "error", event.failure)
+    elif failed is not None:
+        end(s, state, now, MISSING if stored else "error", failed)
     else:
         state.incoming.pulled.add(event.part)
-        _publish(s, state, event.part)
+        if state.phase is Phase.IMAGE_PULL:
+            _publish_media(s, state, event.part)
+        _ask(s, state, now)
         _complete(s, state, now)
-
-
-def _publish(s: State, state: RequestState, part: int) -> None:
-    if state.phase is Phase.IMAGE_PULL:
-        _publish_media(s, state, part)
-    else:
-        publish_kv(s, state, len(state.work.prompt))
 
 
 def _publish_media(s: State, state: RequestState, item: int) -> None:
@@ -180,35 +182,37 @@ def _publish_media(s: State, state: RequestState, item: int) -> None:
             s.pools[IMAGE].publish(block, key)
 
 
-def publish_kv(s: State, state: RequestState, tokens: int) -> None:
-    """Make the full blocks of the first ``tokens`` prompt positions matchable."""
-    if not s.settings.prefix_cache:
-        return
-    keys = s.prefix_keys(state)
-    for index in range(state.published, min(tokens // s.settings.kv_block, len(keys))):
-        s.kv.publish(state.kv[index], keys[index])
-        state.published = index + 1
+def _all_here(s: State, state: RequestState) -> bool:
+    incoming = state.incoming
+    if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
+        return False
+    if state.phase is Phase.KV_PULL:
+        return kv_here(s, state) and incoming.commit is not None
+    return len(incoming.pulled) == len(incoming.offer.parts) and incoming.commit is not None
 
 
 def _complete(s: State, state: RequestState, now: float) -> None:
     """All parts are here and committed: release the source and go on to the next stage."""
+    if not _all_here(s, state):
+        return
     incoming = state.incoming
-    if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
-        return
-    if incoming.commit is None or len(incoming.pulled) < len(incoming.offer.parts):
-        return
+    assert incoming is not None
+    if state.phase is Phase.KV_PULL:
+        conclude_record(s, state)
     release(s, state, "pulled" if incoming.moved else "cached")
     if state.phase is Phase.IMAGE_PULL:
         queue_prefill(s, state, now)
     else:
-        _start_decoding(s, state, now)
+        s.out.append(Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
+        state.opened = True
+        start_decoding(s, state, now)
 
 
-def _start_decoding(s: State, state: RequestState, now: float) -> None:
+def start_decoding(s: State, state: RequestState, now: float) -> None:
+    """A row of every decode step from now on."""
     state.enter(Phase.DECODING, now)
-    s.out.append(Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
-    state.opened = True
     s.decoding[state.work.request] = state
+    s.fresh.append(state.work.request)
 
 
 def ask_for_media(s: State, state: RequestState, now: float) -> None:

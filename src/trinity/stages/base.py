@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from trinity.messages import Open, Sampled, Step
@@ -14,6 +15,8 @@ class Stage(Protocol):
     ``letters`` are the roles it serves: "E", or "P", "D" or "PD" for a language stage (prefill chunks and decodes of
     one step are then one ragged batch). ``consumes`` and ``produces`` are kinds of block ("image", "kv").
     All calls come from the lane's thread, one at a time.
+
+    A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``).
     """
 
     letters: str
@@ -32,3 +35,15 @@ class Stage(Protocol):
         Must be repeatable: after an exception the instance runs each request's rows alone, to find whose fault it is.
         """
         ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A stage that tells of its progress. The lane sets ``on_layers``; without it whole chunks are moved.
+
+    During ``forward`` of a step with ``group`` > 0 it is called with (first, end) whenever ``group`` more layers of the
+    KV of *all* the step's prefill rows are in their blocks, in ascending order and without gaps: kernels that write
+    them have ended, and what they wrote is finite, for a decode instance may read it before the step is over.
+    """
+
+    on_layers: Callable[[int, int], None] | None

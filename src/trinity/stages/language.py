@@ -10,6 +10,7 @@ from torch import Tensor
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Open, Sampled, Step
 from trinity.stages.attention import AttentionBackend
+from trinity.stages.attention_told import OnLayers, ToldAttention
 from trinity.stages.attention_torch import TorchAttention
 from trinity.stages.batch import NO_DECODES, build_batch
 from trinity.stages.models import LoadedModel
@@ -41,6 +42,7 @@ class LanguageStage:
         self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
         self.produces: tuple[str, ...] = (KV,)
         self._backend = backend or TorchAttention()
+        self.on_layers: OnLayers | None = None
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
 
@@ -76,7 +78,12 @@ class LanguageStage:
             row.suspect = True
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
         image = None if self.image is None else self.image.tensor
-        logits = self.model.forward(batch, self.kv.tensor, image, self._backend)
+        backend = self._backend
+        if filled and step.group and self.on_layers is not None:
+            backend = ToldAttention(self._backend, step.group, self.kv.shape.shape[0], self.on_layers)
+        logits = self.model.forward(batch, self.kv.tensor, image, backend)
+        if isinstance(backend, ToldAttention):
+            backend.finish()
         return self._finish(wanted, filled, logits)
 
     @torch.inference_mode()

@@ -54,7 +54,7 @@ def smolvlm() -> Recipe:
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
     from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
-    parts = _tiled(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil)
+    parts = _tiled(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil, side=84, scale=3)
     return Recipe(
         model_class=SmolVLMForConditionalGeneration,
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
@@ -62,18 +62,19 @@ def smolvlm() -> Recipe:
     )
 
 
-def _tiled(config_class: Any, vision_class: Any, images_class: Any) -> dict[str, Any]:
+def _tiled(config_class: Any, vision_class: Any, images_class: Any, side: int = 56, scale: int = 2) -> dict[str, Any]:
+    """Tiles of ``side`` pixels, of whose patches ``scale`` x ``scale`` become one visual token."""
     from transformers import LlamaConfig
 
     tokenizer = _tile_tokenizer()
     config = config_class(
-        vision_config=vision_class(**VISION, image_size=56, patch_size=14),
+        vision_config=vision_class(**VISION, image_size=side, patch_size=14),
         text_config=LlamaConfig(**TEXT, **text_ids(tokenizer)),
         image_token_id=tokenizer.image_token_id,
-        scale_factor=2,
+        scale_factor=scale,
         pad_token_id=tokenizer.pad_token_id,
     )
-    images = images_class(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    images = images_class(size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side})
     return {"config": config, "tokenizer": tokenizer, "image_processor": images}
 
 

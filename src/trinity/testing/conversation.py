@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from trinity.core import InstanceCore
 from trinity.frontend import Abort, Deliver, End
 from trinity.messages import (
     FRONTEND,
+    KV,
     Cancel,
     Commit,
     Emit,
+    Fetched,
     Finished,
     Forget,
     Offer,
@@ -25,6 +28,7 @@ from trinity.messages import (
     Step,
     Submit,
     Value,
+    Withdraw,
 )
 
 
@@ -34,8 +38,9 @@ class Transfer:
 
     offer: Offer
     target: str
-    ready: set[int] = field(default_factory=set)
-    asked: set[int] = field(default_factory=set)
+    layers: int = 1
+    ready: set[object] = field(default_factory=set)  # parts; of KV (block, layer)
+    asked: set[object] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     committed: bool = False
     outcome: str | None = None
@@ -58,6 +63,9 @@ class Conversation:
         self.emitted: set[tuple[str, int]] = set()
         self.delivered: Counter[str] = Counter()
         self.ends: dict[str, End] = {}
+        self.fetched: dict[str, tuple[str, str, Fetched]] = {}
+        self.returned: set[str] = set()
+        self.silenced: set[str] = set()  # whose lease ran out: either side may end them, and the front end takes one
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Cancel) and event.request in self.cores[name].state.requests:
@@ -66,6 +74,9 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
+        elif isinstance(event, Ready) and event.again:
+            transfer = self.transfers[event.id]
+            transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))
         elif isinstance(event, Pulled):
             self.transfers[event.offer].running.remove(event.part)
 
@@ -89,10 +100,13 @@ class Conversation:
 
     def quiet(self) -> None:
         kept = [offer for offer, transfer in self.transfers.items() if transfer.outcome is None]
+        kept += [id for id in self.fetched if id not in self.returned]
         assert not kept, f"no Release of {kept}"
         hanging = self.submitted - set(self.ends)
         assert not hanging, f"no end of {sorted(hanging)}"
-        assert self.finished == Counter(self.admitted), f"Finished {self.finished} of {sorted(self.admitted)}"
+        twice = {request for request, count in self.finished.items() if count > 1} - self.silenced
+        assert not twice, f"Finished again: {sorted(twice)}"
+        assert set(self.finished) == self.admitted, f"Finished {self.finished} of {sorted(self.admitted)}"
         missing = self.visited - set(self.forgotten)
         assert not missing, f"no Forget for {sorted(missing)}"
         for request, end in self.ends.items():
@@ -106,7 +120,10 @@ class Conversation:
             self.visited.add((to, message.work.request))
         elif isinstance(message, Finished):
             self.finished[message.request] += 1
-            self.over.add((name, message.request))
+            if message.failure is not None and message.failure.fields.get("cause") == "LeaseExpired":
+                self.silenced.add(message.request)  # the silent one may come back, and hand it on until it hears
+            else:
+                self.over.add((name, message.request))
         elif isinstance(message, Forget):
             self.forgotten[to, message.request] += 1
         elif isinstance(message, Emit):
@@ -126,19 +143,53 @@ class Conversation:
             assert message.id not in self.transfers, f"{message.id} was offered before"
             assert message.source == name, f"{name} offers for {message.source}"
             self.visited.add((to, message.work.request))
-            self.transfers[message.id] = Transfer(message, to)
+            self.transfers[message.id] = Transfer(message, to, self._layers(name))
         elif isinstance(message, Ready):
-            transfer = self.transfers[message.id]
-            assert not transfer.committed, f"{message} after Commit"
-            assert not transfer.ready & set(message.parts), f"{message} names a part again"
-            transfer.ready.update(message.parts)
+            self._readies(message)
         elif isinstance(message, Commit):
             transfer = self.transfers[message.id]
             assert not transfer.committed, f"{message} again"
-            assert len(transfer.ready) == len(transfer.offer.parts), f"{message} before every part is ready"
+            whole = len(transfer.offer.parts)
+            if transfer.offer.kind == KV:
+                whole = len(_pieces(transfer, None, None))
+            assert message.ending or len(transfer.ready) == whole, f"{message} before every part is ready"
             transfer.committed = True
+        elif isinstance(message, Fetched):
+            assert message.id not in self.fetched, f"{message} again"
+            if message.blocks:
+                self.fetched[message.id] = (name, to, message)
+        elif isinstance(message, (Release, Withdraw)) and message.id in self.fetched:
+            self._returns(name, to, message)
+        elif revoked(message):
+            self.silenced.add(self.transfers[message.id].offer.work.request)
         elif isinstance(message, Release):
             self._releases(name, to, message)
+
+    def _returns(self, name: str, to: str, message: Release | Withdraw) -> None:
+        """A holder's lease ends, by its taker or by time; where by time, its taker may come back to end it."""
+        holder, taker, _ = self.fetched[message.id]
+        if isinstance(message, Withdraw):
+            assert (name, to) == (holder, taker), f"{name} takes back the lease {message.id} of {holder}"
+            return
+        assert (name, to) == (taker, holder), f"{name} releases {message.id} to {to}"
+        assert message.id not in self.returned, f"{message} again"
+        self.returned.add(message.id)
+
+    def _readies(self, message: Ready) -> None:
+        transfer = self.transfers[message.id]
+        assert not transfer.committed, f"{message} after Commit"
+        pieces: set[object] = set(message.parts)
+        if transfer.offer.kind == KV:
+            pieces = set(_pieces(transfer, message.layers, message.blocks))
+        if message.again:
+            assert pieces & transfer.ready, f"{message} takes back what was never ready"
+            transfer.ready -= pieces
+        assert not transfer.ready & pieces, f"{message} names a part again"
+        assert pieces, f"{message} says nothing"
+        transfer.ready |= pieces
+
+    def _layers(self, name: str) -> int:
+        return self.cores[name].settings.layers if name in self.cores else 1
 
     def _releases(self, name: str, to: str, message: Release) -> None:
         transfer = self.transfers[message.id]
@@ -153,14 +204,23 @@ class Conversation:
 
     def _pulls(self, name: str, pull: Pull) -> None:
         transfer = self.transfers[pull.offer]
-        offered = (transfer.target, transfer.offer.source, transfer.offer.kind)
+        part = transfer.offer.parts[pull.part if pull.kind != KV else 0]
+        source, blocks = transfer.offer.source, part.blocks
+        if part.holder:
+            source, _, answer = self.fetched[f"{pull.offer}/{pull.part}"]
+            blocks = answer.blocks
+        offered = (transfer.target, source, transfer.offer.kind)
         assert (name, pull.source, pull.kind) == offered, f"{name} pulls what was not offered to it: {pull}"
         assert (name, pull.request) not in self.over, f"{pull} after the request's end"
         assert transfer.outcome is None, f"{pull} after Release"
-        assert pull.part in transfer.ready - transfer.asked, f"{pull} is not ready or was asked before"
+        pieces: set[object] = {pull.part}
+        if pull.kind == KV:
+            start = part.blocks.index(pull.source_blocks[0])
+            pieces = set(_pieces(transfer, pull.layers, (start, start + len(pull.source_blocks))))
+        assert pieces <= transfer.ready - transfer.asked, f"{pull} is not ready or was asked before"
         assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"
-        assert set(pull.source_blocks) <= set(transfer.offer.parts[pull.part].blocks), f"{pull} reads beyond its part"
-        transfer.asked.add(pull.part)
+        assert set(pull.source_blocks) <= set(blocks), f"{pull} reads beyond its part"
+        transfer.asked |= pieces
         transfer.running.add(pull.part)
 
     def _steps(self, name: str, step: Step) -> None:
@@ -183,3 +243,21 @@ class Conversation:
         assert command.index == self.delivered[request], f"{command}, expected index {self.delivered[request]}"
         assert (request, command.index) in self.emitted, f"{command} was not emitted"
         self.delivered[request] += 1
+
+
+def revoked(message: Value) -> TypeGuard[Withdraw]:
+    """Whether this ends a lease without its Release."""
+    return (
+        isinstance(message, Withdraw)
+        and message.failure is not None
+        and message.failure.fields.get("cause") == "LeaseExpired"
+    )
+
+
+def _pieces(
+    transfer: Transfer, layers: tuple[int, int] | None, blocks: tuple[int, int] | None
+) -> list[tuple[int, int]]:
+    """The (block, layer) cells of a KV offer, all of them where None."""
+    first, end = layers or (0, transfer.layers)
+    start, stop = blocks or (0, len(transfer.offer.parts[0].blocks))
+    return [(block, layer) for block in range(start, stop) for layer in range(first, end)]

@@ -7,7 +7,7 @@ end. So a block handed on too early, a wrong prefix hit or a part that is read b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trinity.core.state import Settings
@@ -19,6 +19,7 @@ from trinity.messages import (
     MediaSpan,
     Open,
     Prefill,
+    Progress,
     Pull,
     Pulled,
     Step,
@@ -29,6 +30,7 @@ from trinity.messages import (
 
 Tag = tuple[object, ...]
 TORN: Tag = ("torn",)
+Layers = tuple[int, int] | None
 
 
 @dataclass
@@ -44,23 +46,26 @@ class Row:
 
 
 class Memory:
-    """The tags of one pool; ``rows`` per block. Nothing is there at first."""
+    """The tags of one pool; ``rows`` per block in each of ``layers``. Nothing is there at first."""
 
-    def __init__(self, blocks: int, rows: int) -> None:
-        self.rows = rows
-        self.tags: list[Tag] = [TORN] * (blocks * rows)
+    def __init__(self, blocks: int, rows: int, layers: int = 1) -> None:
+        self.rows, self.layers = rows, layers
+        self.tags: list[list[Tag]] = [[TORN] * (blocks * rows) for _ in range(layers)]
 
     def places(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
         """Where positions [start, end) of a sequence in these blocks are."""
         return [blocks[at // self.rows] * self.rows + at % self.rows for at in range(start, end)]
 
-    def read(self, blocks: Sequence[int], start: int, end: int) -> list[Tag]:
-        return [self.tags[place] for place in self.places(blocks, start, end)]
+    def read(self, blocks: Sequence[int], start: int, end: int, layers: Layers = None) -> list[list[Tag]]:
+        """For each layer the tags of these positions."""
+        places = self.places(blocks, start, end)
+        return [[tags[place] for place in places] for tags in self.tags[slice(*(layers or (0, self.layers)))]]
 
-    def write(self, blocks: Sequence[int], start: int, tags: Iterable[Tag]) -> None:
-        tags = list(tags)
-        for place, tag in zip(self.places(blocks, start, start + len(tags)), tags, strict=True):
-            self.tags[place] = tag
+    def write(self, blocks: Sequence[int], start: int, found: Sequence[Sequence[Tag]], layers: Layers = None) -> None:
+        """For each layer its tags."""
+        for tags, new in zip(self.tags[slice(*(layers or (0, self.layers)))], found, strict=True):
+            for place, tag in zip(self.places(blocks, start, start + len(new)), new, strict=True):
+                tags[place] = tag
 
 
 class Shadow:
@@ -71,15 +76,19 @@ class Shadow:
         for name, own in settings.items():
             for kind, blocks in own.pools.items():
                 rows = own.kv_block if kind == KV else own.media_block
-                self.memory[name, kind] = Memory(blocks, rows)
+                self.memory[name, kind] = Memory(blocks, rows, own.layers if kind == KV else 1)
         self._rows: dict[tuple[str, str], Row] = {}
         self._steps: dict[tuple[str, int], Step] = {}
-        self._pulls: dict[tuple[str, str, int], tuple[Pull, list[Tag]]] = {}
+        self._pulls: dict[tuple[str, str, int], tuple[Pull, list[list[Tag]]]] = {}
+        self._again: set[tuple[str, str]] = set()  # sources and requests of which a step began anew in its middle
+        self._void: set[tuple[str, str, int]] = set()
         self._prompts: dict[str, list[Tag]] = {}
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
             self._end_step(name, self._steps.pop((name, event.id)), event)
+        elif isinstance(event, Progress):
+            self._progress(name, self._steps[name, event.step], event)
         elif isinstance(event, Pulled):
             self._end_pull(name, event)
 
@@ -120,13 +129,32 @@ class Shadow:
     def _start_step(self, name: str, step: Step) -> None:
         self._check_reads(name, step)
         for encode in step.encodes:
-            self.memory[name, IMAGE].write(encode.blocks, 0, [TORN] * encode.span.tokens)
+            self.memory[name, IMAGE].write(encode.blocks, 0, [[TORN] * encode.span.tokens])
         for prefill in step.prefills:
             _check_chunk(self._rows[name, prefill.request].opened.work, prefill)
             self._write_kv(name, prefill.request, prefill.start, [TORN] * prefill.length)
         for request in step.decodes:
             row = self._rows[name, request]
             self._write_kv(name, request, len(row.tags) - 1, [TORN])
+
+    def _progress(self, name: str, step: Step, event: Progress) -> None:
+        """Some layers of the prefills are written; or all of them are about to be written again."""
+        for prefill in step.prefills:
+            tags = self._rows[name, prefill.request].tags[prefill.start : prefill.start + prefill.length]
+            if event.layers is None:
+                self._begin_again(name, prefill)
+                tags = [TORN] * len(tags)
+            self._write_kv(name, prefill.request, prefill.start, tags, event.layers)
+
+    def _begin_again(self, name: str, prefill: Prefill) -> None:
+        """What is being read of these rows is neither the old nor the new."""
+        size = self.memory[name, KV].rows
+        blocks = self._rows[name, prefill.request].opened.blocks
+        torn = set(blocks[prefill.start // size : -(-(prefill.start + prefill.length) // size)])
+        self._again.add((name, prefill.request))
+        for key, (pull, _) in self._pulls.items():
+            if pull.source == name and pull.kind == KV and torn & set(pull.source_blocks):
+                self._void.add(key)
 
     def _end_step(self, name: str, step: Step, result: Stepped) -> None:
         self._check_reads(name, step)
@@ -161,31 +189,38 @@ class Shadow:
 
     def _check_kv(self, name: str, row: Row, end: int) -> None:
         there = self.memory[name, KV].read(row.opened.blocks, 0, end)
-        assert there == row.tags[:end], f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
+        right = all(tags == row.tags[:end] for tags in there)
+        assert right, f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
 
     def _check_image(self, name: str, row: Row, item: int, span: MediaSpan) -> None:
         there = self.memory[name, IMAGE].read(row.opened.images[item], 0, span.tokens)
-        assert there == _features(span), f"{name}: item {item} of {row.opened.work.request} is not in its blocks"
+        assert there == [_features(span)], f"{name}: item {item} of {row.opened.work.request} is not in its blocks"
 
     def _encode(self, name: str, encode: Encode) -> None:
-        self.memory[name, IMAGE].write(encode.blocks, 0, _features(encode.span))
+        self.memory[name, IMAGE].write(encode.blocks, 0, [_features(encode.span)])
 
-    def _write_kv(self, name: str, request: str, start: int, tags: list[Tag]) -> None:
-        self.memory[name, KV].write(self._rows[name, request].opened.blocks, start, tags)
+    def _write_kv(self, name: str, request: str, start: int, tags: list[Tag], layers: Layers = None) -> None:
+        memory = self.memory[name, KV]
+        count = memory.layers if layers is None else layers[1] - layers[0]
+        memory.write(self._rows[name, request].opened.blocks, start, [tags] * count, layers)
 
     def _start_pull(self, name: str, pull: Pull) -> None:
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
-        there = source.read(pull.source_blocks, 0, len(pull.source_blocks) * source.rows)
-        self._pulls[name, pull.offer, pull.part] = (pull, there)
-        target.write(pull.target_blocks, 0, [TORN] * len(there))
+        rows = len(pull.source_blocks) * source.rows
+        self._pulls[name, pull.offer, pull.part] = (pull, source.read(pull.source_blocks, 0, rows, pull.layers))
+        layers = target.layers if pull.layers is None else pull.layers[1] - pull.layers[0]
+        target.write(pull.target_blocks, 0, [[TORN] * rows] * layers, pull.layers)
 
     def _end_pull(self, name: str, event: Pulled) -> None:
         pull, before = self._pulls.pop((name, event.offer, event.part))
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
-        there = source.read(pull.source_blocks, 0, len(before))
-        assert there == before, f"the source of {pull} changed while it ran"
+        there = source.read(pull.source_blocks, 0, len(before[0]), pull.layers)
+        key, again = (name, event.offer, event.part), (pull.source, pull.request) in self._again
+        if key in self._void or (again and there != before):
+            there = before = [[TORN] * len(tags) for tags in there]  # it has to come again
+        assert there == before or event.failure is not None, f"the source of {pull} changed while it ran"
         if event.failure is None:
-            target.write(pull.target_blocks, 0, there)
+            target.write(pull.target_blocks, 0, there, pull.layers)
 
     def _prompt(self, work: Work) -> list[Tag]:
         """What the KV of each prompt position depends on: all tokens up to it and the media they stand for."""

@@ -6,13 +6,14 @@ Call it from your own tests: ``asyncio.run(check_transport(MyTransport))``. It r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from trinity.errors import HandshakeError, LayoutMismatch, TransportError
 from trinity.memory import BlockMemory, BlockShape
-from trinity.transport.base import Remote, Transport
+from trinity.transport.base import Remote, Transport, Within
 
 BLOCKS = 32
 Check = Callable[["Pair"], Awaitable[None]]
@@ -35,12 +36,20 @@ class Pair:
     async def attach(self) -> Remote:
         return await self.transport.attach(self.descriptor, self.target)
 
-    def expect(self, source: Sequence[int], target: Sequence[int], what: str) -> None:
-        """The target holds just these blocks, and no other byte was touched."""
-        wanted = torch.full_like(self.target.tensor, -1.0)
+    def expect(self, source: Sequence[int], target: Sequence[int], what: str, within: Within = None) -> None:
+        """The target holds just these blocks, or this piece of them, and no other byte was touched."""
+        offset, length = within or (0, self.shape.block_bytes)
+        wanted = _bytes(torch.full_like(self.target.tensor, -1.0))
+        theirs = _bytes(self.source.tensor)
         for start, to in zip(source, target, strict=True):
-            wanted[to] = self.source.tensor[start]
-        assert torch.equal(self.target.tensor, wanted), f"{what}: the target's blocks are not what was asked for"
+            wanted[to, offset : offset + length] = theirs[start, offset : offset + length]
+        assert torch.equal(_bytes(self.target.tensor), wanted), (
+            f"{what}: the target's blocks are not what was asked for"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BLOCKS, -1).view(torch.uint8)
 
 
 async def check_transport(make: Callable[[], Transport], *, rows: int = 16, timeout_s: float = 30.0) -> None:
@@ -49,6 +58,7 @@ async def check_transport(make: Callable[[], Transport], *, rows: int = 16, time
     ``rows`` sets the block size (2 * rows * 8 floats). Raises ``AssertionError`` naming what broke.
     """
     for check in CHECKS:
+        await asyncio.sleep(0)  # a transport that never waits would do all of this in one turn of the loop
         transport = make()
         try:
             async with asyncio.timeout(timeout_s):
@@ -91,12 +101,57 @@ async def latest_bytes_are_seen(pair: Pair) -> None:
 async def bad_arguments_are_refused(pair: Pair) -> None:
     remote = await pair.attach()
     for source, target in (([0, 1], [0]), ([BLOCKS], [0]), ([-1], [0]), ([0], [BLOCKS]), ([0], [-1]), ([0, 1], [2, 2])):
-        try:
+        with _refused(f"read({source}, {target})"):
             await remote.read(source, target)
-        except TransportError:
-            pair.expect([], [], f"the refused read {source} into {target}")
-            continue
-        raise AssertionError(f"read({source}, {target}) must raise a TransportError before a byte moves")
+        pair.expect([], [], f"the refused read {source} into {target}")
+
+
+async def pieces_of_blocks(pair: Pair) -> None:
+    remote = await pair.attach()
+    size = pair.shape.block_bytes
+    for offset, length in ((0, 8), (8, 16), (size // 2, size // 2), (size - 8, 8), (4, 12), (0, size)):
+        for source, target in (([0, 1, 2], [4, 5, 6]), ([7, 3], [2, 31])):
+            pair.fill()
+            moved = await remote.read(source, target, (offset, length))
+            assert moved == len(source) * length, f"read() of {length} bytes of each block said {moved} bytes"
+            pair.expect(source, target, f"read {source} into {target} within {offset}, {length}", (offset, length))
+
+
+async def bad_pieces_are_refused(pair: Pair) -> None:
+    remote = await pair.attach()
+    size = pair.shape.block_bytes
+    for within in ((-8, 8), (0, size + 1), (size, 8), (size - 8, 16), (0, -8), (8, 0)):
+        with _refused(f"read(within={within})"):
+            await remote.read([0], [1], within)
+        pair.expect([], [], f"the refused read within {within}")
+
+
+async def generations_are_the_sources(pair: Pair) -> None:
+    """What a reader is told is true at the moment of asking."""
+    remote = await pair.attach()
+    assert await remote.generation([]) == 0
+    assert await remote.generation(range(BLOCKS)) == 0, "generations are zero at first"
+    numbers = {3: 1, 17: 5, BLOCKS - 1: 1 << 40}
+    for block, number in numbers.items():
+        pair.source.generations[block] = number
+    for blocks, wanted in (([0, 1], 0), ([3], 1), ([4, 3, 17], 5), ([17, 0], 5), (list(range(BLOCKS)), 1 << 40)):
+        found = await remote.generation(blocks)
+        assert found == wanted, f"generation({blocks}) said {found}, it is {wanted}"
+    pair.source.generations[3] = 7
+    assert await remote.generation([3]) == 7, "a generation that changed after it was asked for once"
+    assert list(await asyncio.gather(*(remote.generation([block]) for block in (17, 3, 0)))) == [5, 7, 0]
+    for blocks in ([BLOCKS], [-1]):
+        with _refused(f"generation({blocks})"):
+            await remote.generation(blocks)
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TransportError:
+        return
+    raise AssertionError(f"{what} must raise a TransportError before a byte moves")
 
 
 async def another_layout_is_refused(pair: Pair) -> None:
@@ -130,6 +185,7 @@ async def nothing_is_written_after_cancel(pair: Pair) -> None:
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     before = pair.target.tensor.clone()
+    pair.source.tensor.fill_(9.0)
     await asyncio.sleep(0.05)
     assert torch.equal(pair.target.tensor, before), "bytes were written after a cancelled read had returned"
 
@@ -155,12 +211,11 @@ async def the_loop_keeps_turning(pair: Pair) -> None:
 async def a_closed_peer_is_lost(pair: Pair) -> None:
     remote = await pair.attach()
     await pair.transport.aclose()
-    try:
+    with _refused("a read from a closed peer"):
         await remote.read([0], [0])
-    except TransportError:
-        pair.expect([], [], "a read from a closed peer")
-        return
-    raise AssertionError("a read from a closed peer must raise a TransportError")
+    pair.expect([], [], "a read from a closed peer")
+    with _refused("generation() of a closed peer"):
+        await remote.generation([0])
 
 
 CHECKS: tuple[Check, ...] = (
@@ -168,6 +223,9 @@ CHECKS: tuple[Check, ...] = (
     reads_in_order_and_scattered,
     empty_read,
     latest_bytes_are_seen,
+    pieces_of_blocks,
+    bad_pieces_are_refused,
+    generations_are_the_sources,
     bad_arguments_are_refused,
     another_layout_is_refused,
     garbage_descriptor_is_refused,

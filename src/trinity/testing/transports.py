@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from trinity.errors import PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.base import Remote, Transport
+from trinity.transport.base import Remote, Transport, Within
 from trinity.transport.inproc import InprocTransport
 
 AfterRead = Callable[[BlockMemory, Sequence[int]], None]
@@ -28,7 +28,7 @@ class WrappedTransport:
         fail: Callable[[str, int], bool] | None = None,
     ) -> None:
         self.inner = inner or InprocTransport()
-        self.scheme = self.inner.scheme
+        self.scheme, self.network = self.inner.scheme, getattr(self.inner, "network", True)
         self.delay_s, self.after, self.fail = delay_s, after, fail
         self.reads: dict[str, int] = {}
 
@@ -46,17 +46,20 @@ class _WrappedRemote:
     def __init__(self, transport: WrappedTransport, inner: Remote, into: BlockMemory) -> None:
         self._transport, self._inner, self._into = transport, inner, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
         asked, kind = self._transport, self._into.kind
         asked.reads[kind] = asked.reads.get(kind, 0) + 1
         if asked.fail is not None and asked.fail(kind, asked.reads[kind]):
             raise PeerLost(f"read {asked.reads[kind]} of {kind} blocks fails on purpose", asked.scheme)
         if asked.delay_s:
             await asyncio.sleep(asked.delay_s)
-        moved = await self._inner.read(source, target)
+        moved = await self._inner.read(source, target, within)
         if asked.after is not None:
             asked.after(self._into, target)
         return moved
+
+    async def generation(self, source: Sequence[int]) -> int:
+        return await self._inner.generation(source)
 
     async def aclose(self) -> None:
         await self._inner.aclose()

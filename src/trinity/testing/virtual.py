@@ -26,19 +26,23 @@ from typing import Any
 
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
-from trinity.frontend import Abort, Deliver, End, FrontendCore, Tick
+from trinity.frontend import Abort, Deliver, End, FrontendCore
 from trinity.messages import (
     FRONTEND,
     IMAGE,
     KV,
     Failure,
+    PeerLoad,
+    Progress,
     Pull,
     Pulled,
+    Revoke,
     Sampled,
     Send,
     Step,
     Stepped,
     Submit,
+    Tick,
     Value,
     Work,
 )
@@ -112,8 +116,10 @@ def settings_of(placement: str | Placement, pools: Mapping[str, int], **common: 
     """Settings for every instance of a placement.
 
     ``pools``: blocks by kind, of which each instance gets the kinds of its roles. ``common``: fields of ``Settings``;
-    lanes other than joint are for instances that encode beside another stage.
+    lanes other than joint are for instances that encode beside another stage. Unless given, leases last for ever and
+    nothing is reported, so that time passes by what is asked of the cluster alone.
     """
+    common = {"lease_s": inf, "report_s": inf, **common}
     parsed = Placement.parse(placement) if isinstance(placement, str) else placement
     result = []
     for name, roles in parsed.instances():
@@ -128,6 +134,15 @@ def settings_of(placement: str | Placement, pools: Mapping[str, int], **common: 
 
 def _count_up(work: Work, index: int) -> int:
     return index + 1
+
+
+STALLED = 20_000  # events in a row that are but timers and heartbeats
+
+
+def _failed(pull: Pull) -> Failure:
+    """A pull of some layers fails because their bytes were not what they should be."""
+    fields = {"cause": "IntegrityError"} if pull.layers else {}
+    return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
 
 
 class VirtualCluster:
@@ -152,7 +167,7 @@ class VirtualCluster:
         self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
         self.frontend = FrontendCore(routing(), max_waiting)
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
-        self.draw = Random(seed)
+        self.draw, self.hiccups = Random(seed), Random(seed)
         self.now = 0.0
         self.outcomes: dict[str, Outcome] = {}
         self.commands: list[tuple[float, str, Value]] = []
@@ -161,7 +176,12 @@ class VirtualCluster:
         self._sequence = count()
         self._arrival: dict[tuple[str, str], float] = {}
         self._drawn: dict[str, int] = {}
-        self._tick = inf
+        self._due = dict.fromkeys([FRONTEND, *self.cores], inf)
+        self._frozen: dict[str, list[tuple[float, float]]] = {}
+        self._generations: dict[tuple[str, str, int], int] = {}
+        self._pulls: dict[tuple[str, str, int], Pull] = {}
+        self._lively = 0  # events on the way that are more than timers and heartbeats
+        self._idle_turns = 0
         self._introduce()
         self.observers = every_check(self.cores, self.frontend) if observers is None else observers
 
@@ -181,17 +201,38 @@ class VirtualCluster:
         """The user ends a request at this time: cancelled (the reader left) or stop (a stop string was found)."""
         self._post(at, FRONTEND, Abort(request, reason))
 
+    def freeze(self, name: str, at: float, seconds: float) -> None:
+        """An instance stands still: what comes to it meanwhile, it finds afterwards. Its memory can be read."""
+        self._frozen.setdefault(name, []).append((at, at + seconds))
+
     def run(self, limit: int = 1_000_000) -> None:
         """Until nothing is under way any more. ``limit`` events without an end count as a livelock."""
         for _ in range(limit):
-            if not self._heap:
+            if self._over():
                 break
             self._advance()
-        assert not self._heap, f"no end after {limit} events"
+        else:
+            raise AssertionError(f"no end after {limit} events")
         self._noted(self._quiet)
 
+    def _over(self) -> bool:
+        """Nothing comes any more but heartbeats, or nothing else has come for so long that nothing will."""
+        if not self._heap or self._idle_turns > STALLED:
+            return True
+        waiting = self._lively or self.frontend.entries or not all(core.idle() for core in self.cores.values())
+        return not waiting
+
     def _advance(self) -> None:
-        self.now, _, name, event = heapq.heappop(self._heap)
+        self.now, number, name, event = heapq.heappop(self._heap)
+        for start, end in self._frozen.get(name, ()):
+            if start <= self.now < end:
+                heapq.heappush(self._heap, (end, number, name, event))
+                return
+        lively = _is_lively(name, event)
+        self._lively -= lively
+        self._idle_turns = 0 if lively else self._idle_turns + 1
+        if isinstance(event, Pulled):
+            event = self._checked(name, event)
         self.recent.append((self.now, name, event))
         self._noted(lambda: self._handle(name, event))
 
@@ -216,19 +257,25 @@ class VirtualCluster:
             for each in self.observers:
                 each.command(name, command)
             self._carry_out(name, command)
-        if name == FRONTEND:
-            self._arm(event)
-        for each in self.observers:
-            each.settled(name)
+        self._arm(name, event)
+        if not isinstance(event, PeerLoad):  # most events where there are heartbeats; no block or request changes
+            for each in self.observers:
+                each.settled(name)
 
     def _carry_out(self, name: str, command: Value) -> None:
         if isinstance(command, Send):
             self._deliver(name, command.to, command.message)
         elif isinstance(command, Step):
             seconds = self.durations.step(self.draw, name, command)
-            self._post(self.now + seconds, name, self._stepped(name, command, seconds))
+            stepped = self._stepped(name, command, seconds)
+            if command.group:
+                self._progress(name, command, seconds, bool(stepped.failed))
+            self._post(self.now + seconds, name, stepped)
         elif isinstance(command, Pull):
             self._start_pull(name, command)
+        elif isinstance(command, Revoke):
+            for block in command.blocks:
+                self._generations[name, command.kind, block] = command.generation
         elif isinstance(command, Deliver):
             outcome = self.outcomes[command.request]
             outcome.tokens.append(command.sampled.token)
@@ -242,6 +289,17 @@ class VirtualCluster:
         arrival = max(arrival, self._arrival.get((source, target), 0.0))
         self._arrival[source, target] = arrival
         self._post(arrival, target, message)
+
+    def _progress(self, name: str, step: Step, seconds: float, fails: bool) -> None:
+        """Layers are written evenly over the step; one that fails, or another now and then, does so in its middle."""
+        layers = self.cores[name].settings.layers
+        groups = [(first, min(first + step.group, layers)) for first in range(0, layers, step.group)]
+        told = self.hiccups.randint(0, len(groups))
+        again = fails or self.hiccups.random() < 0.1
+        for number, group in enumerate(groups[: told if again else len(groups)]):
+            self._post(self.now + seconds * (number + 1) / (len(groups) + 2), name, Progress(step.id, step.lane, group))
+        if again and told:
+            self._post(self.now + seconds * 0.95, name, Progress(step.id, step.lane, None))
 
     def _stepped(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
@@ -261,20 +319,35 @@ class VirtualCluster:
 
     def _start_pull(self, name: str, pull: Pull) -> None:
         seconds = self.durations.pull(self.draw, pull)
+        self._pulls[name, pull.offer, pull.part] = pull
         if self.faults.pull(self.draw, pull):
-            answer = Pulled(pull.offer, pull.part, Failure("MigrationError", f"a pull of {pull.request} failed"))
+            answer = Pulled(pull.offer, pull.part, _failed(pull))
         else:
             record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
             answer = Pulled(pull.offer, pull.part, None, record)
         self._post(self.now + seconds, name, answer)
 
-    def _arm(self, event: Value) -> None:
-        if isinstance(event, Tick):
-            self._tick = inf
-        due = self.frontend.next_timer()
-        if due is not None and due < self._tick:
-            self._tick = due
-            self._post(due, FRONTEND, Tick())
+    def _checked(self, name: str, event: Pulled) -> Pulled:
+        """What a connector sees after its copy: whether the blocks were still those of the offer."""
+        pull = self._pulls.pop((name, event.offer, event.part))
+        now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
+        if event.failure is not None or max(now) <= pull.generation:
+            return event
+        fields = {"source": pull.source, "target": name, "kind": pull.kind, "cause": "OfferRefused"}
+        return Pulled(event.offer, event.part, Failure("MigrationError", "the blocks were taken back", fields))
+
+    def _arm(self, name: str, event: Value) -> None:
+        if isinstance(event, Tick) and self.now >= self._due[name]:
+            self._due[name] = inf
+        due = (self.frontend if name == FRONTEND else self.cores[name]).next_timer()
+        if due is not None and due < self._due[name]:
+            self._due[name] = due
+            self._post(max(due, self.now), name, Tick())
 
     def _post(self, at: float, name: str, event: Value) -> None:
+        self._lively += _is_lively(name, event)
         heapq.heappush(self._heap, (at, next(self._sequence), name, event))
+
+
+def _is_lively(name: str, event: Value) -> bool:
+    return not isinstance(event, PeerLoad) and (name == FRONTEND or not isinstance(event, Tick))

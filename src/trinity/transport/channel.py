@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
 
+logger = logging.getLogger("trinity")
 VERSION = 1
 MAGIC = b"TRNY"
 NONCE = 32
@@ -98,13 +100,18 @@ class Channel:
 
     def abort(self) -> None:
         """Drop the connection without sending what waits."""
-        self._writer.transport.abort()
+        _abort(self._writer)
 
     async def aclose(self) -> None:
         """Send what waits and close. Twice is once."""
         self._writer.close()
         with suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._writer.wait_closed(), TIMEOUT_S)
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    with suppress(AttributeError):  # of asyncio: a transport that closed once its buffer was empty has no loop left
+        writer.transport.abort()
 
 
 async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S) -> Channel:
@@ -115,7 +122,7 @@ async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: f
             try:
                 return await _shake(reader, writer, secret, hello, server=False)
             except BaseException:
-                writer.transport.abort()
+                _abort(writer)
                 await asyncio.sleep(0)  # abort closes the socket in the next turn of the loop
                 raise
     except TimeoutError as error:
@@ -145,14 +152,19 @@ async def listen(
         assert task is not None
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        with suppress(TransportError, TimeoutError, asyncio.CancelledError):  # asyncio would report them as errors
+        with suppress(asyncio.CancelledError):  # asyncio would report it, and whatever else, as an error
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     channel = await _shake(reader, writer, secret, hello, server=True)
                 await serve(channel)
+            except TimeoutError:
+                logger.warning("a connection to %s was refused: no handshake within %s s", bound, TIMEOUT_S)
+            except TransportError as error:
+                logger.warning("a connection to %s was refused: %s", bound, error)
             finally:
-                writer.transport.abort()
+                _abort(writer)
 
+    bound = address
     server, bound = await _bind(address, accepted)
     try:
         yield bound
@@ -206,7 +218,8 @@ async def _greeting(reader: asyncio.StreamReader) -> bytes:
         raise HandshakeError("the peer does not speak trinity's protocol", "control")
     version = int.from_bytes(greeting[len(MAGIC) : len(MAGIC) + 2], "big")
     if version != VERSION:
-        raise HandshakeError(f"the peer speaks version {version} of the protocol, this side {VERSION}", "control")
+        text = f"the peer speaks version {version} of the protocol, this side {VERSION}"
+        raise HandshakeError(f"{text}: install the same trinity on both", "control")
     return greeting[-NONCE:]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from itertools import count
@@ -11,11 +10,10 @@ import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.base import check_blocks, finish, runs
+from trinity.transport.base import Within, check_numbers, check_read, copy
 
 _published: dict[int, BlockMemory] = {}
 _numbers = count(1)
-INLINE_BYTES = 256 * 1024  # below this a copy costs less than the hop to a thread
 
 
 class Descriptor(msgspec.Struct, frozen=True):
@@ -31,6 +29,7 @@ class InprocTransport:
     """Copies blocks between pools of this process. Large copies run on a thread, so that the loop keeps turning."""
 
     scheme = "inproc"
+    network = False
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -65,24 +64,20 @@ class InprocRemote:
     def __init__(self, peer: Descriptor, into: BlockMemory) -> None:
         self._peer, self._into = peer, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
-        check_blocks("inproc", source, self._peer.blocks, target, self._into)
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+        piece = check_read("inproc", source, self._peer.blocks, target, self._into, within)
+        memory = self._memory()
+        return await copy(self._into.pool, memory.pool, target, source, piece)
+
+    async def generation(self, source: Sequence[int]) -> int:
+        check_numbers("inproc", "source", source, self._peer.blocks)
+        return self._memory().generation(source)
+
+    def _memory(self) -> BlockMemory:
         memory = _published.get(self._peer.number)
         if memory is None:
             raise PeerLost(f"pool {self._peer.number} is no longer published", "inproc", str(self._peer.number))
-        moved = len(source) * self._peer.block_bytes
-        if moved <= INLINE_BYTES:
-            copy_blocks(memory, source, self._into, target)
-        else:
-            await finish(asyncio.to_thread(copy_blocks, memory, source, self._into, target))
-        return moved
+        return memory
 
     async def aclose(self) -> None:
         return None
-
-
-def copy_blocks(memory: BlockMemory, source: Sequence[int], into: BlockMemory, target: Sequence[int]) -> None:
-    """Copy blocks pairwise, run by run."""
-    theirs, ours = memory.words, into.words
-    for start, to, length in runs(source, target):
-        ours[to : to + length].copy_(theirs[start : start + length])

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
 
 import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.base import check_blocks
-from trinity.transport.nixl_agent import Descriptor, Lender, Link, load_api, region_of
+from trinity.transport.link import LinkedRemote
+from trinity.transport.nixl_agent import Descriptor, NixlLink, generations_of, load_api, region_of
+from trinity.transport.nixl_push import NixlPushLink
+from trinity.transport.nixl_source import Lender
+
+
+class NixlRemote(LinkedRemote):
+    """A peer's pool, read by nixl."""
 
 
 class NixlTransport:
@@ -27,6 +32,7 @@ class NixlTransport:
     """
 
     scheme = "nixl"
+    make_link: type[NixlLink] = NixlLink
 
     def __init__(self, *, timeout_s: float = 30.0) -> None:
         load_api()
@@ -37,12 +43,12 @@ class NixlTransport:
         self._remotes: weakref.WeakSet[NixlRemote] = weakref.WeakSet()
 
     def publish(self, memory: BlockMemory) -> bytes:
-        pool = region_of(memory)
+        pool, generations = region_of(memory), generations_of(memory)
         if self._lender is None:
             self._lender = Lender(pool)
-        metadata = self._lender.lend(pool)
+        metadata = self._lender.lend(pool, generations)
         self._memories.append(memory)
-        return msgspec.msgpack.encode(Descriptor(self._lender.name, metadata, pool))
+        return msgspec.msgpack.encode(Descriptor(self._lender.name, metadata, pool, generations))
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> NixlRemote:
         try:
@@ -51,7 +57,10 @@ class NixlTransport:
             raise HandshakeError(f"not a nixl descriptor: {error}", self.scheme) from error
         if peer.pool.block_bytes != into.block_bytes:
             raise LayoutMismatch(f"the peer's blocks have {peer.pool.block_bytes} bytes, ours {into.block_bytes}")
-        remote = NixlRemote(self, peer, into)
+        if self.closed:
+            raise PeerLost("this end has been closed", self.scheme, peer.agent)
+        named = (self.scheme, peer.agent, peer.pool.blocks)
+        remote = NixlRemote(*named, into, self.timeout_s, lambda: self.make_link(peer, into))
         self._remotes.add(remote)
         await remote.link()
         return remote
@@ -68,43 +77,8 @@ class NixlTransport:
         self._memories.clear()
 
 
-class NixlRemote:
-    """A peer's pool. After a failed read the next one connects anew."""
+class NixlPushTransport(NixlTransport):
+    """Has the peer write. Pools and peers are those of ``NixlTransport``: each target chooses for itself."""
 
-    def __init__(self, transport: NixlTransport, peer: Descriptor, into: BlockMemory) -> None:
-        self._transport, self._peer, self._into = transport, peer, into
-        self._link: Link | None = None
-        self._linking = asyncio.Lock()
-        self._closed = False
-
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
-        check_blocks("nixl", source, self._peer.pool.blocks, target, self._into)
-        link = await self.link()
-        if source:
-            await link.read(source, target, self._transport.timeout_s)
-        return len(source) * self._peer.pool.block_bytes
-
-    async def link(self) -> Link:
-        """The connection that is in use, made where there is none."""
-        async with self._linking:
-            if self._closed or self._transport.closed:
-                raise PeerLost("this end has been closed", "nixl", self._peer.agent)
-            if self._link is None or self._link.failure is not None:
-                await self._leave()
-                self._link = Link(self._peer, self._into)
-            await self._link.open()
-            return self._link
-
-    async def _leave(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.stop()
-            await asyncio.to_thread(link.join)
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await self._leave()
-
-    def __del__(self) -> None:
-        if self._link is not None:
-            self._link.stop()
+    scheme = "nixl-push"
+    make_link = NixlPushLink

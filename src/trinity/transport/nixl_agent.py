@@ -1,45 +1,38 @@
-"""Agents of nixl: one that lends pools, and one for every pool of a peer that is read.
+"""Agents of nixl, and the link that reads a pool of a peer with one.
 
 A transfer of UCX cannot be recalled: a peer that froze and goes on later still fills our blocks, even after the handle
-was released and the peer removed. Only the end of the agent stops it. So every remote pool has an agent of its own,
-which may end without harm to the others, and each agent has one thread that alone uses it. (Over TCP, a source that
-was frozen for so long that its reader gave up is ended by UCX when it wakes: supervision starts it again.)
+was released and the peer removed. Only the end of the agent stops it: so every link has an agent of its own. (Over
+TCP, a source that was frozen for so long that its reader gave up is ended by UCX when it wakes: supervision starts it
+again.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import importlib
 import logging
 import os
 import queue
 import secrets
-import threading
 import time
-import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportError, TransportUnavailable
-from trinity.memory import BlockMemory
+from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
+from trinity.memory import GENERATION_BYTES, BlockMemory
+from trinity.transport.link import Link, Reading
 
 logger = logging.getLogger("trinity")
 INSTALL = "pip install --no-deps nixl-cu13==1.5.1"
 RDMA = Path("/sys/class/infiniband")
 POLL_S = 0.001  # a source over TCP answers when its agent is asked for news
 FLYING_S = 0.0001  # between two looks at a transfer on its way
-GRACE_S = 1.0  # a cancelled read may end by itself for so long; then its agent ends
-OPEN_S = 10.0
-JOIN_S = 5.0
-_alive: weakref.WeakSet[Lender | Link] = weakref.WeakSet()
+MOST_LISTS = 32  # of pieces of blocks: a model's groups of layers are fewer
 
 
 def load_api() -> Any:
@@ -79,25 +72,33 @@ class Region(msgspec.Struct, frozen=True):
     def whole(self) -> list[tuple[int, int, int, str]]:
         return [(self.address, self.block_bytes * self.blocks, self.device, "")]
 
-    @property
-    def rows(self) -> np.ndarray:
-        """One strided row for all blocks: a row for each would take a third of a second for 65,536."""
-        return np.array([[self.address, self.block_bytes, self.device, self.block_bytes, self.blocks]], np.uint64)
+    def rows(self, offset: int, length: int) -> np.ndarray:
+        """A piece of all blocks as one strided row: a row for each would take a third of a second for 65,536."""
+        return np.array([[self.address + offset, length, self.device, self.block_bytes, self.blocks]], np.uint64)
+
+    def part(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        """Some consecutive blocks as one descriptor."""
+        return [(self.address + first * self.block_bytes, count * self.block_bytes, self.device)]
+
+
+def generations_of(memory: BlockMemory) -> Region:
+    return Region(memory.generations.ctypes.data, GENERATION_BYTES, memory.blocks, "DRAM", 0)
 
 
 def region_of(memory: BlockMemory) -> Region:
-    on_gpu = memory.tensor.is_cuda
-    device = memory.tensor.get_device() if on_gpu else 0
-    address = memory.tensor.data_ptr()
-    return Region(address, memory.block_bytes, memory.blocks, "VRAM" if on_gpu else "DRAM", device)
+    if memory.raw is not None:
+        return Region(memory.raw.ctypes.data, memory.block_bytes, memory.blocks, "DRAM", 0)
+    on_gpu = memory.tensor
+    return Region(on_gpu.data_ptr(), memory.block_bytes, memory.blocks, "VRAM", on_gpu.get_device())
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A pool that a peer lends: the name and the metadata of its agent, and where the pool is."""
+    """A pool that a peer lends: the name and the metadata of its agent, where the pool and its generations are."""
 
     agent: str
     metadata: bytes
     pool: Region
+    generations: Region
 
 
 def make_agent(region: Region) -> Any:
@@ -115,203 +116,115 @@ def make_agent(region: Region) -> Any:
         raise TransportUnavailable(f"nixl has no UCX here: {error!r}", "nixl") from error
 
 
-class Lender:
-    """The agent whose pools peers read. Its thread answers them where the medium needs that, as TCP does."""
-
-    def __init__(self, first: Region) -> None:
-        self._agent = make_agent(first)
-        self.name: str = self._agent.name
-        self._regions: dict[Region, Any] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trinity-nixl-lender", daemon=True)
-        self._thread.start()
-        _alive.add(self)
-
-    def lend(self, region: Region) -> bytes:
-        """Register a pool; the agent's metadata, which tell a peer of every pool so far."""
-        try:
-            if region not in self._regions:
-                self._regions[region] = self._agent.register_memory(region.whole, region.memory)
-            metadata: bytes = self._agent.get_agent_metadata()
-        except Exception as error:
-            raise TransportUnavailable(f"nixl cannot register a pool: {error!r}", "nixl") from error
-        return metadata
-
-    def _run(self) -> None:
-        while not self._closing.wait(POLL_S):
-            try:
-                self._agent.get_new_notifs()
-            except Exception:
-                logger.exception("the nixl agent %s could not answer its peers", self.name)
-        for registered in self._regions.values():
-            with suppress(Exception):
-                self._agent.deregister_memory(registered)
-        self._agent = None
-
-    def stop(self) -> None:
-        self._closing.set()
-
-    def join(self) -> None:
-        self._thread.join(JOIN_S)
-
-
-@dataclass(eq=False)
-class Reading:
-    """One read. ``until`` is when it is given up, on the monotonic clock."""
-
-    source: np.ndarray
-    target: np.ndarray
-    until: float
-    done: Future[None] = field(default_factory=Future)
-    handle: Any = None
-
-    async def wait(self) -> None:
-        """Return once nothing more is written. A cancelled one has ``GRACE_S`` to end by itself."""
-        waiting = asyncio.wrap_future(self.done)
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            self.until = min(self.until, time.monotonic() + GRACE_S)
-            while not waiting.done():
-                with suppress(asyncio.CancelledError, TransportError):
-                    await asyncio.shield(waiting)
-            raise
-
-
-class Link:
-    """An agent of ours that reads one pool of a peer. It fails as a whole, and is not used again then."""
+class NixlLink(Link):
+    """An agent of ours that reads one pool of a peer."""
 
     def __init__(self, theirs: Descriptor, into: BlockMemory) -> None:
+        super().__init__("nixl", theirs.agent)
         self._theirs, self._into, self._ours = theirs, into, region_of(into)
-        self.opened: Future[None] = Future()
-        self.failure: TransportError | None = None
-        self._scratch = np.zeros(1, np.uint8)
+        self._news = np.zeros(theirs.pool.blocks + 1, np.int64)  # the last is for beats
+        self._asking = asyncio.Lock()
         self._agent: Any = None
-        self._lists: tuple[Any, Any] = (None, None)
-        self._flying: list[Reading] = []
-        self._asked: queue.Queue[Reading | None] = queue.Queue()
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trinity-nixl-link", daemon=True)
-        self._thread.start()
-        _alive.add(self)
+        self._lists: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    async def open(self) -> None:
-        """Wait until the peer has answered. Raises ``PeerLost``, ``HandshakeError``, ``TransferTimeout``."""
-        await asyncio.shield(asyncio.wrap_future(self.opened))
+    async def read(
+        self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int], timeout_s: float
+    ) -> None:
+        numbers = np.array(target, np.int32), np.array(source, np.int32)
+        await self.ask(lambda: self._blocks(*numbers, piece), f"{len(source)} blocks", timeout_s)
 
-    async def read(self, source: Sequence[int], target: Sequence[int], timeout_s: float) -> None:
-        """Carry blocks over. Raises ``PeerLost``, ``TransferTimeout``; nothing more is written then."""
-        reading = Reading(np.array(source, np.int32), np.array(target, np.int32), time.monotonic() + timeout_s)
-        with self._lock:
-            if self.failure is not None:
-                raise again(self.failure)
-            self._asked.put(reading)
-        await reading.wait()
-
-    def stop(self) -> None:
-        self._closing.set()
-        self._asked.put(None)
-
-    def join(self) -> None:
-        self._thread.join(JOIN_S)
+    async def generation(self, source: Sequence[int], timeout_s: float) -> int:
+        """The highest generation of the peer's blocks. One at a time: all use one place of ours."""
+        first, last = min(source), max(source)
+        async with self._asking:
+            await self.ask(lambda: self._generations(first, last + 1 - first), "generations", timeout_s)
+            return int(self._news[list(source)].max())
 
     # ------------------------------------------------------------ on the thread
 
-    def _run(self) -> None:
-        failure: TransportError
-        try:
-            self._connect()
-            self.opened.set_result(None)
-            while not self._closing.is_set():
-                self._turn()
-            failure = PeerLost("the link was closed", "nixl", self._theirs.agent)
-        except TransportError as error:
-            failure = error
-        except Exception as error:
-            failure = typed(error, self._theirs.agent)
-        self._end(failure)
-
     def _connect(self) -> None:
-        """Connect, and read one byte: the first transfer takes a tenth of a second, later ones microseconds."""
+        """Connect, and read one number: the first transfer takes a tenth of a second, later ones microseconds."""
         self._agent = make_agent(self._ours)
-        scratch = [(self._scratch.ctypes.data, 1, 0, "")]
-        self._agent.register_memory(scratch, "DRAM")
+        self._agent.register_memory(self._here.whole, "DRAM")
         self._agent.register_memory(self._ours.whole, self._ours.memory)
         self._agent.add_remote_agent(self._theirs.metadata)
-        self._lists = (self._rows("NIXL_INIT_AGENT", self._ours), self._rows(self._theirs.agent, self._theirs.pool))
-        here = self._agent.get_xfer_descs([(self._scratch.ctypes.data, 1, 0)], "DRAM")
-        first = [(self._theirs.pool.address, 1, self._theirs.pool.device)]
-        there = self._agent.get_xfer_descs(first, self._theirs.pool.memory)
-        nothing = np.zeros(0, np.int32)
-        reading = Reading(nothing, nothing, time.monotonic() + OPEN_S)
-        reading.handle = self._agent.initialize_xfer("READ", here, there, self._theirs.agent)
-        self._flying.append(reading)
-        self._agent.transfer(reading.handle)
-        while self._flying and not self._closing.wait(FLYING_S):
-            self._look(reading)
+        self._pair(0, self._ours.block_bytes)
+        self._first(lambda: self._generations(0, 1), lambda: time.sleep(FLYING_S))
 
-    def _rows(self, name: str, region: Region) -> Any:
-        return self._agent.prep_xfer_dlist(name, region.rows, region.memory)
+    @property
+    def _here(self) -> Region:
+        return Region(self._news.ctypes.data, GENERATION_BYTES, len(self._news), "DRAM", 0)
 
-    def _turn(self) -> None:
-        """Begin what is asked, look after what is on its way."""
-        try:
-            asked = self._asked.get(timeout=FLYING_S if self._flying else None)
-        except queue.Empty:
-            pass
-        else:
-            if asked is not None:
-                self._begin(asked)
-        for reading in list(self._flying):
-            self._look(reading)
+    def _pair(self, offset: int, length: int) -> tuple[Any, Any]:
+        """Both sides' lists of this piece of all blocks, prepared once."""
+        if (offset, length) not in self._lists:
+            if len(self._lists) >= MOST_LISTS and len(self._flying) <= 1:  # the one for which it is asked
+                self._release_lists()
+            self._lists[offset, length] = (
+                self._rows("NIXL_INIT_AGENT", self._ours, offset, length),
+                self._rows(self._theirs.agent, self._theirs.pool, offset, length),
+            )
+        return self._lists[offset, length]
 
-    def _begin(self, reading: Reading) -> None:
-        self._flying.append(reading)
-        self._agent.get_new_notifs()  # a peer that has left is seen only by looking
-        ours, theirs = self._lists
-        reading.handle = self._agent.make_prepped_xfer("READ", ours, reading.target, theirs, reading.source)
-        self._agent.transfer(reading.handle)
+    def _rows(self, name: str, region: Region, offset: int, length: int) -> Any:
+        return self._agent.prep_xfer_dlist(name, region.rows(offset, length), region.memory)
 
-    def _look(self, reading: Reading) -> None:
-        state = self._agent.check_xfer_state(reading.handle)
-        if state == "DONE":
-            self._flying.remove(reading)
-            self._agent.release_xfer_handle(reading.handle)
-            reading.done.set_result(None)
-        elif state != "PROC":
-            raise PeerLost(f"a transfer from {self._theirs.agent} broke off", "nixl", self._theirs.agent)
-        elif time.monotonic() > reading.until:
-            text = f"{self._theirs.agent} did not deliver {len(reading.source)} blocks in time"
-            raise TransferTimeout(text, "nixl", self._theirs.agent)
-
-    def _end(self, failure: TransportError) -> None:
-        """End the agent, and with it whatever is on its way; only then say so."""
-        failed = self._flying
-        for reading in failed:
-            with suppress(Exception):
-                self._agent.release_xfer_handle(reading.handle)
-            reading.handle = None
-        for rows in self._lists:
+    def _release_lists(self) -> None:
+        for rows in [rows for pair in self._lists.values() for rows in pair]:
             with suppress(Exception):
                 rows.release()
-        self._lists = (None, None)
+        self._lists.clear()
+
+    def _blocks(self, target: np.ndarray, source: np.ndarray, piece: tuple[int, int]) -> Any:
+        ours, theirs = self._pair(*piece)
+        return self._go(self._agent.make_prepped_xfer("READ", ours, target, theirs, source))
+
+    def _generations(self, first: int, count: int) -> Any:
+        here = self._agent.get_xfer_descs(self._here.part(first, count), "DRAM")
+        there = self._agent.get_xfer_descs(self._theirs.generations.part(first, count), "DRAM")
+        return self._go(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
+
+    def _beat(self) -> Any:
+        """Read one number of the peer into a place of its own."""
+        here = self._agent.get_xfer_descs(self._here.part(len(self._news) - 1, 1), "DRAM")
+        there = self._agent.get_xfer_descs(self._theirs.generations.part(0, 1), "DRAM")
+        return self._go(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
+
+    def _go(self, handle: Any) -> Any:
+        self._agent.transfer(handle)
+        return handle
+
+    def _next(self) -> Reading | None:
+        try:
+            return self._asked.get(timeout=FLYING_S if self._flying else None)
+        except queue.Empty:
+            return None
+
+    def _start(self, reading: Reading) -> None:
+        self._listen()  # a peer that has left is seen only by looking
+        super()._start(reading)
+
+    def _listen(self) -> None:
+        self._agent.get_new_notifs()
+
+    def _look(self, handle: Any) -> tuple[bool, Any]:
+        state = self._agent.check_xfer_state(handle)
+        if state == "DONE":
+            self._agent.release_xfer_handle(handle)
+        elif state != "PROC":
+            raise PeerLost(f"a transfer from {self._theirs.agent} broke off", "nixl", self._theirs.agent)
+        return state == "DONE", None
+
+    def _part(self, handles: list[Any]) -> None:
+        for handle in handles:
+            with suppress(Exception):
+                self._agent.release_xfer_handle(handle)
+        handles.clear()
+        self._release_lists()
         self._agent = None
-        with self._lock:
-            self.failure = failure
-            while not self._asked.empty():
-                asked = self._asked.get()
-                failed += [asked] if asked is not None else []
-        for each in (self.opened, *(reading.done for reading in failed)):
-            if not each.done():
-                each.set_exception(again(failure))
-        self._flying = []
 
-
-def again(failure: TransportError) -> TransportError:
-    """The same error for one more who waits: one object raised twice would collect both tracebacks."""
-    copy = type(failure)(str(failure), scheme=failure.scheme, peer=failure.peer)
-    copy.__cause__ = failure.__cause__
-    return copy
+    def _typed(self, error: Exception) -> TransportError:
+        return typed(error, self._theirs.agent)
 
 
 def typed(error: Exception, peer: str) -> TransportError:
@@ -325,13 +238,3 @@ def typed(error: Exception, peer: str) -> TransportError:
         made = TransportError(f"nixl failed: {error!r}", "nixl", peer)
     made.__cause__ = error.with_traceback(None)
     return made
-
-
-@atexit.register
-def _stop_all() -> None:
-    """A thread inside UCX while the process takes it down would crash."""
-    left = list(_alive)
-    for each in left:
-        each.stop()
-    for each in left:
-        each.join()

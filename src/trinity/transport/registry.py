@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trinity.plugins import find, known
+from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.base import Transport
+from trinity.transport.cuda_ipc import CudaIpcTransport
 from trinity.transport.inproc import InprocTransport
-from trinity.transport.nixl import NixlTransport
+from trinity.transport.nixl import NixlPushTransport, NixlTransport
 from trinity.transport.shm import ShmTransport
+from trinity.transport.ucx import UcxTransport
 
 GROUP = "trinity.transports"
 BUILT_IN: dict[str, Callable[[], Transport]] = {
+    "auto": AutoTransport,
+    "auto-host": AutoHostTransport,
+    "cuda_ipc": CudaIpcTransport,
     "inproc": InprocTransport,
     "nixl": NixlTransport,
+    "nixl-push": NixlPushTransport,
     "shm": ShmTransport,
+    "ucx": UcxTransport,
 }
 
 

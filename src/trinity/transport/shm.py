@@ -7,11 +7,12 @@ something is the lease's and the control channel's business.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+import select
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,11 +20,10 @@ import msgspec
 import numpy as np
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
-from trinity.memory import BlockMemory
-from trinity.transport.base import check_blocks, finish, runs
+from trinity.memory import GENERATION_BYTES, BlockMemory, generations_at
+from trinity.transport.base import Within, check_numbers, check_read, copy
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-INLINE_BYTES = 256 * 1024  # below this a copy costs less than the hop to a thread
 
 
 class Descriptor(msgspec.Struct, frozen=True):
@@ -35,19 +35,24 @@ class Descriptor(msgspec.Struct, frozen=True):
     block_bytes: int
     blocks: int
 
+    @property
+    def size(self) -> int:
+        return self.blocks * self.block_bytes
+
 
 class ShmTransport:
     """Pulls blocks out of a peer's mapped pool: one copy, no message."""
 
     scheme = "shm"
+    network = False
 
     def __init__(self) -> None:
-        self._remotes: list[ShmRemote] = []
+        self._remotes: weakref.WeakSet[ShmRemote] = weakref.WeakSet()
         self._lent: list[BlockMemory] = []
 
     def publish(self, memory: BlockMemory) -> bytes:
-        if memory.file is None:
-            text = "shm needs a pool in a memory file: make it with BlockMemory(..., shared=True)"
+        if memory.file is None or memory.raw is None:
+            text = "shm needs a pool of the CPU in a memory file: make it with BlockMemory(..., shared=True)"
             raise TransportUnavailable(text, self.scheme)
         process = os.getpid()
         self._lent.append(memory)
@@ -63,11 +68,11 @@ class ShmTransport:
         if peer.block_bytes != into.block_bytes:
             raise LayoutMismatch(f"the peer's blocks have {peer.block_bytes} bytes, ours {into.block_bytes}")
         remote = ShmRemote(peer, mapped(peer), into)
-        self._remotes.append(remote)
+        self._remotes.add(remote)
         return remote
 
     async def aclose(self) -> None:
-        for remote in self._remotes:
+        for remote in list(self._remotes):
             await remote.aclose()
         for memory in self._lent:
             memory.close()
@@ -78,46 +83,70 @@ class ShmTransport:
 class ShmRemote:
     """A peer's pool, mapped read-only."""
 
-    def __init__(self, peer: Descriptor, theirs: np.ndarray, into: BlockMemory) -> None:
+    def __init__(self, peer: Descriptor, file: np.ndarray, into: BlockMemory) -> None:
         self._peer, self._into = peer, into
-        self._theirs: np.ndarray | None = theirs
-        self._ours = into.words.numpy().view(np.uint8).reshape(into.blocks, into.block_bytes)
+        self._file: np.ndarray | None = file
+        if into.raw is None:
+            raise TransportUnavailable("shm copies into pools of the CPU alone; use another transport here", "shm")
+        self._ours = into.raw
+        self._life = Life(peer)
 
-    async def read(self, source: Sequence[int], target: Sequence[int]) -> int:
-        check_blocks("shm", source, self._peer.blocks, target, self._into)
-        if self._theirs is None or not alive(self._peer):
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+        piece = check_read("shm", source, self._peer.blocks, target, self._into, within)
+        theirs = self._mapped()[: self._peer.size].reshape(self._peer.blocks, self._peer.block_bytes)
+        return await copy(self._ours, theirs, target, source, piece)
+
+    async def generation(self, source: Sequence[int]) -> int:
+        check_numbers("shm", "source", source, self._peer.blocks)
+        theirs = self._mapped()[generations_at(self._peer.size) :].view(np.int64)
+        return int(theirs[list(source)].max()) if source else 0
+
+    def _mapped(self) -> np.ndarray:
+        if self._file is None or not self._life.lasts():
             raise PeerLost(
                 f"process {self._peer.process} has closed its pool or is gone", "shm", str(self._peer.process)
             )
-        moved = len(source) * self._peer.block_bytes
-        if moved <= INLINE_BYTES:
-            copy_rows(self._theirs, source, self._ours, target)
-        else:
-            await finish(asyncio.to_thread(copy_rows, self._theirs, source, self._ours, target))
-        return moved
+        return self._file
 
     async def aclose(self) -> None:
-        self._theirs = None  # the mapping goes with its last reader
+        self._file = None  # the mapping goes with its last reader
+        self._life.close()
 
 
-def copy_rows(theirs: np.ndarray, source: Sequence[int], ours: np.ndarray, target: Sequence[int]) -> None:
-    """Copy rows pairwise, run by run; numpy lets go of the interpreter's lock for each."""
-    for start, to, length in runs(source, target):
-        np.copyto(ours[to : to + length], theirs[start : start + length])
+class Life:
+    """Whether a peer's process lives, asked of the kernel in a microsecond: its entry in /proc takes twenty."""
+
+    def __init__(self, peer: Descriptor) -> None:
+        self._peer = peer
+        self._poll: select.poll | None = None
+        self._closing: Callable[[], object] = lambda: None
+        with suppress(OSError):  # an old kernel, a sandbox: its entry will do
+            self._open(os.pidfd_open(peer.process))
+
+    def _open(self, process: int) -> None:
+        self._closing = weakref.finalize(self, os.close, process)
+        if alive(self._peer):  # and not a later process with its number
+            self._poll = select.poll()
+            self._poll.register(process, select.POLLIN)
+
+    def close(self) -> None:
+        """Twice is once."""
+        self._closing()
+
+    def lasts(self) -> bool:
+        return alive(self._peer) if self._poll is None else not self._poll.poll(0)
 
 
 def mapped(peer: Descriptor) -> np.ndarray:
-    """A peer's pool as [blocks, block_bytes] uint8, read-only. Raises ``PeerLost``, ``HandshakeError``."""
-    size = peer.blocks * peer.block_bytes
+    """A peer's memory file as bytes, read-only. Raises ``PeerLost``, ``HandshakeError``."""
+    size = generations_at(peer.size) + peer.blocks * GENERATION_BYTES
     try:
         file = os.open(f"/proc/{peer.process}/fd/{peer.file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise PeerLost(f"the pool of process {peer.process} cannot be opened: {error}", "shm") from error
     try:
         _check_file(file, size, peer)
-        return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8).reshape(
-            peer.blocks, peer.block_bytes
-        )
+        return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)
     finally:
         os.close(file)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from trinity.budget import Budgets
 from trinity.errors import HandshakeError
+from trinity.integrity import Verify
 from trinity.messages import (
     Cancel,
     Commit,
     Emit,
+    Fetch,
+    Fetched,
     Finished,
     Forget,
     Moved,
     Offer,
+    PeerLoad,
     PeerLost,
     PeerUp,
     Ready,
@@ -24,11 +28,10 @@ from trinity.messages import (
     Value,
     Withdraw,
 )
+from trinity.overlap import Transfers
+from trinity.paced import Paced
 from trinity.scheduler import Order, Policy
 from trinity.trace import SLO
-
-if TYPE_CHECKING:
-    pass
 
 TENSOR = 1  # the extension code of a tensor
 
@@ -47,12 +50,20 @@ class Hello(Value, frozen=True):
     name: str
     fingerprint: str = ""
     layouts: dict[str, Layout] = msgspec.field(default_factory=dict)
+    pipeline: str = ""
+    epoch: int = 0
 
 
 class Setup(Value, frozen=True, kw_only=True):
-    """Front end to a new instance: what to load and how to run."""
+    """Front end to a new instance: what to load and how to run. ``paced``: in place of the checkpoint ``model``.
+
+    ``pipeline`` tells this pipeline's instances from an earlier one's; ``config`` is the digest of the checkpoint's
+    config.json as the front end has it.
+    """
 
     name: str
+    pipeline: str = ""
+    config: str = ""
     epoch: int
     roles: str
     model: str
@@ -77,6 +88,9 @@ class Setup(Value, frozen=True, kw_only=True):
     chunked: bool = True
     media_budget: bool = True
     read_timeout_s: float = 30.0
+    verify: Verify = "network"
+    transfers: Transfers = Transfers()
+    paced: Paced | None = None
 
 
 class Started(Value, frozen=True):
@@ -94,10 +108,6 @@ class Peers(Value, frozen=True):
     peers: tuple[Started, ...]
 
 
-class Connected(Value, frozen=True):
-    """Instance to front end: its peers are reached."""
-
-
 class Stop(Value, frozen=True):
     """Front end to an instance: end once nothing lives there, or at once."""
 
@@ -111,10 +121,28 @@ class Slices(Value, frozen=True):
 
 
 class Broken(Value, frozen=True):
-    """Instance to front end: it cannot go on. ``error`` names a class of trinity.errors where it is one."""
+    """Instance to front end: it cannot go on. ``error`` names a class of trinity.errors where it is one.
+
+    ``reason`` is that of an ``OfferRefused``.
+    """
 
     error: str
     message: str
+    reason: str = ""
+
+
+class Connected(Value, frozen=True):
+    """Instance to front end: these peers (name, epoch) are reached, or ``why`` they are not."""
+
+    peers: tuple[tuple[str, int], ...] = ()
+    why: Broken | None = None
+
+
+class Dropped(Value, frozen=True):
+    """Front end to an instance: this peer is lost, whatever its channel looks like: it may be frozen."""
+
+    name: str
+    epoch: int
 
 
 class _TensorHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -152,12 +180,16 @@ Message = (
     | Cancel
     | Commit
     | Connected
+    | Dropped
     | Emit
+    | Fetch
+    | Fetched
     | Finished
     | Forget
     | Hello
     | Moved
     | Offer
+    | PeerLoad
     | PeerLost
     | PeerUp
     | Peers

@@ -2,10 +2,15 @@
 
 In float32 torch calls MKL, which on a CPU of another maker than its own leaves half of the speed unused. The weights
 stay as they are: no second copy, and memory-mapped files stay shared.
+
+oneDNN makes and keeps code for every shape, some hundred KiB each; a ragged batch has another number of rows at each
+step. Of the 1,024 shapes that torch would keep, for most of a GiB, ``KERNELS`` are kept, where the environment
+(LRU_CACHE_CAPACITY, ONEDNN_PRIMITIVE_CACHE_CAPACITY) does not say otherwise.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +21,7 @@ from torch import Tensor, nn
 
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
 _REPEATS = 5
+KERNELS = 256
 _WORTH_IT = 0.9
 
 
@@ -41,6 +47,8 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @cache
 def _faster(dtype: torch.dtype) -> bool:
     """Measured once per process and dtype, in about a millisecond; False where this torch lacks the operator."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):  # read at the first use
+        os.environ.setdefault(name, str(KERNELS))
     rows, weight = torch.ones(_ROWS, _INPUTS, dtype=dtype), torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
     try:
         ours = _least_seconds(lambda: _onednn(rows, weight, None))

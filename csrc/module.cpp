@@ -1,0 +1,61 @@
+// trinity._native: the Python side. Pointers are ints and block numbers int64 arrays: no torch is linked.
+#include "native.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Digests = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+namespace {
+
+void same_length(size_t left, size_t right) {
+    if (left != right) throw std::invalid_argument("as many source blocks as target blocks, and as many digests");
+}
+
+void copy(uintptr_t target, int64_t target_blocks, uintptr_t source, int64_t source_blocks, const Numbers &to,
+          const Numbers &from, int64_t block_bytes, int64_t offset, int64_t length, int threads) {
+    same_length(to.size(), from.size());
+    trinity::copy_blocks({target, target_blocks}, {source, source_blocks}, to.data(), from.data(), to.size(),
+                         {block_bytes, offset, length}, threads);
+}
+
+void digest(uintptr_t source, int64_t source_blocks, const Numbers &from, int64_t block_bytes, int64_t offset,
+            int64_t length, const Digests &out) {
+    same_length(out.size(), from.size());
+    trinity::digest_blocks({source, source_blocks}, from.data(), from.size(), {block_bytes, offset, length},
+                           out.data());
+}
+
+#ifdef TRINITY_WITH_CUDA
+void cuda_copy(uintptr_t target, uintptr_t source, uintptr_t to, uintptr_t from, int64_t count, int64_t block_bytes,
+               int64_t offset, int64_t length, uintptr_t stream) {
+    const trinity::Within within{block_bytes, offset, length};
+    trinity::check_within(within);
+    if (const char *refused = trinity::cuda_copy_blocks(target, source, to, from, count, within, stream))
+        throw std::runtime_error(refused);
+}
+#endif
+
+} // namespace
+
+NB_MODULE(_native, module) {
+    module.attr("API") = 1; // raised with every change of a signature: an old file in a newer checkout is not used
+    module.def("instructions", &trinity::instructions);
+    module.def("copy_blocks", &copy, "target"_a, "target_blocks"_a, "source"_a, "source_blocks"_a,
+               "to"_a.noconvert(), "from_"_a.noconvert(), "block_bytes"_a, "offset"_a, "length"_a, "threads"_a,
+               Released());
+    module.def("digests", &digest, "source"_a, "source_blocks"_a, "from_"_a.noconvert(), "block_bytes"_a, "offset"_a,
+               "length"_a, "out"_a.noconvert(), Released());
+#ifdef TRINITY_WITH_CUDA
+    module.attr("CUDA") = true;
+    module.def("cuda_copy_blocks", &cuda_copy, "target"_a, "source"_a, "to"_a, "from_"_a, "count"_a, "block_bytes"_a,
+               "offset"_a, "length"_a, "stream"_a, Released());
+#else
+    module.attr("CUDA") = false;
+#endif
+}

@@ -1,0 +1,46 @@
+// Copies and digests of paged blocks: plain C++, no Python, no torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace trinity {
+
+// A pool: `blocks` blocks of `block_bytes` bytes, one after the other.
+struct Pool {
+    uintptr_t address;
+    int64_t blocks;
+};
+
+// Of every block, the bytes [offset, offset + length).
+struct Within {
+    int64_t block_bytes;
+    int64_t offset;
+    int64_t length;
+};
+
+// Copies piece by piece from source blocks to target blocks. Throws std::invalid_argument before a byte moves where a
+// number is out of range or a target block is named twice.
+void copy_blocks(Pool target, Pool source, const int64_t *to, const int64_t *from, size_t count, Within within,
+                 int threads);
+
+// One digest for each block: see digest.cpp for its definition.
+void digest_blocks(Pool source, const int64_t *from, size_t count, Within within, int64_t *out);
+
+void check_within(Within within);
+void check_numbers(const char *what, const int64_t *numbers, size_t count, int64_t blocks);
+
+// The widest instructions that this processor has of those compiled in: "avx512", "avx2" or "portable".
+const char *instructions();
+
+// Runs work(index) for each index below `count`, on the calling thread and at most `threads` - 1 of a pool.
+using Work = void (*)(void *state, size_t index);
+void run_parallel(size_t count, int threads, Work work, void *state);
+
+#ifdef TRINITY_WITH_CUDA
+// Enqueues the gather on a stream; block numbers are in device memory. A message where CUDA refuses, else nullptr.
+const char *cuda_copy_blocks(uintptr_t target, uintptr_t source, uintptr_t to, uintptr_t from, int64_t count,
+                             Within within, uintptr_t stream);
+#endif
+
+} // namespace trinity

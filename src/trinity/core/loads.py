@@ -1,0 +1,62 @@
+"""What an instance says of itself to its peers and the front end: work that waits, free blocks, what it has cached."""
+
+from __future__ import annotations
+
+from trinity.core.state import Phase, RequestState, State
+from trinity.messages import FRONTEND, PeerLoad
+
+WAITING = {
+    Phase.IMAGE_QUEUE: "E",
+    Phase.ENCODING: "E",
+    Phase.IMAGE_OFFER: "P",
+    Phase.IMAGE_PULL: "P",
+    Phase.KV_QUEUE: "P",
+    Phase.PREFILLING: "P",
+    Phase.KV_OFFER: "D",
+    Phase.KV_PULL: "D",
+    Phase.DECODING: "D",
+}
+
+
+def report(s: State, now: float) -> None:
+    """Tell everybody how things stand: what has changed soon, what has not as a heartbeat."""
+    own, load = s.settings, load_of(s)
+    beat = min(own.heartbeat_s, own.lease_s / 4)
+    if load != s.reported or now - s.reported_at >= beat:
+        s.reported, s.reported_at = load, now
+        for name in [*s.router.peers, FRONTEND]:
+            if name != own.name:
+                s.send(name, load)
+    busy = bool(s.requests or s.outgoing)
+    s.report_at = now + (min(own.report_s, beat) if busy else beat)
+
+
+def load_of(s: State) -> PeerLoad:
+    """How things stand here now."""
+    own, rates = s.settings, s.rates
+    return PeerLoad(
+        name=own.name,
+        epoch=own.epoch,
+        free={kind: pool.available for kind, pool in s.pools.items()},
+        predicted_s={letter: rates.seconds(letter, count) for letter, count in queued(s).items()},
+        unit_s={letter: rates.unit(letter) for letter in own.roles},
+        cached={kind: pool.digest(own.digest_keys) for kind, pool in s.pools.items()},
+    )
+
+
+def queued(s: State) -> dict[str, int]:
+    """Units of work that wait or run at each stage here: visual tokens, prompt positions, rows that decode."""
+    counts = dict.fromkeys(s.settings.roles, 0)
+    for state in s.requests.values():
+        letter = WAITING[state.phase]
+        if state.ending is None:
+            counts[letter] += _left(state, letter)
+            if letter == "E" and "P" in counts:
+                counts["P"] += len(state.work.prompt)
+    return counts
+
+
+def _left(state: RequestState, letter: str) -> int:
+    if letter == "E":
+        return sum(slot.span.tokens for slot in state.media if not slot.ready)
+    return len(state.work.prompt) - state.done if letter == "P" else 1

@@ -1,0 +1,141 @@
+"""How transfers overlap with computing: what a user chooses, and what follows from measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from trinity.errors import ConfigError
+
+KvMode = Literal["off", "layer", "grouped"]
+UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
+LEAST_FIXED_S = 1e-4  # a message and a hop between threads, whatever the line through noisy pulls says
+MEMORY = 0.9  # share of what was measured before that stays with each new measurement
+SUMMED = ("bytes", "seconds", "setup_s", "pieces", "digest_s")
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """When blocks start to move.
+
+    ``prefetch``: image features start to move as each item's encoding ends, into blocks that the target reserves ahead
+    of prefill (EPD-Serve 3.2); without it a request's features are offered once all are ready, and pulled when nothing
+    is ahead of it at the prefill instance. ``early``: they are announced when their encoding is *scheduled*, so that
+    the target reserves while the encoder runs (001: two-stage allocation, reserve then finalise).
+
+    ``store``: an image that another instance has cached is not encoded again; its features are pulled from there
+    (EPD-Serve 3.2, the multimodal store).
+
+    ``kv``: "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished chunk while
+    prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve 3.3). Raises
+    ``ConfigError`` for another word.
+    """
+
+    prefetch: bool = True
+    early: bool = True
+    kv: KvMode = "off"
+    store: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv not in ("off", "layer", "grouped"):
+            raise ConfigError(f"unknown KV transfer {self.kv!r}; known: off, layer, grouped")
+
+
+class PullCost(NamedTuple):
+    """What a pull takes: ``fixed`` seconds, and ``cell`` seconds for each layer of each block."""
+
+    fixed: float
+    cell: float
+
+
+class PullTimes:
+    """Measured pulls as a line: seconds = fixed + cells * cell, by least squares in which older pulls fade."""
+
+    def __init__(self) -> None:
+        self._count = self._cells = self._seconds = self._squares = self._products = 0.0
+
+    def add(self, cells: int, seconds: float) -> None:
+        self._count = self._count * MEMORY + 1
+        self._cells = self._cells * MEMORY + cells
+        self._seconds = self._seconds * MEMORY + seconds
+        self._squares = self._squares * MEMORY + cells * cells
+        self._products = self._products * MEMORY + cells * seconds
+
+    def cost(self) -> PullCost | None:
+        """The line; all of it proportional to size where the pulls so far were of one size. None before the first."""
+        if not self._cells:
+            return None
+        spread = self._count * self._squares - self._cells**2
+        if spread > 1e-6 * self._cells**2:
+            cell = (self._count * self._products - self._cells * self._seconds) / spread
+            fixed = (self._seconds - cell * self._cells) / self._count
+            if cell >= 0 and fixed >= 0:
+                return PullCost(fixed, cell)
+        return PullCost(0.0, self._seconds / self._cells)
+
+
+class TokenRate:
+    """Seconds for a token, as measured: older measurements fade."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._tokens = self._tokens * MEMORY + tokens
+        self._seconds = self._seconds * MEMORY + seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Predicted for so many tokens; 0 where nothing was measured."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
+def group_layers(layers: int, compute: float, fixed: float, move: float, rest: float = 0.0) -> int:
+    """Layers to a group such that least of the transfer is left when prefill ends (EPD-Serve 3.3, "grouped packaging").
+
+    ``compute``: seconds that one layer of the step takes; ``fixed``: seconds that every pull takes whatever its size;
+    ``move``: seconds to move one layer of the step's blocks; ``rest``: seconds of the step that are left when the last
+    layer's keys and values are written (its feed-forward part, the head, sampling). Groups of g layers are ready at g,
+    2g, ... times ``compute``, less ``rest``, and move one after the other, each in fixed + layers * move. What is
+    exposed is the end of the last one minus the end of prefill, if that is later:
+
+        end(k) = max(end(k - 1), ready(k)) + fixed + layers(k) * move
+        exposed(g) = max(0, end(last) - layers * compute)
+
+    Where a group moves faster than the next is computed (fixed + g * move <= g * compute) the last group alone can be
+    exposed, so that the smallest g that keeps up is best; where it does not, groups queue up and each one less saves
+    ``fixed``. Of groups as good the largest is taken: it needs fewest messages.
+    """
+    best, least = layers, exposed_tail(layers, layers, compute, fixed, move, rest)
+    for group in range(layers - 1, 0, -1):
+        tail = exposed_tail(group, layers, compute, fixed, move, rest)
+        if tail < least * (1 - 1e-9):
+            best, least = group, tail
+    return best
+
+
+def exposed_tail(group: int, layers: int, compute: float, fixed: float, move: float, rest: float = 0.0) -> float:
+    """Seconds from the end of prefill to the end of the last pull, with groups of ``group`` layers."""
+    end, ready = 0.0, 0
+    while ready < layers:
+        size = min(group, layers - ready)
+        ready += size
+        end = max(end, ready * compute - rest) + fixed + size * move
+    return max(0.0, end - layers * compute)
+
+
+def merged(total: dict[str, Any], pull: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a transfer that was pulled piece by piece: what adds up is added up, ``pulls`` counted."""
+    sums = {name: total[name] + pull[name] for name in SUMMED if name in total and name in pull}
+    record = {**total, **pull, **sums, "pulls": total.get("pulls", 1) + 1}
+    return {**record, "gb_s": gigabytes_a_second(record)} if "gb_s" in record else record
+
+
+def gigabytes_a_second(record: Mapping[str, Any]) -> float:
+    """On the wire, set-up not counted."""
+    return record["bytes"] / record["seconds"] / 1e9 if record["seconds"] > 0 else 0.0
+
+
+def overlap_ratio(exposed: float, busy: float) -> float:
+    """1 - exposed / transfer time (EPD-Serve, Table 4): the share of a transfer that ran while prefill did."""
+    return max(0.0, 1.0 - exposed / busy) if busy > 0 else 1.0

@@ -1,0 +1,113 @@
+"""What a trace holds, in figures: how much came, how evenly, and how large it was."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from trinity.tables import Table, as_html, as_text, distribution
+
+BIN_S = 10.0  # seconds over which arrivals are counted for their coefficient of variation
+_FEWEST_BINS = 2
+
+
+class Image(Protocol):
+    @property
+    def tokens(self) -> int | None: ...
+
+
+class Arrival(Protocol):
+    """What is looked at of a row of a trace; the arrival in ms."""
+
+    @property
+    def timestamp(self) -> float: ...
+    @property
+    def text_tokens(self) -> int: ...
+    @property
+    def images(self) -> Sequence[Image]: ...
+    @property
+    def output_length(self) -> int: ...
+
+
+Distribution = dict[str, float] | None
+
+
+class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a trace. Distributions have mean, p50, p90, p95, p99 and max; None where there was nothing.
+
+    ``duration_s`` is from the first arrival to the last, ``rate`` the arrivals a second after the first one.
+    ``image_share`` is the share of requests with images, of which ``images`` counts them and ``visual_tokens`` adds up
+    their tokens; ``image_tokens`` are those of each image. ``cv``: the coefficient of variation of the arrivals in
+    each full 10 s. None where the trace is too short for one.
+    """
+
+    requests: int
+    duration_s: float
+    rate: float | None
+    cv: float | None
+    image_share: float
+    text_tokens: Distribution
+    images: Distribution
+    image_tokens: Distribution
+    visual_tokens: Distribution
+    output_tokens: Distribution
+
+    def _tables(self) -> list[Table]:
+        few = [("requests", f"{self.requests:,}"), ("duration", f"{self.duration_s:,.1f} s")]
+        few.append(("rate", "unknown" if self.rate is None else f"{self.rate:.3f} requests/s"))
+        few.append(("CV of arrivals in 10 s", "unknown" if self.cv is None else f"{self.cv:.2f}"))
+        few.append(("with images", f"{self.image_share:.1%}"))
+        found = [("text tokens", self.text_tokens), ("images", self.images), ("tokens of an image", self.image_tokens)]
+        found += [("visual tokens", self.visual_tokens), ("output tokens", self.output_tokens)]
+        rows = [(name, *(f"{value:,.1f}" for value in values.values())) for name, values in found if values]
+        columns = next((tuple(values) for _, values in found if values), ())
+        return [Table(("trace", ""), few), *([Table(("of a request", *columns), rows)] if rows else [])]
+
+    def __str__(self) -> str:
+        return "\n\n".join(as_text(table) for table in self._tables())
+
+    def _repr_html_(self) -> str:
+        return "".join(as_html(table) for table in self._tables())
+
+
+def statistics(rows: Iterable[Arrival]) -> TraceStatistics:
+    """Figures of these requests, in whatever order they are given."""
+    found = list(rows)
+    seconds = sorted(row.timestamp / 1000 for row in found)
+    pictures = [[image.tokens or 0 for image in row.images] for row in found if row.images]
+    return TraceStatistics(
+        requests=len(found),
+        duration_s=seconds[-1] - seconds[0] if seconds else 0.0,
+        rate=arrival_rate(seconds),
+        cv=variation(seconds),
+        image_share=len(pictures) / len(found) if found else 0.0,
+        text_tokens=distribution(row.text_tokens for row in found),
+        images=distribution(map(len, pictures)),
+        image_tokens=distribution(tokens for each in pictures for tokens in each),
+        visual_tokens=distribution(map(sum, pictures)),
+        output_tokens=distribution(row.output_length for row in found),
+    )
+
+
+def arrival_rate(seconds: Sequence[float]) -> float | None:
+    """Arrivals a second after the first, from ascending times; None where they all came at once."""
+    if not seconds or seconds[-1] <= seconds[0]:
+        return None
+    return (len(seconds) - 1) / (seconds[-1] - seconds[0])
+
+
+def variation(seconds: Sequence[float], bin_s: float = BIN_S) -> float | None:
+    """Standard deviation over mean of the arrivals in each full ``bin_s``; None for fewer than two full bins."""
+    if not seconds:
+        return None
+    bins = int((seconds[-1] - seconds[0]) / bin_s)
+    if bins < _FEWEST_BINS:
+        return None
+    counts = Counter(int((each - seconds[0]) / bin_s) for each in seconds)
+    full = [counts[place] for place in range(bins)]
+    mean = math.fsum(full) / bins
+    return math.sqrt(math.fsum((count - mean) ** 2 for count in full) / bins) / mean if mean else None

@@ -1,0 +1,290 @@
+"""Recorded traces of other systems, read into trinity's rows.
+
+Every format states its units, and what it does not record and is therefore imputed: ``trace.report`` has both.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.trace import Count, Number, ReadReport, Trace, TraceImage, TraceRow, lines_of
+
+IMAGE_TOKENS = 576  # imputed to an image of which a trace tells nothing: those of LLaVA-1.5
+_EPOCH = datetime(2020, 1, 1, tzinfo=UTC)  # near the traces: a float of ms from here keeps their 100 ns
+_PROBLEMS = 10  # bad rows of which a report quotes the message
+_NO_IMAGES = "none: the trace is of text, or does not tell"
+_ALL_TEXT = "all of input_length"
+
+Fields = Mapping[str, Any]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Format(NamedTuple):
+    """How one kind of file is read: a row to a request. ``absolute`` times count from no start of their own."""
+
+    units: str
+    imputed: dict[str, str]
+    row: Callable[[Fields, int], TraceRow]
+    table: bool = False
+    absolute: bool = False
+
+
+class _ServeGen(msgspec.Struct):
+    timestamp: Number
+    text_tokens: Count
+    image_tokens: list[Count]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    client: int | str | None = None
+
+
+class _Lengths(msgspec.Struct):
+    """What Mooncake's and GuideLLM's rows have in common, in units of their own."""
+
+    timestamp: Number
+    input_length: Count
+    output_length: Count
+    hash_ids: list[int] = []
+
+
+class _Azure(msgspec.Struct):
+    TIMESTAMP: str
+    ContextTokens: Count
+    GeneratedTokens: Count
+    NumImages: Count = 0
+
+
+class _BurstGPT(msgspec.Struct, rename={"requested": "Request tokens", "answered": "Response tokens"}):
+    Timestamp: Number
+    requested: Count
+    answered: Count
+
+
+def _convert(fields: Fields, to: type[T]) -> T:
+    try:
+        row = msgspec.convert(fields, to, strict=False)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"not a row of this format: {error}") from error
+    if not all(math.isfinite(value) for value in msgspec.structs.astuple(row) if isinstance(value, float)):
+        raise TraceError("not a row of this format: a number is not finite")
+    return row
+
+
+def _trinity(fields: Fields, _: int) -> TraceRow:
+    return _convert(fields, TraceRow)
+
+
+def _servegen(fields: Fields, _: int) -> TraceRow:
+    row = _convert(fields, _ServeGen)
+    return TraceRow(
+        timestamp=row.timestamp,
+        input_length=row.text_tokens + sum(row.image_tokens),
+        output_length=row.output_length,
+        text_length=row.text_tokens,
+        images=[TraceImage(tokens=tokens) for tokens in row.image_tokens],
+        session="" if row.client is None else f"client-{row.client}",
+    )
+
+
+def _mooncake(fields: Fields, _: int) -> TraceRow:
+    named = {**fields, "timestamp": fields.get("timestamp_ms", fields.get("timestamp"))}
+    return _text_row(_convert(named, _Lengths), ms=1.0)
+
+
+def _guidellm(fields: Fields, _: int) -> TraceRow:
+    return _text_row(_convert(fields, _Lengths), ms=1000.0)
+
+
+def _text_row(row: _Lengths, ms: float) -> TraceRow:
+    return TraceRow(
+        timestamp=row.timestamp * ms,
+        input_length=row.input_length,
+        output_length=row.output_length,
+        text_length=row.input_length,
+        hash_ids=row.hash_ids,
+    )
+
+
+def _azure(fields: Fields, image_tokens: int) -> TraceRow:
+    row = _convert(fields, _Azure)
+    each = min(image_tokens, row.ContextTokens // row.NumImages) if row.NumImages else 0
+    return TraceRow(
+        timestamp=_azure_ms(row.TIMESTAMP),
+        input_length=row.ContextTokens,
+        output_length=row.GeneratedTokens,
+        text_length=row.ContextTokens - each * row.NumImages,
+        images=[TraceImage(tokens=each)] * row.NumImages,
+    )
+
+
+def _azure_ms(text: str) -> float:
+    """Of "2023-11-16 18:15:46.6805900", which has more digits than datetime takes."""
+    whole, _, rest = text.partition(".")
+    digits = rest.partition("+")[0]
+    try:
+        seconds = datetime.fromisoformat(whole.partition("+")[0]).replace(tzinfo=UTC) - _EPOCH
+        return 1000 * seconds.total_seconds() + (1000 * int(digits) / 10 ** len(digits) if digits else 0.0)
+    except ValueError as error:
+        raise TraceError(f"{text!r} is no time such as 2023-11-16 18:15:46.6805900") from error
+
+
+def _burstgpt(fields: Fields, _: int) -> TraceRow:
+    row = _convert(fields, _BurstGPT)
+    if not row.answered:
+        raise TraceError('no response tokens: this request failed where it was recorded; read with on_error="skip"')
+    lengths = _Lengths(timestamp=row.Timestamp, input_length=row.requested, output_length=row.answered)
+    return _text_row(lengths, ms=1000.0)
+
+
+_NO_CONTENT = {"images.width, images.height, images.content": "unknown: every image counts as new"}
+_TEXT = {"text_length": _ALL_TEXT, "images": _NO_IMAGES}
+FORMATS = {
+    "trinity": Format("timestamp in ms", {}, _trinity),
+    "servegen": Format("timestamp in ms", _NO_CONTENT, _servegen),
+    "mooncake": Format("timestamp in ms", _TEXT, _mooncake),
+    "mooncake-csv": Format("timestamp_ms in ms", _TEXT, _mooncake, table=True),
+    "azure-llm": Format("TIMESTAMP as date and time", _TEXT, _azure, table=True, absolute=True),
+    "azure-lmm": Format(
+        "TIMESTAMP as date and time",
+        {
+            **_NO_CONTENT,
+            "images.tokens": "{image_tokens}, or less where the context is shorter",
+            "text_length": "the rest",
+        },
+        _azure,
+        table=True,
+        absolute=True,
+    ),
+    "burstgpt": Format("Timestamp in s", _TEXT, _burstgpt, table=True),
+    "guidellm": Format("timestamp in s", _TEXT, _guidellm, absolute=True),
+}
+
+
+def read(
+    path: str | Path,
+    format: str | None = None,
+    *,
+    on_error: Literal["raise", "skip"] = "raise",
+    image_tokens: int = IMAGE_TOKENS,
+) -> Trace:
+    """A trace from a file, gzipped or not, in order of arrival; ``trace.report`` says what was imputed.
+
+    ``format`` is one of ``FORMATS``, or None for the one that the first row looks like; GuideLLM's rows look like
+    Mooncake's and must be named, since they are in seconds. ``image_tokens`` is imputed to images of which nothing is
+    known. Dates become ms from the first arrival. A bad row raises ``TraceError`` with its line, or with
+    ``on_error="skip"`` is left out and counted. An empty file is an error, and so is one of bad rows alone.
+    """
+    if on_error not in ("raise", "skip"):
+        raise UnknownName("on_error", on_error, ("raise", "skip"))
+    if image_tokens < 1:
+        raise ConfigError(f"image_tokens must be at least 1, got {image_tokens}")
+    lines = [(number, line) for number, line in enumerate(lines_of(path), 1) if line.strip()]
+    if not lines:
+        raise TraceError(f"the trace {path} is empty")
+    name = _recognised(lines[0][1], path) if format is None else format
+    if name not in FORMATS:
+        raise UnknownName("trace format", name, FORMATS)
+    return _Reading(name, image_tokens, on_error == "skip").trace(lines)
+
+
+def _recognised(line: bytes, path: str | Path) -> str:
+    if line.lstrip().startswith(b"{"):
+        keys = set(_json(line))
+        if {"text_tokens", "image_tokens"} <= keys:
+            return "servegen"
+        if {"timestamp", "input_length", "output_length"} <= keys:
+            lengths = keys <= {"timestamp", "input_length", "output_length", "hash_ids"}
+            return "mooncake" if lengths else "trinity"
+    columns = set(_cells(line))
+    for name, wanted in _COLUMNS.items():
+        if wanted <= columns:
+            return name
+    raise TraceError(f"{path} is of no format that is known by its first row; name one of {', '.join(FORMATS)}", 1)
+
+
+_COLUMNS = {
+    "mooncake-csv": {"timestamp_ms", "input_length", "output_length"},
+    "azure-lmm": {"TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens"},
+    "azure-llm": {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
+    "burstgpt": {"Timestamp", "Request tokens", "Response tokens"},
+}
+
+
+def _json(line: bytes) -> Fields:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"not a row of a trace: {error}") from error
+
+
+def _cells(line: bytes) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig").rstrip("\r")]), [])]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise TraceError(f"not a row of a table: {error}") from error
+
+
+class _Reading:
+    def __init__(self, name: str, image_tokens: int, skip: bool) -> None:
+        self.name, self.format, self.image_tokens, self.skip = name, FORMATS[name], image_tokens, skip
+        self.columns: list[str] = []
+        self.skipped = 0
+        self.problems: list[str] = []
+
+    def trace(self, lines: list[tuple[int, bytes]]) -> Trace:
+        if self.format.table:
+            self.columns = _cells(lines[0][1])
+            missing = _COLUMNS[self.name] - set(self.columns)
+            if missing:
+                raise TraceError(f"columns missing for format {self.name}: {', '.join(sorted(missing))}", lines[0][0])
+            lines = lines[1:]
+        rows = [row for number, line in lines if (row := self._row(number, line)) is not None]
+        if not rows:
+            raise TraceError(f"no good row in a trace of format {self.name}: {'; '.join(self.problems) or 'no row'}")
+        return self._ordered(rows)
+
+    def _row(self, number: int, line: bytes) -> TraceRow | None:
+        try:
+            return self.format.row(self._fields(line), self.image_tokens)
+        except TraceError as error:
+            if not self.skip:
+                raise TraceError(str(error), number) from error
+            self.skipped += 1
+            if len(self.problems) < _PROBLEMS:
+                self.problems.append(f"line {number}: {error}")
+            return None
+
+    def _fields(self, line: bytes) -> Fields:
+        if not self.format.table:
+            return _json(line)
+        cells = _cells(line)
+        if len(cells) != len(self.columns):
+            raise TraceError(f"{len(cells)} cells for {len(self.columns)} columns")
+        return dict(zip(self.columns, cells, strict=True))
+
+    def _ordered(self, rows: list[TraceRow]) -> Trace:
+        start = min(row.timestamp for row in rows) if self.format.absolute else 0.0
+        unordered = sum(later.timestamp < row.timestamp for row, later in pairwise(rows))
+        for row in rows:
+            row.timestamp -= start
+        ordered: list[TraceRow] = sorted(rows, key=lambda row: row.timestamp)
+        trace = Trace(ordered)
+        trace.skipped = self.skipped
+        trace.report = ReadReport(
+            format=self.name,
+            units=self.format.units,
+            rows=len(rows),
+            imputed={name: how.format(image_tokens=self.image_tokens) for name, how in self.format.imputed.items()},
+            unordered=unordered,
+            skipped=self.skipped,
+            problems=tuple(self.problems),
+        )
+        return trace

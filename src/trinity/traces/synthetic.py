@@ -1,0 +1,143 @@
+"""Synthetic traces: TriInfer's five datasets by their parameters, and any trace drawn again."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+
+import msgspec
+
+from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.trace import Trace, TraceImage, TraceRow
+from trinity.trace_statistics import BIN_S, arrival_rate
+
+VisualTokens = Callable[[int, int], int]  # of an image's width and height in pixels
+
+
+class Dataset(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests of a dataset are like. One image each.
+
+    ``sizes``: (width, height, share) of images, in pixels. ``prompt`` and ``output``: mean and standard deviation of
+    tokens, drawn lognormally and at least 1. Raises ``ConfigError`` for parameters without meaning.
+    """
+
+    name: str
+    sizes: tuple[tuple[int, int, float], ...]
+    prompt: tuple[float, float]
+    output: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        moments = all(1 <= mean < math.inf and 0 <= spread < math.inf for mean, spread in (self.prompt, self.output))
+        sizes = all(width > 0 and height > 0 and share > 0 for width, height, share in self.sizes)
+        if not (self.sizes and moments and sizes):
+            raise ConfigError(f"{self!r}: sizes and shares are positive, a mean is at least 1 and a spread at least 0")
+
+
+_PHOTOS = ((1024, 768, 0.62), (768, 1024, 0.14), (1024, 683, 0.14), (1024, 1024, 0.10))
+_SMALL = ((640, 480, 0.40), (1024, 768, 0.25), (500, 375, 0.20), (300, 400, 0.15))
+_PHONE = ((1224, 1632, 0.45), (720, 1280, 0.30), (480, 640, 0.25))
+_COCO = ((640, 480, 0.55), (640, 427, 0.25), (480, 640, 0.20))
+DATASETS: Mapping[str, Dataset] = {
+    each.name: each
+    for each in (  # sizes and lengths are assumed (TriInfer's figure 8 gives them as curves); the datasets are its own
+        Dataset(name="TextCaps", sizes=_PHOTOS, prompt=(24, 0), output=(80, 35)),
+        Dataset(name="POPE", sizes=_COCO, prompt=(22, 2), output=(10, 4)),
+        Dataset(name="MME", sizes=_SMALL, prompt=(32, 8), output=(2, 0)),
+        Dataset(name="TextVQA", sizes=_PHOTOS, prompt=(24, 3), output=(16, 12)),
+        Dataset(name="VizWiz", sizes=_PHONE, prompt=(24, 4), output=(30, 25)),
+    )
+}
+
+
+def synthesise(
+    dataset: str | Dataset,
+    requests: int,
+    *,
+    visual_tokens: VisualTokens,
+    rate: float | None = None,
+    arrivals: Trace | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Requests like a dataset's (TriInfer, section 5.1), equal for equal seeds.
+
+    ``visual_tokens(width, height)`` is the model's rule. They arrive at ``rate`` a second, as a Poisson process or,
+    with ``arrivals``, at that trace's time stamps: from its start again where it has too few, and scaled to ``rate``
+    where one is given. Raises ``UnknownName`` for a dataset that is not one of ``DATASETS``, ``ConfigError`` where
+    neither rate nor arrivals are given, ``TraceError`` where ``arrivals`` have no rate.
+    """
+    if isinstance(dataset, str):
+        if dataset not in DATASETS:
+            raise UnknownName("dataset", dataset, DATASETS)
+        dataset = DATASETS[dataset]
+    if requests < 1:
+        raise ConfigError(f"a trace of at least 1 request can be made, not of {requests}")
+    noise = random.Random(seed)
+    times = _times(requests, rate, arrivals, noise)
+    made = Trace(_request(dataset, at, visual_tokens, noise) for at in times)
+    return made if arrivals is None or rate is None else made.scaled(rate=rate)
+
+
+def _times(requests: int, rate: float | None, arrivals: Trace | None, noise: random.Random) -> list[float]:
+    """In ms."""
+    if arrivals is not None:
+        return _repeated(arrivals, requests)
+    if rate is None or not 0 < rate < math.inf:
+        raise ConfigError(f"give a positive rate in requests a second or arrivals= (a trace), got rate={rate!r}")
+    return [1000 * at for at in accumulate(noise.expovariate(rate) for _ in range(requests))]
+
+
+def _repeated(arrivals: Trace, requests: int) -> list[float]:
+    times = [row.timestamp for row in arrivals.by_arrival()]
+    rate = arrival_rate([at / 1000 for at in times])
+    if rate is None:
+        raise TraceError("arrivals that all come at once (or are none) have no rate: give a longer trace")
+    lap = times[-1] - times[0] + 1000 / rate
+    return [times[n % len(times)] - times[0] + n // len(times) * lap for n in range(requests)]
+
+
+def _request(dataset: Dataset, at: float, visual_tokens: VisualTokens, noise: random.Random) -> TraceRow:
+    shares = [share for _, _, share in dataset.sizes]
+    ((width, height, _),) = noise.choices(dataset.sizes, shares)
+    tokens, text = visual_tokens(width, height), _lognormal(*dataset.prompt, noise)
+    return TraceRow(
+        timestamp=at,
+        input_length=text + tokens,
+        output_length=_lognormal(*dataset.output, noise),
+        text_length=text,
+        images=[TraceImage(width=width, height=height, tokens=tokens)],
+    )
+
+
+def _lognormal(mean: float, spread: float, noise: random.Random) -> int:
+    """A count of at least 1, of this mean and standard deviation before it is rounded."""
+    variance = math.log1p((spread / mean) ** 2)
+    return max(1, round(noise.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))))
+
+
+def resampled(
+    trace: Trace, requests: int, *, rate: float | None = None, seed: int = 0, block_s: float = BIN_S
+) -> Trace:
+    """So many requests like a trace's: stretches of ``block_s`` seconds of it, drawn at random and put in a row.
+
+    What holds within a stretch is kept: bursts, and that large requests come together. Scaled to ``rate`` requests a
+    second where one is given. Raises ``TraceError`` where the trace is empty, ``ConfigError`` for parameters without
+    meaning.
+    """
+    rows = trace.by_arrival()
+    if not rows:
+        raise TraceError("an empty trace cannot be drawn from: serve or load some requests first")
+    if requests < 1 or not 0 < block_s < math.inf:
+        raise ConfigError(f"requests are at least 1 and block_s is positive, got {requests} and {block_s}")
+    times, block, noise = [row.timestamp for row in rows], 1000 * block_s, random.Random(seed)
+    drawn: list[TraceRow] = []
+    number = 0
+    while len(drawn) < requests:
+        start = noise.uniform(times[0], max(times[0], times[-1] - block))
+        for row in rows[bisect_left(times, start) : bisect_left(times, start + block)]:
+            drawn.append(row.asked(number * block + row.timestamp - start))
+        number += 1
+    made = Trace(drawn[:requests])
+    return made if rate is None else made.scaled(rate=rate)

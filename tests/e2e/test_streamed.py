@@ -1,0 +1,100 @@
+"""Tokens are those of generate() whatever moves when: KV by layers or groups, chunks, features ahead or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import trinity
+from checkpoint_fixtures import checkpoint
+from serving import Recording, oracle
+from stage_driver import pictures
+from trinity.messages import Pull
+from trinity.overlap import KvMode, Transfers
+from trinity.processes import kept_launcher
+from trinity.request import Output, Request, Sampling
+from trinity.scheduler import Rules
+
+GREEDY = Sampling(ignore_eos=True)
+POOLS = {"image": 96, "kv": 256}
+WORDS = "one two three four five six seven eight nine ten " * 6
+ARCHITECTURES = (
+    "llava",
+    "llama",
+    pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
+    pytest.param("gemma3", marks=pytest.mark.slow),
+)
+MODES: tuple[KvMode, ...] = ("off", "layer", "grouped")
+
+
+def requests(name: str) -> list[Request]:
+    asked = [Request(WORDS, max_tokens=24, sampling=GREEDY), Request(WORDS + "?", max_tokens=2, sampling=GREEDY)]
+    asked.append(Request("Say it in one", max_tokens=1, sampling=GREEDY))
+    if name != "llama":
+        prompt = "<image> and <image>\n" + WORDS
+        asked.append(Request(prompt, images=pictures(2), max_tokens=20, sampling=GREEDY))
+        asked.append(Request("<image>\nWhat is this?", images=pictures(1, seed=9), max_tokens=20, sampling=GREEDY))
+    return asked
+
+
+async def serve(name: str, placement: str, **settings: Any) -> tuple[list[Output], Recording]:
+    record = Recording()
+    settings = {"dtype": "float32", "pools": POOLS, "media_block": 7, **settings}
+    async with trinity.Pipeline(checkpoint(name), placement, **settings) as pipe:
+        record.attach(pipe)
+        outputs = await asyncio.gather(*(pipe.complete(request) for request in requests(name)))
+    return list(outputs), record
+
+
+def moved_kv(outputs: list[Output]) -> list[dict[str, Any]]:
+    return [each for output in outputs for each in output.transfers if each["kind"] == "kv"]
+
+
+@pytest.mark.parametrize("tokens", [2048, 24])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_equal_generate_while_layers_and_chunks_move(name: str, mode: KvMode, tokens: int) -> None:
+    wanted = oracle(name).generate_all(requests(name))
+    placement = "P+D" if name == "llama" else "E+P+D"
+    found = serve(name, placement, transfers=Transfers(kv=mode), rules=Rules(tokens=tokens, media=60))
+    outputs, record = asyncio.run(found)
+    assert [output.token_ids for output in outputs] == wanted
+    pulls = [pull for _, pull in record.commands(Pull) if pull.kind == "kv"]
+    records = moved_kv(outputs)
+    assert len(records) == len(outputs) - 1, "one request ended with its first token"
+    for each in records:
+        assert each["mode"] == mode
+        assert 0.0 <= each["overlap"] <= 1.0
+    if mode == "off":
+        assert all(pull.layers is None for pull in pulls)
+        assert all(each["pulls"] == 1 for each in records)
+    else:
+        assert any(pull.layers is not None for pull in pulls), "several groups of layers moved"
+        assert max(each["pulls"] for each in records) > 1
+
+
+@pytest.mark.parametrize("chosen", [Transfers(prefetch=False), Transfers(early=False), Transfers(kv="layer")])
+def test_tokens_equal_generate_in_processes_over_shm(chosen: Transfers) -> None:
+    wanted = oracle("llava").generate_all(requests("llava"))
+
+    async def run() -> list[Output]:
+        async with kept_launcher():
+            rules = Rules(tokens=48)
+            outputs, _ = await serve("llava", "E+P+D", hosting="process", transfers=chosen, rules=rules)
+            return outputs
+
+    outputs = asyncio.run(run())
+    assert [output.token_ids for output in outputs] == wanted
+    records = moved_kv(outputs)
+    assert {each["scheme"] for each in records} == {"shm"}
+    assert {each["mode"] for each in records} == {chosen.kv}
+    assert (max(each["pulls"] for each in records) > 1) == (chosen.kv == "layer")
+
+
+def test_an_ed_instance_pulls_layers_while_it_encodes_and_decodes() -> None:
+    wanted = oracle("llava").generate_all(requests("llava"))
+    outputs, record = asyncio.run(serve("llava", "ED+P", transfers=Transfers(kv="layer"), rules=Rules(tokens=48)))
+    assert [output.token_ids for output in outputs] == wanted
+    assert any(pull.layers is not None for _, pull in record.commands(Pull))

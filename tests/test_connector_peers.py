@@ -1,0 +1,106 @@
+"""A connector lets go of a peer that is gone, whatever it is doing with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+from trinity.connector import Connector
+from trinity.memory import BlockMemory
+from trinity.messages import Pull, Pulled
+
+
+class FakeRemote:
+    def __init__(self, transport: FakeTransport) -> None:
+        self.transport = transport
+
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Any = None) -> int:
+        return len(source)
+
+    async def generation(self, source: Sequence[int]) -> int:
+        return 0
+
+    async def aclose(self) -> None:
+        self.transport.closed += 1
+
+
+class FakeTransport:
+    """``gate`` holds attaching up."""
+
+    scheme, network = "fake", False
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.attached: list[bytes] = []
+        self.closed = 0
+
+    def publish(self, memory: BlockMemory) -> bytes:
+        return b"ours"
+
+    async def attach(self, descriptor: bytes, into: BlockMemory) -> FakeRemote:
+        self.attached.append(descriptor)
+        await self.gate.wait()
+        return FakeRemote(self)
+
+    async def aclose(self) -> None: ...
+
+
+async def connector() -> tuple[Connector, FakeTransport]:
+    transport = FakeTransport()
+    made = Connector(cast(Any, transport))
+    made.bind("D0", {"kv": cast(BlockMemory, None)})
+    made.introduce("P0", {"kv": b"first"})
+    return made, transport
+
+
+async def pulled(made: Connector) -> Pulled:
+    return await made.pull("D0", Pull("offer", 0, "P0", "kv", "request", (0,), (1,)))
+
+
+async def test_what_was_attached_is_closed_and_the_next_life_attached_anew() -> None:
+    made, transport = await connector()
+    assert (await pulled(made)).failure is None
+    made.forget("P0")
+    lost = (await pulled(made)).failure
+    assert lost is not None
+    assert lost.fields["cause"] == "PeerLost"
+    await asyncio.sleep(0)
+    assert transport.closed == 1
+    made.introduce("P0", {"kv": b"second"})
+    assert (await pulled(made)).failure is None
+    assert transport.attached == [b"first", b"second"]
+    await made.aclose()
+    assert transport.closed == 2
+
+
+async def test_a_peer_lost_while_it_is_attached_to_does_not_stay() -> None:
+    made, transport = await connector()
+    transport.gate.clear()
+    pulling = asyncio.ensure_future(pulled(made))
+    await asyncio.sleep(0)
+    made.introduce("P0", {"kv": b"second"})
+    transport.gate.set()
+    lost = (await pulling).failure
+    assert lost is not None
+    assert lost.fields["cause"] == "PeerLost"
+    assert (await pulled(made)).failure is None
+    assert transport.attached == [b"first", b"second"]
+    await made.aclose()
+    assert transport.closed == 2
+
+
+async def test_one_that_hangs_does_not_hold_up_the_others() -> None:
+    made, transport = await connector()
+    made.introduce("P1", {"kv": b"other"})
+    transport.gate.clear()
+    hanging = asyncio.ensure_future(pulled(made))
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(made.pull("D0", Pull("offer", 0, "P1", "kv", "request", (0,), (1,))))
+    await asyncio.sleep(0.01)
+    assert transport.attached == [b"first", b"other"]
+    transport.gate.set()
+    assert (await hanging).failure is None
+    assert (await other).failure is None
+    await made.aclose()

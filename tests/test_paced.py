@@ -1,0 +1,343 @@
+"""Paced models and stages: what travels, what is waited for, and that wrong blocks are seen."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from trinity.budget import StepCost
+from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, StageError
+from trinity.memory import BlockMemory
+from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
+from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest, TableCost
+from trinity.paced_content import expected_tokens, features, identities, prefix_words, prompt_ids
+from trinity.processor_paced import PacedProcessor
+from trinity.request import Request, Sampling
+from trinity.stages.base import Stage
+from trinity.stages.pace import Pace
+from trinity.stages.paced import PacedStage, paced_stages
+from trinity.trace import TraceImage, TraceRow
+
+SHAPE = ModelShape(name="small", layers=3, kv_heads=2, head_dim=16, image_width=64, image_tokens=6, vocabulary=1000)
+MODEL = Paced(shape=SHAPE, cost=LinearCost(source="nothing takes time"), scale=8)
+ROWS, HEIGHT = 4, 4  # rows of an image block, tokens of a KV block
+
+
+def work_of(text: int = 9, images: tuple[int, ...] = (6,), tokens: int = 12, **named: Any) -> Work:
+    request = PacedRequest(text_tokens=text, image_tokens=images, max_tokens=tokens, request_id="r", **named)
+    return PacedProcessor(MODEL).process(request).work
+
+
+@dataclass
+class Site:
+    """One instance's memory and stage."""
+
+    letters: str
+    model: Paced = MODEL
+    memory: dict[str, BlockMemory] = field(init=False)
+    stage: PacedStage = field(init=False)
+
+    def __post_init__(self) -> None:
+        image = self.model.image_shape(ROWS)
+        assert image is not None
+        self.memory = {IMAGE: BlockMemory(image, 8), KV: BlockMemory(self.model.kv_shape(HEIGHT), 16)}
+        self.stage = paced_stages(self.model, self.letters, ("joint",), self.memory)[0]
+
+    def raw(self, kind: str) -> np.ndarray:
+        found = self.memory[kind].raw
+        assert found is not None
+        return found
+
+    def encode(self, work: Work, blocks: tuple[int, ...]) -> None:
+        row = Encode("r", 0, work.media[0], blocks, None)
+        self.stage.forward(Step(1, "joint", encodes=(row,)))
+
+    def prefill(self, work: Work, start: int, end: int) -> list[int]:
+        row = Prefill("r", start, end - start, end == len(work.prompt))
+        return [one.token for one in self.stage.forward(Step(2, "joint", prefills=(row,))).values()]
+
+    def decode(self) -> int:
+        return self.stage.forward(Step(3, "joint", decodes=("r",)))["r"].token
+
+
+IMAGES, SOURCE, TARGET = (5, 2), (3, 9, 1, 4), (8, 0, 15, 6, 7, 10, 11)
+
+
+def prefilled(work: Work) -> tuple[Site, int]:
+    """Encoded, and prefilled in two chunks; the first token."""
+    site = Site("EP")
+    site.encode(work, IMAGES)
+    site.stage.open(Open(work=work, blocks=SOURCE, images=(IMAGES,)))
+    assert site.prefill(work, 0, 4) == []
+    (token,) = site.prefill(work, 4, len(work.prompt))
+    return site, token
+
+
+def moved(work: Work, site: Site, token: int, spoil: Callable[[np.ndarray], None] = lambda raw: None) -> Site:
+    """A decode instance that has pulled the blocks of ``site``."""
+    there = Site("D")
+    there.raw(KV)[list(TARGET[: len(SOURCE)])] = site.raw(KV)[list(SOURCE)]
+    spoil(there.raw(KV))
+    there.stage.open(Open(work=work, blocks=TARGET, tokens=(token,)))
+    return there
+
+
+# ---------------------------------------------------------------- tokens hang on blocks
+
+
+def test_tokens_are_those_of_the_content_wherever_it_is() -> None:
+    work = work_of()
+    site, first = prefilled(work)
+    there = moved(work, site, first)
+    tokens = [first, *(there.decode() for _ in range(work.max_tokens - 1))]
+    assert tokens == expected_tokens(work, HEIGHT, SHAPE.vocabulary)
+    assert len(set(tokens)) > 8
+    assert tokens != expected_tokens(work_of(contents=("other",)), HEIGHT, SHAPE.vocabulary)
+    assert tokens != expected_tokens(work_of(text=10), HEIGHT, SHAPE.vocabulary)
+
+
+@pytest.mark.parametrize("byte", [0, MODEL.kv_shape(HEIGHT).block_bytes // 2, -1])
+def test_one_altered_byte_of_a_migrated_block_is_an_error(byte: int) -> None:
+    def spoil(raw: np.ndarray) -> None:
+        raw[TARGET[1], byte] ^= 1
+
+    work = work_of()
+    with pytest.raises(StageError, match=f"kv block {TARGET[1]} does not hold position"):
+        moved(work, *prefilled(work), spoil).decode()
+
+
+def test_blocks_in_a_wrong_order_are_an_error() -> None:
+    def swap(raw: np.ndarray) -> None:
+        raw[[TARGET[0], TARGET[1]]] = raw[[TARGET[1], TARGET[0]]]
+
+    work = work_of()
+    with pytest.raises(StageError, match=f"kv block {TARGET[0]}.*layer 0"):
+        moved(work, *prefilled(work), swap).decode()
+
+
+def test_a_block_of_another_request_is_an_error() -> None:
+    work = work_of()
+    site, first = prefilled(work_of(contents=("another image",)))
+    with pytest.raises(StageError):
+        moved(work, site, first).decode()
+
+
+def test_a_block_that_goes_wrong_later_gives_a_wrong_token() -> None:
+    work = work_of()
+    there = moved(work, *prefilled(work))
+    right = expected_tokens(work, HEIGHT, SHAPE.vocabulary)
+    assert there.decode() == right[1]
+    there.raw(KV)[TARGET[2]] = 0
+    assert there.decode() != right[2]
+
+
+@pytest.mark.parametrize("spoil", ["zero", "swap", "missing"])
+def test_wrong_image_blocks_are_an_error(spoil: str) -> None:
+    work = work_of()
+    site = Site("P")
+    if spoil != "zero":
+        site.encode(work, IMAGES)
+    given = {"swap": (tuple(reversed(IMAGES)),), "missing": ((),), "zero": (IMAGES,)}[spoil]
+    site.stage.open(Open(work=work, blocks=SOURCE, images=given))
+    with pytest.raises(StageError, match="were not given" if spoil == "missing" else "image block . does not hold"):
+        site.prefill(work, 0, 4)
+
+
+def test_cached_keys_and_values_are_checked_before_they_are_built_upon() -> None:
+    work = work_of()
+    site, _ = prefilled(work)
+    site.stage.close("r")
+    site.stage.open(Open(work=work, blocks=SOURCE, images=((),), cached=8))
+    assert site.prefill(work, 8, len(work.prompt)) == expected_tokens(work, HEIGHT, SHAPE.vocabulary)[:1]
+    site.stage.close("r")
+    site.raw(KV)[SOURCE[0], 0] ^= 1
+    site.stage.open(Open(work=work, blocks=SOURCE, images=((),), cached=8))
+    with pytest.raises(StageError, match="position 0"):
+        site.prefill(work, 8, len(work.prompt))
+
+
+def test_a_failed_step_can_be_repeated() -> None:
+    work = work_of()
+    there = moved(work, *prefilled(work))
+    right = expected_tokens(work, HEIGHT, SHAPE.vocabulary)
+    with pytest.raises(StageError, match="not opened"):
+        there.stage.forward(Step(1, "joint", decodes=("r", "unknown")))
+    assert [there.decode(), there.decode()] == right[1:3]
+    with pytest.raises(StageError, match="opened twice"):
+        there.stage.open(Open(work=work, blocks=TARGET))
+    there.stage.close("r")
+    there.stage.close("r")
+
+
+def test_a_stage_is_a_stage_and_features_must_fit() -> None:
+    site = Site("EPD")
+    assert isinstance(site.stage, Stage)
+    with pytest.raises(StageError, match="6 rows do not fit 1 blocks of 4"):
+        site.encode(work_of(), (0,))
+    lanes = paced_stages(MODEL, "EPD", ("vision", "language"), site.memory)
+    assert [stage.letters for stage in lanes] == ["E", "PD"]
+
+
+def test_content_is_a_function_of_the_prefix() -> None:
+    one, two = (identities(work_of(text=each)) for each in (5, 9))
+    longer = prefix_words(two)[1]
+    assert list(prefix_words(one)[1]) == list(longer[: len(one)])
+    changed = two.copy()
+    changed[3] += np.uint64(1)
+    assert [bool(same) for same in prefix_words(changed)[1] == longer].index(False) == 3
+    assert not (prefix_words(changed)[1][3:] == longer[3:]).any()
+    assert prompt_ids("a", 4, 100) == prompt_ids("a", 9, 100)[:4] != prompt_ids("b", 4, 100)
+    assert len(set(features("cat", 50)) | set(features("dog", 50))) == 100
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_a_step_takes_as_long_as_the_cost_model_says_and_writes_at_its_end() -> None:
+    site = Site("E", msgspec.structs.replace(MODEL, cost=LinearCost(media_s=0.02)))
+    seen: list[bool] = []
+    watching = threading.Timer(0.03, lambda: seen.append(bool(site.raw(IMAGE).any())))
+    watching.start()
+    begun = time.perf_counter()
+    site.encode(work_of(), IMAGES)
+    assert time.perf_counter() - begun >= 6 * 0.02
+    assert site.stage.remarks["late us"] >= 0
+    watching.join()
+    assert seen == [False], "the features were there long before the work was done"
+    assert site.raw(IMAGE).any()
+
+
+def test_lanes_that_are_busy_together_slow_each_other_down() -> None:
+    pace = Pace(interference=2.0)
+    took: dict[str, float] = {}
+
+    def run(name: str, seconds: float) -> None:
+        begun = time.perf_counter()
+        with pace.work(seconds) as work:
+            assert work.reach(seconds / 2) >= 0
+            assert work.reach() >= 0
+        took[name] = time.perf_counter() - begun
+
+    lanes = [threading.Thread(target=run, args=each) for each in (("vision", 0.3), ("language", 0.1))]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join()
+    assert took["language"] >= 0.1
+    assert sum(took.values()) >= 0.5, "0.3 + 0.1 alone; 0.4 + 0.2 where they ran side by side"
+    run("alone", 0.0)
+    assert not pace._active
+
+
+# ---------------------------------------------------------------- the model
+
+
+def test_payload_is_divided_by_what_is_printed() -> None:
+    full = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=1)
+    assert full.kv_shape(16).block_bytes == 32 * 2 * 32 * 16 * 128 * 2
+    assert msgspec.structs.replace(full, scale=512).kv_shape(16).block_bytes * 512 == full.kv_shape(16).block_bytes
+    image, scaled = full.image_shape(576), msgspec.structs.replace(full, scale=512).image_shape(576)
+    assert image is not None
+    assert scaled is not None
+    assert image.block_bytes == 576 * 4096 * 2 == 512 * scaled.block_bytes
+    least = msgspec.structs.replace(full, scale=1e9)
+    assert (least.words(KV), least.factor(KV), least.factor(IMAGE)) == (1, 2048.0, 1024.0)
+    assert "emulation of llava-1.5-7b (stages wait: costs as given; payload image 1/1024, kv 1/2048)" in str(least)
+
+
+def test_models_travel_and_tell_each_other_apart() -> None:
+    costs = (LinearCost(step_s=1.0, source="a guess"), TableCost(decodes=((1, 0.5), (4, 0.75)), source="profile"))
+    for cost in costs:
+        model = Paced(shape=SHAPE, cost=cost, scale=4, interference=1.5)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(model), type=Paced)
+        assert again == model
+        assert again.fingerprint == model.fingerprint != MODEL.fingerprint
+        assert again.cost.seconds(4, 0, 0) == cost.seconds(4, 0, 0)
+
+
+def test_costs() -> None:
+    linear = LinearCost(step_s=1, decode_s=0.1, prefill_s=0.01, encode_s=2, media_s=0.001)
+    assert linear.seconds(0, 0, 0) == 0
+    assert linear.seconds(2, 10, 0) == pytest.approx(1.3)
+    assert linear.seconds(0, 0, 100) == pytest.approx(2.1)
+    measured = StepCost.measured(decodes={1: 0.5, 8: 1.0}, prefill={64: 2.0})
+    table = TableCost.profiled(measured, "a profile")
+    sampled = TableCost.sampled(measured, (1, 8, 64), "the same")
+    for rows in ((1, 0, 0), (8, 0, 0), (0, 64, 0), (3, 0, 0)):
+        assert table.seconds(*rows) == measured.seconds(*rows) == pytest.approx(sampled.seconds(*rows))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LinearCost(step_s=-1.0),
+        lambda: LinearCost(media_s=math.nan),
+        lambda: Paced(shape=SHAPE, cost=LinearCost(), scale=0.5),
+        lambda: Paced(shape=SHAPE, cost=LinearCost(), interference=0.9),
+        lambda: ModelShape(name="flat", layers=0, kv_heads=1, head_dim=1),
+        lambda: ModelShape(name="few", layers=1, kv_heads=1, head_dim=1, vocabulary=9),
+    ],
+)
+def test_a_model_without_meaning_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_visual_tokens_follow_the_models_rule() -> None:
+    assert LLAVA_15_7B.visual_tokens(4000, 30) == 576
+    tiled = msgspec.structs.replace(SHAPE, image_pixels=28, image_tokens=1000)
+    assert [tiled.visual_tokens(*size) for size in ((28, 28), (29, 57), (9000, 9000))] == [1, 6, 1000]
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_counts_become_work() -> None:
+    work = work_of(text=5, images=(6, 2), tokens=7, contents=("cat", "dog"), sampling=Sampling(stop_token_ids=(9,)))
+    assert (len(work.prompt), work.max_tokens, work.stop_ids) == (13, 7, frozenset({9}))
+    assert [(span.offset, span.length, span.tokens, span.content) for span in work.media] == [
+        (0, 6, 6, "cat:6"),
+        (6, 2, 2, "dog:2"),
+    ]
+    processed = PacedProcessor(MODEL).process(PacedRequest(text_tokens=4000, max_tokens=500))
+    assert (processed.clipped, processed.emulated, processed.work.max_tokens) == (True, True, 96)
+
+
+def test_a_row_of_a_trace_becomes_a_request() -> None:
+    row = TraceRow(timestamp=0, input_length=30, output_length=4, images=[TraceImage(tokens=6, content="cat")])
+    request = PacedRequest.of(row)
+    assert (request.text_tokens, request.image_tokens, request.contents, request.max_tokens) == (24, (6,), ("cat",), 4)
+    assert PacedRequest.of(TraceRow(timestamp=0, input_length=0, output_length=0), 3).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Request("text"), RequestError),
+        (PacedRequest(text_tokens=0), RequestTooLarge),
+        (PacedRequest(text_tokens=4096), RequestTooLarge),
+        (PacedRequest(text_tokens=2, image_tokens=(0,)), BadMedia),
+        (PacedRequest(text_tokens=2, image_tokens=(6,), contents=("a", "b")), BadMedia),
+        (PacedRequest(text_tokens=2, images=["cat.jpg"]), BadMedia),
+        (PacedRequest(text_tokens=2, max_tokens=0), RequestError),
+    ],
+)
+def test_a_bad_request_is_refused(request_: Request, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        PacedProcessor(MODEL).process(request_)
+
+
+def test_a_model_of_text_alone_takes_no_images() -> None:
+    model = msgspec.structs.replace(MODEL, shape=msgspec.structs.replace(SHAPE, image_width=0))
+    assert model.image_shape(4) is None
+    assert "image" not in str(model)
+    with pytest.raises(BadMedia, match="text alone"):
+        PacedProcessor(model).process(PacedRequest(image_tokens=(6,)))
