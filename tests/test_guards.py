@@ -31,13 +31,13 @@ def busy(seconds):
 
 def test_callback_that_computes():
     async def main():
-        busy(0.6)
+        busy(1.1)
     run(main)
 
 def test_callback_of_a_loop_in_another_thread():
     async def main():
         await asyncio.sleep(0)
-        busy(0.6)
+        busy(1.1)
     thread = threading.Thread(target=run, args=(main,))
     thread.start()
     thread.join()
@@ -137,7 +137,7 @@ def test_what_is_allowed():
 def test_garbage_collection():
     class Slow:
         def __del__(self):
-            busy(0.6)
+            busy(1.1)
     async def main():
         slow = Slow()
         slow.itself = slow
@@ -146,7 +146,7 @@ def test_garbage_collection():
     asyncio.run(main())
 
 def test_computing_outside_a_loop():
-    busy(0.6)
+    busy(1.1)
 """
 
 LEAKS = """
