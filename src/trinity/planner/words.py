@@ -1,0 +1,113 @@
+"""A plan in plain words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from trinity.placement import Placement
+
+if TYPE_CHECKING:
+    from trinity.planner.plan import Candidate, Plan
+
+STAGE_NAMES = {"E": "encode", "P": "prefill", "D": "decode"}
+UNITS = {
+    "goodput": "requests/s",
+    "goodput_per_cost": "requests per unit of price",
+    "fewest_instances": "requests/s",
+    "throughput": "requests/s",
+    "effective_throughput": "tokens/s a device in time",
+}
+
+
+def figure(value: float | None) -> str:
+    """Four digits; nothing where there is no figure."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def devices_in_words(devices: Sequence[str]) -> str:
+    """ "4 x H100 + 4 x L40S"."""
+    return " + ".join(f"{count} x {name}" for name, count in Counter(devices).items())
+
+
+def scored(plan: Plan, each: Candidate) -> str:
+    return f"{figure(each.score)} {UNITS[plan.objective]}"
+
+
+def headline(plan: Plan) -> str:
+    """One line: what to run."""
+    on = devices_in_words(plan.best.devices or plan.devices)
+    if not plan.met:
+        best = plan.best.best_attainment(plan.rule)
+        reached = "" if best is None else f"; the best attainment is {best:.1%}, of {plan.best.placement}"
+        return f"No candidate for {plan.model} on {on} meets the SLO at any rate{reached}."
+    by = f" by the rule {plan.rule!r}" if plan.slo is not None else ""
+    return f"Run {plan.best.placement} ({plan.best.method}) for {plan.model} on {on}: {scored(plan, plan.best)}{by}."
+
+
+def explained(plan: Plan) -> str:
+    """Sentences, one a line."""
+    return "\n".join(_sentences(plan))
+
+
+def _sentences(plan: Plan) -> Iterator[str]:
+    yield headline(plan)
+    if plan.slo is not None:
+        yield f"SLO: first token within {plan.slo.ttft:g} s, {plan.slo.tbt:g} s between tokens."
+    trace = plan.trace
+    yield f"Planned on {trace.requests:,} requests, {trace.image_share:.0%} of them with images."
+    if plan.met:
+        yield from _compared(plan)
+        yield from _sure(plan)
+    yield from _limited(plan.best)
+    yield from _searched(plan)
+    yield from plan.notes
+
+
+def _compared(plan: Plan) -> Iterator[str]:
+    rival = next((each for each in plan.candidates[1:] if each.exact and each.score), None)
+    for each, name in ((plan.paper, "Algorithm 2's own choice"), (rival, "the next best that was searched to the end")):
+        if each is None or not each.score or not plan.best.score:
+            continue
+        if (each.placement, each.settings) == (plan.best.placement, plan.best.settings):
+            yield f"It is {name} too."
+        else:
+            more = plan.best.score / each.score
+            yield f"That is {more:.2f} times {name}, {each.placement} ({scored(plan, each)})."
+
+
+def _sure(plan: Plan) -> Iterator[str]:
+    spread = plan.best.spread
+    if spread:
+        yield (
+            f"On {len(spread)} traces redrawn from this one (seeds {', '.join(map(str, plan.seeds))}) its goodput is "
+            f"{figure(min(spread))} to {figure(max(spread))} requests/s."
+        )
+
+
+def _limited(best: Candidate) -> Iterator[str]:
+    if not best.bottleneck:
+        return
+    busy = _busiest(best)
+    share = f", {busy:.0%} busy at that rate" if busy else ""
+    yield f"What limits it: {STAGE_NAMES[best.bottleneck]} ({best.bottleneck}){share}."
+    for kind, name in (("kv", "KV cache"), ("image", "image cache")):
+        peaks = [held[f"{kind}_peak"] for held in best.memory.values() if f"{kind}_peak" in held]
+        if peaks:
+            yield f"Its fullest {name} was {max(peaks):.0%} held."
+
+
+def _busiest(best: Candidate) -> float:
+    """The mean share of time that the instances which serve the bottleneck stage work, for all of their stages."""
+    serving = [name for name, roles in Placement.parse(best.placement).instances() if best.bottleneck in roles]
+    shares = [sum(best.utilisation[name].values()) for name in serving if name in best.utilisation]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _searched(plan: Plan) -> Iterator[str]:
+    exact = sum(each.exact for each in plan.candidates)
+    rest = len(plan.candidates) - exact
+    yield f"Strategy {plan.strategy!r}: {plan.runs} replays over {len(plan.candidates)} candidates."
+    if rest:
+        yield f"{rest} were not searched to the end: each failed at the rate of a better one, or cannot reach it."
