@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import ConfigError, TraceTooShort, UnknownName
-from trinity.goodput import Goodput, Outcome, Point, completed_share, goodput, measure
+from trinity.goodput import Goodput, Outcome, Point, completed_share, goodput, measure, searching
 from trinity.trace import RULES, SLO, Rule, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
@@ -225,6 +225,8 @@ def test_a_trace_without_a_rate_is_too_short(trace: Trace) -> None:
         {"least_requests": 1},
         {"least_ttfts": -1},
         {"least_ttfts": 0},
+        {"step": 1},
+        {"tolerance": 0},
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
@@ -251,3 +253,24 @@ def test_a_goodput_shows_every_rule_beside_its_own() -> None:
     assert "0.80 unstable" in text
     assert all(rule in text for rule in RULES)
     assert "<td>50.0%</td>" in shown._repr_html_()
+
+
+def test_a_search_is_driven_from_outside_by_the_same_code() -> None:
+    queue = Queue(0.1)
+    search = searching(evenly(2000), LOOSE, {"bound": 10.0})
+    offered: Trace | None = next(search)
+    found = None
+    while offered is not None:
+        try:
+            offered = search.send(queue(offered))
+        except StopIteration as end:
+            offered, found = None, end.value
+    assert found == goodput(Queue(0.1), evenly(2000), LOOSE, bound=10.0)
+
+
+def test_a_coarser_search_takes_fewer_runs() -> None:
+    queue = Queue(0.1)
+    found = goodput(queue, evenly(2000), LOOSE, bound=10.0, step=1.1, tolerance=0.05)
+    assert queue.runs == len(found.points) <= 4
+    assert limit(2000, 0.1, 2.0) / 1.051 < found.rate <= limit(2000, 0.1, 2.0)
+    assert found.points[1].rate == pytest.approx(1.1 * found.points[0].rate)

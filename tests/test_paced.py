@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from trinity.budget import StepCost
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
-from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest, TableCost
+from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
 from trinity.paced_content import expected_tokens, features, identities, prefix_words, prompt_ids
 from trinity.processor_paced import PacedProcessor
 from trinity.request import Request, Sampling
@@ -253,26 +252,25 @@ def test_payload_is_divided_by_what_is_printed() -> None:
     assert "emulation of llava-1.5-7b (stages wait: costs as given; payload image 1/1024, kv 1/2048)" in str(least)
 
 
-def test_models_travel_and_tell_each_other_apart() -> None:
-    costs = (LinearCost(step_s=1.0, source="a guess"), TableCost(decodes=((1, 0.5), (4, 0.75)), source="profile"))
-    for cost in costs:
-        model = Paced(shape=SHAPE, cost=cost, scale=4, interference=1.5)
-        again = msgspec.msgpack.decode(msgspec.msgpack.encode(model), type=Paced)
-        assert again == model
-        assert again.fingerprint == model.fingerprint != MODEL.fingerprint
-        assert again.cost.seconds(4, 0, 0) == cost.seconds(4, 0, 0)
+def test_a_step_costs_by_what_its_rows_look_back_on() -> None:
+    asked: list[dict[str, Any]] = []
 
+    class Cost(LinearCost, frozen=True):
+        def at(self, *counts: int, **back: Any) -> float:
+            asked.append({"counts": counts, **back})
+            return 0.0
 
-def test_costs() -> None:
-    linear = LinearCost(step_s=1, decode_s=0.1, prefill_s=0.01, encode_s=2, media_s=0.001)
-    assert linear.seconds(0, 0, 0) == 0
-    assert linear.seconds(2, 10, 0) == pytest.approx(1.3)
-    assert linear.seconds(0, 0, 100) == pytest.approx(2.1)
-    measured = StepCost.measured(decodes={1: 0.5, 8: 1.0}, prefill={64: 2.0})
-    table = TableCost.profiled(measured, "a profile")
-    sampled = TableCost.sampled(measured, (1, 8, 64), "the same")
-    for rows in ((1, 0, 0), (8, 0, 0), (0, 64, 0), (3, 0, 0)):
-        assert table.seconds(*rows) == measured.seconds(*rows) == pytest.approx(sampled.seconds(*rows))
+    site = Site("PD", msgspec.structs.replace(MODEL, cost=Cost()))
+    work = work_of(text=9, images=())
+    site.stage.open(Open(work=work, blocks=SOURCE))
+    site.prefill(work, 0, 4)
+    site.prefill(work, 4, 9)
+    site.decode()
+    assert asked[:2] == [
+        {"counts": (0, 4, 0), "context": 0, "prefilled": 0, "prefills": 1},
+        {"counts": (0, 5, 0), "context": 0, "prefilled": 4, "prefills": 1},
+    ]
+    assert asked[2] == {"counts": (1, 0, 0), "context": 10, "prefilled": 0, "prefills": 0}
 
 
 @pytest.mark.parametrize(
@@ -316,6 +314,14 @@ def test_a_row_of_a_trace_becomes_a_request() -> None:
     request = PacedRequest.of(row)
     assert (request.text_tokens, request.image_tokens, request.contents, request.max_tokens) == (24, (6,), ("cat",), 4)
     assert PacedRequest.of(TraceRow(timestamp=0, input_length=0, output_length=0), 3).max_tokens == 1
+    assert PacedRequest.of(row, 3, "again/").contents == ("again/cat",)
+    sized = [TraceImage(width=56, height=28), TraceImage()]
+    row = TraceRow(timestamp=0, input_length=30, text_length=11, output_length=4, images=sized, session="s")
+    request = PacedRequest.of(row, 3)
+    assert (request.text_tokens, request.image_tokens, request.session) == (11, ((56, 28), (1, 1)), "s")
+    assert request.contents == ("3.0", "3.1")
+    spans = PacedProcessor(MODEL).process(request).work.media
+    assert [(span.width, span.height, span.tokens) for span in spans] == [(56, 28, 6), (1, 1, 6)]
 
 
 @pytest.mark.parametrize(

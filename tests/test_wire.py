@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity.budget import Budgets, StepCost
+from trinity.cost import Roofline, device
 from trinity.errors import HandshakeError
 from trinity.messages import Commit, Emit, Emitted, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
+from trinity.model_shapes import model
+from trinity.paced import LLAVA_15_7B, Paced
 from trinity.request import Sampling
 from trinity.trace import SLO
 from trinity.transport.wire import Hello, Layout, Setup, decode, encode
@@ -117,5 +120,11 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         budgets=Budgets(tokens=9, cost=StepCost.measured(prefill={1: 0.1, 5: 0.2})),
     )
     assert decode(encode(setup)) == setup
+    roofline = Roofline(model=model("qwen2-vl-7b"), device=device("H100"))
+    paced = Paced(shape=LLAVA_15_7B, cost=roofline)
+    there = decode(encode(msgspec.structs.replace(setup, paced=paced)))
+    assert isinstance(there, Setup)
+    assert there.paced is not None
+    assert there.paced.fingerprint == paced.fingerprint
     hello = Hello("E0", "abc", {"kv": Layout((1, 2), "torch.float32", 8)})
     assert decode(encode(hello)) == hello

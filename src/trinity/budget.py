@@ -62,6 +62,19 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             language -= min(self.decodes[0][1], self.prefill[0][1])
         return language + _at(self.media, media_tokens)
 
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        """As ``seconds``: it does not hang on what is looked back on."""
+        return self.seconds(decodes, prefill_tokens, media_tokens)
+
 
 def _ascending(samples: Mapping[int, float] | None) -> Table:
     rows: list[tuple[int, float]] = []

@@ -72,7 +72,28 @@ def device(name: str) -> Device:
     return DEVICES[name]
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+class Cost(Protocol):
+    """Seconds of a step: a ``Roofline``, measured ``Tables``, or the plainer costs of ``trinity.paced``."""
+
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        """Of one step with these rows."""
+        ...
+
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        """The same where decodes look back on ``context`` tokens each, and ``prefills`` on ``prefilled`` (means)."""
+        ...
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What a step takes by the model's shape and the device's figures.
 
     max(FLOP / reached FLOP/s, bytes / reached bytes/s) for the language pass and the encode pass, each with its
@@ -182,7 +203,7 @@ TOKENS = (1, 64, 256, 1024)
 IMAGES = (1, 2, 4)
 
 
-class Tables(msgspec.Struct, frozen=True, kw_only=True):
+class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Measured seconds of a step on one device: ``StepCost`` at each mean context (decodes) or prefix (prefills).
 
     Between two contexts on the line that joins them; beyond the last as at the last two, never less than at the last.

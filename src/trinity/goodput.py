@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypedDict
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 Serve = Callable[[Trace], Sequence[Served]]  # one outcome for each row, in the trace's order
+Holds = Generator[Trace, Sequence[Served], bool]
+Searching = Generator[Trace, Sequence[Served], "Goodput"]  # asks for a trace to be served, is sent what came of it
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,32 +101,53 @@ def goodput(
     bound: float | None = None,
     least_requests: int = LEAST_REQUESTS,
     least_ttfts: float = LEAST_TTFTS,
+    step: float = STEP,
+    tolerance: float = TOLERANCE,
 ) -> Goodput:
     """Search the highest rate at which ``share`` of all requests, failed ones included, are in time.
 
     ``serve`` answers a trace with one outcome for each row: a simulator, a live pipeline, a formula. The same requests
     are served with their time stamps scaled: first at 0.9 of ``bound`` (requests a second that cannot be exceeded) or
-    at the trace's own rate, then 1.25 times as fast or slow until the limit is bracketed, then by bisection to 2 %.
-    ``rule="p90", stable=False`` is the paper's rule, which a queue before decode can hide from.
+    at the trace's own rate, then ``step`` times as fast or slow until the limit is bracketed, then by bisection to
+    ``tolerance`` of the rate. ``rule="p90", stable=False`` is the paper's rule, which a queue before decode can hide
+    from.
 
     Raises ``TraceTooShort`` for fewer than ``least_requests``, and where all is in time although the requests come in
     less than ``least_ttfts`` times the TTFT bound: such a rate is no answer, and the error's ``needed_s`` says how
     long the trace must be at its own rate.
     """
-    _check(rule, share, bound, least_requests, least_ttfts)
-    search = _Search(serve, trace, slo, rule, stable, share, least_requests, least_ttfts)
-    return search.run(search.own if bound is None else _START * bound)
+    options = Options(rule=rule, stable=stable, share=share, bound=bound, least_requests=least_requests)
+    options |= Options(least_ttfts=least_ttfts, step=step, tolerance=tolerance)
+    search = searching(trace, slo, options)
+    offered = next(search)
+    while True:
+        try:
+            offered = search.send(serve(offered))
+        except StopIteration as end:
+            found: Goodput = end.value
+            return found
 
 
-def _check(rule: Rule, share: float, bound: float | None, least_requests: int, least_ttfts: float) -> None:
-    if rule not in RULES:
-        raise UnknownName("SLO rule", rule, RULES)
-    if not 0 < share <= 1:
-        raise ConfigError(f"share must lie above 0 and at most at 1, got {share!r}")
-    if bound is not None and not 0 < bound < math.inf:
-        raise ConfigError(f"a bound must be a positive number of requests a second, got {bound!r}")
-    if least_requests < 2 or not 0 < least_ttfts < math.inf:  # at 0 a search without a limit would never end
-        raise ConfigError(f"least_requests is at least 2, least_ttfts positive, got {least_requests} and {least_ttfts}")
+class Options(TypedDict, total=False):
+    """What ``goodput`` takes besides what serves, the trace and the SLO."""
+
+    rule: Rule
+    stable: bool
+    share: float
+    bound: float | None
+    least_requests: int
+    least_ttfts: float
+    step: float
+    tolerance: float
+
+
+def searching(trace: Trace, slo: SLO, options: Options) -> Searching:
+    """The search of ``goodput`` for whoever serves in another way (asyncio): yields each trace that is to be served.
+
+    It is sent the outcomes, one for each row in the trace's order, and returns the ``Goodput``. Raises as that does.
+    """
+    search = _Search(trace, slo, options)
+    return (yield from search.run())
 
 
 def measure(serve: Serve, trace: Trace, slo: SLO, rate: float | None = None) -> Point:
@@ -132,7 +156,11 @@ def measure(serve: Serve, trace: Trace, slo: SLO, rate: float | None = None) -> 
     Raises ``ConfigError`` where ``serve`` does not answer every request, ``TraceError`` where the trace has no rate.
     """
     offered = trace if rate is None else trace.scaled(rate=rate)
-    outcomes = serve(offered)
+    return point(offered, serve(offered), slo)
+
+
+def point(offered: Trace, outcomes: Sequence[Served], slo: SLO) -> Point:
+    """What ``measure`` says, of what was served already."""
     if len(outcomes) != len(offered):
         raise ConfigError(
             f"serve answered {len(outcomes)} of {len(offered)} requests; give an outcome for each, in the trace's "
@@ -176,22 +204,33 @@ def _middle_rate(seconds: Sequence[float]) -> float:
 
 
 class _Search:
-    def __init__(
-        self,
-        serve: Serve,
-        trace: Trace,
-        slo: SLO,
-        rule: Rule,
-        stable: bool,
-        share: float,
-        least_requests: int,
-        least_ttfts: float,
-    ) -> None:
-        self.serve, self.trace, self.slo = serve, trace, slo
-        self.rule, self.stable, self.share = rule, stable, share
-        self.least_s = least_ttfts * slo.ttft
+    def __init__(self, trace: Trace, slo: SLO, options: Options) -> None:
+        self.trace, self.slo = trace, slo
+        self.rule, self.stable = options.get("rule", "guard"), options.get("stable", True)
+        self.share, self.bound = options.get("share", SHARE), options.get("bound")
+        self.step, self.tolerance = options.get("step", STEP), options.get("tolerance", TOLERANCE)
+        least_requests, least_ttfts = options.get("least_requests", LEAST_REQUESTS), options.get("least_ttfts")
+        self.least_ttfts = LEAST_TTFTS if least_ttfts is None else least_ttfts
+        self._check(least_requests)
         self.points: list[Point] = []
         self.own = self._own_rate(least_requests)
+
+    def _check(self, least_requests: int) -> None:
+        if self.rule not in RULES:
+            raise UnknownName("SLO rule", self.rule, RULES)
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share must lie above 0 and at most at 1, got {self.share!r}")
+        if self.bound is not None and not 0 < self.bound < math.inf:
+            raise ConfigError(f"a bound must be a positive number of requests a second, got {self.bound!r}")
+        least = self.least_ttfts
+        if least_requests < 2 or not 0 < least < math.inf:  # at 0 a search without a limit would never end
+            raise ConfigError(f"least_requests is at least 2, least_ttfts positive, got {least_requests} and {least}")
+        if not (1 < self.step < math.inf and 0 < self.tolerance < math.inf):
+            raise ConfigError(f"step is above 1 and tolerance above 0, got {self.step!r} and {self.tolerance!r}")
+
+    @property
+    def least_s(self) -> float:
+        return self.least_ttfts * self.slo.ttft
 
     def _own_rate(self, least_requests: int) -> float:
         times = sorted(row.timestamp / 1000 for row in self.trace)
@@ -208,39 +247,40 @@ class _Search:
             )
         return rate
 
-    def run(self, start: float) -> Goodput:
-        low, high = self._bracket(start)
-        while low and high / low > 1 + TOLERANCE:
+    def run(self) -> Searching:
+        low, high = yield from self._bracket(self.own if self.bound is None else _START * self.bound)
+        while low and high / low > 1 + self.tolerance:
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if self._holds(middle) else (low, middle)
+            low, high = (middle, high) if (yield from self._holds(middle)) else (low, middle)
         return Goodput(rate=low, rule=self.rule, share=self.share, stable=self.stable, points=tuple(self.points))
 
-    def _bracket(self, start: float) -> tuple[float, float]:
+    def _bracket(self, start: float) -> Generator[Trace, Sequence[Served], tuple[float, float]]:
         """(a rate that holds or 0, a higher one that does not)."""
-        if self._holds(start):
-            low, high = start, start * STEP
-            while self._holds(high):
-                low, high = high, high * STEP
+        if (yield from self._holds(start)):
+            low, high = start, start * self.step
+            while (yield from self._holds(high)):
+                low, high = high, high * self.step
             return low, high
-        high, factor = start, STEP
+        high, factor = start, self.step
         while high > start / _DEEPEST:
             low = high / factor
-            if self._holds(low):
+            if (yield from self._holds(low)):
                 return low, high
             high, factor = low, factor**2
         return 0.0, high
 
-    def _holds(self, rate: float) -> bool:
-        point = measure(self.serve, self.trace, self.slo, rate)
-        self.points.append(point)
-        in_time = point.attainment[self.rule] >= self.share
-        if not in_time or (self.stable and not point.stable):
+    def _holds(self, rate: float) -> Holds:
+        offered = self.trace.scaled(rate=rate)
+        seen = point(offered, (yield offered), self.slo)
+        self.points.append(seen)
+        in_time = seen.attainment[self.rule] >= self.share
+        if not in_time or (self.stable and not seen.stable):
             return False
-        if point.duration_s < self.least_s:
-            needed = self.least_s * point.rate / self.own
+        if seen.duration_s < self.least_s:
+            needed = self.least_s * seen.rate / self.own
             raise TraceTooShort(
                 f"no upper limit found: at {rate:.4g} requests/s enough is in time, but the trace is over in "
-                f"{point.duration_s:.3g} s, of {self.least_s:g} s that it must last (10 TTFT bounds unless set "
+                f"{seen.duration_s:.3g} s, of {self.least_s:g} s that it must last (10 TTFT bounds unless set "
                 f"otherwise). At its own rate it must last more than {needed:,.0f} s; record longer, draw more "
                 "requests like these (trinity.traces.resampled), or set least_ttfts",
                 needed,

@@ -20,12 +20,14 @@ import msgspec
 import numpy as np
 
 from trinity.budget import StepCost, Table
+from trinity.cost import Roofline, Tables
 from trinity.errors import ConfigError
 from trinity.memory import BlockShape
 from trinity.messages import IMAGE, KV
 from trinity.request import Request
 from trinity.scheduler import StepTime
 from trinity.trace import TraceRow
+from trinity.visual_tokens import as_described, described
 
 WORD = 8  # blocks hold 64-bit words
 
@@ -94,6 +96,19 @@ class LinearCost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         rows = self.decode_s * decodes + self.prefill_s * prefill_tokens + self.media_s * media_tokens
         return language + vision + rows
 
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        """As ``seconds``: it does not hang on what is looked back on."""
+        return self.seconds(decodes, prefill_tokens, media_tokens)
+
 
 class TableCost(StepCost, frozen=True, kw_only=True, tag=True):
     """Seconds of a step, interpolated from measurements. ``source``: where they come from."""
@@ -124,7 +139,7 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     shape: ModelShape
-    cost: LinearCost | TableCost
+    cost: LinearCost | TableCost | Roofline | Tables
     scale: float = 1.0
     interference: float = 1.0
 
@@ -139,8 +154,9 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """Equal for equal models: instances that differ in it refuse each other."""
-        travelled = msgspec.json.decode(msgspec.json.encode(self), type=Paced)  # 4 is 4.0 there
-        return "paced-" + hashlib.sha256(msgspec.json.encode(travelled)).hexdigest()[:24]
+        said = msgspec.json.encode(self, enc_hook=described)
+        travelled = msgspec.json.decode(said, type=Paced, dec_hook=as_described)  # 4 is 4.0 there
+        return "paced-" + hashlib.sha256(msgspec.json.encode(travelled, enc_hook=described)).hexdigest()[:24]
 
     @property
     def weight_bytes(self) -> int:
@@ -162,12 +178,14 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
         """[layers, rows, words]: a group of layers is one piece of a block, as in the model's."""
         return BlockShape(KV, (self.shape.layers, rows, self.words(KV)), np.dtype(np.uint64))
 
+    def _source(self) -> str:
+        cost = self.cost
+        return f"a roofline of {cost.device.name}" if isinstance(cost, Roofline) else cost.source
+
     def __str__(self) -> str:
         kinds = (IMAGE, KV) if self.multimodal else (KV,)
         payload = ", ".join(f"{kind} 1/{self.factor(kind):g}" for kind in kinds)
-        return (
-            f"emulation of {self.shape.name} (stages wait: {self.cost.source or 'costs as given'}; payload {payload})"
-        )
+        return f"emulation of {self.shape.name} (stages wait: {self._source() or 'costs as given'}; payload {payload})"
 
 
 class PacedRequest(Request, frozen=True, kw_only=True):
@@ -185,9 +203,18 @@ class PacedRequest(Request, frozen=True, kw_only=True):
     text: str | None = None
 
     @classmethod
-    def of(cls, row: TraceRow, number: int = 0) -> PacedRequest:
-        """A request like a trace's row: as many tokens of text, of each image, and of output."""
-        images = tuple(image.tokens or 0 for image in row.images)
-        text = row.text_length if row.text_length is not None else row.input_length - sum(images)
-        named = tuple(image.content or f"{number}.{at}" for at, image in enumerate(row.images))
-        return cls(text_tokens=max(1, text), image_tokens=images, contents=named, max_tokens=max(1, row.output_length))
+    def of(cls, row: TraceRow, number: int = 0, salt: str = "") -> PacedRequest:
+        """A request like a trace's row: as many tokens of text, of each image, and of output.
+
+        An image whose tokens the row does not know is given by its pixels. ``number`` names the contents that the row
+        does not; ``salt`` goes before every name, so that one serving's contents are not in caches of another's.
+        """
+        images = tuple(image.tokens or (image.width or 1, image.height or 1) for image in row.images)
+        named = tuple(f"{salt}{image.content or f'{number}.{at}'}" for at, image in enumerate(row.images))
+        return cls(
+            text_tokens=max(1, row.text_tokens),
+            image_tokens=images,
+            contents=named,
+            max_tokens=max(1, row.output_length),
+            session=row.session,
+        )

@@ -98,8 +98,9 @@ class PacedProcessor(RequestProcessor):
 def _spans(request: PacedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
     spans: list[MediaSpan] = []
     offset = 0
-    for at, count in enumerate(images):
+    for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
         name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
-        spans.append(MediaSpan("image", count, offset, count, f"{name}:{count}"))
+        width, height = (0, 0) if isinstance(asked, int) else asked
+        spans.append(MediaSpan("image", count, offset, count, f"{name}:{count}", width=width, height=height))
         offset += count
     return tuple(spans)

@@ -54,7 +54,8 @@ class Request(msgspec.Struct, frozen=True):
     ``prompt`` is raw text in which ``<image>`` marks the place of each image in turn, whatever the model's own
     placeholder; or give ``messages`` in the chat form (a list of {"role", "content"}), to which the model's chat
     template is applied. ``images`` is a shorthand for ``media`` of kind "image". ``max_tokens`` is clipped to the
-    model's context. ``deadline_s`` counts from submission.
+    model's context. ``deadline_s`` counts from submission. ``session`` names the conversation that it is part of, for
+    the trace.
 
     Raises ``RequestError`` where a field has no meaning (``max_tokens`` ≤ 0, NaN temperature, ...).
     """
@@ -66,6 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     max_tokens: int = 256
     sampling: Sampling = Sampling()
     deadline_s: float | None = None
+    session: str = ""
     request_id: str = msgspec.field(default_factory=lambda: f"request-{next(_ids)}")
 
     def all_media(self) -> list[Media]:
@@ -135,6 +137,8 @@ def _request_problem(request: Request) -> str | None:
         return "media must hold trinity.Media(kind, source)"
     if not isinstance(request.request_id, str) or not request.request_id:
         return f"request_id must be text that is not empty, got {request.request_id!r}"
+    if not isinstance(request.session, str):
+        return f"session must be text, got {request.session!r:.80}"
     if not isinstance(request.max_tokens, int) or request.max_tokens <= 0:
         return f"max_tokens must be a whole number of at least 1, got {request.max_tokens!r}"
     deadline = request.deadline_s

@@ -235,12 +235,13 @@ def trace_row(stream: Stream) -> dict[str, Any]:
     return {
         "timestamp": stream.arrived_at * 1000,
         "request_id": output.request_id,
+        "session": stream.request.session,
         "input_length": output.prompt_tokens,
         "text_length": output.prompt_tokens - output.media_tokens,
         "output_length": len(output.token_ids),
         "max_tokens": output.max_tokens,
         "images": [
-            {"width": span.width, "height": span.height, "tokens": span.tokens, "content": span.content}
+            {"width": span.width or None, "height": span.height or None, "tokens": span.tokens, "content": span.content}
             for span in media
         ],
         "finish_reason": output.finish_reason,

@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from trinity.errors import ConfigError
 
 VisualTokens = Callable[[int, int], int]
 LLAVA_NEXT_GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # (height, width) in pixels
+_RULES = ("fixed", "anyres", "smart_resize", "tiles", "slices", "pan_and_scan", "split")
 _MOST_IDEFICS = 4096  # pixels of the longer edge beyond which Idefics3's images are shrunk
+
+
+def described(rule: Any) -> dict[str, Any]:
+    """One of this module's rules, with its settings, as plain values that travel; for msgspec's ``enc_hook``.
+
+    Raises ``ConfigError`` for a rule of your own: it is code.
+    """
+    bound = rule if isinstance(rule, partial) else partial(rule)
+    name = getattr(bound.func, "__name__", "")
+    if name not in _RULES or bound.func is not globals()[name] or bound.args:
+        raise ConfigError(
+            f"{rule!r} cannot travel to other processes: give one of trinity.visual_tokens' rules, its settings bound "
+            "by name with functools.partial"
+        )
+    return {"rule": name, "settings": bound.keywords}
+
+
+def as_described(kind: Any, fields: Any) -> VisualTokens:
+    """What ``described`` was given; for msgspec's ``dec_hook``. Raises ``ConfigError`` where it is no such rule."""
+    if kind != VisualTokens or not isinstance(fields, dict) or fields.get("rule") not in _RULES:
+        raise ConfigError(f"{fields!r:.80} describes no rule of trinity.visual_tokens")
+    found: VisualTokens = globals()[fields["rule"]]
+    return partial(found, **fields["settings"]) if fields["settings"] else found
 
 
 def fixed(width: int, height: int, *, tokens: int = 576) -> int:

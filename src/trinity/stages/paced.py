@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trinity.cost import Cost
 from trinity.errors import StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Sampled, Step
@@ -60,6 +61,12 @@ class PacedBatch:
         """Decodes, prefill tokens, visual tokens: what a cost model is asked for."""
         prefill = sum(asked.length for asked, _ in self.chunks)
         return len(self.decoded), prefill, sum(item.span.tokens for item in self.encodes)
+
+    def seconds(self, cost: Cost) -> float:
+        """Of this step, whose decodes look back on their prompts and outputs, and chunks on what is before them."""
+        context = _mean([row.length for row in self.decoded])
+        prefilled = _mean([asked.start for asked, _ in self.chunks])
+        return cost.at(*self.counts, context=context, prefilled=prefilled, prefills=len(self.chunks))
 
 
 class PacedStage:
@@ -116,7 +123,7 @@ class PacedStage:
             [self._row(name, "D") for name in step.decodes],
         )
         told = self.on_layers if step.group and batch.chunks else None
-        seconds, layers = self.paced.cost.seconds(*batch.counts), self.paced.shape.layers
+        seconds, layers = batch.seconds(self.paced.cost), self.paced.shape.layers
         sampled: dict[str, Sampled] = {}
         with self.pace.work(seconds) as work:
             self._check(batch)
@@ -228,6 +235,10 @@ class PacedStage:
             if len(wrong):
                 text = _where(IMAGE, block[wrong[0]], int(rows[wrong[0]]))
                 raise StageError(text, row.opened.work.request, "P")
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def groups(layers: int, size: int) -> Iterator[tuple[int, int]]:

@@ -32,6 +32,7 @@ from trinity.overlap import Transfers
 from trinity.paced import Paced
 from trinity.scheduler import Order, Policy
 from trinity.trace import SLO
+from trinity.visual_tokens import as_described, described
 
 TENSOR = 1  # the extension code of a tensor
 
@@ -152,6 +153,8 @@ class _TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _encode_hook(value: Any) -> Any:
+    if callable(value):
+        return described(value)
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -203,7 +206,7 @@ Message = (
     | Withdraw
 )
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
-_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_ext)
+_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_ext, dec_hook=as_described)
 
 
 def encode(message: Value) -> bytes:

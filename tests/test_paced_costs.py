@@ -1,0 +1,66 @@
+"""Costs of paced models: what a step takes, and that each kind of cost travels to other processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import pytest
+
+from trinity.budget import StepCost
+from trinity.cost import Roofline, Tables, device
+from trinity.errors import ConfigError
+from trinity.model_shapes import model as model_shape
+from trinity.paced import LLAVA_15_7B, LinearCost, Paced, TableCost
+from trinity.visual_tokens import as_described, described, fixed
+
+LLAVA = model_shape("llava-1.5-7b")
+MEASURED = Tables.measured(
+    {1: {"decodes": {1: 0.5, 4: 0.7}, "prefill": {1: 0.1}}, 512: {"decodes": {1: 0.9}}},
+    model="m",
+    device="d",
+    dtype="f",
+)
+COSTS = (
+    LinearCost(step_s=1.0, source="a guess"),
+    TableCost(decodes=((1, 0.5), (4, 0.75)), source="profile"),
+    Roofline(model=LLAVA, device=device("H100")),
+    Roofline(model=model_shape("qwen2-vl-7b"), device=device("H100")),
+    MEASURED,
+)
+
+
+def test_models_travel_and_tell_each_other_apart() -> None:
+    for cost in COSTS:
+        model = Paced(shape=LLAVA_15_7B, cost=cost, scale=4, interference=1.5)
+        travelled = msgspec.msgpack.encode(model, enc_hook=described)
+        again = msgspec.msgpack.decode(travelled, type=Paced, dec_hook=as_described)
+        assert again.fingerprint == model.fingerprint
+        assert str(again) == str(model)
+        assert again.cost.seconds(4, 3, 5) == cost.seconds(4, 3, 5)
+        assert again.cost.at(4, 3, 5, context=900, prefilled=70, prefills=2) == cost.at(
+            4, 3, 5, context=900, prefilled=70, prefills=2
+        )
+    assert len({Paced(shape=LLAVA_15_7B, cost=cost).fingerprint for cost in COSTS}) == len(COSTS)
+    rules = (fixed, partial(fixed, tokens=4))
+    models = (msgspec.structs.replace(LLAVA, visual_tokens=rule) for rule in rules)
+    said = {Paced(shape=LLAVA_15_7B, cost=Roofline(model=each, device=device("cpu"))).fingerprint for each in models}
+    assert len(said) == 2
+
+
+def test_a_rule_of_visual_tokens_that_is_code_does_not_travel() -> None:
+    own = msgspec.structs.replace(LLAVA, visual_tokens=lambda width, height: 7)
+    with pytest.raises(ConfigError, match="cannot travel"):
+        _ = Paced(shape=LLAVA_15_7B, cost=Roofline(model=own, device=device("cpu"))).fingerprint
+
+
+def test_costs() -> None:
+    linear = LinearCost(step_s=1, decode_s=0.1, prefill_s=0.01, encode_s=2, media_s=0.001)
+    assert linear.seconds(0, 0, 0) == 0
+    assert linear.seconds(2, 10, 0) == pytest.approx(1.3)
+    assert linear.seconds(0, 0, 100) == pytest.approx(2.1)
+    measured = StepCost.measured(decodes={1: 0.5, 8: 1.0}, prefill={64: 2.0})
+    table = TableCost.profiled(measured, "a profile")
+    sampled = TableCost.sampled(measured, (1, 8, 64), "the same")
+    for rows in ((1, 0, 0), (8, 0, 0), (0, 64, 0), (3, 0, 0)):
+        assert table.seconds(*rows) == measured.seconds(*rows) == pytest.approx(sampled.seconds(*rows))
