@@ -1,0 +1,229 @@
+"""TriInfer's Algorithm 2 (000, section 4.4), by the numbers of its lines; made precise where the paper leaves it open.
+
+1. ``workload``: lines 1 to 5. 2. ``profiled``: lines 6 to 11. 3. ``partition``: line 12. 4. ``deployments``: lines 14
+to 16. 5. ``best_of``: lines 13 and 17 to 23. Nothing is simulated here: what replays a trace is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil, floor
+from typing import Literal, NamedTuple, Protocol
+
+from trinity.budget import search_budget
+from trinity.errors import ConfigError
+from trinity.model_shapes import Model
+from trinity.placement import Group, Placement
+from trinity.sizing import IMAGE_SHARE
+from trinity.trace import SLO, Trace
+
+ALPHA = 0.5  # of the TTFT bound, for one encode batch
+BETA = 0.5  # of the TTFT bound, for one prefill batch
+GAMMA = 0.9  # of the memory that weights leave, for caches
+LARGEST = 65_536  # tokens or rows that a budget may come to
+Split = Literal["largest_remainder", "minimax"]
+
+
+class Cost(Protocol):
+    """Seconds of a step: a ``trinity.cost.Roofline`` or ``Tables``."""
+
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float: ...
+
+
+class Stages(NamedTuple):
+    """One figure for each stage."""
+
+    e: float
+    p: float
+    d: float
+
+
+class Workload(NamedTuple):
+    """Tokens of a whole trace: visual (W_e), of prompts with visual ones (W_p), decoded (W_d); and means of them.
+
+    ``context``: tokens that a decode looks back on, on average; ``image``: visual tokens of an image.
+    """
+
+    requests: int
+    visual: int
+    prompt: int
+    decode: int
+    context: float
+    image: float
+
+    @property
+    def multimodal(self) -> bool:
+        return self.visual > 0
+
+    @property
+    def mean_prompt(self) -> float:
+        return self.prompt / self.requests
+
+
+class Profile(NamedTuple):
+    """``budgets`` τ in tokens a batch, ``throughput`` tp in tokens/s, ``seconds`` t of one instance for the trace."""
+
+    budgets: Stages
+    throughput: Stages
+    seconds: Stages
+
+
+def workload(trace: Trace) -> Workload:
+    """Lines 1 to 5. The first token of an output comes from prefill, so D decodes one token fewer.
+
+    Raises ``ConfigError`` where there is no request.
+    """
+    visual = prompt = decode = looked_at = images = 0
+    for row in trace:
+        tokens = max(0, row.output_length - 1)
+        visual += row.visual_tokens  # line 3
+        prompt += row.input_length  # line 4
+        decode += tokens  # line 5
+        images += len(row.images)
+        looked_at += tokens * row.input_length + tokens * (tokens + 1) // 2
+    if not len(trace):
+        raise ConfigError("an empty trace has no workload: serve or load some requests first")
+    context = looked_at / decode if decode else prompt / len(trace)
+    return Workload(len(trace), visual, prompt, decode, context, visual / images if images else 0.0)
+
+
+def profiled(load: Workload, cost: Cost, slo: SLO, model: Model, capacity: float) -> Profile:
+    """Lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes. A stage without work takes 0 s."""
+    encode, prefill, decode = stage_seconds(load, cost)
+    budgets = Stages(
+        max(_budget(encode, ALPHA * slo.ttft), ceil(load.image)) if load.visual else 0,  # line 6: a whole image runs
+        _budget(prefill, BETA * slo.ttft),  # line 7
+        min(_budget(decode, slo.tbt), memory_bound(load, model, capacity)),  # lines 8 and 9
+    )
+    throughput = Stages(  # line 10
+        budgets.e / encode(int(budgets.e)) if load.visual else 0.0,
+        budgets.p / prefill(int(budgets.p)),
+        budgets.d / decode(int(budgets.d)),
+    )
+    seconds = Stages(  # line 11
+        load.visual / throughput.e if load.visual else 0.0, load.prompt / throughput.p, load.decode / throughput.d
+    )
+    return Profile(budgets, throughput, seconds)
+
+
+def stage_seconds(load: Workload, cost: Cost) -> tuple[Callable[[int], float], ...]:
+    """Seconds of a batch of so many visual tokens, prompt tokens, decodes: each stage alone, of this workload."""
+
+    def encode(tokens: int) -> float:
+        return cost.at(0, 0, tokens, context=0.0)
+
+    def prefill(tokens: int) -> float:
+        prompts = ceil(tokens / max(1.0, load.mean_prompt))
+        return cost.at(0, tokens, 0, context=0.0, prefills=max(1, prompts))
+
+    def decode(rows: int) -> float:
+        return cost.at(rows, 0, 0, context=load.context)
+
+    return encode, prefill, decode
+
+
+def _budget(seconds: Callable[[int], float], limit_s: float) -> int:
+    """The largest batch within the limit, up to the knee of its throughput; 1 where not even one item is."""
+    return 1 if seconds(1) > limit_s else search_budget(seconds, limit_s, high=LARGEST).budget
+
+
+def memory_bound(load: Workload, model: Model, capacity: float, roles: str = "D") -> int:
+    """Line 9 in consistent units: requests whose KV fits into γ of what the weights leave; at least 1.
+
+    The paper divides bytes by tokens; a request's KV is ``kv_bytes`` for each of its (W_p + W_d) / N_r tokens. Where
+    the instance also holds images, they have a tenth of the rest.
+    """
+    rest = capacity - model.weight_bytes(roles)
+    if set(roles) & {"E"}:
+        rest *= 1 - IMAGE_SHARE
+    each = model.kv_bytes * (load.prompt + load.decode) / load.requests
+    return max(1, floor(GAMMA * rest / each)) if each else LARGEST
+
+
+# ---------------------------------------------------------------- line 12
+
+
+def partition(count: int, seconds: Sequence[float], split: Split = "largest_remainder") -> tuple[int, ...]:
+    """``count`` instances to stages by their seconds, at least one each; ties go to the first.
+
+    By largest remainder, or (``minimax``) one by one to the stage with the most seconds an instance. Raises
+    ``ConfigError`` where there are fewer instances than stages.
+    """
+    if count < len(seconds):
+        raise ConfigError(f"{len(seconds)} stages need at least as many instances, got {count}")
+    return _minimax(count, seconds) if split == "minimax" else _largest_remainder(count, seconds)
+
+
+def _largest_remainder(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    total = sum(seconds)
+    quotas = [count * each / total if total else count / len(seconds) for each in seconds]
+    counts = [max(1, floor(quota)) for quota in quotas]
+    while sum(counts) < count:
+        counts[_first_most([quota - n for quota, n in zip(quotas, counts, strict=True)])] += 1
+    while sum(counts) > count:  # the floors of one gave more away than there is
+        over = [n - quota if n > 1 else float("-inf") for quota, n in zip(quotas, counts, strict=True)]
+        counts[_first_most(over)] -= 1
+    return tuple(counts)
+
+
+def _minimax(count: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    counts = [1] * len(seconds)
+    for _ in range(count - len(seconds)):
+        counts[_first_most([each / n for each, n in zip(seconds, counts, strict=True)])] += 1
+    return tuple(counts)
+
+
+def _first_most(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda place: (values[place], -place))
+
+
+# ---------------------------------------------------------------- lines 14 to 16, and 13, 17 to 23
+
+
+def deployments(count: int, seconds: Stages, split: Split = "largest_remainder") -> list[Placement]:
+    """What Algorithm 2 replays for ``count`` instances, in its order: E+P+D, EP+D, ED+P.
+
+    The paper says nothing of fewer than three instances or of text alone: one instance is EPD; two are EP+D, ED+P or
+    PD+E; a trace without images has no E: P+D, and PD on every instance.
+    """
+    if count < 1:
+        raise ConfigError(f"a plan is for at least 1 instance, got {count}")
+    if not seconds.e:
+        whole = [_placed((count, "PD"))]
+        if count == 1:
+            return whole
+        p, d = partition(count, (seconds.p, seconds.d), split)
+        return [_placed((p, "P"), (d, "D")), *whole]
+    if count == 1:
+        return [_placed((1, "EPD"))]
+    if count == 2:
+        return [_placed((1, "EP"), (1, "D")), _placed((1, "ED"), (1, "P")), _placed((1, "PD"), (1, "E"))]
+    e, p, d = partition(count, seconds, split)  # line 12
+    return [
+        _placed((e, "E"), (p, "P"), (d, "D")),  # line 14
+        _placed((e + p, "EP"), (d, "D")),  # line 15
+        _placed((e + d, "ED"), (p, "P")),  # line 16
+    ]
+
+
+def _placed(*groups: tuple[int, str]) -> Placement:
+    return Placement.of(Group(count, roles) for count, roles in groups)
+
+
+def best_of(methods: Iterable[Placement], replay_trace: Callable[[Placement], float]) -> tuple[Placement | None, float]:
+    """Lines 13 and 17 to 23: the first with a strictly greater goodput; None where all have 0."""
+    best, best_goodput = None, 0.0  # line 13
+    for method in methods:  # line 17
+        goodput = replay_trace(method)  # lines 18 and 19
+        if goodput > best_goodput:  # line 20
+            best, best_goodput = method, goodput  # lines 21 and 22
+    return best, best_goodput  # line 23
