@@ -12,13 +12,13 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from trinity import hosting
-from trinity.budget import BudgetCache, Budgets
+from trinity.budget import MOST_ROWS, BudgetCache, Budgets
 from trinity.errors import TrinityWarning
 from trinity.hosting import Deployment, load
 from trinity.instance import Instance, Loaded, named
 from trinity.messages import KV, Open, Sampled, Step
 from trinity.processor import RequestProcessor
-from trinity.profile import MOST_ROWS, Probe, profile_budgets
+from trinity.profile import Probe, profile_budgets
 from trinity.scheduler import ALPHA, Rules
 from trinity.stages.language import LanguageStage
 from trinity.trace import SLO

@@ -56,7 +56,11 @@ class FreeRuns:
         self.count += 1
 
     def __contains__(self, block: int) -> bool:
-        return any(start <= block < end for start, end in self._end.items())
+        return block in self.blocks()
+
+    def blocks(self) -> set[int]:
+        """All of them."""
+        return {block for start, end in self._end.items() for block in range(start, end)}
 
     def _best(self, count: int) -> tuple[int, int]:
         fitting = [(end - start, start) for start, end in self._end.items() if end - start >= count]
@@ -183,8 +187,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert what must always hold: every block is free, cached or held, and just one of them."""
+        free = self._free.blocks()
         for block in range(self.size):
-            places = (block in self._free, block in self._cached, self._references[block] > 0)
+            places = (block in free, block in self._cached, self._references[block] > 0)
             assert sum(places) == 1, f"pool {self.kind}: block {block} free, cached, held = {places}"
         assert all(self._block[key] == block for block, key in self._key.items())
         assert len(self._block) == len(self._key)

@@ -19,6 +19,9 @@ import msgspec
 from trinity.errors import ConfigError, TrinityWarning
 
 Table = tuple[tuple[int, float], ...]  # (how many, seconds): both ascending
+MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer, figure 3)
+MOST_TOKENS = 8192
+MOST_IMAGES = 64
 _CONFIRMATIONS = 3  # fresh measurements of which the median decides
 _TRIES = 2  # measurements of a probe that is too slow: noise only ever adds time
 
@@ -138,14 +141,20 @@ class BudgetResult(NamedTuple):
 
 
 def search_budget(
-    measure: Callable[[int], float], limit_s: float, *, low: int = 1, high: int = 8192, knee: float = 0.95
+    measure: Callable[[int], float],
+    limit_s: float,
+    *,
+    low: int = 1,
+    high: int = MOST_TOKENS,
+    knee: float = 0.95,
+    warn: bool = True,
 ) -> BudgetResult:
     """The largest n in [low, high] for which ``measure(n)`` seconds keep within ``limit_s`` (Algorithm 1, line 5).
 
     A monotone binary search (TriInfer 4.2). The budget is capped at the knee: the smallest n measured whose n per
     second is ``knee`` of the best seen. A feasible result is never one that does not hold: the median of three fresh
-    measurements must, else the next smaller candidate is tried. Where ``low`` itself does not hold, warns
-    (``TrinityWarning``) and returns it with ``feasible=False``. ``measure`` may return inf for what cannot run.
+    measurements must, else the next smaller candidate is tried. Where ``low`` itself does not hold, returns it with
+    ``feasible=False`` and, where ``warn``, a ``TrinityWarning``. ``measure`` may return inf for what cannot run.
 
     Raises ``ConfigError`` for bounds without meaning, and where a measurement is negative or NaN.
     """
@@ -159,13 +168,13 @@ def search_budget(
         seconds = search.median(budget)
         if seconds <= limit_s:
             return BudgetResult(budget, seconds, True, search.samples)
-    return _infeasible(search, low)
+    return _infeasible(search, low, warn)
 
 
-def _infeasible(search: _Search, low: int) -> BudgetResult:
+def _infeasible(search: _Search, low: int, warn: bool) -> BudgetResult:
     seconds = search.median(low)
     feasible = seconds <= search.limit_s
-    if not feasible:
+    if warn and not feasible:
         warnings.warn(
             f"{low} item(s) a step take {seconds:.4g} s, above the bound of {search.limit_s:.4g} s: the budget is "
             f"{low} all the same and the SLO will be missed. Loosen the SLO, or use a faster device or smaller model.",
@@ -173,6 +182,38 @@ def _infeasible(search: _Search, low: int) -> BudgetResult:
             stacklevel=3,
         )
     return BudgetResult(low, seconds, feasible, search.samples)
+
+
+def budgets_found(found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float) -> Budgets:
+    """From searches by kind of row: "prefill" (tokens) or else "decodes" (rows), and "images" of so many tokens."""
+    language = found.get("prefill") or found.get("decodes")
+    images = found.get("images")
+    samples = {name: result.samples for name, result in found.items()}
+    return Budgets(
+        tokens=language.budget if language else Budgets().tokens,
+        media=images.budget * image_tokens if images else Budgets().media,
+        limit_s=limit_s,
+        feasible=all(result.feasible for result in found.values()),
+        cost=StepCost.measured(
+            decodes=samples.get("decodes"),
+            prefill=samples.get("prefill"),
+            media={count * image_tokens: seconds for count, seconds in samples.get("images", {}).items()},
+        ),
+    )
+
+
+def predicted_budgets(
+    seconds: Callable[[int, int, int], float], roles: str, limit_s: float, image_tokens: int, *, warn: bool = True
+) -> Budgets:
+    """Budgets of an instance of ``roles`` by a cost model; ``image_tokens`` of a usual image, 0 for text alone."""
+    found: dict[str, BudgetResult] = {}
+    if "P" in roles:
+        found["prefill"] = search_budget(lambda n: seconds(0, n, 0), limit_s, high=MOST_TOKENS, warn=warn)
+    if "D" in roles:
+        found["decodes"] = search_budget(lambda n: seconds(n, 0, 0), limit_s, high=MOST_ROWS, warn=warn)
+    if "E" in roles and image_tokens:
+        found["images"] = search_budget(lambda n: seconds(0, 0, n * image_tokens), limit_s, high=MOST_IMAGES, warn=warn)
+    return budgets_found(found, image_tokens, limit_s)
 
 
 class _Search:

@@ -12,6 +12,7 @@ KvMode = Literal["off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
 LEAST_FIXED_S = 1e-4  # a message and a hop between threads, whatever the line through noisy pulls says
 MEMORY = 0.9  # share of what was measured before that stays with each new measurement
+FEED_FORWARD = 2 / 3  # of a layer's time comes behind its attention, as in a Llama's matrices
 SUMMED = ("bytes", "seconds", "setup_s", "pieces", "digest_s")
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trinity.blocks import blocks_for
-from trinity.budget import BudgetCache, BudgetKey, BudgetResult, Budgets, StepCost, search_budget
+from trinity.budget import (
+    MOST_IMAGES,
+    MOST_ROWS,
+    MOST_TOKENS,
+    BudgetCache,
+    BudgetKey,
+    BudgetResult,
+    Budgets,
+    budgets_found,
+    predicted_budgets,
+    search_budget,
+)
 from trinity.cost import Tables
 from trinity.errors import TrinityWarning
 from trinity.instance import Loaded
@@ -20,9 +30,6 @@ from trinity.request import Sampling
 from trinity.stages.base import Stage
 
 MEAN_CONTEXT = 512  # tokens of context that a decode row is profiled with, where the model has as many
-MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer, figure 3)
-MOST_TOKENS = 8192
-MOST_IMAGES = 64
 PROBE = "trinity-probe"
 
 
@@ -78,28 +85,7 @@ def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
         found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows())
     if "E" in roles and probe.span is not None:
         found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images())
-    return _budgets(found, probe.image_tokens, limit_s)
-
-
-def _budgets(found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float) -> Budgets:
-    language = found.get("prefill") or found.get("decodes")
-    images = found.get("images")
-    return Budgets(
-        tokens=language.budget if language else Budgets().tokens,
-        media=images.budget * image_tokens if images else Budgets().media,
-        limit_s=limit_s,
-        feasible=all(result.feasible for result in found.values()),
-        cost=_cost(found, image_tokens),
-    )
-
-
-def _cost(found: Mapping[str, BudgetResult], image_tokens: int) -> StepCost:
-    samples = {name: result.samples for name, result in found.items()}
-    return StepCost.measured(
-        decodes=samples.get("decodes"),
-        prefill=samples.get("prefill"),
-        media={count * image_tokens: seconds for count, seconds in samples.get("images", {}).items()},
-    )
+    return budgets_found(found, probe.image_tokens, limit_s)
 
 
 @dataclass
@@ -206,13 +192,5 @@ def _timed(stage: Stage, step: Step, opened: list[Open]) -> float:
 
 def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
     """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
-    seconds, roles = paced.cost.seconds, loaded.spec.roles
-    image = paced.shape.image_tokens
-    found: dict[str, BudgetResult] = {}
-    if "P" in roles:
-        found["prefill"] = search_budget(lambda n: seconds(0, n, 0), limit_s, high=MOST_TOKENS)
-    if "D" in roles:
-        found["decodes"] = search_budget(lambda n: seconds(n, 0, 0), limit_s, high=MOST_ROWS)
-    if "E" in roles and paced.multimodal:
-        found["images"] = search_budget(lambda n: seconds(0, 0, n * image), limit_s, high=MOST_IMAGES)
-    return _budgets(found, image, limit_s)
+    image = paced.shape.image_tokens if paced.multimodal else 0
+    return predicted_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image)

@@ -12,6 +12,7 @@ from trinity.cost import Cost
 from trinity.errors import StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Sampled, Step
+from trinity.overlap import FEED_FORWARD
 from trinity.paced import Paced
 from trinity.paced_content import (
     Words,
@@ -28,7 +29,6 @@ from trinity.paced_content import (
 from trinity.stages.pace import Pace
 
 CHECKED_WORDS = 4  # of a row in a layer; more would take longer than the step
-FEED_FORWARD = 2 / 3  # of a layer's time comes behind its attention, as in a Llama's matrices
 
 
 @dataclass(slots=True)

@@ -15,18 +15,16 @@ steps and pulls likewise; ``Faults`` makes rows and pulls fail. The same seed gi
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import inf
 from random import Random
 from typing import Any
 
-from trinity.core import InstanceCore
 from trinity.core.state import Settings
-from trinity.frontend import Abort, Deliver, End, FrontendCore
+from trinity.engine import Engine
+from trinity.frontend import Abort, Deliver, End
 from trinity.messages import (
     FRONTEND,
     IMAGE,
@@ -42,7 +40,6 @@ from trinity.messages import (
     Step,
     Stepped,
     Submit,
-    Tick,
     Value,
     Work,
 )
@@ -136,16 +133,13 @@ def _count_up(work: Work, index: int) -> int:
     return index + 1
 
 
-STALLED = 20_000  # events in a row that are but timers and heartbeats
-
-
 def _failed(pull: Pull) -> Failure:
     """A pull of some layers fails because their bytes were not what they should be."""
     fields = {"cause": "IntegrityError"} if pull.layers else {}
     return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
 
 
-class VirtualCluster:
+class VirtualCluster(Engine):
     """Instance cores and a front end under one virtual clock.
 
     ``sample(work, index)`` is the token of each output. ``observers`` None means every check there is.
@@ -164,42 +158,28 @@ class VirtualCluster:
         seed: int = 0,
         observers: Sequence[Observer] | None = None,
     ) -> None:
-        self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
-        self.frontend = FrontendCore(routing(), max_waiting)
+        super().__init__(instances, routing, max_waiting)
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups = Random(seed), Random(seed)
-        self.now = 0.0
         self.outcomes: dict[str, Outcome] = {}
         self.commands: list[tuple[float, str, Value]] = []
         self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
-        self._heap: list[tuple[float, int, str, Value]] = []
-        self._sequence = count()
         self._arrival: dict[tuple[str, str], float] = {}
         self._drawn: dict[str, int] = {}
-        self._due = dict.fromkeys([FRONTEND, *self.cores], inf)
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
-        self._lively = 0  # events on the way that are more than timers and heartbeats
-        self._idle_turns = 0
-        self._introduce()
         self.observers = every_check(self.cores, self.frontend) if observers is None else observers
-
-    def _introduce(self) -> None:
-        for announced in self.cores.values():
-            self.frontend.handle(announced.announcement(), 0.0)
-            for core in self.cores.values():
-                core.handle(announced.announcement(), 0.0)
 
     def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
         """The user submits a request at this time."""
         assert work.request not in self.outcomes, f"{work.request} was submitted before"
         self.outcomes[work.request] = Outcome(work, at)
-        self._post(at, FRONTEND, Submit(work, inputs))
+        self.post(at, FRONTEND, Submit(work, inputs))
 
     def abort(self, request: str, at: float, reason: str = "cancelled") -> None:
         """The user ends a request at this time: cancelled (the reader left) or stop (a stop string was found)."""
-        self._post(at, FRONTEND, Abort(request, reason))
+        self.post(at, FRONTEND, Abort(request, reason))
 
     def freeze(self, name: str, at: float, seconds: float) -> None:
         """An instance stands still: what comes to it meanwhile, it finds afterwards. Its memory can be read."""
@@ -208,33 +188,19 @@ class VirtualCluster:
     def run(self, limit: int = 1_000_000) -> None:
         """Until nothing is under way any more. ``limit`` events without an end count as a livelock."""
         for _ in range(limit):
-            if self._over():
+            if self.over():
                 break
-            self._advance()
+            self.advance()
         else:
             raise AssertionError(f"no end after {limit} events")
         self._noted(self._quiet)
 
-    def _over(self) -> bool:
-        """Nothing comes any more but heartbeats, or nothing else has come for so long that nothing will."""
-        if not self._heap or self._idle_turns > STALLED:
-            return True
-        waiting = self._lively or self.frontend.entries or not all(core.idle() for core in self.cores.values())
-        return not waiting
-
-    def _advance(self) -> None:
-        self.now, number, name, event = heapq.heappop(self._heap)
+    def take(self, number: int, name: str, event: Value) -> Value | None:
         for start, end in self._frozen.get(name, ()):
             if start <= self.now < end:
-                heapq.heappush(self._heap, (end, number, name, event))
-                return
-        lively = _is_lively(name, event)
-        self._lively -= lively
-        self._idle_turns = 0 if lively else self._idle_turns + 1
-        if isinstance(event, Pulled):
-            event = self._checked(name, event)
-        self.recent.append((self.now, name, event))
-        self._noted(lambda: self._handle(name, event))
+                self.put(end, number, name, event)
+                return None
+        return self._checked(name, event) if isinstance(event, Pulled) else event
 
     def _quiet(self) -> None:
         for each in self.observers:
@@ -248,47 +214,50 @@ class VirtualCluster:
                 error.add_note(f"{time:.4f} {name} <- {event}")
             raise
 
+    def handle(self, name: str, event: Value) -> None:
+        self.recent.append((self.now, name, event))
+        self._noted(lambda: self._handle(name, event))
+
     def _handle(self, name: str, event: Value) -> None:
         for each in self.observers:
             each.event(name, event)
-        core = self.frontend if name == FRONTEND else self.cores[name]
-        for command in core.handle(event, self.now):
-            self.commands.append((self.now, name, command))
-            for each in self.observers:
-                each.command(name, command)
-            self._carry_out(name, command)
-        self._arm(name, event)
+        super().handle(name, event)
         if not isinstance(event, PeerLoad):  # most events where there are heartbeats; no block or request changes
             for each in self.observers:
                 each.settled(name)
 
-    def _carry_out(self, name: str, command: Value) -> None:
-        if isinstance(command, Send):
-            self._deliver(name, command.to, command.message)
-        elif isinstance(command, Step):
-            seconds = self.durations.step(self.draw, name, command)
-            stepped = self._stepped(name, command, seconds)
-            if command.group:
-                self._progress(name, command, seconds, bool(stepped.failed))
-            self._post(self.now + seconds, name, stepped)
-        elif isinstance(command, Pull):
-            self._start_pull(name, command)
-        elif isinstance(command, Revoke):
-            for block in command.blocks:
-                self._generations[name, command.kind, block] = command.generation
-        elif isinstance(command, Deliver):
-            outcome = self.outcomes[command.request]
-            outcome.tokens.append(command.sampled.token)
-            outcome.times.append(self.now)
-        elif isinstance(command, End):
-            outcome = self.outcomes[command.request]
-            outcome.end, outcome.ended = command, self.now
+    def carry_out(self, name: str, command: Value) -> None:
+        self.commands.append((self.now, name, command))
+        for each in self.observers:
+            each.command(name, command)
+        super().carry_out(name, command)
 
-    def _deliver(self, source: str, target: str, message: Value) -> None:
-        arrival = self.now + self.durations.message(self.draw, source, target)
-        arrival = max(arrival, self._arrival.get((source, target), 0.0))
-        self._arrival[source, target] = arrival
-        self._post(arrival, target, message)
+    def send(self, name: str, command: Send) -> None:
+        target = command.to
+        arrival = self.now + self.durations.message(self.draw, name, target)
+        arrival = max(arrival, self._arrival.get((name, target), 0.0))
+        self._arrival[name, target] = arrival
+        self.post(arrival, target, command.message)
+
+    def start(self, name: str, step: Step) -> None:
+        seconds = self.durations.step(self.draw, name, step)
+        stepped = self._stepped(name, step, seconds)
+        if step.group:
+            self._progress(name, step, seconds, bool(stepped.failed))
+        self.post(self.now + seconds, name, stepped)
+
+    def revoke(self, name: str, command: Revoke) -> None:
+        for block in command.blocks:
+            self._generations[name, command.kind, block] = command.generation
+
+    def deliver(self, name: str, command: Deliver) -> None:
+        outcome = self.outcomes[command.request]
+        outcome.tokens.append(command.sampled.token)
+        outcome.times.append(self.now)
+
+    def end(self, name: str, command: End) -> None:
+        outcome = self.outcomes[command.request]
+        outcome.end, outcome.ended = command, self.now
 
     def _progress(self, name: str, step: Step, seconds: float, fails: bool) -> None:
         """Layers are written evenly over the step; one that fails, or another now and then, does so in its middle."""
@@ -297,9 +266,9 @@ class VirtualCluster:
         told = self.hiccups.randint(0, len(groups))
         again = fails or self.hiccups.random() < 0.1
         for number, group in enumerate(groups[: told if again else len(groups)]):
-            self._post(self.now + seconds * (number + 1) / (len(groups) + 2), name, Progress(step.id, step.lane, group))
+            self.post(self.now + seconds * (number + 1) / (len(groups) + 2), name, Progress(step.id, step.lane, group))
         if again and told:
-            self._post(self.now + seconds * 0.95, name, Progress(step.id, step.lane, None))
+            self.post(self.now + seconds * 0.95, name, Progress(step.id, step.lane, None))
 
     def _stepped(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
@@ -317,7 +286,7 @@ class VirtualCluster:
         self._drawn[request] = index + 1
         return Sampled(self.sample(self.outcomes[request].work, index))
 
-    def _start_pull(self, name: str, pull: Pull) -> None:
+    def pull(self, name: str, pull: Pull) -> None:
         seconds = self.durations.pull(self.draw, pull)
         self._pulls[name, pull.offer, pull.part] = pull
         if self.faults.pull(self.draw, pull):
@@ -325,7 +294,7 @@ class VirtualCluster:
         else:
             record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
             answer = Pulled(pull.offer, pull.part, None, record)
-        self._post(self.now + seconds, name, answer)
+        self.post(self.now + seconds, name, answer)
 
     def _checked(self, name: str, event: Pulled) -> Pulled:
         """What a connector sees after its copy: whether the blocks were still those of the offer."""
@@ -335,19 +304,3 @@ class VirtualCluster:
             return event
         fields = {"source": pull.source, "target": name, "kind": pull.kind, "cause": "OfferRefused"}
         return Pulled(event.offer, event.part, Failure("MigrationError", "the blocks were taken back", fields))
-
-    def _arm(self, name: str, event: Value) -> None:
-        if isinstance(event, Tick) and self.now >= self._due[name]:
-            self._due[name] = inf
-        due = (self.frontend if name == FRONTEND else self.cores[name]).next_timer()
-        if due is not None and due < self._due[name]:
-            self._due[name] = due
-            self._post(max(due, self.now), name, Tick())
-
-    def _post(self, at: float, name: str, event: Value) -> None:
-        self._lively += _is_lively(name, event)
-        heapq.heappush(self._heap, (at, next(self._sequence), name, event))
-
-
-def _is_lively(name: str, event: Value) -> bool:
-    return not isinstance(event, PeerLoad) and (name == FRONTEND or not isinstance(event, Tick))

@@ -1,0 +1,276 @@
+"""Simulated: the engine whose steps, pulls and messages take what a cost model and a cluster say."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity.cluster import Cluster
+from trinity.core import InstanceCore
+from trinity.core.state import Settings
+from trinity.engine import Engine
+from trinity.frontend import Deliver, End
+from trinity.messages import FRONTEND, IMAGE, KV, Progress, Pull, Pulled, Sampled, Send, Step, Stepped, Submit, Value
+from trinity.model_shapes import Model
+from trinity.overlap import FEED_FORWARD
+from trinity.routing import RoutingPolicy
+from trinity.scheduler import StepTime
+from trinity.timeline import Slice
+from trinity.workload import Job, work_of
+
+SAMPLED = Sampled(0)  # every token of every request: its value means nothing
+
+
+@dataclass(slots=True)
+class Running:
+    """A step on a lane: ``left`` seconds of it, and what is told when less is left (None: its end)."""
+
+    step: Step
+    started: float
+    left: float
+    due: list[tuple[float, tuple[int, int] | None]]
+    numbers: set[int] = field(default_factory=set)
+
+
+class Worker:
+    """One instance: its costs, what its lanes run, what its device did and held so far."""
+
+    def __init__(self, core: InstanceCore, place: int, cost: StepTime, model: Model) -> None:
+        self.core, self.place = core, place
+        self.plain = cost.seconds
+        self.at: Callable[..., float] | None = getattr(cost, "at", None)
+        self.running: dict[str, Running] = {}
+        self.since = 0.0
+        self.free_at = 0.0  # when the pulls into it that were asked for so far have ended
+        self.busy = dict.fromkeys(core.settings.roles, 0.0)
+        self.peak = dict.fromkeys(core.settings.pools, 0)
+        own = core.settings
+        self.block_bytes = {IMAGE: model.feature_bytes * own.media_block, KV: model.kv_bytes * own.kv_block}
+        self._decoded: tuple[str, ...] = ()
+        self._context = 0
+
+    def seconds(self, step: Step) -> float:
+        """What the step takes alone on the device."""
+        prefill = sum(row.length for row in step.prefills)
+        media = sum(row.span.tokens for row in step.encodes)
+        decodes = len(step.decodes)
+        if self.at is None:
+            return self.plain(decodes, prefill, media)
+        context = self._looked_back(step) / decodes if decodes else 0.0
+        prefills = len(step.prefills)
+        prefilled = sum(row.start for row in step.prefills) / prefills if prefills else 0.0
+        return self.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+
+    def _looked_back(self, step: Step) -> int:
+        """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same."""
+        decodes = step.decodes
+        if decodes == self._decoded:
+            self._context += len(decodes)
+        else:
+            requests = self.core.state.requests
+            states = [requests[request] for request in decodes]
+            self._context = sum([len(state.work.prompt) + len(state.tokens) for state in states])
+            self._decoded = decodes
+        return self._context
+
+    def book(self, step: Step, seconds: float) -> None:
+        """The device was busy with these rows. In a mixed step each stage has its share of what it takes alone."""
+        prefill = sum(row.length for row in step.prefills)
+        media = sum(row.span.tokens for row in step.encodes)
+        counts = {"E": (0, 0, media), "P": (0, prefill, 0), "D": (len(step.decodes), 0, 0)}
+        present = {letter: count for letter, count in counts.items() if any(count)}
+        if len(present) == 1:
+            (letter,) = present
+            self.busy[letter] += seconds
+            return
+        alone = {letter: self.plain(*count) for letter, count in present.items()}
+        total = sum(alone.values())
+        for letter, share in alone.items():
+            self.busy[letter] += seconds * share / total if total else 0.0
+
+    def look(self) -> None:
+        """The most blocks held after an event so far."""
+        for kind, pool in self.core.state.pools.items():
+            held = pool.held
+            if held > self.peak[kind]:
+                self.peak[kind] = held
+
+
+class Simulated(Engine):
+    """Serves jobs on a cluster. ``run`` ends when nothing is under way any more.
+
+    A message takes ``cluster.message_s``. A step takes what its instance's cost says; while both lanes of an instance
+    are busy each is ``interference`` times slower. A pull takes what the link between the two devices says of its whole
+    blocks, and the pulls into one instance are served one after the other. Arrivals have the first numbers, so that
+    at equal times they come first.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Settings],
+        jobs: Sequence[Job],
+        *,
+        cluster: Cluster,
+        costs: Sequence[StepTime],
+        model: Model,
+        routing: Callable[[], RoutingPolicy],
+        max_waiting: int,
+        interference: float,
+        shared: bool,
+        record: bool,
+    ) -> None:
+        super().__init__(instances, routing, max_waiting)
+        self.timed = any(core.next_timer() is not None for core in self.cores.values())
+        self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
+        self.workers = {
+            name: Worker(core, place, cost, model)
+            for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
+        }
+        self.times: list[list[float]] = [[] for _ in jobs]
+        self.reasons = ["error" if job.refused else "" for job in jobs]
+        self.ended = 0.0
+        self.moved = {IMAGE: 0, KV: 0}
+        self.timeline: list[Slice] | None = [] if record else None
+        for number, job in enumerate(jobs):
+            following = next(self._sequence)
+            if not job.refused:
+                self._heap.append((job.at, following, FRONTEND, number))
+        heapq.heapify(self._heap)
+        self._lively += len(self._heap)
+
+    def run(self) -> None:
+        while not self.over():
+            self.advance()
+
+    def take(self, number: int, name: str, event: Any) -> Value | None:
+        if name == FRONTEND and type(event) is int:
+            return Submit(work_of(self.jobs[event], event, self.shared))
+        if type(event) is Stepped:
+            return event if self._is_end(number, name, event) else None
+        if type(event) is Progress and not self._is_told(number, name, event):
+            return None
+        told: Value = event
+        return told
+
+    def handle(self, name: str, event: Value) -> None:
+        super().handle(name, event)
+        if name != FRONTEND:
+            self.workers[name].look()
+
+    # ------------------------------------------------------------ commands
+
+    def send(self, name: str, command: Send) -> None:
+        self.post(self.now + self.cluster.message_s, command.to, command.message)
+
+    def deliver(self, name: str, command: Deliver) -> None:
+        self.times[int(command.request)].append(self.now)
+
+    def end(self, name: str, command: End) -> None:
+        number = int(command.request)
+        assert not self.reasons[number], f"request {number} ended twice"
+        self.reasons[number] = command.reason
+        self.ended = self.now
+
+    def pull(self, name: str, pull: Pull) -> None:
+        target = self.workers[name]
+        size = len(pull.source_blocks) * target.block_bytes[pull.kind]
+        if pull.layers is not None:
+            size = size * (pull.layers[1] - pull.layers[0]) // target.core.settings.layers
+        link = self.cluster.between(self.workers[pull.source].place, target.place)
+        start = max(self.now, target.free_at)
+        target.free_at = start + link.seconds(size)
+        self.moved[pull.kind] += size
+        if self.timeline is not None:
+            said = {"source": pull.source, "request": pull.request, "bytes": size}
+            self.timeline.append(Slice(name, "migration", pull.kind, start, target.free_at - start, said))
+        self.post(target.free_at, name, Pulled(pull.offer, pull.part))
+
+    # ------------------------------------------------------------ steps
+
+    def start(self, name: str, step: Step) -> None:
+        worker = self.workers[name]
+        seconds = worker.seconds(step)
+        due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
+        if step.group:
+            due = [*_told(step.group, worker.core.settings.layers, seconds), *due]
+        self._elapse(worker)
+        worker.running[step.lane] = Running(step, self.now, seconds, due)
+        if len(worker.running) > 1 and self.interference > 1:
+            self._arrange(name, worker)
+        else:
+            self._post_lane(name, worker.running[step.lane], 1.0)
+
+    def _is_told(self, number: int, name: str, event: Progress) -> bool:
+        """Whether this is how far the lane's step is now, and not what was posted before its speed changed."""
+        running = self.workers[name].running.get(event.lane)
+        if running is None or number not in running.numbers:
+            return False
+        running.due.pop(0)
+        return True
+
+    def _is_end(self, number: int, name: str, event: Stepped) -> bool:
+        """As ``_is_told``, of its end: the lane is free, and another one goes on at full speed."""
+        worker = self.workers[name]
+        running = worker.running.get(event.lane)
+        if running is None or number not in running.numbers:
+            return False
+        self._elapse(worker)
+        del worker.running[event.lane]
+        if worker.running and self.interference > 1:
+            self._arrange(name, worker)
+        seconds = self.now - running.started
+        worker.book(running.step, seconds)
+        if self.timeline is not None:
+            self.timeline.append(_slice(name, running, seconds))
+        return True
+
+    def _elapse(self, worker: Worker) -> None:
+        """Account for the time since the lanes' speed changed last."""
+        slow = self._slow(worker)
+        for running in worker.running.values():
+            running.left -= (self.now - worker.since) / slow
+        worker.since = self.now
+
+    def _slow(self, worker: Worker) -> float:
+        return self.interference if len(worker.running) > 1 else 1.0
+
+    def _arrange(self, name: str, worker: Worker) -> None:
+        """The lanes' speed has changed: what was posted of their steps is void, and comes at other times."""
+        slow = self._slow(worker)
+        for lane in worker.core.settings.lanes:
+            if lane in worker.running:
+                self._post_lane(name, worker.running[lane], slow)
+
+    def _post_lane(self, name: str, running: Running, slow: float) -> None:
+        step = running.step
+        running.numbers.clear()
+        for left, layers in running.due:
+            at = self.now + (running.left - left) * slow
+            event: Value
+            if layers is not None:
+                event = Progress(step.id, step.lane, layers)
+            else:
+                sampling = [row.request for row in step.prefills if row.last]
+                sampled = dict.fromkeys([*sampling, *step.decodes], SAMPLED)
+                event = Stepped(step.id, step.lane, sampled, {}, at - running.started)
+            running.numbers.add(self.post(at, name, event))
+
+
+def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:
+    """Seconds left when each group of layers is written: layers take equal shares of the step, attention first."""
+    ends = [(first, min(first + group, layers)) for first in range(0, layers, group)]
+    return [(seconds * (1 - (end - FEED_FORWARD) / layers), (first, end)) for first, end in ends]
+
+
+def _slice(name: str, running: Running, seconds: float) -> Slice:
+    step = running.step
+    present = {"encode": step.encodes, "prefill": step.prefills, "decode": step.decodes}
+    counts = {
+        "media tokens": sum(row.span.tokens for row in step.encodes),
+        "prefill tokens": sum(row.length for row in step.prefills),
+        "decodes": len(step.decodes),
+    }
+    title = "+".join(kind for kind, rows in present.items() if rows)
+    return Slice(name, step.lane, f"simulated {title}", running.started, seconds, counts)
