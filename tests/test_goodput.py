@@ -227,6 +227,7 @@ def test_a_trace_without_a_rate_is_too_short(trace: Trace) -> None:
         {"least_ttfts": 0},
         {"step": 1},
         {"tolerance": 0},
+        {"deepest": 0.5},
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
@@ -266,6 +267,11 @@ def test_a_search_is_driven_from_outside_by_the_same_code() -> None:
         except StopIteration as end:
             offered, found = None, end.value
     assert found == goodput(Queue(0.1), evenly(2000), LOOSE, bound=10.0)
+
+
+def test_a_search_gives_up_as_deep_as_it_is_told() -> None:
+    found = goodput(lambda trace: [Outcome(9.0)] * len(trace), evenly(1000), LOOSE, step=2.0, deepest=5.0)
+    assert [point.rate for point in found.points] == pytest.approx([1.0, 1 / 2, 1 / 8])
 
 
 def test_a_coarser_search_takes_fewer_runs() -> None:

@@ -19,7 +19,7 @@ STEP = 1.25  # between rates while the limit is not yet bracketed
 TOLERANCE = 0.02  # of the rate, where bisection ends
 LEAST_REQUESTS = 1000
 LEAST_TTFTS = 10  # times the TTFT bound that a trace must last: shorter ones end before a queue has built up
-_DEEPEST = 4096  # times below the first rate tried, where a search that found nothing gives up
+DEEPEST = 4096.0  # times below the first rate tried, where a search that found nothing gives up
 _START = 0.9  # of the bound, where a search begins
 
 
@@ -103,21 +103,22 @@ def goodput(
     least_ttfts: float = LEAST_TTFTS,
     step: float = STEP,
     tolerance: float = TOLERANCE,
+    deepest: float = DEEPEST,
 ) -> Goodput:
     """Search the highest rate at which ``share`` of all requests, failed ones included, are in time.
 
     ``serve`` answers a trace with one outcome for each row: a simulator, a live pipeline, a formula. The same requests
     are served with their time stamps scaled: first at 0.9 of ``bound`` (requests a second that cannot be exceeded) or
     at the trace's own rate, then ``step`` times as fast or slow until the limit is bracketed, then by bisection to
-    ``tolerance`` of the rate. ``rule="p90", stable=False`` is the paper's rule, which a queue before decode can hide
-    from.
+    ``tolerance`` of the rate. Where nothing holds it gives up ``deepest`` times below the first rate.
+    ``rule="p90", stable=False`` is the paper's rule, which a queue before decode can hide from.
 
     Raises ``TraceTooShort`` for fewer than ``least_requests``, and where all is in time although the requests come in
     less than ``least_ttfts`` times the TTFT bound: such a rate is no answer, and the error's ``needed_s`` says how
     long the trace must be at its own rate.
     """
     options = Options(rule=rule, stable=stable, share=share, bound=bound, least_requests=least_requests)
-    options |= Options(least_ttfts=least_ttfts, step=step, tolerance=tolerance)
+    options |= Options(least_ttfts=least_ttfts, step=step, tolerance=tolerance, deepest=deepest)
     search = searching(trace, slo, options)
     offered = next(search)
     while True:
@@ -139,6 +140,7 @@ class Options(TypedDict, total=False):
     least_ttfts: float
     step: float
     tolerance: float
+    deepest: float
 
 
 def searching(trace: Trace, slo: SLO, options: Options) -> Searching:
@@ -209,6 +211,7 @@ class _Search:
         self.rule, self.stable = options.get("rule", "guard"), options.get("stable", True)
         self.share, self.bound = options.get("share", SHARE), options.get("bound")
         self.step, self.tolerance = options.get("step", STEP), options.get("tolerance", TOLERANCE)
+        self.deepest = options.get("deepest", DEEPEST)
         least_requests, least_ttfts = options.get("least_requests", LEAST_REQUESTS), options.get("least_ttfts")
         self.least_ttfts = LEAST_TTFTS if least_ttfts is None else least_ttfts
         self._check(least_requests)
@@ -225,8 +228,11 @@ class _Search:
         least = self.least_ttfts
         if least_requests < 2 or not 0 < least < math.inf:  # at 0 a search without a limit would never end
             raise ConfigError(f"least_requests is at least 2, least_ttfts positive, got {least_requests} and {least}")
-        if not (1 < self.step < math.inf and 0 < self.tolerance < math.inf):
-            raise ConfigError(f"step is above 1 and tolerance above 0, got {self.step!r} and {self.tolerance!r}")
+        if not (1 < self.step < math.inf and 0 < self.tolerance < math.inf and 1 <= self.deepest < math.inf):
+            raise ConfigError(
+                f"step is above 1, tolerance above 0 and deepest at least 1, got {self.step!r}, {self.tolerance!r} and "
+                f"{self.deepest!r}"
+            )
 
     @property
     def least_s(self) -> float:
@@ -262,7 +268,7 @@ class _Search:
                 low, high = high, high * self.step
             return low, high
         high, factor = start, self.step
-        while high > start / _DEEPEST:
+        while high > start / self.deepest:
             low = high / factor
             if (yield from self._holds(low)):
                 return low, high

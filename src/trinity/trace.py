@@ -97,7 +97,8 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``timestamp`` is the arrival in ms. ``input_length`` counts the prompt's tokens, visual ones included,
     ``text_length`` those of text alone. ``hash_ids`` are Mooncake's prefix blocks. What follows ``max_tokens`` is there
-    for requests that were served; gaps and spans in seconds. ``emulated``: by paced stages.
+    for requests that were served; gaps and spans in seconds. ``emulated``: by paced stages. ``late_s``: how long after
+    the scheduled arrival a client that replays sent it; ``ttft_s`` and ``latency_s`` have it in them.
     """
 
     timestamp: Number
@@ -115,6 +116,7 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
     spans: dict[str, float] = {}
     emulated: bool = False
+    late_s: Number | None = None
 
     @property
     def visual_tokens(self) -> int:
