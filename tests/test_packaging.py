@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "trinity").rglob("*.py*")}
 SHIPPED = {name for name in SOURCES if "__pycache__" not in name} | {"trinity/py.typed"}
-SHIPPED |= {f"trinity/traces/data/{name}" for name in ("servegen-image-1h.jsonl.gz", "ORIGIN.md", "LICENSE.Apache-2.0")}
+DATA = ("servegen-image-1h.jsonl.gz", "servegen-image-24h.jsonl.gz", "ORIGIN.md", "LICENSE.Apache-2.0")
+SHIPPED |= {f"trinity/traces/data/{name}" for name in DATA}
 
 
 def wheel(folder: Path, **environment: str) -> zipfile.ZipFile:

@@ -246,3 +246,39 @@ def test_nothing_cannot_be_drawn_from() -> None:
     for requests, block in ((0, 1.0), (1, 0.0), (1, math.inf)):
         with pytest.raises(ConfigError, match="at least 1"):
             traces.resampled(trace_at(0, 1), requests, block_s=block)
+
+
+def test_a_denser_trace_keeps_the_day_and_loses_the_noise() -> None:
+    noise = random.Random(0)
+    calm = [3600 * noise.random() for _ in range(400)]
+    busy = [3600 + 3600 * noise.random() for _ in range(1600)]
+    thin = trace_at(*sorted(calm + busy))
+    made = traces.denser(thin, 12.5, seed=1, within_s=600)
+    times = seconds(made)
+    assert times == sorted(times)
+    assert seconds(thin)[0] <= times[0] <= times[-1] <= seconds(thin)[-1]
+    assert len(made) == pytest.approx(12.5 * 2000, rel=0.05)
+    assert len(made.window(600, 3000)) == pytest.approx(12.5 * 400 * 2 / 3, rel=0.1)  # nothing from the busy hour
+    even, one = (traces.denser(thin, factor, within_s=600).window(3600, 7200).statistics().cv for factor in (12, 1))
+    assert even is not None
+    assert one is not None
+    assert even < one / 2
+    assert names(made) == names(traces.denser(thin, 12.5, seed=1, within_s=600))
+    assert names(made) != names(traces.denser(thin, 12.5, seed=2, within_s=600))
+
+
+def test_a_stretch_is_taken_as_it_is() -> None:
+    bursts = trace_at(*(60 * n + at for n in range(20) for at in (0.1, 0.2, 0.3)))
+    made = seconds(traces.denser(bursts, 1, within_s=0))
+    assert made == pytest.approx(seconds(bursts))
+    assert len(traces.denser(bursts, 0.5, seed=3)) < 45  # half of them, more or less
+    assert seconds(traces.denser(trace_at(1, 2), 2)) == [1, 1, 2, 2]
+
+
+def test_what_cannot_be_made_denser() -> None:
+    for trace in (Trace(), trace_at(4), trace_at(4, 4)):
+        with pytest.raises(TraceError, match="no rate"):
+            traces.denser(trace, 2)
+    for wrong in ({"factor": 0}, {"factor": math.inf}, {"factor": 1, "stretch_s": 0}, {"factor": 1, "within_s": -1}):
+        with pytest.raises(ConfigError, match="positive"):
+            traces.denser(trace_at(0, 1), **wrong)

@@ -240,6 +240,17 @@ def test_the_shipped_hour_is_the_one_that_its_origin_describes() -> None:
         traces.shipped("servegen")
 
 
+def test_the_shipped_day_is_the_one_that_its_origin_describes() -> None:
+    trace = traces.shipped("servegen-image-24h")
+    found = trace.statistics()
+    assert found.requests == 48_963
+    assert found.duration_s == pytest.approx(86_400, abs=5)
+    assert found.output_tokens is not None
+    assert found.output_tokens["max"] == 2_000
+    hours = [len(trace.window(3600 * hour, 3600 * hour + 3600)) for hour in range(24)]
+    assert (min(hours), max(hours)) == (1247, 2769)  # its drift
+
+
 def test_the_shipped_data_come_with_origin_and_licence() -> None:
     folder = Path(traces.__file__).parent / "data"
     origin = (folder / "ORIGIN.md").read_text(encoding="utf-8")

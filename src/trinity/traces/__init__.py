@@ -1,4 +1,4 @@
-"""Traces from elsewhere: other systems' files read, one that is shipped, and synthetic ones.
+"""Traces from elsewhere: other systems' files read, two that are shipped, and synthetic ones.
 
 ::
 
@@ -6,6 +6,7 @@
     trace = traces.read("azure_llm_2023_conv.csv.gz")      # trace.report says what was imputed
     trace = traces.synthesise("TextCaps", 2000, visual_tokens=lambda width, height: 576, rate=8, seed=0)
     trace = traces.resampled(trace, 4000, seed=1)
+    day = traces.denser(traces.shipped("servegen-image-24h"), 1 / 0.06)  # it has 6 % of the day's requests
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from trinity.traces.formats import FORMATS as FORMATS
 from trinity.traces.formats import read as read
 from trinity.traces.synthetic import DATASETS as DATASETS
 from trinity.traces.synthetic import Dataset as Dataset
+from trinity.traces.synthetic import denser as denser
 from trinity.traces.synthetic import resampled as resampled
 from trinity.traces.synthetic import synthesise as synthesise
 
-SHIPPED = {"servegen-image-1h": ("servegen-image-1h.jsonl.gz", "servegen")}
+SHIPPED = {
+    "servegen-image-1h": ("servegen-image-1h.jsonl.gz", "servegen"),
+    "servegen-image-24h": ("servegen-image-24h.jsonl.gz", "servegen"),
+}
 
 
 def shipped(name: str) -> Trace:
