@@ -18,7 +18,7 @@ PACKAGE = "trinity"
 PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics"}
 PURE |= {"tables", "traces", "trace_statistics", "goodput", "visual_tokens", "model_shapes", "model_config"}
 PURE |= {"routing", "cost", "budget", "core", "frontend", "simulator", "planner"}
-PURE |= {"engine", "cluster", "workload", "simulated"}
+PURE |= {"engine", "cluster", "workload", "simulated", "demand", "watch"}
 IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "threading", "uvloop"}
 
 

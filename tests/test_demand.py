@@ -1,0 +1,137 @@
+"""Stage demand: seconds of a request by hand, steps under an SLO, the load of a placement against brute force."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity.cost import DEVICES, Roofline
+from trinity.demand import Demand, load, total
+from trinity.errors import ConfigError, TraceError
+from trinity.model_shapes import model
+from trinity.placement import Placement
+from trinity.trace import SLO, Trace, TraceImage, TraceRow
+
+
+class Plain:
+    """1 s a decode and 0.01 s a token of its context, 0.1 s a prefill token, 0.001 s a visual token; 2 s a step."""
+
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        self.asked = (prefilled, prefills)
+        return 2 + decodes * (1 + 0.01 * context) + 0.1 * prefill_tokens + 0.001 * media_tokens
+
+
+def row(text: int = 60, images: tuple[int, ...] = (), out: int = 1, at: float = 0.0) -> TraceRow:
+    found = [TraceImage(tokens=tokens) for tokens in images]
+    return TraceRow(timestamp=1000 * at, input_length=text + sum(images), output_length=out, images=found)
+
+
+def test_a_request_has_its_share_of_every_step_that_it_takes_part_in() -> None:
+    demand = Demand(cost=Plain(), media=1000, tokens=200, decodes=4)
+    found = demand.of(row(text=60, images=(30, 10), out=21))
+    assert found["E"] == pytest.approx(40 / 1000 * (2 + 1))
+    assert found["P"] == pytest.approx(100 / 200 * (2 + 20))
+    assert found["D"] == pytest.approx(20 / 4 * (2 + 4 * (1 + 0.01 * (100 + 10))))
+
+
+def test_text_takes_no_encoding_and_one_token_no_decoding() -> None:
+    demand = Demand(cost=Plain(), media=1, tokens=1, decodes=1)
+    assert demand.of(row(text=1)) == {"E": 0.0, "P": 2.1, "D": 0.0}
+    assert demand.of(row(text=0, out=0)) == {"E": 0.0, "P": 0.0, "D": 0.0}
+
+
+def test_long_prompts_look_back_on_their_own_chunks_and_short_ones_share_a_step() -> None:
+    cost = Plain()
+    demand = Demand(cost=cost, media=1, tokens=100, decodes=1)
+    demand.of(row(text=500))
+    assert cost.asked == (200, 1)  # chunks of 100 have 0 to 400 tokens before them
+    demand.of(row(text=30))
+    assert cost.asked == (0, 3)
+
+
+def test_the_demand_of_a_trace_is_the_sum_over_its_span() -> None:
+    demand = Demand(cost=Plain(), media=100, tokens=100, decodes=10)
+    rows = [row(at=at, images=(50,), out=5) for at in (10, 12, 20)]
+    each = demand.of(rows[0])
+    assert demand.rate(Trace(rows)) == pytest.approx({stage: 3 * each[stage] / 10 for stage in "EPD"})
+    assert total(map(demand.of, rows)) == pytest.approx({stage: 3 * each[stage] for stage in "EPD"})
+    for none in ([], rows[:1], [rows[0], rows[0]]):
+        with pytest.raises(TraceError, match="no rate"):
+            demand.rate(Trace(none))
+
+
+def test_steps_under_an_slo_keep_it_and_lose_little() -> None:
+    demand = Demand.under(Plain(), SLO(ttft=30, tbt=20), context=50)
+    for found, most, each in ((demand.tokens, 130, 0.1), (demand.decodes, 12, 1.5), (demand.media, 13_000, 0.001)):
+        assert found <= most  # 2 + each * most is the bound
+        assert found / (2 + each * found) >= 0.95 * most / (2 + each * most)
+
+
+def test_an_slo_that_nothing_meets_leaves_one_row() -> None:
+    demand = Demand.under(Plain(), SLO(ttft=0.1, tbt=0.1))
+    assert (demand.media, demand.tokens, demand.decodes) == (1, 1, 1)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Demand(cost=Plain(), media=1, tokens=0, decodes=1)
+
+
+def test_steps_of_a_known_model_and_device_are_in_time() -> None:
+    cost, slo = Roofline(model=model("llava-1.5-7b"), device=DEVICES["H100"]), SLO(ttft=2, tbt=0.08)
+    demand = Demand.under(cost, slo)
+    assert cost.at(0, demand.tokens, 0, context=0) <= 1
+    assert 0.06 < cost.at(demand.decodes, 0, 0, context=1024) <= 0.08
+    assert Demand.under(cost, slo, most_decodes=50).decodes <= 50
+    of = demand.of(row(text=50, images=(576,), out=100))
+    assert 0 < of["E"] < of["P"] < 0.1
+    assert demand.of(row(text=50, images=(576,), out=199))["D"] == pytest.approx(2 * of["D"], rel=0.1)
+
+
+def test_loads_by_hand() -> None:
+    demand = {"E": 1.0, "P": 3.0, "D": 2.0}
+    assert load(demand, "6EPD") == 1
+    assert load(demand, "1E3P2D") == 1
+    assert load(demand, "2E2P4D") == 1.5  # P
+    assert load(demand, Placement.parse("2EP4D")) == 2  # E and P share two
+    assert load(demand, "1E5PD") == 1
+    assert load({"E": 0.0, "P": 1.0, "D": 1.0}, "PD") == 2
+    assert load(demand, "1P1D") == math.inf
+
+
+def spread(demand: dict[str, float], roles: list[str], steps: int) -> float:
+    """The lowest highest load over all ways to spread stages over instances in ``steps`` parts each."""
+    choices = []
+    for stage in "EPD":
+        able = [place for place, held in enumerate(roles) if stage in held]
+        parts = [split for split in product(range(steps + 1), repeat=len(able)) if sum(split) == steps]
+        choices.append([dict(zip(able, split, strict=True)) for split in parts])
+    loads = (
+        max(
+            sum(demand[stage] * way.get(place, 0) / steps for stage, way in zip("EPD", ways, strict=True))
+            for place in range(len(roles))
+        )
+        for ways in product(*choices)
+    )
+    return min(loads)
+
+
+@given(
+    st.fixed_dictionaries({stage: st.integers(1, 8).map(float) for stage in "EPD"}),
+    st.sampled_from(["EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2EPD", "EPD+D", "EP+PD", "EPD+PD"]),
+)
+def test_the_load_is_what_the_best_spreading_reaches(demand: dict[str, float], placement: str) -> None:
+    roles = [held for _, held in Placement.parse(placement).instances()]
+    reached = spread(demand, roles, 8)
+    assert load(demand, placement) <= reached + 1e-9
+    assert reached <= load(demand, placement) + sum(demand.values()) / 8  # as close as parts of an eighth come

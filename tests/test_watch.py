@@ -1,0 +1,311 @@
+"""The shift detector by hand, ticks and restarts of a watch, and when a shift becomes a proposal."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity.demand import Demand
+from trinity.errors import ConfigError, TraceError, TrinityError
+from trinity.trace import Trace, TraceImage, TraceRow
+from trinity.watch import NEGLIGIBLE, PageHinkley, Proposal, Redeploy, Shift, Watch
+
+E2 = math.e**2  # a ratio whose half logarithm is 1
+
+
+def detector(**fields: Any) -> PageHinkley:
+    return PageHinkley(**{"ratio": E2, "certainty": 12, "least": 3, "warm": 1, **fields})
+
+
+# ---------------------------------------------------------------- the test itself
+
+
+def test_a_step_by_hand() -> None:
+    test = detector()
+    assert [test.add(0) for _ in range(9)] == [0] * 9
+    assert (test.mean, test.noise, test.threshold, test.strength) == (0, 0, 3, 0)
+    assert test.add(3) == 0
+    assert test.mean == pytest.approx(0.3)
+    assert test.noise**2 == pytest.approx(9 / 2 / 10)
+    assert test.strength == pytest.approx((3 - 0.3 - 1) / 3)
+    assert test.add(3) == 2  # sum 1.7 + 3 - 0.5454... - 1 = 3.1545..., above 3 and above 12 x 0.409 / 2
+    assert test.strength == pytest.approx((1.7 + 2 - 6 / 11) / 3)
+
+
+def test_a_fall_is_found_as_a_rise_is() -> None:
+    up, down = detector(), detector()
+    noise = random.Random(0)
+    values = [noise.gauss(0, 0.5) for _ in range(30)] + [noise.gauss(2.5, 0.5) for _ in range(10)]
+    found = [up.add(value) for value in values]
+    assert [down.add(-value) for value in values] == found
+    first = next(place for place, ticks in enumerate(found) if ticks)
+    assert 30 < first < 36
+    assert found[first] == first - 29  # it began with the 30th
+
+
+def test_less_than_half_the_change_never_sums_up() -> None:
+    test = detector()
+    assert not any(test.add(0) for _ in range(50))
+    assert not any(test.add(0.99) for _ in range(2000))
+    assert test.strength == 0
+
+
+def test_one_outlier_is_no_shift_and_lasting_ones_are() -> None:
+    test = detector()
+    assert not any(test.add(0) for _ in range(60))
+    assert test.add(1e9) == 0
+    assert test.mean < 0.1
+    assert not any(test.add(0) for _ in range(60))
+    assert any(test.add(1e9) for _ in range(4))
+
+
+def test_noise_makes_it_slower() -> None:
+    def delay(spread: float) -> int:
+        test = detector()
+        for place in range(200):
+            assert not test.add(spread if place % 2 else -spread)
+        return next(place for place in range(1000) if test.add(2 + (spread if place % 2 else -spread)))
+
+    assert delay(0) < delay(0.7) < delay(1.2)
+    test = detector()
+    for place in range(400):
+        test.add(0.5 if place % 2 else -0.5)
+    assert test.noise == pytest.approx(1 / math.sqrt(2), rel=0.01)  # differences of 1, half of their square
+    assert test.threshold == pytest.approx(max(3, 12 * 0.5 / 2), rel=0.01)
+
+
+def test_nothing_is_found_while_it_warms_up() -> None:
+    values = [0] * 10 + [4] * 5
+    for warm, first in ((1, 12), (12, 13), (13, 14)):
+        test = detector(warm=warm)
+        assert next(count for count, value in enumerate(values, 1) if test.add(value)) == first
+    assert detector(noise=2.0).threshold == 12 * 4 / 2
+
+
+@given(st.lists(st.floats(-50, 50), max_size=60))
+def test_what_is_found_lies_within_what_was_seen(values: list[float]) -> None:
+    test = detector(warm=3)
+    for count, value in enumerate(values, 1):
+        assert 0 <= test.add(value) < count or count == 1
+        assert test.threshold >= 3
+        assert min(values) <= test.mean <= max(values)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ratio": 1}, {"ratio": math.inf}, {"certainty": 0}, {"certainty": math.nan}, {"least": 0}, {"warm": 0}],
+)
+def test_a_test_needs_bounds_with_a_meaning(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="shift detector"):
+        detector(**wrong)
+
+
+# ---------------------------------------------------------------- ticks of demand
+
+
+class Flat:
+    """E takes 0.01 s a visual token, P 0.001 s a token, D 0.1 s a token after the first."""
+
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        return 0.1 * decodes + 0.001 * prefill_tokens + 0.01 * media_tokens
+
+
+FLAT = Demand(cost=Flat(), media=1, tokens=1, decodes=1)
+
+
+def row(at: float, out: int = 11, tokens: int = 100, **fields: Any) -> TraceRow:
+    return TraceRow(timestamp=1000 * at, input_length=tokens, output_length=out, **fields)
+
+
+def steady(start: float, end: float, every: float = 1.0, **fields: Any) -> list[TraceRow]:
+    return [row(start + n * every, **fields) for n in range(round((end - start) / every))]
+
+
+def shifts(watch: Watch, rows: list[TraceRow]) -> list[Shift]:
+    return [shift for each in rows for shift in watch.feed(each)]
+
+
+def test_a_doubled_output_is_a_shift_of_d_by_hand() -> None:
+    watch = Watch(FLAT)
+    found = shifts(watch, [*steady(0, 300), *steady(300, 400, out=21)])
+    assert len(found) == 1
+    (shift,) = found
+    assert (shift.stage, shift.since_s) == ("D", 300)
+    assert 330 <= shift.at_s <= 350
+    assert shift.before == pytest.approx({"E": 0, "P": 0.1, "D": 1})
+    assert shift.after == pytest.approx({"E": 0, "P": 0.1, "D": 2})
+    assert shift.factor == pytest.approx(2)
+    assert str(shift) == (
+        f"at {shift.at_s:.0f} s: demand of D x 2.00 (stage seconds a second: E 0.000 to 0.000, P 0.100 to 0.100, "
+        "D 1.000 to 2.000)"
+    )
+
+
+def test_the_first_images_are_a_shift_of_e_from_next_to_nothing() -> None:
+    pictured = steady(300, 360, images=[TraceImage(tokens=50)])
+    (shift,) = shifts(Watch(FLAT), [*steady(0, 300), *pictured])
+    assert shift.stage == "E"
+    assert shift.before["E"] == 0
+    assert shift.factor == pytest.approx(0.5 / NEGLIGIBLE)
+
+
+def test_twice_the_requests_are_a_shift_and_silence_is_one() -> None:
+    watch = Watch(FLAT)
+    (busy,) = shifts(watch, [*steady(0, 300), *steady(300, 400, every=0.5)])
+    assert busy.after == pytest.approx({stage: 2 * seconds for stage, seconds in busy.before.items()})
+    quiet = watch.until(700)
+    assert [shift.stage in "PD" and shift.after[shift.stage] == 0 for shift in quiet] == [True]
+    assert watch.until(700) == []
+
+
+def test_after_a_shift_the_new_demand_is_the_usual_one() -> None:
+    watch = Watch(FLAT)
+    found = shifts(watch, [*steady(0, 300), *steady(300, 1500, out=21), *steady(1500, 2000)])
+    assert [(shift.since_s, round(shift.factor, 2)) for shift in found] == [(300, 2), (1500, 0.5)]
+
+
+def test_a_row_counts_when_it_is_known() -> None:
+    served = [row(n, latency_s=600.0, finish_reason="length") for n in range(300)]
+    assert shifts(Watch(FLAT), [*served, *(row(900 + n, out=21) for n in range(60))])[0].since_s == 900
+    watch = Watch(FLAT, tick_s=1)
+    watch.feed(row(50), at_s=0)
+    watch.feed(row(0), at_s=5)
+    assert watch.now == 5
+    assert watch.feed(row(0), at_s=2) == []  # late: it counts as of now
+    assert watch.now == 5
+
+
+def test_after_more_than_an_hour_of_silence_all_starts_anew() -> None:
+    watch = Watch(FLAT)
+    assert shifts(watch, [*steady(0, 300), *steady(300 + 3700, 4400, out=210)]) == []
+
+
+def test_bad_times_and_ticks() -> None:
+    watch = Watch(FLAT)
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(TraceError, match="number of seconds"):
+            watch.feed(row(0), at_s=wrong)
+    for wrong in (0, 0.01, 3600, math.nan):
+        with pytest.raises(ConfigError, match="tick"):
+            Watch(FLAT, tick_s=wrong)
+
+
+# ---------------------------------------------------------------- from a shift to a proposal
+
+
+class Best:
+    def __init__(self, placement: str) -> None:
+        self.placement = placement
+
+
+class Plan:
+    def __init__(self, placement: str) -> None:
+        self.best = Best(placement)
+
+
+def due(redeploy: Redeploy, rows: list[TraceRow]) -> list[Trace]:
+    return [trace for each in rows if (trace := redeploy.feed(each)) is not None]
+
+
+def redeploy_at(placement: str = "1P1D", **fields: Any) -> Redeploy:
+    return Redeploy(Watch(FLAT), placement, **{"least": 5, "requests": 20, **fields})
+
+
+def test_a_shift_is_planned_for_on_what_came_since() -> None:
+    redeploy = redeploy_at()
+    (trace,) = due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    assert {each.output_length for each in trace} == {21}
+    assert len(trace) == redeploy.shifts[0].at_s - 300 + 1
+    assert trace[0].timestamp == 300_000
+    plan = Plan("1P2D")
+    proposal = redeploy.planned(plan)
+    assert proposal == Proposal(
+        at_s=399, placement="1P2D", instead_of="1P1D", shift=redeploy.shifts[0], requests=len(trace), plan=plan
+    )
+    assert proposal is not None
+    assert (proposal.load_before, proposal.load) == pytest.approx((2, 1))
+    assert "run 1P2D instead of 1P1D" in str(proposal)
+    assert "load 200% would be 100%" in str(proposal)
+
+
+def test_few_requests_are_drawn_again_and_too_few_waited_for() -> None:
+    redeploy = redeploy_at(least=60, requests=500)
+    (trace,) = due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    assert len(trace) == 500
+    assert {each.output_length for each in trace} == {21}
+    proposal = redeploy.planned(Plan("1P2D"))
+    assert proposal is not None
+    assert proposal.requests == 60
+
+
+def test_one_plan_at_a_time_and_none_in_the_cooldown() -> None:
+    redeploy = redeploy_at(cooldown_s=600)
+    outputs = [11, 21, 11, 21, 11, 21, 11]  # 300 s each: shifts at 300, 600, ... s
+    rows = [each for n, out in enumerate(outputs) for each in steady(300 * n, 300 * n + 300, out=out)]
+    asked, made = [], []
+    for each in rows:
+        if redeploy.feed(each) is not None:
+            asked.append(redeploy.watch.now)
+            proposal = redeploy.planned(Plan("1P2D"))
+            made.append(proposal)
+    assert len(redeploy.shifts) == 6
+    assert 330 < asked[0] < 350
+    assert asked[1] == asked[0] + 600  # for the shift at 600 s, found in the cooldown
+    assert len(made) == 3
+    redeploy = redeploy_at(cooldown_s=0)
+    assert len(due(redeploy, rows)) == 1  # the first plan is still being made
+
+
+def test_a_plan_for_the_present_placement_proposes_nothing_and_costs_no_cooldown() -> None:
+    redeploy = redeploy_at(cooldown_s=600)
+    for placement, start, out in (("1P1D", 0, 21), ("1P2D", 400, 11)):
+        assert len(
+            due(redeploy, [*steady(start, start + 300, out=32 - out), *steady(start + 300, start + 400, out=out)])
+        )
+        proposal = redeploy.planned(Plan(placement))
+        assert (proposal is None) == (placement == "1P1D")
+
+
+def test_what_was_applied_is_the_present_placement() -> None:
+    redeploy = redeploy_at()
+    redeploy.applied("1P2D")
+    due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    assert redeploy.planned(Plan("1P2D")) is None
+
+
+def test_a_planner_that_fails_is_told_of_and_asked_again() -> None:
+    redeploy = redeploy_at()
+    assert due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    redeploy.failed(TrinityError("too short"))
+    assert str(redeploy.error) == "too short"
+    assert due(redeploy, [*steady(400, 700, out=21), *steady(700, 800)])
+
+
+def test_plans_that_nobody_asked_for_and_bad_settings() -> None:
+    redeploy = redeploy_at()
+    for answer in (lambda: redeploy.planned(Plan("1P1D")), lambda: redeploy.failed(TrinityError())):
+        with pytest.raises(ConfigError, match="no plan was asked for"):
+            answer()
+    for wrong in ({"cooldown_s": -1}, {"cooldown_s": math.nan}, {"least": 0}, {"least": 30, "requests": 20}):
+        with pytest.raises(ConfigError, match="cooldown_s"):
+            redeploy_at(**wrong)
+
+
+def test_rows_of_more_than_an_hour_ago_are_let_go() -> None:
+    redeploy = redeploy_at()
+    assert due(redeploy, steady(0, 8000)) == []
+    assert 3500 < len(redeploy._rows) <= 3601
