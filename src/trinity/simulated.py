@@ -10,13 +10,27 @@ from typing import Any
 from trinity.cluster import Cluster
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
+from trinity.cost import Cost
 from trinity.engine import Engine
 from trinity.frontend import Deliver, End
-from trinity.messages import FRONTEND, IMAGE, KV, Progress, Pull, Pulled, Sampled, Send, Step, Stepped, Submit, Value
+from trinity.messages import (
+    FRONTEND,
+    IMAGE,
+    KV,
+    Progress,
+    Pull,
+    Pulled,
+    Sampled,
+    Send,
+    Step,
+    Stepped,
+    Submit,
+    Value,
+    Work,
+)
 from trinity.model_shapes import Model
 from trinity.overlap import FEED_FORWARD
 from trinity.routing import RoutingPolicy
-from trinity.scheduler import StepTime
 from trinity.timeline import Slice
 from trinity.workload import Job, work_of
 
@@ -37,10 +51,9 @@ class Running:
 class Worker:
     """One instance: its costs, what its lanes run, what its device did and held so far."""
 
-    def __init__(self, core: InstanceCore, place: int, cost: StepTime, model: Model) -> None:
+    def __init__(self, core: InstanceCore, place: int, cost: Cost, model: Model) -> None:
         self.core, self.place = core, place
-        self.plain = cost.seconds
-        self.at: Callable[..., float] | None = getattr(cost, "at", None)
+        self.cost = cost
         self.running: dict[str, Running] = {}
         self.since = 0.0
         self.free_at = 0.0  # when the pulls into it that were asked for so far have ended
@@ -56,12 +69,10 @@ class Worker:
         prefill = sum(row.length for row in step.prefills)
         media = sum(row.span.tokens for row in step.encodes)
         decodes = len(step.decodes)
-        if self.at is None:
-            return self.plain(decodes, prefill, media)
         context = self._looked_back(step) / decodes if decodes else 0.0
         prefills = len(step.prefills)
         prefilled = sum(row.start for row in step.prefills) / prefills if prefills else 0.0
-        return self.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+        return self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
 
     def _looked_back(self, step: Step) -> int:
         """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same."""
@@ -85,7 +96,7 @@ class Worker:
             (letter,) = present
             self.busy[letter] += seconds
             return
-        alone = {letter: self.plain(*count) for letter, count in present.items()}
+        alone = {letter: self.cost.seconds(*count) for letter, count in present.items()}
         total = sum(alone.values())
         for letter, share in alone.items():
             self.busy[letter] += seconds * share / total if total else 0.0
@@ -113,7 +124,7 @@ class Simulated(Engine):
         jobs: Sequence[Job],
         *,
         cluster: Cluster,
-        costs: Sequence[StepTime],
+        costs: Sequence[Cost],
         model: Model,
         routing: Callable[[], RoutingPolicy],
         max_waiting: int,
@@ -144,9 +155,13 @@ class Simulated(Engine):
         while not self.over():
             self.advance()
 
+    def work(self, number: int) -> Work:
+        """What the front end is told of the job of this number."""
+        return work_of(self.jobs[number], number, self.shared)
+
     def take(self, number: int, name: str, event: Any) -> Value | None:
         if name == FRONTEND and type(event) is int:
-            return Submit(work_of(self.jobs[event], event, self.shared))
+            return Submit(self.work(event))
         if type(event) is Stepped:
             return event if self._is_end(number, name, event) else None
         if type(event) is Progress and not self._is_told(number, name, event):

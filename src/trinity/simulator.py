@@ -19,7 +19,7 @@ import msgspec
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
-from trinity.cost import Roofline
+from trinity.cost import Cost, Roofline
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.goodput import Outcome, Serve
 from trinity.messages import IMAGE, KV
@@ -28,7 +28,7 @@ from trinity.model_shapes import model as model_named
 from trinity.overlap import Transfers
 from trinity.placement import Placement
 from trinity.routing import RoutingPolicy, routing_policy
-from trinity.scheduler import Rules, StepTime, latency_bound
+from trinity.scheduler import Rules, latency_bound
 from trinity.simulated import Simulated, Worker
 from trinity.timeline import Slice
 from trinity.trace import SLO, Trace
@@ -66,10 +66,10 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class Simulator:
     """Replays traces on placements of one model on one cluster.
 
-    ``cost``: seconds of a step, for every device; None: a roofline of the model and each device. ``budgets``: of every
-    instance, or by roles; None: the largest that keep a step within the latency bound of the instance's roles, as a
-    pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching. ``routing``: a
-    policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
+    ``cost``: seconds of a step, for every device or by its name; None: a roofline of the model and each device.
+    ``budgets``: of every instance, or by roles; None: the largest that keep a step within the latency bound of the
+    instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
+    ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
     ``interference`` times slower. Pools are what the weights leave of ``memory_share`` of a device's memory.
     ``max_waiting`` requests without a token are taken in, as by a pipeline.
 
@@ -82,7 +82,7 @@ class Simulator:
         slo: SLO,
         *,
         cluster: Cluster,
-        cost: StepTime | None = None,
+        cost: Cost | Mapping[str, Cost] | None = None,
         rules: Rules | None = None,
         budgets: Budgets | Mapping[str, Budgets] | None = None,
         routing: str = "round_robin",
@@ -100,7 +100,6 @@ class Simulator:
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
         self._known: dict[tuple[str, int], tuple[Budgets, dict[str, int]]] = {}
-        self._costs: dict[int, StepTime] = {}
         self._check_options()
 
     def _check_options(self) -> None:
@@ -171,15 +170,16 @@ class Simulator:
         image = self.model.image_tokens if self.model.vision else 0
         return predicted_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False)
 
-    def cost_of(self, place: int) -> StepTime:
+    def cost_of(self, place: int) -> Cost:
         """The cost model of the device at this place."""
-        if self.cost is not None:
-            return self.cost
         device = self.cluster.devices[place]
-        first = self.cluster.devices.index(device)
-        if first not in self._costs:
-            self._costs[first] = Roofline(model=self.model, device=device)
-        return self._costs[first]
+        if self.cost is None:
+            return Roofline(model=self.model, device=device)
+        if not isinstance(self.cost, Mapping):
+            return self.cost
+        if device.name not in self.cost:
+            raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(self.cost)}")
+        return self.cost[device.name]
 
     def serve(self, placement: Placement | str) -> Serve:
         """Serves traces on this placement, for ``trinity.goodput``. Raises as ``check`` does."""
@@ -192,10 +192,17 @@ class Simulator:
         Raises as ``check`` does, ``TraceError`` for time stamps that are none, and ``AssertionError`` where a request
         did not end, or blocks did not come back: that is a fault of trinity.
         """
+        run = self.prepared(trace, placement, record=record)
+        run.run()
+        _check_end(run)
+        return _replay_of(run)
+
+    def prepared(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Simulated:
+        """The cores and what they will be asked, before the first event."""
         jobs = jobs_of(trace, self.model)
         shared = shares(jobs)
         settings = self.settings(placement, shared=shared)
-        run = Simulated(
+        return Simulated(
             settings,
             jobs,
             cluster=self.cluster,
@@ -207,9 +214,6 @@ class Simulator:
             shared=shared,
             record=record,
         )
-        run.run()
-        _check_end(run)
-        return _replay_of(run, jobs)
 
     def _policy(self) -> Callable[[], RoutingPolicy]:
         return lambda: routing_policy(self.routing)
@@ -225,11 +229,11 @@ def _check_end(run: Simulated) -> None:
         core.check()
 
 
-def _replay_of(run: Simulated, jobs: Sequence[Job]) -> Replay:
-    first = min((job.at for job in jobs), default=0.0)
+def _replay_of(run: Simulated) -> Replay:
+    first = min((job.at for job in run.jobs), default=0.0)
     workers: Mapping[str, Worker] = run.workers
     return Replay(
-        outcomes=[_outcome(*each) for each in zip(jobs, run.times, run.reasons, strict=True)],
+        outcomes=[_outcome(*each) for each in zip(run.jobs, run.times, run.reasons, strict=True)],
         duration_s=max(0.0, run.ended - first),
         busy_s={name: worker.busy for name, worker in workers.items()},
         peak_blocks={name: worker.peak for name, worker in workers.items()},
