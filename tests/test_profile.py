@@ -138,7 +138,7 @@ class Recorder:
 def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
     stage = Recorder()
     instance: Any = SimpleNamespace(
-        spec=SimpleNamespace(threads=1, roles="PD"),
+        spec=SimpleNamespace(threads=1, roles="PD", device=None),
         memory={KV: SimpleNamespace(blocks=16)},
         settings=SimpleNamespace(kv_block=16),
         stages=[stage],
@@ -152,6 +152,27 @@ def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
     probe.prefill(50, 100)
     (row,) = stage.steps[1].prefills
     assert (row.start, row.length, len(stage.opened[3].work.prompt)) == (100, 50, 150)
+
+
+def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+
+    class Noting(Recorder):
+        def forward(self, step: Step) -> None:
+            seen.append("forward")
+
+    instance: Any = SimpleNamespace(
+        spec=SimpleNamespace(threads=1, roles="PD", device="cuda:1"),
+        memory={KV: SimpleNamespace(blocks=16)},
+        settings=SimpleNamespace(kv_block=16),
+        stages=[Noting()],
+    )
+    nothing: Any = SimpleNamespace(multimodal=False, context_length=1000)
+    Probe(instance, nothing).decode(1, 8)
+    assert seen == ["cuda:1", "forward", "cuda:1"]
 
 
 def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(

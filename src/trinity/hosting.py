@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity.budget import Budgets
+from trinity.cost import Tables
 from trinity.errors import ConfigError
 from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
 from trinity.media import Limits
@@ -19,7 +20,7 @@ from trinity.placement import Placement
 from trinity.processor import RequestProcessor
 from trinity.processor_loading import check_directory
 from trinity.processor_paced import PacedProcessor
-from trinity.profile import paced_budgets, profile_budgets
+from trinity.profile import paced_budgets, profile_budgets, profile_tables
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules, latency_bound
 from trinity.sizing import available_memory, size_pools
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools on a CPU where nobody says, or an eighth of what is free
 DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
+PROBED = {IMAGE: 64, KV: 512}  # blocks of each kind, of an instance that is there to be measured
 DEFAULT_RULES = Rules()
 DEFAULT_TRANSFERS = Transfers()
 
@@ -103,6 +105,39 @@ def load(deployment: Deployment, instances: Sequence[Instance], processor: Reque
         instance.settings = replace(instance.settings, rules=rules, transfers=deployment.transfers)
         loaded.append(instance)
     return loaded
+
+
+def profiled(
+    deployment: Deployment,
+    instances: Sequence[Instance],
+    processor: RequestProcessor,
+    hosts: Mapping[str, InstanceHost],
+    path: str | Path | None = None,
+    **counts: Any,
+) -> Tables:
+    """``profile_tables`` of copies of these instances, with pools of their own: what is cached stays as it is.
+
+    Each stage is measured on the first instance that has it. Weights are those of ``hosts``, or loaded here. Blocks:
+    run it on a thread. Raises ``ConfigError`` where costs were given by hand, or instances run elsewhere or differ.
+    """
+    if isinstance(deployment.model, Paced):
+        raise ConfigError("a paced pipeline waits for given costs (Pipeline.cost): there is nothing to measure")
+    away = [spec.name for spec in instances if spec.address]
+    devices = {spec.device or deployment.device for spec in instances}
+    if away or len(devices) > 1:
+        why = f"{', '.join(away)} run elsewhere" if away else f"they run on {', '.join(sorted(devices))}"
+        raise ConfigError(f"one table is of one device, and these instances are not on one here: {why}; profile alone")
+    tables = profile_tables([_copy(deployment, spec, hosts, len(instances)) for spec in instances], processor, **counts)
+    if path is not None:
+        tables.save(path)
+    return tables
+
+
+def _copy(deployment: Deployment, spec: Instance, hosts: Mapping[str, InstanceHost], count: int) -> Loaded:
+    spec = replace(spec, device=spec.device or deployment.device)
+    model = hosts[spec.name].loaded.model if spec.name in hosts else _model(deployment, spec)
+    pools = {kind: min(blocks, PROBED[kind]) for kind, blocks in _pools(deployment, spec, model, count).items()}
+    return build(spec, model, pools, deployment.rules, (deployment.media_block, deployment.kv_block), None)
 
 
 def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:

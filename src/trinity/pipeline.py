@@ -10,13 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-import anyio
-
 from trinity.budget import Budgets
 from trinity.connector import Connector, choice, make_connector
+from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.hosting import Deployment, load, make_processor, model_of, placed, start_hosts
+from trinity.hosting import Deployment, load, make_processor, model_of, placed, profiled, start_hosts
 from trinity.instance import Instance, InstanceHost, named
 from trinity.instance_process import InstanceProcess
 from trinity.integrity import Verify
@@ -35,6 +34,7 @@ from trinity.text import TextStream
 from trinity.timeline import Timeline
 from trinity.trace import SLO, Trace
 from trinity.transport.base import Transport
+from trinity.waiting import outlast
 
 logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
@@ -121,6 +121,7 @@ class Pipeline:
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules or Rules(), *rest)
+        self.cost: Cost | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
         self._reached: dict[str, Host] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
@@ -185,6 +186,17 @@ class Pipeline:
     def loads(self) -> dict[str, PeerLoad]:
         """What each instance said of itself last: seconds of work that waits, free blocks, what it has cached."""
         return dict(self._frontend.router.loads)
+
+    async def profile(self, path: str | Path | None = None, **counts: Any) -> Tables:
+        """Seconds of a step by stage, batch and context, measured on copies of these instances; saved as JSON.
+
+        Then also ``cost``, for a planner. Weights are shared with instances of this process. ``counts``: those of
+        ``Tables.taken``. Serve nothing meanwhile. Raises ``ConfigError`` where there is nothing to be measured here.
+        """
+        await self.idle()
+        given = (self._deployment, self.instances, self.processor, self.hosts)
+        self.cost = tables = await asyncio.to_thread(profiled, *given, path, **counts)
+        return tables
 
     def stream(self, request: Request) -> Stream:
         """The request's tokens, as they come: a context manager and iterator. Leaving it ends the request."""
@@ -379,17 +391,3 @@ class Pipeline:
         await self.connector.aclose()
         if self._processor is not None:
             await self._processor.aclose()
-
-
-async def outlast(task: asyncio.Task[None]) -> None:
-    """Wait for the task's end even where the caller is cancelled meanwhile; the cancel is passed on after it."""
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):  # a cancelled scope of anyio would cancel every await anew
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()

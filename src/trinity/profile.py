@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trinity.blocks import blocks_for
@@ -53,11 +56,44 @@ def profile_budgets(
     return known
 
 
-def profile_tables(loaded: Loaded, processor: RequestProcessor, repeats: int = 3) -> Tables:
-    """Seconds of a step per stage, batch and context, of an instance that serves nothing yet."""
-    key = _key(loaded, 1.0)
-    probe = Probe(loaded, processor)
-    return Tables.taken(probe, model=key.model, device=key.device, dtype=key.dtype, repeats=repeats)
+def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> Tables:
+    """Seconds of a step per stage, batch and context, of instances that serve nothing: as ``Tables.taken`` measures.
+
+    Each stage is measured on the first instance that has it. ``device`` names the processor and its threads.
+    """
+    key = _key(loaded[0], 1.0)
+    probes = Together([Probe(each, processor) for each in loaded])
+    device = f"{_device_name(key.device)} x {key.threads}" if key.device == "cpu" else _device_name(key.device)
+    return Tables.taken(probes, model=key.model, device=device, dtype=key.dtype, **counts)
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} {platform.machine()}"
+
+
+class Together:
+    """Probes of several instances as one (``trinity.cost.Probes``): each stage runs on the first that has it."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._having = {letter: probe for probe in reversed(probes) for letter in probe.letters}
+        self.letters = "".join(letter for letter in "EPD" if letter in self._having)
+        language = [probe.longest for letter, probe in self._having.items() if letter != "E"]
+        self.longest = min(language, default=1)
+        self.image_tokens = self._having["E"].image_tokens if "E" in self._having else 1
+
+    def most_images(self) -> int:
+        return self._having["E"].most_images()
+
+    def encode(self, images: int) -> float:
+        return self._having["E"].encode(images)
+
+    def prefill(self, tokens: int, prefilled: int = 0) -> float:
+        return self._having["P"].prefill(tokens, prefilled)
+
+    def decode(self, rows: int, context: int | None = None) -> float:
+        return self._having["D"].decode(rows, context)
 
 
 def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
@@ -115,8 +151,8 @@ class Probe:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that a probe can have."""
-        return self._context
+        """Tokens of the longest prompt that a probe can have; 1 where the instance has no KV cache."""
+        return self._context if KV in self.loaded.memory else 1
 
     @property
     def _context(self) -> int:
@@ -168,22 +204,38 @@ class Probe:
         return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
 
     def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
-        """A request over the pool's first blocks: what is read and written there means nothing yet."""
+        """A request over blocks of its own as long as there are some: what is in them means nothing yet.
+
+        Rows that all read the same blocks would find them in a processor's cache, as those of a real batch are not.
+        """
         work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
-        count = blocks_for(length + 1, self.loaded.settings.kv_block)
-        return Open(work=work, blocks=tuple(range(min(count, self.loaded.memory[KV].blocks))), tokens=tokens)
+        there = self.loaded.memory[KV].blocks
+        count = min(blocks_for(length + 1, self.loaded.settings.kv_block), there)
+        return Open(work=work, blocks=tuple((number * count + at) % there for at in range(count)), tokens=tokens)
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
         stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
-        return _timed(stage, step, opened)
+        return _timed(stage, step, opened, _settled(self.loaded))
 
 
-def _timed(stage: Stage, step: Step, opened: list[Open]) -> float:
+def _settled(loaded: Loaded) -> Callable[[], None]:
+    """Waits until the device has done what it was given: a GPU's stages return before that."""
+    device = loaded.spec.device or "cpu"
+    if not device.startswith("cuda"):
+        return lambda: None
+    import torch
+
+    return partial(torch.cuda.synchronize, device)
+
+
+def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:
     for request in opened:
         stage.open(request)
     try:
+        settled()
         started = time.perf_counter()
         stage.forward(step)
+        settled()
         return time.perf_counter() - started
     finally:
         for request in opened:
