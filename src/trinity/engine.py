@@ -15,7 +15,7 @@ from typing import Any
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
 from trinity.frontend import Deliver, End, FrontendCore
-from trinity.messages import FRONTEND, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
+from trinity.messages import FRONTEND, Close, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
 from trinity.routing import RoutingPolicy
 
 STALLED = 20_000  # events in a row that are but timers and heartbeats
@@ -24,8 +24,8 @@ STALLED = 20_000  # events in a row that are but timers and heartbeats
 class Engine:
     """Instance cores and a front end. Subclasses carry out commands: ``send``, ``start``, ``pull``, ``deliver``, ...
 
-    ``routing()`` makes the policy of each core. Where nothing here has a timer (no reports, leases or deadlines),
-    ``timed`` may be turned off.
+    ``carriers`` says what is done with each kind of command. ``routing()`` makes the policy of each core. Where nothing
+    here has a timer (no reports, leases or deadlines), ``timed`` may be turned off.
     """
 
     def __init__(
@@ -42,13 +42,15 @@ class Engine:
         self._due = dict.fromkeys(self._all, inf)
         self._lively = 0  # events on the way that are more than timers and heartbeats
         self._idle_turns = 0
-        self._carriers: dict[type[Value], Callable[[str, Any], object]] = {
+        self.carriers: dict[type[Value], Callable[[str, Any], object]] = {
             Send: self.send,
             Step: self.start,
             Pull: self.pull,
             Revoke: self.revoke,
             Deliver: self.deliver,
             End: self.end,
+            Open: self.skip,
+            Close: self.skip,
         }
         for announced in self.cores.values():
             for core in self._all.values():
@@ -72,6 +74,9 @@ class Engine:
 
     def revoke(self, name: str, command: Revoke) -> None:
         """Blocks of a lease that was taken back get a new generation."""
+
+    def skip(self, name: str, command: Value) -> None:
+        """What only stages need to know."""
 
     def deliver(self, name: str, command: Deliver) -> None:
         raise NotImplementedError
@@ -116,16 +121,11 @@ class Engine:
 
     def handle(self, name: str, event: Value) -> None:
         """Tell the core, and carry out its commands in their order."""
+        carriers = self.carriers
         for command in self._all[name].handle(event, self.now):
-            self.carry_out(name, command)
+            carriers[type(command)](name, command)
         if self.timed:
             self._arm(name, event)
-
-    def carry_out(self, name: str, command: Value) -> None:
-        """One command; those to stages alone (Open, Close) mean nothing here."""
-        carrier = self._carriers.get(type(command))
-        if carrier is not None:
-            carrier(name, command)
 
     def _arm(self, name: str, event: Value) -> None:
         if isinstance(event, Tick) and self.now >= self._due[name]:

@@ -34,6 +34,7 @@ from trinity.routing import RoutingPolicy
 from trinity.timeline import Slice
 from trinity.workload import Job, work_of
 
+Counts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
 SAMPLED = Sampled(0)  # every token of every request: its value means nothing
 
 
@@ -42,6 +43,7 @@ class Running:
     """A step on a lane: ``left`` seconds of it, and what is told when less is left (None: its end)."""
 
     step: Step
+    counts: Counts
     started: float
     left: float
     due: list[tuple[float, tuple[int, int] | None]]
@@ -64,19 +66,25 @@ class Worker:
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 
-    def seconds(self, step: Step) -> float:
-        """What the step takes alone on the device."""
-        prefill = sum(row.length for row in step.prefills)
-        media = sum(row.span.tokens for row in step.encodes)
-        decodes = len(step.decodes)
-        context = self._looked_back(step) / decodes if decodes else 0.0
-        prefills = len(step.prefills)
-        prefilled = sum(row.start for row in step.prefills) / prefills if prefills else 0.0
-        return self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+    def begin(self, step: Step, now: float) -> Running:
+        """The step on its lane, with what it takes alone on the device."""
+        decodes, prefill, media = len(step.decodes), 0, 0
+        context = self._looked_back(step.decodes) / decodes if decodes else 0.0
+        prefills, prefilled = len(step.prefills), 0.0
+        if prefills:
+            prefill = sum([row.length for row in step.prefills])
+            prefilled = sum([row.start for row in step.prefills]) / prefills
+        if step.encodes:
+            media = sum([row.span.tokens for row in step.encodes])
+        seconds = self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+        due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
+        if step.group:
+            due = [*_told(step.group, self.core.settings.layers, seconds), *due]
+        running = self.running[step.lane] = Running(step, (decodes, prefill, media), now, seconds, due)
+        return running
 
-    def _looked_back(self, step: Step) -> int:
+    def _looked_back(self, decodes: tuple[str, ...]) -> int:
         """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same."""
-        decodes = step.decodes
         if decodes == self._decoded:
             self._context += len(decodes)
         else:
@@ -86,20 +94,20 @@ class Worker:
             self._decoded = decodes
         return self._context
 
-    def book(self, step: Step, seconds: float) -> None:
-        """The device was busy with these rows. In a mixed step each stage has its share of what it takes alone."""
-        prefill = sum(row.length for row in step.prefills)
-        media = sum(row.span.tokens for row in step.encodes)
-        counts = {"E": (0, 0, media), "P": (0, prefill, 0), "D": (len(step.decodes), 0, 0)}
-        present = {letter: count for letter, count in counts.items() if any(count)}
-        if len(present) == 1:
-            (letter,) = present
-            self.busy[letter] += seconds
+    def book(self, counts: Counts, seconds: float) -> None:
+        """The device was busy with so many rows. In a mixed step each stage has its share of what it takes alone."""
+        decodes, prefill, media = counts
+        if not (prefill or media):
+            self.busy["D"] += seconds
             return
-        alone = {letter: self.cost.seconds(*count) for letter, count in present.items()}
+        alone = {
+            letter: self.cost.seconds(*rows)
+            for letter, rows in (("E", (0, 0, media)), ("P", (0, prefill, 0)), ("D", (decodes, 0, 0)))
+            if any(rows)
+        }
         total = sum(alone.values())
         for letter, share in alone.items():
-            self.busy[letter] += seconds * share / total if total else 0.0
+            self.busy[letter] += seconds * share / total if len(alone) > 1 and total else seconds
 
     def look(self) -> None:
         """The most blocks held after an event so far."""
@@ -206,16 +214,12 @@ class Simulated(Engine):
 
     def start(self, name: str, step: Step) -> None:
         worker = self.workers[name]
-        seconds = worker.seconds(step)
-        due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
-        if step.group:
-            due = [*_told(step.group, worker.core.settings.layers, seconds), *due]
         self._elapse(worker)
-        worker.running[step.lane] = Running(step, self.now, seconds, due)
+        running = worker.begin(step, self.now)
         if len(worker.running) > 1 and self.interference > 1:
             self._arrange(name, worker)
         else:
-            self._post_lane(name, worker.running[step.lane], 1.0)
+            self._post_lane(name, running, 1.0)
 
     def _is_told(self, number: int, name: str, event: Progress) -> bool:
         """Whether this is how far the lane's step is now, and not what was posted before its speed changed."""
@@ -236,7 +240,7 @@ class Simulated(Engine):
         if worker.running and self.interference > 1:
             self._arrange(name, worker)
         seconds = self.now - running.started
-        worker.book(running.step, seconds)
+        worker.book(running.counts, seconds)
         if self.timeline is not None:
             self.timeline.append(_slice(name, running, seconds))
         return True
@@ -282,10 +286,6 @@ def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[in
 def _slice(name: str, running: Running, seconds: float) -> Slice:
     step = running.step
     present = {"encode": step.encodes, "prefill": step.prefills, "decode": step.decodes}
-    counts = {
-        "media tokens": sum(row.span.tokens for row in step.encodes),
-        "prefill tokens": sum(row.length for row in step.prefills),
-        "decodes": len(step.decodes),
-    }
+    counts = dict(zip(("decodes", "prefill tokens", "media tokens"), running.counts, strict=True))
     title = "+".join(kind for kind, rows in present.items() if rows)
     return Slice(name, step.lane, f"simulated {title}", running.started, seconds, counts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -169,6 +170,7 @@ class VirtualCluster(Engine):
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
+        self.carriers = {kind: partial(self._seen, carry) for kind, carry in self.carriers.items()}
         self.observers = every_check(self.cores, self.frontend) if observers is None else observers
 
     def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
@@ -226,11 +228,11 @@ class VirtualCluster(Engine):
             for each in self.observers:
                 each.settled(name)
 
-    def carry_out(self, name: str, command: Value) -> None:
+    def _seen(self, carry: Callable[[str, Any], object], name: str, command: Value) -> None:
         self.commands.append((self.now, name, command))
         for each in self.observers:
             each.command(name, command)
-        super().carry_out(name, command)
+        carry(name, command)
 
     def send(self, name: str, command: Send) -> None:
         target = command.to
