@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +101,26 @@ async def unchanged_when_it_goes_on(peer: Lending, memory: BlockMemory) -> None:
     peer.process.send_signal(signal.SIGCONT)
     await asyncio.sleep(0.3)
     assert torch.equal(memory.tensor, before), "bytes were written after the read had ended"
+
+
+UNCLOSED = """
+import asyncio, sys
+from lending import pool
+from trinity.transport import make_transport
+async def main():
+    transport = make_transport(sys.argv[1])
+    memory = pool(4, 64)
+    global kept
+    kept = await transport.attach(transport.publish(memory), memory), transport
+    await kept[0].read([0], [1])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["nixl", "ucx"])
+def test_a_process_that_closes_nothing_ends_well(name: str) -> None:
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}"}
+    command = [sys.executable, "-c", UNCLOSED, name]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

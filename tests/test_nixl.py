@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,8 @@ from trinity.memory import BlockMemory
 from trinity.messages import Pull
 from trinity.processes import kept_launcher
 from trinity.transport import link, make_transport, nixl_agent
-from trinity.transport.nixl import NixlRemote, NixlTransport
+from trinity.transport.link import LinkedRemote
+from trinity.transport.nixl import NixlTransport
 from trinity.transport.nixl_agent import Descriptor
 
 LANES = {"default": None, "tcp": "tcp"}
@@ -59,7 +59,9 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "tcp")
 
 
-async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> tuple[NixlTransport, NixlRemote, BlockMemory]:
+async def attached(
+    peer: Lending, size: tuple[int, int], **named: Any
+) -> tuple[NixlTransport, LinkedRemote, BlockMemory]:
     transport, memory = NixlTransport(**named), pool(*size)
     return transport, await transport.attach(peer.descriptor, memory), memory
 
@@ -293,24 +295,3 @@ def test_loading_leaves_logging_as_it_was() -> None:
     assert logging.raiseExceptions
     assert not logging.getLogger("nixl").handlers
     assert importlib.import_module("nixl_cu13._api")
-
-
-UNCLOSED = """
-import asyncio
-from lending import pool
-from trinity.transport import make_transport
-async def main():
-    transport = make_transport("nixl")
-    memory = pool(4, 64)
-    global kept
-    kept = await transport.attach(transport.publish(memory), memory), transport
-    await kept[0].read([0], [1])
-asyncio.run(main())
-"""
-
-
-def test_a_process_that_closes_nothing_ends_well() -> None:
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}"}
-    run = subprocess.run([sys.executable, "-c", UNCLOSED], env=environment, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr

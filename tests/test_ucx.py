@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -134,24 +131,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
     with pytest.raises(TransportUnavailable, match="ucxx-cu13==0"):
         make_transport("ucx")
-
-
-UNCLOSED = """
-import asyncio
-from lending import pool
-from trinity.transport import make_transport
-async def main():
-    transport = make_transport("ucx")
-    memory = pool(4, 64)
-    global kept
-    kept = await transport.attach(transport.publish(memory), memory), transport
-    await kept[0].read([0], [1])
-asyncio.run(main())
-"""
-
-
-def test_a_process_that_closes_nothing_ends_well() -> None:
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}"}
-    run = subprocess.run([sys.executable, "-c", UNCLOSED], env=environment, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr

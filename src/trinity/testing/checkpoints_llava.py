@@ -30,6 +30,7 @@ def llava_110m() -> Recipe:
         "num_attention_heads": 12,
         "num_key_value_heads": 3,
         "vocab_size": MIDSIZE_VOCABULARY,
+        "max_position_embeddings": 4096,
     }
     return _llava({**TEXT, **text}, {**vision, "image_size": 336})
 

@@ -7,24 +7,16 @@ every process, on a network that only hosts you trust can reach, because UCX doe
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-
 import msgspec
 
-from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.link import LinkedRemote
+from trinity.transport.linked import LentPool, LinkedTransport
 from trinity.transport.nixl_agent import Descriptor, NixlLink, generations_of, load_api, region_of
 from trinity.transport.nixl_push import NixlPushLink
 from trinity.transport.nixl_source import Lender
 
 
-class NixlRemote(LinkedRemote):
-    """A peer's pool, read by nixl."""
-
-
-class NixlTransport:
+class NixlTransport(LinkedTransport):
     """Pulls blocks out of a peer's pool by one-sided reads.
 
     Every read ends within ``timeout_s`` seconds, with ``TransferTimeout`` if need be. Raises ``TransportUnavailable``
@@ -33,14 +25,12 @@ class NixlTransport:
 
     scheme = "nixl"
     make_link: type[NixlLink] = NixlLink
+    _lender: Lender | None
 
     def __init__(self, *, timeout_s: float = 30.0) -> None:
         load_api()
-        self.timeout_s = timeout_s
-        self.closed = False
-        self._lender: Lender | None = None
+        super().__init__(timeout_s=timeout_s)
         self._memories: list[BlockMemory] = []  # what is registered must not be freed
-        self._remotes: weakref.WeakSet[NixlRemote] = weakref.WeakSet()
 
     def publish(self, memory: BlockMemory) -> bytes:
         pool, generations = region_of(memory), generations_of(memory)
@@ -50,30 +40,12 @@ class NixlTransport:
         self._memories.append(memory)
         return msgspec.msgpack.encode(Descriptor(self._lender.name, metadata, pool, generations))
 
-    async def attach(self, descriptor: bytes, into: BlockMemory) -> NixlRemote:
-        try:
-            peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
-        except msgspec.DecodeError as error:
-            raise HandshakeError(f"not a nixl descriptor: {error}", self.scheme) from error
-        if peer.pool.block_bytes != into.block_bytes:
-            raise LayoutMismatch(f"the peer's blocks have {peer.pool.block_bytes} bytes, ours {into.block_bytes}")
-        if self.closed:
-            raise PeerLost("this end has been closed", self.scheme, peer.agent)
-        named = (self.scheme, peer.agent, peer.pool.blocks)
-        remote = NixlRemote(*named, into, self.timeout_s, lambda: self.make_link(peer, into))
-        self._remotes.add(remote)
-        await remote.link()
-        return remote
+    def _lent(self, descriptor: bytes, into: BlockMemory) -> LentPool:
+        peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
+        return LentPool(peer.agent, peer.pool.blocks, peer.pool.block_bytes, lambda: self.make_link(peer, into))
 
     async def aclose(self) -> None:
-        self.closed = True
-        for remote in list(self._remotes):
-            await remote.aclose()
-        if self._lender is not None:
-            self._lender.stop()
-            await asyncio.to_thread(self._lender.join)
-        self._lender = None
-        self._remotes.clear()
+        await super().aclose()
         self._memories.clear()
 
 

@@ -7,20 +7,16 @@ UCX_NET_DEVICES to a network device in every process, on a network that only hos
 
 from __future__ import annotations
 
-import asyncio
-import weakref
-
 import msgspec
 
-from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory import BlockMemory
-from trinity.transport.link import LinkedRemote
+from trinity.transport.linked import LentPool, LinkedTransport
 from trinity.transport.ucx_link import UcxLink
 from trinity.transport.ucx_source import Lender
 from trinity.transport.ucx_wire import Descriptor, load_api
 
 
-class UcxTransport:
+class UcxTransport(LinkedTransport):
     """Asks a peer for blocks and receives them in place.
 
     Every read ends within ``timeout_s`` seconds, with ``TransferTimeout`` if need be. Raises ``TransportUnavailable``
@@ -28,39 +24,17 @@ class UcxTransport:
     """
 
     scheme = "ucx"
+    _lender: Lender | None
 
     def __init__(self, *, timeout_s: float = 30.0) -> None:
         load_api()
-        self.timeout_s = timeout_s
-        self.closed = False
-        self._lender: Lender | None = None
-        self._remotes: weakref.WeakSet[LinkedRemote] = weakref.WeakSet()
+        super().__init__(timeout_s=timeout_s)
 
     def publish(self, memory: BlockMemory) -> bytes:
         if self._lender is None:
             self._lender = Lender()
         return msgspec.msgpack.encode(self._lender.lend(memory))
 
-    async def attach(self, descriptor: bytes, into: BlockMemory) -> LinkedRemote:
-        try:
-            peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
-        except msgspec.DecodeError as error:
-            raise HandshakeError(f"not an ucx descriptor: {error}", self.scheme) from error
-        if peer.block_bytes != into.block_bytes:
-            raise LayoutMismatch(f"the peer's blocks have {peer.block_bytes} bytes, ours {into.block_bytes}")
-        if self.closed:
-            raise PeerLost("this end has been closed", self.scheme, peer.name)
-        remote = LinkedRemote(self.scheme, peer.name, peer.blocks, into, self.timeout_s, lambda: UcxLink(peer, into))
-        self._remotes.add(remote)
-        await remote.link()
-        return remote
-
-    async def aclose(self) -> None:
-        self.closed = True
-        for remote in list(self._remotes):
-            await remote.aclose()
-        if self._lender is not None:
-            self._lender.stop()
-            await asyncio.to_thread(self._lender.join)
-        self._lender = None
-        self._remotes.clear()
+    def _lent(self, descriptor: bytes, into: BlockMemory) -> LentPool:
+        peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
+        return LentPool(peer.name, peer.blocks, peer.block_bytes, lambda: UcxLink(peer, into))
