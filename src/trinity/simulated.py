@@ -147,7 +147,7 @@ class Simulated(Engine):
             name: Worker(core, place, cost, model)
             for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
         }
-        self.times: list[list[float]] = [[] for _ in jobs]
+        self.times: dict[str, list[float]] = {str(number): [] for number in range(len(jobs))}  # of each token
         self.reasons = ["error" if job.refused else "" for job in jobs]
         self.ended = 0.0
         self.moved = {IMAGE: 0, KV: 0}
@@ -188,7 +188,7 @@ class Simulated(Engine):
         self.post(self.now + self.cluster.message_s, command.to, command.message)
 
     def deliver(self, name: str, command: Deliver) -> None:
-        self.times[int(command.request)].append(self.now)
+        self.times[command.request].append(self.now)
 
     def end(self, name: str, command: End) -> None:
         number = int(command.request)
@@ -247,10 +247,11 @@ class Simulated(Engine):
 
     def _elapse(self, worker: Worker) -> None:
         """Account for the time since the lanes' speed changed last."""
-        slow = self._slow(worker)
-        for running in worker.running.values():
-            running.left -= (self.now - worker.since) / slow
-        worker.since = self.now
+        if self.interference > 1:  # else what was posted stays as it is
+            slow = self._slow(worker)
+            for running in worker.running.values():
+                running.left -= (self.now - worker.since) / slow
+            worker.since = self.now
 
     def _slow(self, worker: Worker) -> float:
         return self.interference if len(worker.running) > 1 else 1.0

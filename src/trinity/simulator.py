@@ -233,7 +233,7 @@ def _replay_of(run: Simulated) -> Replay:
     first = min((job.at for job in run.jobs), default=0.0)
     workers: Mapping[str, Worker] = run.workers
     return Replay(
-        outcomes=[_outcome(*each) for each in zip(run.jobs, run.times, run.reasons, strict=True)],
+        outcomes=[_outcome(*each) for each in zip(run.jobs, run.times.values(), run.reasons, strict=True)],
         duration_s=max(0.0, run.ended - first),
         busy_s={name: worker.busy for name, worker in workers.items()},
         peak_blocks={name: worker.peak for name, worker in workers.items()},
