@@ -1,0 +1,30 @@
+// One replay: trinity/engine.py with what trinity/simulated.py says of messages, steps and pulls.
+#pragma once
+
+#include "sim_frontend.hpp"
+#include "sim_instance.hpp"
+#include "sim_world.hpp"
+
+namespace trinity::sim {
+
+class Engine {
+  public:
+    Engine(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged);
+    void run(); // until nothing is under way any more
+    World world;
+
+  private:
+    bool next(Event &event);
+    void dispatch(const Event &event);
+    void arm(const Event &event);
+    bool over() const;
+
+    Frontend frontend_;
+    std::vector<Instance> instances_;
+    size_t acted_ = 0; // of what the user does
+    bool timed_ = false;
+    size_t timers_ = 0;       // Ticks of instances on their way
+    std::vector<double> due_; // when each core's next Tick comes, the front end's last
+};
+
+} // namespace trinity::sim

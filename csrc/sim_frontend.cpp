@@ -1,0 +1,178 @@
+#include "sim_frontend.hpp"
+
+#include <functional>
+
+namespace trinity::sim {
+
+void Router::reset(const World &world) {
+    world_ = &world;
+    for (uint8_t stage : {ENCODES, PREFILLS, DECODES}) {
+        least_image_[stage] = least_kv_[stage] = std::numeric_limits<int32_t>::max();
+        for (size_t peer = 0; peer < world.setups.size(); ++peer)
+            if (const Setup &setup = world.setups[peer]; setup.roles & stage) {
+                peers_[stage].push_back(static_cast<int>(peer));
+                least_image_[stage] = std::min(least_image_[stage], setup.image_blocks);
+                least_kv_[stage] = std::min(least_kv_[stage], setup.kv_blocks);
+            }
+    }
+}
+
+// trinity/routing.py, needs: the stages that follow without a gap on the same instance count as well.
+bool Router::fits(int peer, uint8_t stage, const Request &request) const {
+    const Setup &setup = world_->setups[peer];
+    uint8_t stages = stage;
+    for (uint8_t next = stage * 2; next <= DECODES && (setup.roles & next); next *= 2) stages |= next;
+    if (stages & (ENCODES | PREFILLS) && request.media_blocks > setup.image_blocks) return false;
+    if (!(stages & (PREFILLS | DECODES))) return true;
+    const int64_t tokens = request.prompt + (stages & DECODES ? request.max_tokens - 1 : 0);
+    return blocks_for(tokens, world_->options.kv_block) <= setup.kv_blocks;
+}
+
+// A quick yes, for most requests: each need at its largest against the smallest pools.
+bool Router::all_fit(uint8_t stage, const Request &request) const {
+    const int64_t tokens = int64_t(request.prompt) + request.max_tokens - 1;
+    const bool image = stage == DECODES || request.media_blocks <= least_image_[stage];
+    return image && blocks_for(tokens, world_->options.kv_block) <= least_kv_[stage];
+}
+
+bool Router::any(uint8_t stage, const Request &request) const {
+    if (!peers_[stage].empty() && all_fit(stage, request)) return true;
+    return std::any_of(peers_[stage].begin(), peers_[stage].end(), [&](int peer) { return fits(peer, stage, request); });
+}
+
+int Router::choose(uint8_t stage, const Request &request) {
+    const std::vector<int> &peers = peers_[stage];
+    const int64_t turn = turn_[stage]++;
+    if (all_fit(stage, request)) return peers[turn % peers.size()];
+    std::vector<int> fitting;
+    for (int peer : peers)
+        if (fits(peer, stage, request)) fitting.push_back(peer);
+    return fitting[turn % fitting.size()];
+}
+
+Frontend::Frontend(World &world) : w(world), entries_(world.work.requests.size()) { router_.reset(world); }
+
+void Frontend::handle(const Event &event) {
+    switch (event.kind) {
+    case Kind::emit: return emitted(event.count);
+    case Kind::finished: return finished(event);
+    case Kind::tick: return expire();
+    default: return; // Moved: its route matters only where an instance is lost
+    }
+}
+
+bool Frontend::refuses(const Request &request) const {
+    if (waiting_ >= w.options.max_waiting) return true;
+    if (request.items && !router_.any(ENCODES, request)) return true;
+    return !router_.any(PREFILLS, request) || (request.max_tokens > 1 && !router_.any(DECODES, request));
+}
+
+void Frontend::submit(int32_t number) {
+    const Request &request = w.work.requests[number];
+    if (refuses(request)) {
+        w.result.reasons[number] = uint8_t(Reason::error);
+        w.result.ended = w.now;
+        w.tell(FRONTEND, Told::end, number, int32_t(Reason::error));
+        return;
+    }
+    Entry &entry = entries_[number];
+    entry = {};
+    entry.alive = true;
+    entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
+    entry.deadline = w.now + request.deadline_s;
+    ++entries_alive_;
+    ++waiting_;
+    if (request.deadline_s < FOREVER) {
+        due_.push_back({entry.deadline, request.rank, number});
+        std::push_heap(due_.begin(), due_.end(), std::greater<>());
+    }
+    w.send(entry.first, Kind::submit, number);
+}
+
+void Frontend::emitted(int32_t count) {
+    for (; count; --count) {
+        const int32_t number = w.lists.pop();
+        Entry &entry = entries_[number];
+        if (!entry.alive || entry.aborted != Reason::none) continue;
+        if (!entry.delivered) --waiting_;
+        w.result.times[w.work.requests[number].first_time + entry.delivered] = w.now;
+        w.tell(FRONTEND, Told::deliver, number, entry.delivered);
+        ++entry.delivered;
+        if (entry.finished != Reason::none) settle(number);
+    }
+}
+
+void Frontend::finished(const Event &event) {
+    Entry &entry = entries_[event.request];
+    if (!entry.alive) return forget(event.request, w.trails[event.request].at[0], event.extra & 3);
+    if (entry.finished == Reason::none) {
+        entry.finished = Reason(event.what);
+        entry.count = event.count;
+        entry.hops = event.extra & 3;
+        entry.late = event.extra & 4;
+    }
+    settle(event.request);
+}
+
+void Frontend::abort(int32_t number, Reason reason) {
+    Entry &entry = entries_[number];
+    if (!entry.alive || entry.aborted != Reason::none || entry.ended) return;
+    entry.aborted = reason;
+    w.send(entry.first, Kind::cancel, number);
+    end(number, reason);
+    settle(number);
+}
+
+void Frontend::pop_due() {
+    std::pop_heap(due_.begin(), due_.end(), std::greater<>());
+    due_.pop_back();
+}
+
+double Frontend::next_timer() {
+    while (!due_.empty()) {
+        const Entry &entry = entries_[due_.front().request];
+        if (entry.alive && entry.deadline == due_.front().time) return entry.deadline;
+        pop_due();
+    }
+    return FOREVER;
+}
+
+void Frontend::expire() {
+    while (next_timer() <= w.now) {
+        const int32_t number = due_.front().request;
+        pop_due();
+        abort(number, Reason::deadline);
+    }
+}
+
+void Frontend::settle(int32_t number) {
+    Entry &entry = entries_[number];
+    const bool aborted = entry.aborted != Reason::none;
+    if (entry.finished == Reason::none || (!aborted && entry.delivered < entry.count)) return;
+    if (!entry.ended) end(number, aborted ? entry.aborted : entry.late ? Reason::deadline : entry.finished);
+    forget(number, entry.first, entry.hops);
+    entry.alive = false;
+    --entries_alive_;
+}
+
+void Frontend::forget(int32_t number, int first, int hops) {
+    const Trail &trail = w.trails[number];
+    w.send(first, Kind::forget, number);
+    for (int hop = 0; hop < hops; ++hop) {
+        bool told = trail.at[hop] == first;
+        for (int before = 0; before < hop; ++before) told = told || trail.at[before] == trail.at[hop];
+        if (!told) w.send(trail.at[hop], Kind::forget, number);
+    }
+}
+
+void Frontend::end(int32_t number, Reason reason) {
+    Entry &entry = entries_[number];
+    entry.ended = true;
+    if (!entry.delivered) --waiting_;
+    w.result.reasons[number] = uint8_t(reason);
+    w.result.counts[number] = entry.delivered;
+    w.result.ended = w.now;
+    w.tell(FRONTEND, Told::end, number, int32_t(reason));
+}
+
+} // namespace trinity::sim

@@ -1,0 +1,51 @@
+// trinity/frontend.py: routes, ends and deadlines. With messages that all take the same time tokens come in order.
+#pragma once
+
+#include "sim_world.hpp"
+
+#include <utility>
+#include <vector>
+
+namespace trinity::sim {
+
+class Frontend {
+  public:
+    explicit Frontend(World &world);
+    void submit(int32_t request);
+    void abort(int32_t request, Reason reason);
+    void handle(const Event &event);
+    double next_timer();
+    bool idle() const { return entries_alive_ == 0; }
+
+  private:
+    struct Entry {
+        bool alive, ended, late;
+        Reason aborted, finished;
+        int8_t hops; // instances on its route, as its Finished says
+        int16_t first;
+        int32_t delivered, count;
+        double deadline;
+    };
+    struct Due {
+        double time;
+        int32_t rank, request;
+        bool operator>(const Due &other) const { return time > other.time || (time == other.time && rank > other.rank); }
+    };
+
+    bool refuses(const Request &request) const;
+    void emitted(int32_t count);
+    void finished(const Event &event);
+    void expire();
+    void settle(int32_t request);
+    void forget(int32_t request, int first, int hops);
+    void end(int32_t request, Reason reason);
+    void pop_due();
+
+    World &w;
+    Router router_;
+    std::vector<Entry> entries_; // by request
+    std::vector<Due> due_;       // a heap
+    int32_t entries_alive_ = 0, waiting_ = 0;
+};
+
+} // namespace trinity::sim

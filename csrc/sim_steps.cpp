@@ -1,0 +1,280 @@
+// Steps: a free lane gets the next batch, and what a step has done moves its requests on: trinity/core/steps.py; and how
+// long steps take on lanes that slow each other down: trinity/simulated.py.
+#include "sim_instance.hpp"
+
+namespace trinity::sim {
+
+// Admit migrations and fill free lanes until nothing more can start.
+void Instance::pump() {
+    for (bool again = true; again;) {
+        admit_offers();
+        again = false;
+        uint32_t free = 0;
+        for (size_t at = 0; at < lanes_.size(); ++at) free |= uint32_t(!lanes_[at].running) << at;
+        for (size_t at = 0; at < lanes_.size(); ++at)
+            if (free >> at & 1) again = fill(lanes_[at]) || again;
+    }
+}
+
+// Start the lane's next step. True where something changed that may let more be admitted.
+bool Instance::fill(Lane &lane) {
+    const bool waits = !encode_queue_.empty() || !prefill_queue_.empty() || !migrated_.empty();
+    if (!waits && prefilling_.empty() && encoding_.empty()) { // most steps are such: every policy takes all decodes
+        batch_.clear();
+        batch_.decodes = lane.stages & DECODES;
+        if (build(lane, batch_)) start(lane);
+        return false;
+    }
+    schedule(lane.stages);
+    admit();
+    const bool scheduled = build(lane, batch_);
+    if (scheduled) start(lane);
+    for (int32_t number : batch_.new_encodes) media_progress(w.states[number], nullptr, 0);
+    if (scheduled) announce_media(lane);
+    return !batch_.new_encodes.empty() || !batch_.uncovered.empty();
+}
+
+bool Instance::build(Lane &lane, const Batch &batch) {
+    lane.encodes.clear();
+    lane.prefills.clear();
+    lane.media_tokens = lane.prefill_tokens = 0;
+    for (const EncodeRow &row : batch.encodes) {
+        State &state = w.states[row.state];
+        if (!to_encode(state, row.item)) continue;
+        pending_[pending_of_[w.work.items[row.item].content]].in_step = true;
+        state.in_step = true;
+        lane.media_tokens += w.work.items[row.item].tokens;
+        lane.encodes.push_back(row);
+    }
+    for (const Chunk &chunk : batch.prefills) {
+        w.states[chunk.state].in_step = true;
+        lane.prefill_tokens += chunk.length;
+        lane.prefills.push_back(chunk);
+    }
+    const size_t decodes = batch.decodes ? decoding_.size() : 0;
+    if (lane.encodes.empty() && lane.prefills.empty() && !decodes) return false;
+    lane.decodes = int32_t(decodes);
+    lane.running = true;
+    ++steps_;
+    return true;
+}
+
+double Instance::seconds(const Lane &lane) const {
+    Load load{lane.decodes, lane.prefill_tokens, lane.media_tokens, 0.0, 0.0, int64_t(lane.prefills.size())};
+    if (lane.decodes) load.context = static_cast<double>(decoding_tokens_) / lane.decodes;
+    int64_t before = 0;
+    for (const Chunk &chunk : lane.prefills) before += chunk.start;
+    if (load.prefills) load.prefilled = static_cast<double>(before) / static_cast<double>(load.prefills);
+    return setup_.cost->at(load);
+}
+
+void Instance::start(Lane &lane) {
+    if (w.logged) {
+        const int32_t at = int32_t(&lane - lanes_.data());
+        w.tell(self_, Told::step, -1, steps_, at, lane.decodes);
+        for (const EncodeRow &row : lane.encodes) {
+            const int32_t asked = w.states[row.state].request;
+            w.tell(self_, Told::encode, asked, row.item - w.work.requests[asked].first_item);
+        }
+        for (const Chunk &chunk : lane.prefills)
+            w.tell(self_, Told::prefill, w.states[chunk.state].request, chunk.start, chunk.length);
+        for (int32_t row = 0; row < lane.decodes; ++row)
+            w.tell(self_, Told::decode, w.states[decoding_[row].state].request);
+    }
+    const double alone = seconds(lane);
+    lane.running = false; // it has no share yet of the time that has passed
+    elapse();
+    lane.running = true;
+    lane.started = w.now;
+    lane.left = alone;
+    bool both = lanes_.size() > 1 && lanes_[0].running && lanes_[1].running;
+    if (both && w.options.interference > 1) return arrange();
+    lane.number = w.post(w.now + lane.left * 1.0, self_, Kind::stepped, -1, uint8_t(&lane - lanes_.data()));
+}
+
+// Account for the time since the lanes' speed changed last.
+void Instance::elapse() {
+    const bool both = lanes_.size() > 1 && lanes_[0].running && lanes_[1].running;
+    const double slow = both ? w.options.interference : 1.0;
+    for (Lane &lane : lanes_)
+        if (lane.running) lane.left -= (w.now - since_) / slow;
+    since_ = w.now;
+}
+
+// The lanes' speed has changed: what was posted of their ends is void, and they come at other times.
+void Instance::arrange() {
+    const bool both = lanes_[0].running && lanes_[1].running;
+    const double slow = both ? w.options.interference : 1.0;
+    for (Lane &lane : lanes_)
+        if (lane.running)
+            lane.number = w.post(w.now + lane.left * slow, self_, Kind::stepped, -1, uint8_t(&lane - lanes_.data()));
+}
+
+bool Instance::is_end(const Event &event) {
+    Lane &lane = lanes_[event.what];
+    if (!lane.running || lane.number != event.sequence) return false;
+    elapse();
+    lane.running = false;
+    if (lanes_.size() > 1 && w.options.interference > 1) arrange();
+    book(lane, w.now - lane.started);
+    return true;
+}
+
+// The device was busy with these rows. In a mixed step each stage has its share of what it takes alone.
+void Instance::book(const Lane &lane, double seconds) {
+    const int64_t counts[3] = {lane.media_tokens, lane.prefill_tokens, lane.decodes};
+    double *busy = &w.result.busy[3 * self_];
+    double alone[3] = {}, total = 0.0;
+    const int present = int(counts[0] > 0) + int(counts[1] > 0) + int(counts[2] > 0);
+    if (present > 1) {
+        if (counts[0]) alone[0] = setup_.cost->seconds(0, 0, counts[0]);
+        if (counts[1]) alone[1] = setup_.cost->seconds(0, counts[1], 0);
+        if (counts[2]) alone[2] = setup_.cost->seconds(counts[2], 0, 0);
+        for (double each : alone) total += each;
+    }
+    for (int stage = 0; stage < 3; ++stage)
+        if (counts[stage]) busy[stage] += total != 0.0 ? seconds * alone[stage] / total : seconds;
+}
+
+void Instance::stepped(Lane &lane) {
+    const int32_t rows = lane.decodes;
+    lane.decodes = 0;
+    for (const EncodeRow &row : lane.encodes) w.states[row.state].in_step = false;
+    for (const Chunk &chunk : lane.prefills) w.states[chunk.state].in_step = false;
+    const int32_t leaving = leaving_;
+    lane.decodes = rows;
+    emit(lane);
+    lane.decodes = 0;
+    if (!lane.encodes.empty()) encoded(lane);
+    for (const Chunk &chunk : lane.prefills) prefilled(chunk);
+    decoded(rows);
+    if (leaving) sweep(lane, rows);
+    const auto gone = [](const Row &row) { return row.gone; };
+    decoding_.erase(std::remove_if(decoding_.begin(), decoding_.begin() + rows, gone), decoding_.begin() + rows);
+}
+
+// All tokens of the step in one message, ahead of the ends that they bring about.
+void Instance::emit(const Lane &lane) {
+    const uint64_t before = w.lists.pushed();
+    for (const Chunk &chunk : lane.prefills) {
+        const State &state = w.states[chunk.state];
+        const bool last = chunk.start + chunk.length == request(state).prompt;
+        if (last && state.ending == Reason::none) w.lists.push(state.request);
+    }
+    for (int32_t row = 0; row < lane.decodes; ++row)
+        if (!decoding_[row].gone) w.lists.push(w.states[decoding_[row].state].request);
+    const uint64_t count = w.lists.pushed() - before;
+    if (count) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(count));
+}
+
+void Instance::encoded(const Lane &lane) {
+    std::vector<std::vector<EncodeRow>> changed; // by request, in the order of the first item of each
+    for (const EncodeRow &row : lane.encodes) {
+        const int32_t content = w.work.items[row.item].content, at = pending_of_[content];
+        for (const EncodeRow &each : pending_[at].providers) {
+            const auto same = [&](const std::vector<EncodeRow> &other) { return other[0].state == each.state; };
+            const auto found = std::find_if(changed.begin(), changed.end(), same);
+            if (found == changed.end())
+                changed.push_back({each});
+            else
+                found->push_back(each);
+        }
+        pending_of_[content] = -1;
+        unused_pending_.push_back(at);
+        publish_media(w.states[row.state], row.item);
+    }
+    std::vector<int32_t> items;
+    for (const std::vector<EncodeRow> &rows : changed) {
+        State &state = w.states[rows[0].state];
+        items.clear();
+        for (const EncodeRow &row : rows) {
+            slot(state, row.item).ready = true;
+            items.push_back(row.item - request(state).first_item);
+        }
+        if (state.ending == Reason::none) media_progress(state, items.data(), items.size());
+    }
+}
+
+// Some features are ready: announce them, or go on to prefill here once all are.
+void Instance::media_progress(State &state, const int32_t *items, size_t count) {
+    const Request &asked = request(state);
+    if (!has(PREFILLS)) {
+        if (state.outgoing != NO_BLOCKS && count) {
+            for (size_t at = 0; at < count; ++at) w.lists.push(items[at]);
+            w.send(trail(state).at[state.hop + 1], Kind::ready, state.request, IMAGE, int32_t(count));
+        }
+        if (may_offer(state)) offer_media(state);
+        return;
+    }
+    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item)
+        if (!slot(state, item).ready) return;
+    leave(state);
+    queue_prefill(state);
+}
+
+// The first features of some requests are about to be made: their target may reserve meanwhile.
+void Instance::announce_media(const Lane &lane) {
+    if (has(PREFILLS)) return;
+    for (const EncodeRow &row : lane.encodes) {
+        const std::vector<EncodeRow> providers = pending_[pending_of_[w.work.items[row.item].content]].providers;
+        for (const EncodeRow &each : providers) {
+            State &state = w.states[each.state];
+            if (state.outgoing == NO_BLOCKS && may_offer(state)) offer_media(state);
+        }
+    }
+}
+
+void Instance::prefilled(const Chunk &chunk) {
+    State &state = w.states[chunk.state];
+    if (state.ending != Reason::none) return;
+    state.done += chunk.length;
+    publish_kv(state, state.done);
+    if (chunk.start + chunk.length != request(state).prompt) return;
+    leave(state);
+    drop_media(state);
+    if (took(state)) return;
+    if (has(DECODES))
+        start_decoding(state);
+    else
+        offer_kv(state);
+}
+
+void Instance::decoded(int32_t rows) {
+    for (int32_t at = 0; at < rows; ++at) {
+        Row &row = decoding_[at];
+        if (row.gone) continue;
+        State &state = w.states[row.state];
+        ++decoding_tokens_;
+        if (state.tokens + 1 < request(state).max_tokens) {
+            ++state.tokens;
+            continue;
+        }
+        decoding_tokens_ -= request(state).prompt + state.tokens + 1;
+        --decoders_;
+        row = {-1, true};
+        state.place = Place::nowhere;
+        took(state);
+    }
+}
+
+// Requests that were to end and waited for this step.
+void Instance::sweep(const Lane &lane, int32_t rows) {
+    const auto quiet = [&](int32_t number) {
+        State &state = w.states[number];
+        state.in_step = false;
+        conclude_if_quiet(state);
+    };
+    for (const EncodeRow &row : lane.encodes) quiet(row.state);
+    for (const Chunk &chunk : lane.prefills) quiet(chunk.state);
+    for (int32_t at = 0; at < rows; ++at)
+        if (decoding_[at].gone && decoding_[at].state >= 0) quiet(decoding_[at].state);
+}
+
+// Take one token. True where the request ends with it.
+bool Instance::took(State &state) {
+    if (++state.tokens < request(state).max_tokens) return false;
+    end(state, Reason::length);
+    return true;
+}
+
+} // namespace trinity::sim

@@ -1,0 +1,120 @@
+// What the front end and the instances of one replay share: clock, messages on their way, requests, results.
+#pragma once
+
+#include "sim_pool.hpp"
+#include "sim_queue.hpp"
+#include "sim_types.hpp"
+
+#include <algorithm>
+#include <vector>
+
+namespace trinity::sim {
+
+// Lines of the log that are commands; those of events have the number of their Kind.
+enum class Told : int32_t { step = 20, encode, prefill, decode, pull, open, close, deliver, end, left };
+
+// A line of the log by which the twin is proven equal: an event or a command, where and when.
+struct Line {
+    double time;
+    int32_t who, kind, request, a, b, c;
+};
+
+struct Result {
+    std::vector<double> times; // of each request's tokens, from Request::first_time on
+    std::vector<int32_t> counts;
+    std::vector<uint8_t> reasons;
+    std::vector<double> busy;    // seconds of E, P and D, for each instance
+    std::vector<int32_t> peak;   // most blocks held of images and KV, for each instance
+    int64_t moved[3] = {0, 0, 0}; // bytes, by Blocks
+    double ended = 0.0;
+    uint64_t events = 0;
+    int64_t unsettled = 0; // instances that hold something, and requests that have not ended, when nothing comes any more
+    std::vector<Line> log;
+};
+
+struct World {
+    World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged)
+        : work(work), setups(setups), options(options), logged(logged), trails(work.requests.size()) {
+        size_t blocks = 0, kv = 0, times = 0;
+        for (const Item &item : work.items) blocks += item.blocks;
+        for (const Request &request : work.requests) {
+            kv += blocks_for(int64_t(request.prompt) + request.max_tokens - 1, options.kv_block);
+            times += request.max_tokens;
+        }
+        for (int set : {0, 1}) {
+            slots[set].resize(work.items.size());
+            image_blocks[set].resize(blocks);
+            if (options.prefix_cache) kv_blocks[set].resize(kv);
+        }
+        result.times.resize(times);
+        result.counts.resize(work.requests.size());
+        result.reasons.resize(work.requests.size());
+        result.busy.resize(3 * setups.size());
+        result.peak.resize(2 * setups.size());
+    }
+
+    // A message: all take the same time, so that they come in the order in which they were sent.
+    void send(int to, Kind kind, int32_t request, uint8_t what = 0, int32_t count = 0, int16_t extra = 0) {
+        messages.push({now + options.message_s, sequence++, request, count, int16_t(to), extra, kind, what});
+    }
+
+    uint64_t post(double time, int to, Kind kind, int32_t request, uint8_t what = 0, int32_t count = 0) {
+        heap.push({time, sequence, request, count, int16_t(to), 0, kind, what});
+        return sequence++;
+    }
+
+    void tell(int who, Told kind, int32_t request, int32_t a = 0, int32_t b = 0, int32_t c = 0) {
+        if (logged) result.log.push_back({now, who, int32_t(kind), request, a, b, c});
+    }
+
+    State &new_state(int32_t request, Phase phase) {
+        if (unused.empty()) {
+            unused.push_back(int32_t(states.size()));
+            states.emplace_back();
+        }
+        State &state = states[unused.back()];
+        state = {};
+        state.self = unused.back();
+        unused.pop_back();
+        state.request = request;
+        state.phase = phase;
+        state.deadline = FOREVER;
+        return state;
+    }
+
+    const Workload &work;
+    const std::vector<Setup> &setups;
+    const Options &options;
+    const bool logged;
+    double now = 0.0;
+    uint64_t sequence = 0;
+    Ring<Event> messages;
+    Ring<int32_t> lists; // what Ready and Emit messages name, in the order of the messages
+    Heap heap;
+    std::vector<Trail> trails; // by request
+    std::vector<State> states;
+    std::vector<int32_t> unused;           // of states
+    std::vector<Slot> slots[2];            // by item: on the first instance, and on the one it was migrated to
+    std::vector<int32_t> image_blocks[2];  // likewise, from Item::first_block on
+    std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where it was migrated
+    Result result;
+};
+
+// Which instance is next, in turn among those that have the stage and the room: trinity/routing.py.
+class Router {
+  public:
+    void reset(const World &world);
+    bool any(uint8_t stage, const Request &request) const; // whether any could ever hold it
+    int choose(uint8_t stage, const Request &request);
+
+  private:
+    bool fits(int peer, uint8_t stage, const Request &request) const;
+    bool all_fit(uint8_t stage, const Request &request) const;
+
+    const World *world_ = nullptr;
+    std::vector<int> peers_[5];                  // by stage
+    int32_t least_image_[5] = {}, least_kv_[5] = {}; // of their pools
+    int64_t turn_[5] = {};
+};
+
+} // namespace trinity::sim

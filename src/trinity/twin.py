@@ -1,0 +1,312 @@
+"""The compiled twin of ``trinity.simulated``: the same replay, event for event, by csrc/sim_*.cpp.
+
+What it cannot do it says (``unsupported``), and the Python engine does that. tests/test_twin.py holds the two together:
+every event, command, count of free blocks and float time of random replays (decision 0017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity.budget import StepCost
+from trinity.cluster import Cluster
+from trinity.core.state import Settings
+from trinity.cost import Roofline, Tables
+from trinity.messages import IMAGE, KV, MediaSpan, Work
+from trinity.model_shapes import Model
+from trinity.native import extension
+from trinity.paced import LinearCost, TableCost
+from trinity.routing import RoundRobin, RoutingPolicy
+from trinity.scheduler import Rules, StepTime
+from trinity.workload import Job, work_of
+
+SIMULATOR = 1  # of the extension's part that this file calls
+ROLES = {"E": 1, "P": 2, "D": 4}
+POLICIES = ("alg1", "time", "prefill_first")
+ORDERS = ("fcfs", "sjf", "deadline")
+REASONS = ("", "length", "cancelled", "deadline", "error")
+KINDS = (IMAGE, KV)
+
+Floats = npt.NDArray[np.float64]
+
+
+class Asked(NamedTuple):
+    """One request as the twin is told of it. ``prompt`` tokens mean something only where prefixes are cached."""
+
+    length: int
+    max_tokens: int
+    media: Sequence[MediaSpan] = ()
+    prompt: Sequence[int] = ()
+    deadline_s: float | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, work: Work) -> Asked:
+        return cls(len(work.prompt), work.max_tokens, work.media, work.prompt, work.deadline_s, work.request)
+
+
+@dataclass
+class Told:
+    """What a replay came to. ``times`` of the tokens of request n begin at ``first[n]``, and are ``counts[n]``.
+
+    ``unsettled`` counts instances that still held something at the end: 0 unless there is a fault.
+    """
+
+    times: Floats
+    first: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    reasons: list[str]
+    busy: list[dict[str, float]]
+    peak: list[dict[str, int]]
+    moved: dict[str, int]
+    ended: float
+    events: int
+    unsettled: int
+    log: list[tuple[Any, ...]]
+
+    def tokens(self, number: int) -> list[float]:
+        """When each token of a request came."""
+        start = int(self.first[number])
+        found: list[float] = self.times[start : start + int(self.counts[number])].tolist()
+        return found
+
+
+def missing() -> str:
+    """Why there is no twin here; "" where there is one."""
+    if extension is None or getattr(extension, "SIMULATOR", 0) != SIMULATOR:
+        return "the extension is not built, or is of another version: `pip install` builds it where a compiler is found"
+    return ""
+
+
+def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy: RoutingPolicy) -> str:
+    """What of this the twin has no answer for; "" where it has one."""
+    if type(policy) is not RoundRobin:
+        return "routing other than round_robin"
+    if any(each.lease_s != inf or each.report_s != inf for each in settings):
+        return "leases and reports of load"
+    if any(each.transfers.kv != "off" for each in settings):
+        return "KV that moves while prefill runs"
+    if len({_common(each) for each in settings}) > 1:
+        return "instances with other blocks, caches or transfers than the rest"
+    for cost in (*costs, *(each.rules.cost for each in settings)):
+        if cost is not None and _kind_of(cost) is None:
+            return f"costs of type {type(cost).__name__}"
+    return ""
+
+
+def _common(each: Settings) -> tuple[Any, ...]:
+    return each.media_block, each.kv_block, each.image_cache, each.prefix_cache, each.transfers
+
+
+class Workload:
+    """Requests in the twin's form, to be replayed at any times and on any placement with the same blocks and caches."""
+
+    def __init__(self, asked: Iterable[Asked], like: Settings) -> None:
+        self._contents: dict[tuple[str, str], tuple[int, int, int]] = {}
+        self._chains: dict[tuple[Any, ...], int] = {}
+        self._media_keys = 0
+        self.like = like
+        rows: list[tuple[int, ...]] = []
+        items: list[tuple[int, ...]] = []
+        keys: list[int] = []
+        given = list(asked)
+        ranks = _ranks([each.name for each in given])
+        for each, rank in zip(given, ranks, strict=True):
+            own = self._prefix_keys(each) if like.prefix_cache else ()
+            rows.append((each.length, each.max_tokens, len(each.media), len(own), rank))
+            items += [self._item(span) for span in each.media]
+            keys += own
+        lasts = np.cumsum([each.max_tokens for each in given], dtype=np.int64)
+        self.first = np.concatenate([np.zeros(1, np.int64), lasts])[: len(given)]
+        self.made = extension.sim_workload(
+            _rows(rows, 5, np.int32),
+            np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64),
+            _rows(items, 6, np.int32),
+            np.array(keys, np.int32),
+            like.media_block,
+            like.kv_block,
+        )
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], like: Settings) -> Workload:
+        """Of a trace; content is looked at where there are caches."""
+        shared = like.image_cache or like.prefix_cache
+        return cls((_asked(job, number, shared) for number, job in enumerate(jobs)), like)
+
+    def _item(self, span: MediaSpan) -> tuple[int, ...]:
+        known = self._contents.get((span.kind, span.content))
+        if known is None:
+            known = self._contents[span.kind, span.content] = (len(self._contents), self._media_keys, span.tokens)
+            self._media_keys += -(-span.tokens // self.like.media_block)
+        content, key, tokens = known
+        assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
+        return span.tokens, content, key, span.offset, span.end, int(span.atomic)
+
+    def _prefix_keys(self, asked: Asked) -> list[int]:
+        """As ``blocks.prefix_keys``, with numbers in place of digests."""
+        block, previous, keys = self.like.kv_block, -1, []
+        for start in range(0, asked.length - block + 1, block):
+            end = start + block
+            inside = [(m.content, m.offset - start) for m in asked.media if m.offset < end and m.end > start]
+            link = (previous, *asked.prompt[start:end], *inside)
+            previous = self._chains.setdefault(link, len(self._chains))
+            keys.append(previous)
+        return keys
+
+
+def _asked(job: Job, number: int, shared: bool) -> Asked:
+    if job.refused:
+        return Asked(1, 1)
+    if shared or job.images:
+        work = work_of(job, number, shared)
+        return Asked(job.prompt, job.max_tokens, work.media, work.prompt, None, work.request)
+    return Asked(job.prompt, job.max_tokens)
+
+
+def _ranks(names: list[str]) -> list[int]:
+    ranks = [0] * len(names)
+    for rank, number in enumerate(sorted(range(len(names)), key=names.__getitem__)):
+        ranks[number] = rank
+    return ranks
+
+
+def _rows(rows: list[tuple[int, ...]], width: int, dtype: Any) -> npt.NDArray[Any]:
+    return np.array(rows, dtype).reshape(-1, width)
+
+
+Act = tuple[float, int, bool]  # when, which request, whether it is given up
+
+
+def arrivals(jobs: Sequence[Job]) -> list[Act]:
+    """The requests that are asked for, as they come."""
+    return [(job.at, number, False) for number, job in enumerate(jobs) if not job.refused]
+
+
+def simulate(
+    work: Workload,
+    acts: Sequence[Act],
+    settings: Sequence[Settings],
+    *,
+    cluster: Cluster,
+    costs: Sequence[StepTime],
+    model: Model,
+    max_waiting: int,
+    interference: float,
+    log: bool = False,
+) -> Told:
+    """What ``trinity.simulated.Simulated`` would come to. Arrivals come first among acts at equal times.
+
+    ``settings`` must be such that ``unsupported`` is "". With ``log`` every event and command is told.
+    """
+    ordered = sorted(acts, key=lambda act: (act[0], act[2]))
+    found = extension.simulate(
+        work.made,
+        np.array([act[0] for act in ordered], np.float64),
+        np.array([act[1] for act in ordered], np.int32),
+        np.array([act[2] for act in ordered], np.uint8),
+        _rows([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
+        np.array([inf if each.rules.limit_s is None else each.rules.limit_s for each in settings], np.float64),
+        [_cost(cost) for cost in costs],
+        [None if each.rules.cost is None else _cost(each.rules.cost) for each in settings],
+        *_options(settings[0], cluster, model, max_waiting, interference),
+        log,
+    )
+    return _told(found, work, settings)
+
+
+def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
+    rules: Rules = each.rules
+    return (
+        sum(ROLES[role] for role in each.roles),
+        int(len(each.lanes) > 1),
+        each.pools.get(IMAGE, 0),
+        each.pools.get(KV, 0),
+        cluster.hosts.index(cluster.hosts[place]) if cluster.hosts else 0,
+        rules.tokens,
+        rules.media,
+        POLICIES.index(rules.policy),
+        ORDERS.index(rules.order),
+        int(rules.chunked),
+        int(rules.media_budget),
+    )
+
+
+def _options(
+    like: Settings, cluster: Cluster, model: Model, max_waiting: int, interference: float
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    moves, link, network = like.transfers, cluster.link, cluster.network
+    whole = (
+        *(like.media_block, like.kv_block, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
+        *(max_waiting, model.feature_bytes * like.media_block, model.kv_bytes * like.kv_block),
+    )
+    real = (cluster.message_s, interference, link.bandwidth, link.fixed_s, network.bandwidth, network.fixed_s)
+    return np.array(whole, np.int64), np.array(real, np.float64)
+
+
+def _told(found: tuple[Any, ...], work: Workload, settings: Sequence[Settings]) -> Told:
+    times, counts, reasons, busy, peak, moved, ended, events, unsettled, (at, rest) = found
+    most, worked = peak.reshape(-1, 2).tolist(), busy.reshape(-1, 3).tolist()
+    return Told(
+        times,
+        work.first,
+        counts,
+        [REASONS[each] for each in reasons.tolist()],
+        [{role: own["EPD".index(role)] for role in each.roles} for own, each in zip(worked, settings, strict=True)],
+        [{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(most, settings, strict=True)],
+        dict(zip(KINDS, moved.tolist()[1:], strict=True)),
+        ended,
+        events,
+        unsettled,
+        [(time, *line) for time, line in zip(at.tolist(), rest.reshape(-1, 6).tolist(), strict=True)],
+    )
+
+
+def _kind_of(cost: StepTime) -> Any:
+    return _COSTS.get(type(cost))
+
+
+def _cost(cost: StepTime) -> Any:
+    return _kind_of(cost)(cost)
+
+
+def _roofline(cost: Roofline) -> Any:
+    model, device, language, vision = cost.model, cost.device, cost.model.language, cost.model.vision
+    seen = vision.layers if vision else language
+    whole = (
+        *(language.weights, model.head, language.attended, language.layers, language.width, model.dtype_bytes),
+        *(model.read_bytes, model.kv_bytes, vision is not None, isinstance(vision.patches if vision else 0, int)),
+        *(seen.weights, vision.projector if vision else 0, vision.span if vision else 0, seen.attended, seen.layers),
+        *(seen.width, model.vision_bytes, model.feature_bytes),
+    )
+    speeds = (device.flops, device.flops_share, device.bandwidth, device.bandwidth_share, device.pass_s, device.row_s)
+    real = (cost.context, vision.patches if vision else 0, *speeds)
+    return extension.sim_roofline(np.array(whole, np.int64), np.array(real, np.float64))
+
+
+def _step_cost(cost: StepCost) -> Any:
+    tables = (cost.decodes, cost.prefill, cost.media)
+    return extension.sim_step_cost(*(np.array(each, np.float64).reshape(-1, 2) for each in tables))
+
+
+def _tables(cost: Tables) -> Any:
+    contexts, costs = zip(*cost.costs, strict=True)
+    return extension.sim_tables(cost.context, [float(each) for each in contexts], [_step_cost(each) for each in costs])
+
+
+def _linear(cost: LinearCost) -> Any:
+    return extension.sim_linear(cost.step_s, cost.decode_s, cost.prefill_s, cost.encode_s, cost.media_s)
+
+
+_COSTS: dict[type, Any] = {
+    Roofline: _roofline,
+    StepCost: _step_cost,
+    TableCost: _step_cost,
+    Tables: _tables,
+    LinearCost: _linear,
+}
