@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +111,53 @@ from lending import pool
 from trinity.transport import make_transport
 async def main():
     transport = make_transport(sys.argv[1])
-    memory = pool(4, 64)
+    memory = pool(4, int(sys.argv[2]))
     global kept
     kept = await transport.attach(transport.publish(memory), memory), transport
     await kept[0].read([0], [1])
+    if sys.argv[3] == "dropped":
+        del kept, memory
 asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("how", ["kept", "dropped"])
 @pytest.mark.parametrize("name", ["nixl", "ucx"])
-def test_a_process_that_closes_nothing_ends_well(name: str) -> None:
+def test_a_process_that_closes_nothing_ends_well(name: str, how: str) -> None:
+    """A link that was dropped frees its pool on its own thread, which takes a while: the process waits for that."""
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}"}
-    command = [sys.executable, "-c", UNCLOSED, name]
+    command = [sys.executable, "-c", UNCLOSED, name, str(64 << 20), how]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+class Slow:
+    """Something with a thread that takes a while to free what it holds."""
+
+    def __init__(self) -> None:
+        self.dropped, self.freed = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        link.stop_at_exit(self, self.thread)
+        self.thread.start()
+
+    def run(self) -> None:
+        self.dropped.wait(LIVENESS_S)
+
+    def stop(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def __del__(self) -> None:
+        time.sleep(0.2)
+        self.freed.set()
+
+
+def test_the_end_of_the_process_waits_for_what_a_thread_frees_last() -> None:
+    """Pools are freed with Python's help: a thread that does so while Python ends takes the process down."""
+    slow = Slow()
+    dropped, freed = slow.dropped, slow.freed
+    del slow
+    dropped.set()
+    link._stop_all()
+    assert freed.is_set()

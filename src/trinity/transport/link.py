@@ -39,10 +39,13 @@ class Stoppable(Protocol):
 
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def stop_at_exit(each: Stoppable) -> None:
+def stop_at_exit(each: Stoppable, thread: threading.Thread) -> None:
+    """``thread`` is what ``each`` runs on: it may outlive it, for its last act is to free what that held."""
     _alive.add(each)
+    _threads.add(thread)
 
 
 @dataclass(eq=False)
@@ -82,7 +85,7 @@ class Link:
 
     def begin(self) -> None:
         self._thread.start()
-        stop_at_exit(self)
+        stop_at_exit(self, self._thread)
 
     async def open(self) -> None:
         """Wait until the peer has answered. Raises ``PeerLost``, ``HandshakeError``, ``TransferTimeout``."""
@@ -281,8 +284,7 @@ def again(failure: TransportError) -> TransportError:
 @atexit.register
 def _stop_all() -> None:
     """A thread inside UCX while the process takes it down would crash."""
-    left = list(_alive)
-    for each in left:
+    for each in list(_alive):
         each.stop()
-    for each in left:
-        each.join()
+    for thread in list(_threads):
+        thread.join(JOIN_S)

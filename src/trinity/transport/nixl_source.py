@@ -123,7 +123,7 @@ class Lender:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trinity-nixl-lender", daemon=True)
         self._thread.start()
-        stop_at_exit(self)
+        stop_at_exit(self, self._thread)
 
     def lend(self, *regions: Region) -> bytes:
         """Register a pool; the agent's metadata, which tell a peer of every pool so far."""

@@ -47,7 +47,7 @@ class Lender:
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="trinity-ucx-lender", daemon=True)
         self._thread.start()
-        stop_at_exit(self)
+        stop_at_exit(self, self._thread)
 
     def lend(self, memory: BlockMemory) -> Descriptor:
         number = len(self._pools)
