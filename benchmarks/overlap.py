@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_of
+from trinity.budget import Budgets
 from trinity.overlap import KvMode, Transfers
 from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
@@ -145,11 +146,15 @@ def ms(seconds: float) -> str:
 
 
 async def paced_features(chosen: Transfers, rows: int, requests: int) -> Served:
-    """Requests of one image each that come at once: features of the next may move while one is prefilled."""
+    """Requests of one image each that come at once: features of the next may move while one is prefilled.
+
+    A step holds one prompt: with several that came together in one step, the median TTFT would be that of the last.
+    """
     model = Paced(shape=FEATURES, cost=COST)
+    budgets = Budgets(tokens=rows + 40, media=rows)
     pools = {"image": (requests + 1) * (rows // 576 + 1), "kv": (requests + 1) * (rows // 16 + 4)}
     options: dict[str, Any] = {"hosting": "process", "pools": pools, "image_cache": False, "prefix_cache": False}
-    async with Pipeline(model, "E+P+D", transfers=chosen, **options) as pipe:
+    async with Pipeline(model, "E+P+D", transfers=chosen, budgets=budgets, **options) as pipe:
         asked = [PacedRequest(text_tokens=40, image_tokens=(rows,), max_tokens=1) for _ in range(requests + 1)]
         return await at_rate(pipe, asked[:1], asked[1:], 0.0)
 
