@@ -227,7 +227,7 @@ def assert_equal(case: Case) -> Told:
     python, compiled = case.python(), case.compiled()
     found = differences(python.log, compiled.log)
     assert not found, found
-    assert [compiled.tokens(number) for number in range(len(case.works))] == python.times
+    assert [compiled.tokens(number) for number in range(len(case.works))] == list(python.times.values())
     assert (compiled.reasons, compiled.ended, compiled.events) == (python.reasons, python.ended, python.events)
     assert (compiled.moved, compiled.unsettled) == (python.moved, 0)
     workers = list(python.workers.values())
