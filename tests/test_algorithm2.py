@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity.cost import DEVICES, Roofline
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TraceError
 from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner.algorithm2 import (
-    LARGEST,
     Stages,
+    Workload,
     best_of,
     deployments,
     memory_bound,
@@ -34,6 +34,9 @@ class Straight:
 
     def __init__(self, decode: float = 1e-4, prefill: float = 1e-4, encode: float = 1e-4, fixed: float = 0.01) -> None:
         self.each, self.fixed = (decode, prefill, encode), fixed
+
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        return self.at(decodes, prefill_tokens, media_tokens, context=0.0)
 
     def at(
         self,
@@ -57,11 +60,15 @@ def rows(*shapes: tuple[int, int, int]) -> Trace:
     )
 
 
+def load_of(*shapes: tuple[int, int, int]) -> Workload:
+    return workload(rows(*shapes), LLAVA)
+
+
 # ---------------------------------------------------------------- lines 1 to 5
 
 
 def test_workload_adds_up_tokens() -> None:
-    load = workload(rows((1, 600, 11), (0, 100, 1)))
+    load = load_of((1, 600, 11), (0, 100, 1))
     assert (load.visual, load.prompt, load.decode) == (576, 700, 10)
     assert load.requests == 2
     assert load.context == pytest.approx(600 + 5.5)  # ten decodes look back on 601 to 610 tokens
@@ -69,14 +76,31 @@ def test_workload_adds_up_tokens() -> None:
 
 
 def test_the_first_token_is_prefills() -> None:
-    assert workload(rows((1, 600, 1))).decode == 0
-    assert workload(rows((1, 600, 0))).decode == 0
-    assert workload(rows((1, 600, 1))).context == 600
+    assert load_of((1, 600, 1)).decode == 0
+    assert load_of((1, 600, 0)).decode == 0  # no pipeline gives fewer than one
+    assert load_of((1, 600, 1)).context == 600
 
 
 def test_a_trace_without_requests_is_refused() -> None:
-    with pytest.raises(ConfigError, match="serve or load some requests"):
-        workload(Trace())
+    with pytest.raises(TraceError, match="serve or load some requests"):
+        workload(Trace(), LLAVA)
+
+
+def test_requests_that_the_model_cannot_take_are_no_work() -> None:
+    assert load_of((1, 600, 11), (0, 5000, 11)) == load_of((1, 600, 11))  # LLaVA's context has 4,096 tokens
+    with pytest.raises(TraceError, match="1 requests are all beyond the model's context"):
+        load_of((0, 5000, 11))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_time_stamp_that_is_none_is_refused(bad: float) -> None:
+    with pytest.raises(TraceError, match="row 0 arrives at"):
+        workload(Trace([TraceRow(timestamp=bad, input_length=600, output_length=4)]), LLAVA)
+
+
+def test_images_of_unknown_tokens_have_the_models_own() -> None:
+    plain = TraceRow(timestamp=0, input_length=600, output_length=4, text_length=24, images=[TraceImage()])
+    assert workload(Trace([plain]), LLAVA).visual == 576
 
 
 # ---------------------------------------------------------------- lines 6 to 11
@@ -84,15 +108,15 @@ def test_a_trace_without_requests_is_refused() -> None:
 
 def test_budgets_are_the_largest_within_their_bounds_up_to_the_knee() -> None:
     """0.01 + n/10,000 s: half the TTFT of 0.4 s holds 1,900 tokens; the knee of 0.01 s fixed is where n makes 95 %."""
-    found = profiled(workload(rows((1, 600, 11))), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profiled(load_of((1, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.e == found.budgets.p
     assert 0.95 * 1900 / 0.2 <= found.budgets.e / (0.01 + found.budgets.e / 1e4) <= 1900 / 0.2
     # Decodes: 0.05 s holds 400, memory 80 GB fewer: that is line 9.
-    assert found.budgets.d == memory_bound(workload(rows((1, 600, 11))), LLAVA, 80e9) < 400
+    assert found.budgets.d == memory_bound(load_of((1, 600, 11)), LLAVA, 80e9) < 400
 
 
 def test_throughput_is_that_at_the_budget_and_time_is_work_over_it() -> None:
-    load = workload(rows((1, 600, 11), (1, 600, 11)))
+    load = load_of((1, 600, 11), (1, 600, 11))
     found = profiled(load, Straight(decode=1e-3), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.d == 40  # (0.05 - 0.01) / 0.001, less than memory holds
     assert found.throughput.d == pytest.approx(40 / 0.05)
@@ -102,23 +126,23 @@ def test_throughput_is_that_at_the_budget_and_time_is_work_over_it() -> None:
 
 
 def test_a_whole_image_runs_whatever_the_bound() -> None:
-    found = profiled(workload(rows((1, 600, 11))), Straight(encode=1.0), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profiled(load_of((1, 600, 11)), Straight(encode=1.0), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.e == 576
 
 
 def test_where_not_even_one_item_is_in_time_the_budget_is_one() -> None:
-    found = profiled(workload(rows((1, 600, 11))), Straight(decode=1, prefill=1), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profiled(load_of((1, 600, 11)), Straight(decode=1, prefill=1), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.p == found.budgets.d == 1
 
 
 def test_text_alone_has_no_encode() -> None:
-    found = profiled(workload(rows((0, 600, 11))), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profiled(load_of((0, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.seconds.e == found.budgets.e == found.throughput.e == 0
 
 
 def test_the_memory_bound_is_in_requests() -> None:
     """LLaVA-1.5-7B: 6,738,415,616 values less norms are 13.48 GB; a request of 610 tokens has 610 · 524,288 bytes."""
-    load = workload(rows((1, 600, 11)))
+    load = load_of((1, 600, 11))
     assert LLAVA.kv_bytes == 524_288
     by_hand = math.floor(0.9 * (80e9 - LLAVA.language_bytes) / (610 * 524_288))
     assert memory_bound(load, LLAVA, 80e9) == by_hand == 187
@@ -127,15 +151,14 @@ def test_the_memory_bound_is_in_requests() -> None:
 
 
 def test_the_memory_bound_is_a_mean_over_requests_and_at_least_one() -> None:
-    assert memory_bound(workload(rows((1, 600, 11), (1, 600, 11))), LLAVA, 80e9) == 187
-    assert memory_bound(workload(rows((1, 600, 11))), LLAVA, 13.5e9) == 1
-    assert memory_bound(workload(rows((0, 0, 0))), LLAVA, 80e9) == LARGEST
+    assert memory_bound(load_of((1, 600, 11), (1, 600, 11)), LLAVA, 80e9) == 187
+    assert memory_bound(load_of((1, 600, 11)), LLAVA, 13.5e9) == 1
 
 
 def test_prompts_of_a_batch_do_not_see_each_other() -> None:
     """4,000 tokens of ten prompts attend to less than one prompt of 4,000 tokens."""
     cost = Roofline(model=LLAVA, device=DEVICES["H100"])
-    _, prefill, _ = stage_seconds(workload(rows(*[(0, 400, 2)] * 3)), cost)
+    _, prefill, _ = stage_seconds(load_of(*[(0, 400, 2)] * 3), cost)
     assert prefill(4000) == cost.at(0, 4000, 0, context=0, prefills=10) < cost.at(0, 4000, 0, context=0, prefills=1)
 
 
@@ -254,7 +277,8 @@ def test_with_the_papers_baseline_workload_decode_has_most_instances() -> None:
         Trace(
             TraceRow(timestamp=n, input_length=2364, output_length=80, images=[TraceImage(tokens=2340)])
             for n in range(100)
-        )
+        ),
+        model,
     )
     cost = Roofline(model=model, device=DEVICES["H100"])
     found = profiled(load, cost, SLO(ttft=4.0, tbt=0.08), model, 0.9 * 80e9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError
 from trinity.placement import METHODS, Placement
-from trinity.planner.candidates import EVERY, PAPER, TEXT, Deployment, deployments, in_groups, placements, subsets
+from trinity.planner.candidates import EVERY, PAPER, TEXT, Deployment, deployments, placements, subsets
 
 
 def test_at_eight_there_are_35_of_the_paper_and_43_in_all() -> None:
@@ -103,8 +103,21 @@ def test_each_uses_every_device_once(a: int, b: int) -> None:
 
 
 def test_groups_of_equal_instances() -> None:
-    mixed = Deployment(Placement.parse("1E3P4D"), ("L40S",) + ("H100",) * 2 + ("L40S",) + ("H100",) * 4)
-    assert in_groups(mixed) == [(1, "E", "L40S"), (2, "P", "H100"), (1, "P", "L40S"), (4, "D", "H100")]
+    devices = ["L40S", *["H100"] * 2, "L40S", *["H100"] * 4]
+    mixed = Deployment.of(Placement.parse("1E3P4D"), devices)
+    assert mixed.groups == ((1, "E", "L40S"), (2, "P", "H100"), (1, "P", "L40S"), (4, "D", "H100"))
+    assert mixed.method == "E+P+D"
+    assert {each.groups for each in deployments(["H100"] * 3, ["EP+D"])} == {
+        ((1, "EP", "H100"), (2, "D", "H100")),
+        ((2, "EP", "H100"), (1, "D", "H100")),
+    }
+
+
+def test_a_coarse_search_has_the_ends_and_some_between() -> None:
+    assert [str(each) for each in placements(10, ["EP+D"], step=4)] == ["1EP9D", "4EP6D", "8EP2D", "9EP1D"]
+    assert set(map(str, placements(40, step=8))) < set(map(str, placements(40)))
+    assert placements(40, step=1) == placements(40)
+    assert {str(each) for each in deployments(["A"] * 3 + ["B"] * 3, ["EP+D"], step=3)} >= {"3EP3D", "1EP5D"}
 
 
 # ---------------------------------------------------------------- fewer than all

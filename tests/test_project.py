@@ -80,7 +80,16 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "ucx", "ray", "plot", "server", "dev"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {
+        "cuda",
+        "nixl",
+        "ucx",
+        "ray",
+        "plot",
+        "plan",
+        "server",
+        "dev",
+    }
 
 
 def test_no_file_names_a_registry_or_a_machine_path() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from trinity.overlap import Transfers as Transfers
     from trinity.pipeline import Pipeline as Pipeline
     from trinity.placement import Placement as Placement
+    from trinity.planner import HybridPlanner as HybridPlanner
+    from trinity.planner import Plan as Plan
     from trinity.processor import Limits as Limits
     from trinity.request import Media as Media
     from trinity.request import Output as Output
@@ -54,6 +56,7 @@ _HOMES = {
     "overlap": ["Transfers"],
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
+    "planner": ["HybridPlanner", "Plan"],
     "processor": ["Limits"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
     "routing": ["RoutingPolicy"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trinity.planner.hybrid import HybridPlanner as HybridPlanner
+from trinity.planner.knobs import Space as Space
 from trinity.planner.plan import OBJECTIVES as OBJECTIVES
 from trinity.planner.plan import STRATEGIES as STRATEGIES
 from trinity.planner.plan import Candidate as Candidate

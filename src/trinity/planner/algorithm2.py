@@ -11,11 +11,13 @@ from math import ceil, floor
 from typing import Literal, NamedTuple, Protocol
 
 from trinity.budget import search_budget
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TraceError
 from trinity.model_shapes import Model
 from trinity.placement import Group, Placement
+from trinity.scheduler import StepTime
 from trinity.sizing import IMAGE_SHARE
 from trinity.trace import SLO, Trace
+from trinity.workload import jobs_of
 
 ALPHA = 0.5  # of the TTFT bound, for one encode batch
 BETA = 0.5  # of the TTFT bound, for one prefill batch
@@ -24,7 +26,7 @@ LARGEST = 65_536  # tokens or rows that a budget may come to
 Split = Literal["largest_remainder", "minimax"]
 
 
-class Cost(Protocol):
+class Cost(StepTime, Protocol):
     """Seconds of a step: a ``trinity.cost.Roofline`` or ``Tables``."""
 
     def at(
@@ -77,23 +79,26 @@ class Profile(NamedTuple):
     seconds: Stages
 
 
-def workload(trace: Trace) -> Workload:
-    """Lines 1 to 5. The first token of an output comes from prefill, so D decodes one token fewer.
+def workload(trace: Trace, model: Model) -> Workload:
+    """Lines 1 to 5, for the requests that the model can take.
 
-    Raises ``ConfigError`` where there is no request.
+    The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
+    no such request, or a time stamp is none.
     """
+    jobs = [job for job in jobs_of(trace, model) if not job.refused]
+    if not jobs:
+        refused = f"its {len(trace):,} requests are all beyond the model's context or modality" if len(trace) else ""
+        raise TraceError(f"an empty trace cannot be planned on: {refused or 'serve or load some requests first'}")
     visual = prompt = decode = looked_at = images = 0
-    for row in trace:
-        tokens = max(0, row.output_length - 1)
-        visual += row.visual_tokens  # line 3
-        prompt += row.input_length  # line 4
+    for job in jobs:
+        tokens = job.max_tokens - 1
+        visual += sum(count for count, _ in job.images)  # line 3
+        prompt += job.prompt  # line 4
         decode += tokens  # line 5
-        images += len(row.images)
-        looked_at += tokens * row.input_length + tokens * (tokens + 1) // 2
-    if not len(trace):
-        raise ConfigError("an empty trace has no workload: serve or load some requests first")
-    context = looked_at / decode if decode else prompt / len(trace)
-    return Workload(len(trace), visual, prompt, decode, context, visual / images if images else 0.0)
+        images += len(job.images)
+        looked_at += tokens * job.prompt + tokens * (tokens + 1) // 2
+    context = looked_at / decode if decode else prompt / len(jobs)
+    return Workload(len(jobs), visual, prompt, decode, context, visual / images if images else 0.0)
 
 
 def profiled(load: Workload, cost: Cost, slo: SLO, model: Model, capacity: float) -> Profile:
@@ -146,7 +151,7 @@ def memory_bound(load: Workload, model: Model, capacity: float, roles: str = "D"
     if set(roles) & {"E"}:
         rest *= 1 - IMAGE_SHARE
     each = model.kv_bytes * (load.prompt + load.decode) / load.requests
-    return max(1, floor(GAMMA * rest / each)) if each else LARGEST
+    return max(1, floor(GAMMA * rest / each))
 
 
 # ---------------------------------------------------------------- line 12

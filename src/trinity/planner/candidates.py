@@ -7,7 +7,7 @@ and PD+E there are 43, and those are often the best.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, groupby, pairwise, permutations, product
 from typing import NamedTuple
 
@@ -20,31 +20,62 @@ TEXT = ("P+D", "PD")
 
 
 class Deployment(NamedTuple):
-    """A placement, and the device of each of its instances in the order of ``placement.instances()``, by name."""
+    """A placement, and the device of each of its instances in the order of ``placement.instances()``, by name.
+
+    ``groups``: (how many, roles, device) of each run of equal instances. ``settings``: knobs and their values, where
+    they are not those of the planner.
+    """
 
     placement: Placement
     devices: tuple[str, ...]
+    groups: tuple[tuple[int, str, str], ...]
+    settings: tuple[tuple[str, str | int], ...] = ()
+
+    @classmethod
+    def of(
+        cls, placement: Placement, devices: Sequence[str], settings: tuple[tuple[str, str | int], ...] = ()
+    ) -> Deployment:
+        roles = [each for _, each in placement.instances()]
+        runs = groupby(zip(roles, devices, strict=True))
+        return cls(placement, tuple(devices), tuple((len(list(run)), *pair) for pair, run in runs), settings)
+
+    @property
+    def method(self) -> str:
+        return self.placement.method
 
     def __str__(self) -> str:
         return str(self.placement)
 
 
-def placements(count: int, methods: Sequence[str] = EVERY) -> list[Placement]:
-    """Every ratio of each method that has an instance for each of its groups. Raises ``ConfigError`` for count < 1."""
+def methods_for(multimodal: bool) -> tuple[str, ...]:
+    """Methods for a trace with images; for one without, those that encode nothing."""
+    return EVERY if multimodal else TEXT
+
+
+def placements(count: int, methods: Sequence[str] = EVERY, step: int = 1) -> list[Placement]:
+    """Every ratio of each method that has an instance for each of its groups; with ``step``, every so many-th.
+
+    Raises ``ConfigError`` for a count below 1.
+    """
     if count < 1:
         raise ConfigError(f"a plan is for at least 1 instance, got {count}")
-    return [placed for method in methods for placed in _ratios(count, method)]
+    return [placed for method in methods for placed in _ratios(count, method, step)]
 
 
-def _ratios(count: int, method: str) -> Iterator[Placement]:
+def _ratios(count: int, method: str, step: int = 1) -> Iterator[Placement]:
     roles = method.split("+")
-    for cuts in combinations(range(1, count), len(roles) - 1):
+    places = sorted({1, *range(step, count, step), count - 1} & set(range(1, count)))
+    for cuts in combinations(places, len(roles) - 1):
         edges = (0, *cuts, count)
         sizes = [high - low for low, high in pairwise(edges)]
         yield Placement.of(Group(size, each) for size, each in zip(sizes, roles, strict=True))
 
 
-def deployments(devices: Sequence[str], methods: Sequence[str] = EVERY) -> list[Deployment]:
+def _alike(placement: Placement, devices: tuple[str, ...]) -> Deployment:
+    return Deployment(placement, devices, tuple((group.count, group.roles, devices[0]) for group in placement.groups))
+
+
+def deployments(devices: Sequence[str], methods: Sequence[str] = EVERY, step: int = 1) -> list[Deployment]:
     """Every placement on these devices; where they differ, also which group of instances has which of them.
 
     With several kinds, groups are laid out one after the other along the devices sorted by kind, in every order: at
@@ -52,28 +83,28 @@ def deployments(devices: Sequence[str], methods: Sequence[str] = EVERY) -> list[
     """
     kinds = Counter(devices)
     if len(kinds) == 1:
-        return [Deployment(placement, tuple(devices)) for placement in placements(len(devices), methods)]
+        return [_alike(each, tuple(devices)) for each in placements(len(devices), methods, step)]
     if not kinds:
         raise ConfigError("a plan is for at least 1 instance, got none")
     found: dict[tuple[str, tuple[str, ...]], Deployment] = {}
     for order in permutations(sorted(kinds)):
         line = [name for name in order for _ in range(kinds[name])]
         for method in methods:
-            for each in _laid_out(line, method):
+            for each in _laid_out(line, method, step):
                 found.setdefault((str(each.placement), each.devices), each)
     return list(found.values())
 
 
-def _laid_out(line: Sequence[str], method: str) -> Iterator[Deployment]:
+def _laid_out(line: Sequence[str], method: str, step: int) -> Iterator[Deployment]:
     roles = method.split("+")
     for order in permutations(roles):
-        for placement in _ratios(len(line), "+".join(order)):
+        for placement in _ratios(len(line), "+".join(order), step):
             start, stretches = 0, {}
             for group in placement.groups:
                 stretches[group.roles] = sorted(line[start : start + group.count])
                 start += group.count
             usual = Placement.of(Group(len(stretches[each]), each) for each in roles)
-            yield Deployment(usual, tuple(name for each in roles for name in stretches[each]))
+            yield Deployment.of(usual, [name for each in roles for name in stretches[each]])
 
 
 def subsets(available: Mapping[str, int], most: int) -> Iterator[tuple[str, ...]]:
@@ -83,11 +114,3 @@ def subsets(available: Mapping[str, int], most: int) -> Iterator[tuple[str, ...]
     chosen = [counts for counts in product(*ranges) if 1 <= sum(counts) <= most]
     for counts in sorted(chosen, key=lambda counts: (sum(counts), counts)):
         yield tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
-
-
-def in_groups(deployment: Deployment) -> list[tuple[int, str, str]]:
-    """(how many, roles, device) of each run of equal instances."""
-    pairs: Iterable[tuple[str, str]] = zip(
-        (roles for _, roles in deployment.placement.instances()), deployment.devices, strict=True
-    )
-    return [(len(list(run)), roles, name) for (roles, name), run in groupby(pairs)]

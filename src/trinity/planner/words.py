@@ -81,7 +81,7 @@ def _sure(plan: Plan) -> Iterator[str]:
     spread = plan.best.spread
     if spread:
         yield (
-            f"On {len(spread)} traces redrawn from this one (seeds {', '.join(map(str, plan.seeds))}) its goodput is "
+            f"On {len(spread)} redrawn trace(s) (seeds {', '.join(map(str, plan.seeds))}) its goodput is "
             f"{figure(min(spread))} to {figure(max(spread))} requests/s."
         )
 

@@ -1,0 +1,91 @@
+"""Bayesian search of EPDServe's wider space (002, 3.2.3 and appendix D): objective f - beta * cost, through Optuna."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from trinity.errors import ConfigError
+from trinity.placement import Group, Placement
+from trinity.planner.algorithm2 import partition
+from trinity.planner.candidates import Deployment
+from trinity.planner.case import Case
+from trinity.planner.knobs import Space, knobs_of
+from trinity.planner.race import Found, ranked
+
+_LEAST_SHARE = 0.01  # of a group, so that no weights are all zero
+
+
+def tuned(case: Case, space: Space, seed: int) -> tuple[list[Found], tuple[str, ...]]:
+    """``space.trials`` configurations, best first, and what to say of them.
+
+    Tree-structured Parzen estimator, seeded; the first ones are Algorithm 2's and those with the best nominal bounds,
+    with the knobs as Algorithm 1 has them. Raises ``ConfigError`` where Optuna is not installed.
+    """
+    optuna = _optuna()
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+        for start in _starts(case, space):
+            study.enqueue_trial(start, skip_if_exists=True)
+        found = [_tried(case, space, study) for _ in range(space.trials)]
+    finally:
+        optuna.logging.set_verbosity(before)
+    once = {each.entry.deployment: each for each in found if each is not None}
+    note = f"Objective: goodput - {space.beta:g} * cost, over {space.trials} configurations tried by Optuna's TPE."
+    return ranked(once.values()), (note,)
+
+
+def _optuna() -> Any:
+    try:
+        return import_module("optuna")
+    except ImportError as error:
+        raise ConfigError("strategy 'bayesian' needs Optuna: pip install 'trinity[plan]'") from error
+
+
+def _starts(case: Case, space: Space) -> list[dict[str, Any]]:
+    names = case.hardware.names
+    best = [*case.paper(names, "largest_remainder"), *case.entries(names)[:3]]
+    usual = {name: values[0] for name, values in knobs_of(space).items()}
+    return [_start(entry.deployment, len(names)) | usual for entry in best]
+
+
+def _start(deployment: Deployment, most: int) -> dict[str, Any]:
+    groups = deployment.placement.groups
+    shares = {f"share{place}": max(_LEAST_SHARE, group.count / most) for place, group in enumerate(groups)}
+    return {"method": deployment.method, "instances": most} | shares
+
+
+def _tried(case: Case, space: Space, study: Any) -> Found | None:
+    """One configuration, asked and told; None where the model does not fit it."""
+    trial = study.ask()
+    deployment = _suggested(case, space, trial)
+    if deployment is None or case.hardware.misfit(deployment):
+        study.tell(trial, state=import_module("optuna").trial.TrialState.FAIL)
+        return None
+    entry = case.entry(deployment)
+    step = case.trials.limit(deployment, entry.nominal)
+    found = valued(case, Found(entry, True, step, entry.upper), space)
+    study.tell(trial, found.score)
+    return found
+
+
+def valued(case: Case, found: Found, space: Space) -> Found:
+    """With f - beta * cost for its score; cost: the price of an hour or, where none is known, instances."""
+    devices = found.entry.deployment.devices
+    price = case.hardware.price(devices)
+    return found._replace(value=found.rate - space.beta * (len(devices) if price is None else price))
+
+
+def _suggested(case: Case, space: Space, trial: Any) -> Deployment | None:
+    most = len(case.hardware.names)
+    method = trial.suggest_categorical("method", case.methods)
+    count = trial.suggest_int("instances", min(most, space.fewest or most), most)
+    roles = method.split("+")
+    shares = [trial.suggest_float(f"share{place}", _LEAST_SHARE, 1.0) for place in range(len(roles))]
+    settings = tuple((name, trial.suggest_categorical(name, values)) for name, values in knobs_of(space).items())
+    if count < len(roles):
+        return None
+    groups = (Group(n, each) for n, each in zip(partition(count, shares), roles, strict=True))
+    return Deployment.of(Placement.of(groups), case.hardware.names[:count], settings)

@@ -1,0 +1,255 @@
+"""Bounds on goodput from stage times alone: one that no replay exceeds, and a nearer one to try candidates by.
+
+The upper bound is Hall's condition: whatever set of stages one takes, the instances that serve any of them must do all
+of their work. Stage times are those of the best batch there can be, so that a step's overhead counts only where KV
+memory bounds the batch. Since only ``share`` of the requests must be in time it is divided by that, and since the work
+that is left when the last request has arrived may be done afterwards, it is raised by three TTFT bounds in the trace's
+length, for decode also by how long outputs may take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from math import ceil, inf
+from typing import NamedTuple
+
+from trinity.cost import Device
+from trinity.model_shapes import Model
+from trinity.placement import STAGES
+from trinity.planner.algorithm2 import Cost, stage_seconds, workload
+from trinity.planner.candidates import Deployment
+from trinity.scheduler import latency_bound
+from trinity.trace import SLO, Rule, Trace
+from trinity.workload import HASHED, Job, jobs_of
+
+BLOCK = 16  # tokens of a KV block
+QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived
+_BATCHES = tuple(2**n for n in range(17))  # sizes among which the best one is looked for
+
+
+class Kind(NamedTuple):
+    """A kind of device: what steps take on it, and bytes of memory that an instance may use."""
+
+    cost: Cost
+    memory: float
+
+    @classmethod
+    def of(cls, device: Device, cost: Cost, memory_share: float) -> Kind:
+        return cls(cost, memory_share * device.memory)
+
+
+class Need(NamedTuple):
+    """What a request takes of each stage, on average over those that must be served: tokens, and KV blocks held."""
+
+    encode: float
+    prefill: float
+    decode: float
+    held: float  # blocks by decode step: how long an output is times how much KV it holds meanwhile
+
+
+class Bounds:
+    """Bounds for one trace, SLO and model, on kinds of device by name.
+
+    ``order``: the queues' order; where it is not first come first served, the requests that are left out may be the
+    heaviest. ``lanes`` and ``interference`` as of the simulator: an instance with two lanes can do more than one
+    second of work in a second. ``offline``: all must be done at the end, and none is late.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        slo: SLO,
+        model: Model,
+        kinds: Mapping[str, Kind],
+        *,
+        rule: Rule = "guard",
+        stable: bool = True,
+        share: float = 0.9,
+        order: str = "fcfs",
+        lanes: Sequence[str] = ("joint",),
+        interference: float = 1.0,
+        offline: bool = False,
+    ) -> None:
+        self.slo, self.model, self.kinds = slo, model, kinds
+        self.load, jobs = workload(trace, model), jobs_of(trace, model)
+        self.need = _need(jobs, 1.0 if order == "fcfs" else share)
+        self.share = share if order == "fcfs" else 1.0
+        self.both_lanes = min(2.0, max(1.0, 2 / interference)) if len(lanes) > 1 else 1.0
+        self.decode_counts = stable or rule in ("guard", "tpot")  # else a starved D may go unseen
+        self._queue = 0.0 if offline else QUEUE * slo.ttft / len(trace)
+        self._tail = 0.0 if offline else _tail(jobs, slo) / len(trace)
+        self.least = cache(self._least)
+        self.usual = cache(self._usual)
+
+    # ------------------------------------------------------------ what cannot be exceeded
+
+    def upper(self, deployment: Deployment) -> float:
+        """Requests a second that this deployment's goodput cannot exceed; inf where nothing bounds it."""
+        return min(self._capacity(deployment, each) for each in _sets(deployment.placement.stages))
+
+    def _capacity(self, deployment: Deployment, stages: str) -> float:
+        counted = stages if self.decode_counts else stages.replace("D", "")
+        serving = self._serving(deployment, counted)
+        together = any({"P", "D"} <= set(roles) for roles, _ in serving)
+        most = inf
+        for name in {name for _, name in serving}:
+            seconds = self.least(name, counted, together)
+            if seconds:
+                speed = sum(n * self._speed(name, *each, counted, together) for each, n in serving.items())
+                most = min(most, self._finished(speed / seconds / self.share, "D" in counted))
+        return most
+
+    def _serving(self, deployment: Deployment, stages: str) -> Counter[tuple[str, str]]:
+        """(roles, device) of the instances that serve any of these stages, with how many there are of each."""
+        found: Counter[tuple[str, str]] = Counter()
+        for count, roles, name in deployment.groups:
+            if set(roles) & set(stages):
+                found[roles, name] += count
+        return found
+
+    def _speed(self, reference: str, roles: str, name: str, stages: str, together: bool) -> float:
+        """Seconds of the reference device's work that one instance does in a second, at the stage it is best at."""
+        own = "".join(stage for stage in stages if stage in roles)
+        lanes = self.both_lanes if "E" in own and own != "E" else 1.0
+        if name == reference:
+            return lanes
+        ratios = [
+            self.least(reference, each, together) / self.least(name, each, together)
+            for each in _sets(own)
+            if self.least(name, each, together)
+        ]
+        return lanes * max(ratios, default=0.0)
+
+    def _finished(self, rate: float, decodes: bool) -> float:
+        """r with r = rate · (1 + late · r), where ``late`` · r is what may be done after the last arrival."""
+        late = rate * (self._queue + (self._tail if decodes else 0.0))
+        return rate / (1 - late) if late < 1 else inf
+
+    def _least(self, name: str, stages: str, together: bool) -> float:
+        """Seconds of one device for these stages of a request, in the best batches.
+
+        ``together``: prefill and decode may share a step, which costs less than both.
+        """
+        kind, need = self.kinds[name], self.need
+        encode = _best(lambda n: kind.cost.at(0, 0, n, context=0.0), need.encode) if "E" in stages else 0.0
+        prefill = need.prefill if "P" in stages else 0.0
+        decode = need.decode if "D" in stages else 0.0
+        if together and prefill and decode:
+            return encode + self._language(kind, prefill, decode)
+        return encode + (self._language(kind, prefill, 0) if prefill else 0.0) + self._language(kind, 0, decode)
+
+    def _language(self, kind: Kind, prefill: float, decode: float) -> float:
+        """Seconds for so many tokens of a request, with as many requests in a step as the KV pool lets decode."""
+        if not prefill and not decode:
+            return 0.0
+        most = self._rows(kind) / decode if decode else inf
+        best = inf
+        for requests in [n for n in _BATCHES if n <= most] or [most]:
+            best = min(best, self._step(kind, requests, prefill, decode) / requests)
+        return min(best, self._step(kind, most, prefill, decode) / most) if most < _BATCHES[-1] else best
+
+    def _step(self, kind: Kind, requests: float, prefill: float, decode: float) -> float:
+        tokens, rows = (max(1, int(requests * each)) if each else 0 for each in (prefill, decode))
+        prefills = max(1, ceil(requests)) if tokens else 1
+        return kind.cost.at(rows, tokens, 0, context=self.load.context, prefills=prefills)
+
+    def _rows(self, kind: Kind) -> float:
+        """Decode rows in a step, on average at most: what the KV pool holds over what a row of these holds."""
+        blocks = kind.memory - self.model.weight_bytes("D")
+        held = self.need.held / self.need.decode if self.need.decode else 0.0
+        return max(1.0, blocks / (BLOCK * self.model.kv_bytes) / held) if held else inf
+
+    # ------------------------------------------------------------ what is likely
+
+    def nominal(self, deployment: Deployment) -> float:
+        """Requests a second at the budgets: by the group of instances that is slowest."""
+        return min(self._group_rates(deployment).values(), default=0.0)
+
+    def bottleneck(self, deployment: Deployment) -> str:
+        """The letter of the stage that takes most in the slowest group of instances."""
+        rates = self._group_rates(deployment)
+        slowest = min(rates, key=lambda roles: rates[roles])
+        used = set(slowest) & set(self._stages())
+        name = next(name for (roles, name) in self._serving(deployment, slowest) if roles == slowest)
+        return max(sorted(used, key=STAGES.index), key=lambda stage: self.usual(name, slowest, stage), default="P")
+
+    def _stages(self) -> str:
+        parts = zip(STAGES, (self.need.encode, self.need.prefill, self.need.decode), strict=True)
+        return "".join(stage for stage, tokens in parts if tokens)
+
+    def _group_rates(self, deployment: Deployment) -> dict[str, float]:
+        """Requests a second of the instances of each kind of roles."""
+        rates: dict[str, float] = {}
+        for (roles, name), count in self._serving(deployment, self._stages()).items():
+            seconds = self.usual(name, roles, roles)
+            rates[roles] = rates.get(roles, 0.0) + (count / seconds if seconds else inf)
+        return rates
+
+    def _usual(self, name: str, roles: str, stages: str) -> float:
+        """Seconds of one instance of ``roles`` for these stages of a request, in batches that keep its bound."""
+        kind, need = self.kinds[name], self.need
+        limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
+        seconds = 0.0
+        encode, image = stage_seconds(self.load, kind.cost)[0], ceil(self.load.image)
+        if "E" in roles and "D" in roles and need.encode and self.both_lanes == 1.0:
+            limit = max(0.0, limit - encode(image))  # tokens wait for the image that is in their step
+        if "E" in stages and need.encode:
+            fits = _largest(lambda n: encode(int(n)), limit, image, float(_BATCHES[-1]))
+            seconds += need.encode * encode(int(fits)) / fits
+        prefill, decode = need.prefill * ("P" in stages), need.decode * ("D" in stages)
+        if prefill or decode:
+            most = min(self._rows(kind) / decode if decode else inf, _BATCHES[-1] / max(1.0, prefill))
+            least = 1 / max(prefill, decode)
+            fits = _largest(lambda n: self._step(kind, n, prefill, decode), limit, least, max(least, most))
+            seconds += self._step(kind, fits, prefill, decode) / fits
+        return seconds
+
+
+def _sets(stages: str) -> list[str]:
+    """Every set of at least one of these letters."""
+    return ["".join(each) for size in range(1, len(stages) + 1) for each in combinations(stages, size)]
+
+
+def _best(seconds: Callable[[int], float], tokens: float) -> float:
+    """Seconds for so many tokens in batches of the best size."""
+    return min(seconds(n) / n for n in _BATCHES) * tokens if tokens else 0.0
+
+
+def _largest(seconds: Callable[[float], float], limit: float, low: float, high: float) -> float:
+    """The largest batch between both that keeps the limit, to 1 %; the lowest where none does."""
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) <= limit else (low, middle)
+    return low
+
+
+def _need(jobs: Sequence[Job], share: float) -> Need:
+    """Means over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
+    seen: set[str | int] = set()
+    encode, prefill, decode, held = [], [], [], []
+    for job in jobs:
+        known = [tokens for tokens, content in job.images if content in seen]
+        hashed = sum(each in seen for each in job.hash_ids)
+        seen.update(content for _, content in job.images)
+        seen.update(job.hash_ids)
+        tokens = 0 if job.refused else job.max_tokens - 1
+        encode.append(sum(count for count, _ in job.images) - sum(known))
+        prefill.append(0 if job.refused else max(1, job.prompt - sum(known) - hashed * HASHED))
+        decode.append(tokens)
+        held.append(0 if known or hashed else tokens * ceil((job.prompt + job.max_tokens) / BLOCK))
+    return Need(*(_lightest(each, share) for each in (encode, prefill, decode, held)))
+
+
+def _lightest(values: Sequence[float], share: float) -> float:
+    kept = sorted(values)[: ceil(share * len(values))]
+    return sum(kept) / len(values)
+
+
+def _tail(jobs: Sequence[Job], slo: SLO) -> float:
+    """Seconds that outputs may still take after the last arrival, by token: long ones have more of both."""
+    lengths = [job.max_tokens - 1 for job in jobs]
+    tokens = sum(lengths)
+    return slo.tbt * sum(each * each for each in lengths) / tokens if tokens else 0.0

@@ -1,0 +1,152 @@
+"""From what was found of a deployment to a candidate of a plan, with a replay behind its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from trinity.errors import TraceTooShort
+from trinity.messages import IMAGE, KV
+from trinity.planner.candidates import Deployment
+from trinity.planner.case import Case
+from trinity.planner.plan import Candidate
+from trinity.planner.race import Found
+from trinity.planner.trials import rate_of
+from trinity.simulator import Replay
+from trinity.trace import RULES, Trace
+from trinity.traces import resampled
+
+IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
+VERIFIED = 2000  # requests of the winner that both engines replay
+
+
+def candidate(case: Case, found: Found) -> Candidate:
+    """What the search itself says of it."""
+    deployment, rule = found.entry.deployment, case.asked.rule
+    mixed = deployment.devices != case.hardware.names
+    return Candidate(
+        placement=str(deployment),
+        method=deployment.method,
+        devices=deployment.devices if mixed else (),
+        exact=found.exact,
+        score=found.score if found.exact else None,
+        goodput={rule: found.rate} if found.exact and (found.value is None or found.step is not None) else {},
+        bound=None if math.isinf(found.bound) else found.bound,
+        nominal=None if math.isinf(found.entry.nominal) else found.entry.nominal,
+        attainment=case.trials.points(deployment),
+        bottleneck=case.bounds.bottleneck(deployment),
+        price=case.hardware.price(deployment.devices),
+        settings=dict(deployment.settings),
+    )
+
+
+def every_rule(case: Case, found: Found) -> dict[str, float]:
+    """Its goodput by each rule, searched on from what was seen."""
+    known = {case.asked.rule: found.rate}
+    for rule in RULES:
+        if rule not in known:
+            step = case.trials.limit(found.entry.deployment, found.rate or found.entry.nominal, rule)
+            known[rule] = 0.0 if step is None else rate_of(step)
+    return {rule: known[rule] for rule in RULES}
+
+
+def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
+    """With goodput by every rule, utilisation, memory, bottleneck at its goodput, and confidence; and the engine."""
+    goodput = every_rule(case, found)
+    spread = tuple(_redrawn(case, found, seed) for seed in seeds) if found.step is not None else ()
+    made = candidate(case, found)
+    lowest = min((point.rate for point in made.attainment), default=found.entry.nominal)
+    replay = _replay(case, found.entry.deployment, case.trace.scaled(rate=found.rate or lowest))
+    sure = tuple(each for each in spread if each is not None)
+    seen = figures(case, found.entry.deployment, replay)
+    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **seen), replay.engine
+
+
+def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
+    """With utilisation, memory and bottleneck of one replay, where there is no goodput; and the engine."""
+    replay = _replay(case, found.entry.deployment, offered)
+    return msgspec.structs.replace(
+        candidate(case, found), **figures(case, found.entry.deployment, replay)
+    ), replay.engine
+
+
+def figures(case: Case, deployment: Deployment, replay: Replay) -> dict[str, Any]:
+    """Utilisation, memory and bottleneck as seen in a replay."""
+    return {
+        "utilisation": replay.utilisation,
+        "memory": _memory(case, deployment, replay),
+        "bottleneck": busiest(deployment, replay.utilisation) or case.bounds.bottleneck(deployment),
+    }
+
+
+def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]]) -> str:
+    """The letter that takes most of the time of the group of instances that is busiest."""
+    work: dict[str, dict[str, list[float]]] = {}
+    for name, roles in deployment.placement.instances():
+        for letter, share in utilisation.get(name, {}).items():
+            work.setdefault(roles, {}).setdefault(letter, []).append(share)
+    means = {
+        roles: {letter: sum(shares) / len(shares) for letter, shares in letters.items()}
+        for roles, letters in work.items()
+    }
+    if not means:
+        return ""
+    group = max(means.values(), key=lambda letters: sum(letters.values()))
+    return max(group, key=lambda letter: group[letter])
+
+
+def _memory(case: Case, deployment: Deployment, replay: Replay) -> dict[str, dict[str, float]]:
+    model = case.hardware.model
+    block = {IMAGE: model.feature_bytes * IMAGE_BLOCK, KV: model.kv_bytes * KV_BLOCK}
+    found: dict[str, dict[str, float]] = {}
+    for name, roles in deployment.placement.instances():
+        found[name] = {"weights": float(model.weight_bytes(roles))}
+        for kind, blocks in replay.pools[name].items():
+            found[name][kind] = float(blocks * block[kind])
+            found[name][f"{kind}_peak"] = replay.peak_blocks[name].get(kind, 0) / blocks
+    return found
+
+
+def _redrawn(case: Case, found: Found, seed: int) -> float | None:
+    """Its goodput on a trace drawn again; None where that is too short for one."""
+    drawn = resampled(case.trace, len(case.trace), seed=seed)
+    trials = case.tried(drawn)
+    try:
+        step = trials.limit(found.entry.deployment, found.rate)
+    except TraceTooShort:
+        return None
+    finally:
+        case.trials.runs += trials.runs
+    return 0.0 if step is None else rate_of(step)
+
+
+def _replay(case: Case, deployment: Deployment, offered: Trace) -> Replay:
+    case.trials.tell(f"{deployment} in detail")
+    return case.hardware.simulator(deployment, case.asked.slo).replay(offered, deployment.placement)
+
+
+# ---------------------------------------------------------------- the compiled engine against the cores that serve
+
+
+def verified(case: Case, found: Found) -> str:
+    """The winner that a compiled engine found, replayed on the Python cores as well; what to say of that.
+
+    Raises ``AssertionError`` where the engines differ: that is a fault of trinity.
+    """
+    deployment, slo = found.entry.deployment, case.asked.slo
+    offered = (case.trace.scaled(rate=found.rate) if found.step is not None else case.trace).head(VERIFIED)
+    first, second = (
+        case.hardware.simulator(deployment, slo, **choice).replay(offered, deployment.placement)
+        for choice in ({}, {"engine": "python"})
+    )
+    case.trials.runs += 2
+    if second.outcomes != first.outcomes:
+        differ = sum(a != b for a, b in zip(first.outcomes, second.outcomes, strict=True))
+        raise AssertionError(
+            f"the {first.engine} engine and the Python cores differ in {differ} of {len(offered)} requests on "
+            f'{deployment}: use engine="python" and report it'
+        )
+    return f"The winner's first {len(offered):,} requests were replayed on the cores that serve, with equal outcomes."

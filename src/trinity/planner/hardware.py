@@ -1,0 +1,131 @@
+"""Hardware: the devices that a plan may use, and a simulator for each deployment on them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trinity.cluster import Cluster
+from trinity.cost import Device, Roofline
+from trinity.cost import device as device_named
+from trinity.errors import ConfigError
+from trinity.model_shapes import Model
+from trinity.planner.algorithm2 import Cost
+from trinity.planner.bounds import Kind
+from trinity.planner.candidates import Deployment
+from trinity.planner.knobs import options_of
+from trinity.scheduler import Rules
+from trinity.simulator import Simulator
+from trinity.trace import SLO
+
+Devices = str | Device | Mapping[str | Device, int]
+
+
+def cluster_of(device: Devices, instances: int | None, **links: Any) -> Cluster:
+    """A cluster of ``instances`` of one device (8 where none are said), or of so many of each.
+
+    Raises ``ConfigError`` for a count below 1 and where both are given and differ, ``UnknownName`` for a device.
+    """
+    if instances is not None and instances < 1:
+        raise ConfigError(f"a plan is for at least 1 instance, got instances={instances}")
+    if isinstance(device, str | Device):
+        return Cluster.of(device, 8 if instances is None else instances, **links)
+    if not device or any(not isinstance(count, int) or count < 1 for count in device.values()):
+        raise ConfigError(f"give at least 1 of each device, got {dict(device)!r}")
+    return Cluster.of(*device.items(), **links)
+
+
+class Hardware:
+    """A model on a cluster: kinds of device by name, what fits on which, simulators.
+
+    ``cost`` replaces the roofline of every device. ``options`` are the simulator's. Raises ``ConfigError`` where they
+    are none, and for two different devices of one name.
+    """
+
+    def __init__(
+        self, model: Model, cluster: Cluster, cost: Cost | None, prices: Mapping[str, float], options: Mapping[str, Any]
+    ) -> None:
+        self.model, self.cluster, self.cost, self.options = model, cluster, cost, dict(options)
+        self.by_name: dict[str, Device] = {}
+        for each in cluster.devices:
+            if self.by_name.setdefault(each.name, each) != each:
+                raise ConfigError(f"two different devices are called {each.name!r}: give each kind a name of its own")
+        self.prices = self._prices(prices)
+        share = self.options.get("memory_share", 0.9)
+        self.kinds = {name: Kind.of(each, self._cost(each), share) for name, each in self.by_name.items()}
+        self._simulators: dict[tuple[Any, ...], Simulator] = {}
+        self._fitting: dict[tuple[str, str], str] = {}
+
+    def _cost(self, device: Device) -> Cost:
+        return Roofline(model=self.model, device=device) if self.cost is None else self.cost
+
+    def _prices(self, given: Mapping[str, float]) -> dict[str, float | None]:
+        for name, price in given.items():
+            if name not in self.by_name:
+                device_named(name)  # a name that is nobody's
+            if not price > 0:
+                raise ConfigError(f"the price of {name} must be a positive number, got {price!r}")
+        return {name: given.get(name, device.price) for name, device in self.by_name.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self.cluster.devices)
+
+    @property
+    def available(self) -> Counter[str]:
+        return Counter(self.names)
+
+    def price(self, names: Sequence[str]) -> float | None:
+        """Of an hour of these devices; None where one has no price."""
+        prices = [self.prices[name] for name in names]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    def needed_price(self, names: Sequence[str]) -> float:
+        """As ``price``. Raises ``ConfigError`` where one has none."""
+        price = self.price(names)
+        if price is None:
+            missing = sorted(name for name in set(names) if self.prices[name] is None)
+            raise ConfigError(f"no price is known of {', '.join(missing)}: give prices={{{missing[0]!r}: ...}} an hour")
+        return price
+
+    def misfit(self, deployment: Deployment) -> str:
+        """Why this deployment cannot hold the model; nothing where it can."""
+        whys = (self._misfit(roles, name) for _, roles, name in deployment.groups)
+        return next((why for why in whys if why), "")
+
+    def _misfit(self, roles: str, name: str) -> str:
+        if (roles, name) not in self._fitting:
+            try:
+                self.model.pools(roles, self.kinds[name].memory)
+                self._fitting[roles, name] = ""
+            except ConfigError as error:
+                self._fitting[roles, name] = f"on {name}: {error}"
+        return self._fitting[roles, name]
+
+    def simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
+        """For this deployment's devices in their order and its settings; made once for each."""
+        key = (deployment.devices, deployment.settings, slo, tuple(options.items()))
+        if key not in self._simulators:
+            knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or Rules())
+            self._simulators[key] = Simulator(
+                self.model,
+                slo,
+                cluster=self._ordered(deployment.devices),
+                cost=self.cost,
+                **self.options | knobs | options,
+            )
+        return self._simulators[key]
+
+    def _ordered(self, names: Sequence[str]) -> Cluster:
+        """These devices of the cluster, each on the host where the cluster has it."""
+        places: dict[str, deque[int]] = defaultdict(deque)
+        for place, device in enumerate(self.cluster.devices):
+            places[device.name].append(place)
+        taken = [places[name].popleft() for name in names]
+        hosts = tuple(self.cluster.hosts[place] for place in taken) if self.cluster.hosts else ()
+        devices = tuple(self.cluster.devices[place] for place in taken)
+        return msgspec.structs.replace(self.cluster, devices=devices, hosts=hosts)

@@ -1,0 +1,304 @@
+"""HybridPlanner: a recorded trace, an SLO and devices in, a Plan out (TriInfer 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trinity.cluster import Cluster
+from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.goodput import LEAST_REQUESTS
+from trinity.model_shapes import Model
+from trinity.model_shapes import model as model_named
+from trinity.placement import Group, Placement
+from trinity.planner.algorithm2 import Cost, Split
+from trinity.planner.bayesian import tuned, valued
+from trinity.planner.candidates import Deployment, subsets
+from trinity.planner.case import Case, Question, coarse
+from trinity.planner.details import candidate, detailed, seen_in, verified
+from trinity.planner.draw import Drawn, long_enough
+from trinity.planner.hardware import Devices, Hardware, cluster_of
+from trinity.planner.knobs import Space
+from trinity.planner.plan import OBJECTIVES, STRATEGIES, Candidate, Objective, Plan, Strategy
+from trinity.planner.progress import Progress, Report
+from trinity.planner.race import Entry, Found, by_nominal, race, ranked, reaches
+from trinity.planner.replays import Scored, at_once, effective, replayed, throughput
+from trinity.trace import RULES, SLO, Rule, Trace
+
+KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
+NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
+REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
+
+
+class Options(NamedTuple):
+    """What a planner was asked for besides model, SLO and devices."""
+
+    strategy: Strategy
+    objective: Objective
+    rate: float | None
+    seed: int
+    seeds: int
+    resample: bool
+    split: Split
+    space: Space
+    progress: Report | None
+
+
+class Searched(NamedTuple):
+    """What a strategy found: best first, Algorithm 2's own choice, and what to say."""
+
+    found: list[Found]
+    paper: Found | None
+    notes: tuple[str, ...] = ()
+
+
+class HybridPlanner:
+    """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
+
+    ``model``: a name in ``trinity.model_shapes.MODELS`` or a ``Model``. ``slo``: None for the objective "throughput"
+    alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a ``cluster``. ``cost``
+    replaces the rooflines of the devices by tables that were measured.
+
+    ``strategy``: "race" (all methods and ratios, few replays), "paper" (Algorithm 2 line by line), "exhaustive", or
+    "bayesian" (EPDServe's wider ``space``, through Optuna). ``objective``: "goodput"; "goodput_per_cost" (``prices`` an
+    hour by device; any choice of the devices); "fewest_instances" that serve ``rate`` requests/s; "throughput" (all
+    requests at once, no SLO); "effective_throughput" (tokens/s a device in time at ``rate``, EPD-Serve table 5; any
+    choice of the devices). ``rule``, ``stable`` and ``share`` as in ``trinity.goodput.goodput``.
+
+    ``seeds``: on so many redrawn traces the goodput of the best and of Algorithm 2's choice is searched again.
+    ``resample``: a trace too short for an answer (fewer than ``least_requests``, or over within ten TTFT bounds) is
+    drawn longer, and the plan says so. ``split``: how Algorithm 2
+    rounds. ``progress(replays, what)`` is told of each replay; None shows a bar in a terminal or notebook.
+    ``options`` are ``trinity.simulator.Simulator``'s: rules, budgets, routing, lanes, interference, transfers,
+    memory_share, engine.
+
+    Raises ``ConfigError`` (``UnknownName``) for what cannot be asked, and where the model fits no device.
+
+    ::
+
+        planner = trinity.HybridPlanner("qwen2-vl-7b", trinity.SLO(2.0, 0.05), instances=8, device="H100")
+        print(planner.plan(trinity.Trace.load("trace.jsonl")).explain())
+    """
+
+    def __init__(
+        self,
+        model: Model | str,
+        slo: SLO | None,
+        *,
+        instances: int | None = None,
+        device: Devices = "H100",
+        cluster: Cluster | None = None,
+        cost: Cost | None = None,
+        strategy: Strategy = "race",
+        objective: Objective = "goodput",
+        rule: Rule = "guard",
+        stable: bool = True,
+        share: float = 0.9,
+        rate: float | None = None,
+        prices: Mapping[str, float] | None = None,
+        seed: int = 0,
+        seeds: int = 3,
+        resample: bool = True,
+        least_requests: int = LEAST_REQUESTS,
+        split: Split = "largest_remainder",
+        space: Space | None = None,
+        progress: Report | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model_named(model) if isinstance(model, str) else model
+        found = cluster_of(device, instances) if cluster is None else cluster
+        if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
+            raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")
+        self.most = found.size if instances is None else min(instances, found.size)
+        asked = (strategy, objective, rate, seed, seeds, resample, split, space or Space(), progress)
+        self.options = Options(*asked)
+        self._check(slo, rule, share)
+        if objective == "throughput":  # all requests wait at once
+            options = {"max_waiting": 10**9, **options}
+        self.hardware = Hardware(self.model, found, cost, prices or {}, options)
+        self.asked = Question(slo or NO_SLO, rule, stable, share, least_requests)
+        self.slo = slo
+        self._simulates()
+
+    def _check(self, slo: SLO | None, rule: Rule, share: float) -> None:
+        own = self.options
+        for what, given, known in (
+            ("strategy", own.strategy, STRATEGIES),
+            ("objective", own.objective, OBJECTIVES),
+            ("SLO rule", rule, RULES),
+            ("partition", own.split, ("largest_remainder", "minimax")),
+        ):
+            if given not in known:
+                raise UnknownName(what, str(given), known)
+        if not 0 < share <= 1 or own.seeds < 0:
+            raise ConfigError(f"share lies above 0 and at most at 1, seeds at least 0, got {share} and {own.seeds}")
+        if (slo is None) != (own.objective == "throughput"):
+            raise ConfigError('the objective "throughput" has no SLO (slo=None), and every other one needs one')
+        if own.objective == "fewest_instances" and own.rate is None:
+            raise ConfigError('the objective "fewest_instances" needs rate=, in requests a second')
+        if own.rate is not None and not 0 < own.rate < float("inf"):
+            raise ConfigError(f"rate must be a positive number of requests a second, got {own.rate!r}")
+        if own.strategy == "bayesian" and own.objective != "goodput":
+            raise ConfigError('strategy "bayesian" has an objective of its own, f - beta * cost: leave objective= out')
+
+    def _simulates(self) -> None:
+        """Options that no simulator takes are refused now."""
+        names = self.hardware.names
+        self.hardware.simulator(Deployment.of(Placement.of([Group(len(names), "EPD")]), names), self.asked.slo)
+
+    # ------------------------------------------------------------ a plan
+
+    def plan(self, trace: Trace) -> Plan:
+        """The best placement for this trace, with every candidate's figures.
+
+        Raises ``TraceError`` for an empty trace and time stamps that are none, ``TraceTooShort`` where no answer can
+        be had from it, ``ConfigError`` where the model fits none of the devices.
+        """
+        if not len(trace):
+            raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
+        own = self.options
+        with Progress(own.progress) as progress:
+            return long_enough(trace, own.seed, own.resample, lambda drawn: self._planned(drawn, progress))
+
+    def _planned(self, drawn: Drawn, progress: Progress) -> Plan:
+        offline = self.options.objective == "throughput"
+        case = Case(self.hardware, drawn.trace, self.asked, progress, offline)
+        searched = self._search(case)
+        if not searched.found:
+            raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
+        return self._written(case, searched, drawn)
+
+    def _search(self, case: Case) -> Searched:
+        own = self.options
+        if own.strategy == "bayesian":
+            found, notes = tuned(case, own.space, own.seed)
+            paper = self._paper(case)[1]
+            return Searched(found, paper and valued(case, paper, own.space), notes)
+        if own.objective in REPLAYED:
+            return self._replayed(case)
+        if own.objective == "fewest_instances":
+            return self._fewest(case, own.rate or 0.0)
+        known, paper = self._paper(case)
+        if own.strategy == "paper":
+            return Searched(known, paper)
+        return self._raced(case, known, paper)
+
+    def _paper(self, case: Case, names: Sequence[str] | None = None) -> tuple[list[Found], Found | None]:
+        """Algorithm 2's candidates, and the first of them that is strictly greater than the others."""
+        worth = self._worth(names or self._chosen)
+        entries = [each._replace(worth=worth) for each in case.paper(names or self._chosen, self.options.split)]
+        found = race(case.trials, entries)
+        return found, found[0] if found else None
+
+    @property
+    def _chosen(self) -> tuple[str, ...]:
+        return self.hardware.names[: self.most]
+
+    def _worth(self, names: Sequence[str]) -> float:
+        per_cost = self.options.objective == "goodput_per_cost"
+        return 3600 / self.hardware.needed_price(names) if per_cost else 1.0
+
+    def _raced(self, case: Case, known: list[Found], paper: Found | None) -> Searched:
+        step = coarse(self.most)
+        if self.options.objective == "goodput_per_cost":
+            entries = self._any_devices(case)
+            return Searched(case.searched(self.options.strategy, entries, known), paper)
+        entries = case.entries(self._chosen, step)
+        found = case.searched(self.options.strategy, entries, known)
+        if step == 1 or not found:
+            return Searched(found, paper)
+        note = f"For {self.most} instances ratios were tried in steps of {step}, then all near the best one."
+        return Searched(case.refined(found, self._chosen, step), paper, (note,))
+
+    def _any_devices(self, case: Case) -> list[Entry]:
+        """Every deployment on any choice of the devices."""
+        chosen = subsets(self.hardware.available, self.most)
+        return by_nominal(each for names in chosen for each in case.entries(names, worth=self._worth(names)))
+
+    def _fewest(self, case: Case, rate: float) -> Searched:
+        by_size: dict[int, list[Entry]] = {}
+        for names in subsets(self.hardware.available, self.most):
+            by_size.setdefault(len(names), []).extend(case.entries(names, coarse(len(names))))
+        for entries in by_size.values():
+            if reaches(case.trials, by_nominal(entries), rate):
+                names = entries[0].deployment.devices
+                known, paper = self._paper(case, names)
+                return Searched(case.searched(self.options.strategy, by_nominal(entries), known), paper)
+        known, paper = self._paper(case)
+        searched = self._raced(case, known, paper)
+        note = f"No placement on up to {self.most} instances serves {rate:g} requests/s: this is the best there is."
+        return searched._replace(notes=(note, *searched.notes))
+
+    def _replayed(self, case: Case) -> Searched:
+        own, every = self.options, self.options.strategy == "exhaustive"
+        offered, score, ceiling = self._by_replay(case)
+        shared: dict[str, Any] = {"score": score, "ceiling": ceiling}
+        first = replayed(case, offered, case.paper(self._chosen, own.split), every=True, **shared)
+        paper = first[0] if first else None
+        if own.strategy == "paper":
+            return Searched(first, paper)
+        own_choice = own.objective == "effective_throughput"
+        entries = self._any_devices(case) if own_choice else case.entries(self._chosen, coarse(self.most))
+        return Searched(replayed(case, offered, entries, every=every, known=first, **shared), paper)
+
+    def _by_replay(self, case: Case) -> tuple[Trace, Scored, Callable[[Entry], float]]:
+        """The trace as it is offered, what a replay of it scores, and what an entry's score cannot exceed."""
+        if self.options.objective == "throughput":
+            return at_once(case.trace), throughput, lambda entry: entry.upper
+        rate = self.options.rate or case.trials.own
+        load = case.bounds.load
+        offered_tokens = rate * (1 + load.decode / load.requests)
+        offered = case.trace.scaled(rate=rate)
+        return (
+            offered,
+            effective(case.asked.slo, case.asked.rule),
+            lambda entry: offered_tokens / len(entry.deployment.devices),
+        )
+
+    # ------------------------------------------------------------ the plan is written
+
+    def _written(self, case: Case, searched: Searched, drawn: Drawn) -> Plan:
+        own, met = self.options, searched.found[0].score > 0 or searched.found[0].step is not None
+        kept = searched.found[:KEPT]
+        best = (
+            kept[0] if met else max(kept, key=lambda each: candidate(case, each).best_attainment(case.asked.rule) or 0)
+        )
+        seeds = tuple(own.seed + 1 + n for n in range(own.seeds)) if own.objective not in REPLAYED else ()
+        notes = [*drawn.notes, *searched.notes]
+        described, engine = self._described(case, best, seeds)
+        if engine != "python" and met:
+            notes.append(verified(case, best))
+        paper = searched.paper
+        as_chosen = paper and (described if same(paper, best) else self._described(case, paper, seeds)[0])
+        rest = [each for each in kept if not same(each, best) and not (paper and same(each, paper))]
+        listed = [*([paper] if paper and not same(paper, best) else []), *rest]
+        shown = [as_chosen if each is paper and as_chosen else candidate(case, each) for each in ranked(listed)]
+        if len(searched.found) > KEPT:
+            notes.append(f"Of {len(searched.found):,} candidates the best {KEPT:,} are listed.")
+        return Plan(
+            model=self.model.name,
+            objective=own.objective,
+            strategy=own.strategy,
+            rule=self.asked.rule,
+            slo=self.slo,
+            devices=self._chosen,
+            best=described,
+            candidates=(described, *shown),
+            paper=as_chosen,
+            trace=drawn.trace.statistics(),
+            seeds=seeds,
+            runs=case.trials.runs,
+            met=met,
+            engine=engine,
+            notes=tuple(notes),
+        )
+
+    def _described(self, case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
+        if self.options.objective not in REPLAYED:
+            return detailed(case, found, seeds)
+        offered, _, _ = self._by_replay(case)
+        return seen_in(case, found, offered)
+
+
+def same(one: Found, other: Found) -> bool:
+    return one.entry.deployment == other.entry.deployment

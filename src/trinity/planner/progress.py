@@ -1,0 +1,44 @@
+"""A bar on long work, where somebody sees it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+Report = Callable[[int, str], None]
+_DELAY_S = 1.0  # work that is over by then shows no bar
+
+
+class Progress:
+    """Passes on how many replays were made, and what runs, to ``report``; else to a bar in a terminal or notebook."""
+
+    def __init__(self, report: Report | None = None, watched: bool | None = None) -> None:
+        self._report = report
+        self._bar: Any = None
+        if report is None and (seen() if watched is None else watched):
+            bar = import_module("tqdm").tqdm
+            self._bar = bar(desc="plan", unit=" replays", delay=_DELAY_S, leave=False, dynamic_ncols=True)
+
+    def __call__(self, runs: int, what: str) -> None:
+        if self._report is not None:
+            self._report(runs, what)
+        elif self._bar is not None:
+            self._bar.set_postfix_str(what, refresh=False)
+            self._bar.update(max(0, runs - self._bar.n))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def seen() -> bool:
+    """Whether standard error is a terminal, or this runs in a notebook's kernel."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -1,0 +1,138 @@
+"""Trials: replays of one trace on many deployments at rates of one grid, each made once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from trinity.errors import TraceTooShort
+from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, STEP, TOLERANCE, Point, Serve, measure
+from trinity.planner.candidates import Deployment
+from trinity.trace import SLO, Rule, Trace
+from trinity.trace_statistics import arrival_rate
+
+GRID = 1 + TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
+_STRIDE = round(math.log(STEP) / math.log(GRID))
+_DEEPEST = round(math.log(4096) / math.log(GRID))  # below the first rate tried, where a search gives up
+_START = 0.9  # of the guess, where a search begins
+
+Progress = Callable[[int, str], None]  # replays so far, what runs
+
+
+def rate_of(step: int) -> float:
+    """Requests a second."""
+    return GRID**step
+
+
+def step_of(rate: float) -> int:
+    """The highest step of the grid at or below a rate."""
+    return math.floor(math.log(rate) / math.log(GRID) + 1e-9)
+
+
+class Trials:
+    """Asks ``serve_of`` for what serves a deployment, and remembers what was seen at each rate.
+
+    A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
+    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises ``TraceTooShort`` as it
+    does. ``runs`` counts replays.
+    """
+
+    def __init__(
+        self,
+        serve_of: Callable[[Deployment], Serve],
+        trace: Trace,
+        slo: SLO,
+        *,
+        rule: Rule = "guard",
+        stable: bool = True,
+        share: float = SHARE,
+        least_requests: int = LEAST_REQUESTS,
+        least_ttfts: float = LEAST_TTFTS,
+        progress: Progress | None = None,
+    ) -> None:
+        self.serve_of, self.trace, self.slo = serve_of, trace, slo
+        self.rule, self.stable, self.share = rule, stable, share
+        self.least_s = least_ttfts * slo.ttft
+        self.runs, self._progress = 0, progress
+        self._points: dict[Deployment, dict[int, Point]] = {}
+        self.own = own_rate(trace, least_requests)
+
+    def point(self, deployment: Deployment, step: int) -> Point:
+        """What is seen at a rate; replayed once."""
+        seen = self._points.setdefault(deployment, {})
+        if step not in seen:
+            self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
+            seen[step] = measure(self.serve_of(deployment), self.trace, self.slo, rate_of(step))
+        return seen[step]
+
+    def tell(self, what: str) -> None:
+        """A replay begins."""
+        if self._progress is not None:
+            self._progress(self.runs, what)
+        self.runs += 1
+
+    def points(self, deployment: Deployment) -> tuple[Point, ...]:
+        """All that was seen of it, by rate."""
+        return tuple(point for _, point in sorted(self._points.get(deployment, {}).items()))
+
+    def holds(self, deployment: Deployment, step: int, rule: Rule | None = None) -> bool:
+        """Whether the rule holds at a rate. Raises ``TraceTooShort`` where it does in too short a time."""
+        point = self.point(deployment, step)
+        if point.attainment[rule or self.rule] < self.share or (self.stable and not point.stable):
+            return False
+        if point.duration_s < self.least_s:
+            needed = self.least_s * point.rate / self.own
+            raise TraceTooShort(
+                f"{deployment} serves {point.rate:.4g} requests/s in time, where the trace is over in "
+                f"{point.duration_s:.3g} s, of {self.least_s:g} s that it must last: at its own rate more than "
+                f"{needed:,.0f} s. Record longer, or let the planner draw more requests like these (resample=True)",
+                needed,
+            )
+        return True
+
+    def limit(
+        self, deployment: Deployment, guess: float, rule: Rule | None = None, *, least: int | None = None
+    ) -> int | None:
+        """The highest step that holds, from a guess of the rate; None where none does.
+
+        ``least``: a step that holds, as was seen before.
+        """
+        low, high = self._bracket(deployment, guess, rule, least)
+        while low is not None and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.holds(deployment, middle, rule) else (low, middle)
+        return low
+
+    def _bracket(
+        self, deployment: Deployment, guess: float, rule: Rule | None, least: int | None
+    ) -> tuple[int | None, int]:
+        """(a step that holds or None, a higher one that does not)."""
+        start = step_of(_START * guess) if least is None else least
+        if least is not None or self.holds(deployment, start, rule):
+            low, high = start, start + _STRIDE
+            while self.holds(deployment, high, rule):
+                low, high = high, high + _STRIDE
+            return low, high
+        high, stride = start, _STRIDE
+        while high > start - _DEEPEST:
+            if self.holds(deployment, high - stride, rule):
+                return high - stride, high
+            high, stride = high - stride, 2 * stride
+        return None, high
+
+
+def own_rate(trace: Trace, least_requests: int) -> float:
+    """Requests a second. Raises ``TraceTooShort`` for a trace that has none, or fewer requests than that."""
+    times = sorted(row.timestamp / 1000 for row in trace)
+    rate = arrival_rate(times)
+    if rate is None:
+        raise TraceTooShort(f"{len(times)} requests that come at once have no rate: give a longer trace", math.inf)
+    if len(times) < least_requests:
+        needed = least_requests / rate
+        raise TraceTooShort(
+            f"a trace of {len(times):,} requests is too short to plan on: from fewer than {least_requests:,} the rates "
+            f"are too high by far, and the ranks wrong. It must last {needed:,.0f} s at its rate; record longer, or "
+            "let the planner draw more requests like these (resample=True)",
+            needed,
+        )
+    return rate
