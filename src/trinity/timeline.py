@@ -61,12 +61,23 @@ class Timeline:
             self.dropped += len(self._slices) == self._slices.maxlen
             self._slices.append(entry)
 
+    @classmethod
+    def of(cls, slices: Iterable[Slice]) -> Timeline:
+        """Of slices that are there already, such as a replay's: for ``to_json`` and ``save``."""
+        found = list(slices)
+        timeline = cls(limit=max(1, len(found)))
+        for each in found:
+            timeline.add(*each)
+        return timeline
+
+    def slices(self) -> tuple[Slice, ...]:
+        """What is kept, oldest first."""
+        with self._lock:
+            return tuple(self._slices)
+
     def rows(self) -> tuple[tuple[str, str, float, float, dict[str, Any]], ...]:
         """(lane, name, start, seconds, arguments) of every slice, for an instance's slices on their way home."""
-        with self._lock:
-            return tuple(
-                (each.lane, each.name, each.start_s, each.duration_s, dict(each.args)) for each in self._slices
-            )
+        return tuple((each.lane, each.name, each.start_s, each.duration_s, dict(each.args)) for each in self.slices())
 
     def to_json(self) -> str:
         """The timeline in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
