@@ -76,20 +76,22 @@ def test_the_cost_is_asked_for_the_mean_context() -> None:
             asked.append((decodes, prefill, media, context, prefilled, prefills))
             return 1.0
 
-    rows = [row(0.0, 100, 4), row(0.25, 203, 2)]
+    rows = [row(0.0, 100, 6), row(0.25, 203, 2)]
     served(rows, "PD", 1, cost=Asking())
     assert asked == [
         (0, 100, 0, 0.0, 0.0, 1),
         (1, 203, 0, 101.0, 0.0, 1),
         (2, 0, 0, (102 + 204) / 2, 0.0, 0),
         (1, 0, 0, 103.0, 0.0, 0),
+        (1, 0, 0, 104.0, 0.0, 0),
+        (1, 0, 0, 105.0, 0.0, 0),
     ]
 
 
 def test_shared_images_are_encoded_once_and_others_are_not() -> None:
     def encoded(*contents: str) -> float:
         rows = [row(20.0 * at, 16, 1, [content]) for at, content in enumerate(contents)]
-        return simulator(1).replay(Trace(rows), "EPD").busy_s["EPD0"]["E"]
+        return simulator(3).replay(Trace(rows), "1E1P1D").busy_s["E0"]["E"]
 
     assert encoded("cat", "cat", "dog") == 2.0
     assert encoded("cat", "cow", "dog") == 3.0
@@ -114,6 +116,8 @@ def test_what_the_model_cannot_take_is_refused_and_counts() -> None:
     replay = simulator(1).replay(Trace(rows), "PD")
     assert [each.finish_reason for each in replay.outcomes] == ["error", "length", "length"]
     assert [len(each.itl_s) for each in replay.outcomes] == [0, 1, 0], "the context leaves one token"
+    ((bare, _),) = served([row(0.0, 0, 0, [""])], "EPD", 1)
+    assert bare == 2 * MESSAGE_S + 1.0 + 0.5 + 577 / 1024, "at least a token of text, and one comes out"
     narrow = Simulator("qwen2-vl-7b", SLO(9.0, 9.0), cluster=Cluster.of("H100"))
     assert [each.finish_reason for each in narrow.replay(Trace([odd]), "EPD").outcomes] == ["error"]
     assert [each.finish_reason for each in simulator(2).replay(Trace([row(0.0, 9, 2, [""])]), "PD+PD").outcomes] == [
@@ -165,6 +169,21 @@ def test_what_cannot_run_is_said_before_it_runs() -> None:
     with pytest.raises(ConfigError, match="roles PD"):
         simulator(1, budgets={"D": BUDGETS}).check("PD")
     simulator(1, budgets={"PD": BUDGETS}).check("PD")
+
+
+def test_policies_that_read_loads_are_told_of_them() -> None:
+    # The long prompt takes 2.5 s on P0. Round robin sends every other one there; least loaded has heard of it.
+    rows = [row(0.0, 2048, 1), row(0.5, 16, 1), row(0.75, 16, 1), row(1.25, 16, 1), row(1.5, 16, 1)]
+
+    def late(routing: str) -> int:
+        found = served(rows, "2PD", 2, routing=routing)[1:]
+        return sum(ttft is not None and ttft > 1.5 for ttft, _ in found)
+
+    assert late("round_robin") == 2
+    assert late("least_loaded") == 0
+    assert {each.report_s for each in simulator(1).settings("PD")} == {float("inf")}
+    assert {each.report_s for each in simulator(1, routing="least_loaded").settings("PD")} == {0.1}
+    assert {each.lease_s for each in simulator(1, routing="least_loaded").settings("PD")} == {float("inf")}
 
 
 def test_it_serves_for_goodput() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,17 @@ options = st.fixed_dictionaries(
 def test_every_request_ends_once_and_every_block_comes_back(
     asked: list[TraceRow], placement: str, chosen: dict[str, Any]
 ) -> None:
+    check_conserved(asked, placement, chosen)
+
+
+@pytest.mark.slow
+@given(st.lists(rows, max_size=40), st.sampled_from(PLACEMENTS), options)
+@settings(max_examples=400, deadline=None)
+def test_it_is_so_in_many_more_cases(asked: list[TraceRow], placement: str, chosen: dict[str, Any]) -> None:
+    check_conserved(asked, placement, chosen)
+
+
+def check_conserved(asked: list[TraceRow], placement: str, chosen: dict[str, Any]) -> None:
     size = Placement.parse(placement).size
     made = simulator(size, **chosen)
     replay = made.replay(Trace(asked), placement)  # raises where a request does not end, or a block stays

@@ -58,17 +58,17 @@ def test_kv_that_moves_layer_by_layer_is_there_when_prefill_ends() -> None:
     cluster = Cluster.of("H100", 2, link=LINK, message_s=0.0)
     cost = LinearCost(step_s=32.0)
 
-    def gap(kv: str) -> float:
+    def gap(kv: str, pulls: int) -> float:
         made = simulator(2, cluster=cluster, cost=cost, transfers=Transfers(kv=kv))  # type: ignore[arg-type]
-        replay = made.replay(Trace([row(0.0, 16, 2)]), "P+D")
+        replay = made.replay(Trace([row(0.0, 16, 2)]), "P+D", record=True)
+        assert sum(each.lane == "migration" for each in replay.timeline) == pulls
         assert replay.moved_bytes["kv"] == 2**23
         (outcome,) = replay.outcomes
         return outcome.itl_s[0]
 
-    assert gap("layer") == 32.0
-    assert gap("off") == 32.0 + 1.25
-    # eight layers of four groups, which nothing is known of yet: the last is 1/2 s long and starts 2/3 s before the end
-    assert gap("grouped") == 32.0
+    assert gap("layer", 32) == 32.0
+    assert gap("off", 1) == 32.0 + 1.25
+    assert gap("grouped", 4) == 32.0, "four groups while nothing is known: 8 layers take 1/2 s to pull"
 
 
 def test_layers_written_by_a_slowed_lane_come_later() -> None:
