@@ -6,12 +6,11 @@ import heapq
 from typing import Any
 
 from trinity.cluster import Cluster
-from trinity.cost import Roofline
+from trinity.cost import Cost, Roofline
 from trinity.errors import UnknownName
 from trinity.goodput import Outcome, Serve
 from trinity.model_shapes import Model
 from trinity.placement import Placement
-from trinity.planner.algorithm2 import Cost
 from trinity.simulator import Replay
 from trinity.trace import SLO, Trace
 from trinity.workload import Job, jobs_of

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from trinity.budget import search_budget
+from trinity.cost import Cost
 from trinity.errors import ConfigError, TraceError
 from trinity.model_shapes import Model
 from trinity.placement import Group, Placement
-from trinity.scheduler import StepTime
 from trinity.sizing import IMAGE_SHARE
 from trinity.trace import SLO, Trace
 from trinity.workload import jobs_of
@@ -24,21 +24,6 @@ BETA = 0.5  # of the TTFT bound, for one prefill batch
 GAMMA = 0.9  # of the memory that weights leave, for caches
 LARGEST = 65_536  # tokens or rows that a budget may come to
 Split = Literal["largest_remainder", "minimax"]
-
-
-class Cost(StepTime, Protocol):
-    """Seconds of a step: a ``trinity.cost.Roofline`` or ``Tables``."""
-
-    def at(
-        self,
-        decodes: int,
-        prefill_tokens: int,
-        media_tokens: int,
-        *,
-        context: float,
-        prefilled: float = 0.0,
-        prefills: int = 1,
-    ) -> float: ...
 
 
 class Stages(NamedTuple):

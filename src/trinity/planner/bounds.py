@@ -16,10 +16,10 @@ from itertools import combinations
 from math import ceil, inf
 from typing import NamedTuple
 
-from trinity.cost import Device
+from trinity.cost import Cost, Device
 from trinity.model_shapes import Model
 from trinity.placement import STAGES
-from trinity.planner.algorithm2 import Cost, stage_seconds, workload
+from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
 from trinity.scheduler import latency_bound
 from trinity.trace import SLO, Rule, Trace

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 
 from trinity.cluster import Cluster
-from trinity.cost import Device, Roofline
+from trinity.cost import Cost, Device, Roofline
 from trinity.cost import device as device_named
 from trinity.errors import ConfigError
 from trinity.model_shapes import Model
-from trinity.planner.algorithm2 import Cost
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.planner.knobs import options_of
@@ -41,12 +40,17 @@ def cluster_of(device: Devices, instances: int | None, **links: Any) -> Cluster:
 class Hardware:
     """A model on a cluster: kinds of device by name, what fits on which, simulators.
 
-    ``cost`` replaces the roofline of every device. ``options`` are the simulator's. Raises ``ConfigError`` where they
-    are none, and for two different devices of one name.
+    ``cost`` replaces the roofline of every device, or of each by its name. ``options`` are the simulator's. Raises
+    ``ConfigError`` where they are none, and for two different devices of one name.
     """
 
     def __init__(
-        self, model: Model, cluster: Cluster, cost: Cost | None, prices: Mapping[str, float], options: Mapping[str, Any]
+        self,
+        model: Model,
+        cluster: Cluster,
+        cost: Cost | Mapping[str, Cost] | None,
+        prices: Mapping[str, float],
+        options: Mapping[str, Any],
     ) -> None:
         self.model, self.cluster, self.cost, self.options = model, cluster, cost, dict(options)
         self.by_name: dict[str, Device] = {}
@@ -60,7 +64,13 @@ class Hardware:
         self._fitting: dict[tuple[str, str], str] = {}
 
     def _cost(self, device: Device) -> Cost:
-        return Roofline(model=self.model, device=device) if self.cost is None else self.cost
+        if self.cost is None:
+            return Roofline(model=self.model, device=device)
+        if not isinstance(self.cost, Mapping):
+            return self.cost
+        if device.name not in self.cost:
+            raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(self.cost)}")
+        return self.cost[device.name]
 
     def _prices(self, given: Mapping[str, float]) -> dict[str, float | None]:
         for name, price in given.items():
@@ -108,13 +118,14 @@ class Hardware:
 
     def simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
         """For this deployment's devices in their order and its settings; made once for each."""
-        key = (deployment.devices, deployment.settings, slo, tuple(options.items()))
+        placed = str(deployment) if self.cluster.hosts else ""  # which host an instance is on hangs on its roles
+        key = (deployment.devices, placed, deployment.settings, slo, tuple(options.items()))
         if key not in self._simulators:
             knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or Rules())
             self._simulators[key] = Simulator(
                 self.model,
                 slo,
-                cluster=self._ordered(deployment.devices),
+                cluster=self._ordered(deployment.devices).laid_out(deployment.placement),
                 cost=self.cost,
                 **self.options | knobs | options,
             )

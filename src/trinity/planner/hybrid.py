@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trinity.cluster import Cluster
+from trinity.cost import Cost
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.goodput import LEAST_REQUESTS
 from trinity.model_shapes import Model
 from trinity.model_shapes import model as model_named
 from trinity.placement import Group, Placement
-from trinity.planner.algorithm2 import Cost, Split
+from trinity.planner.algorithm2 import Split
 from trinity.planner.bayesian import tuned, valued
 from trinity.planner.candidates import Deployment, subsets
 from trinity.planner.case import Case, Question, coarse
@@ -57,7 +58,7 @@ class HybridPlanner:
 
     ``model``: a name in ``trinity.model_shapes.MODELS`` or a ``Model``. ``slo``: None for the objective "throughput"
     alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a ``cluster``. ``cost``
-    replaces the rooflines of the devices by tables that were measured.
+    replaces the rooflines of the devices, all or by name, by tables that were measured.
 
     ``strategy``: "race" (all methods and ratios, few replays), "paper" (Algorithm 2 line by line), "exhaustive", or
     "bayesian" (EPDServe's wider ``space``, through Optuna). ``objective``: "goodput"; "goodput_per_cost" (``prices`` an
@@ -88,7 +89,7 @@ class HybridPlanner:
         instances: int | None = None,
         device: Devices = "H100",
         cluster: Cluster | None = None,
-        cost: Cost | None = None,
+        cost: Cost | Mapping[str, Cost] | None = None,
         strategy: Strategy = "race",
         objective: Objective = "goodput",
         rule: Rule = "guard",
@@ -158,7 +159,9 @@ class HybridPlanner:
             raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
         own = self.options
         with Progress(own.progress) as progress:
-            return long_enough(trace, own.seed, own.resample, lambda drawn: self._planned(drawn, progress))
+            return long_enough(
+                Trace(trace.by_arrival()), own.seed, own.resample, lambda drawn: self._planned(drawn, progress)
+            )
 
     def _planned(self, drawn: Drawn, progress: Progress) -> Plan:
         offline = self.options.objective == "throughput"

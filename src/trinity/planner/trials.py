@@ -55,6 +55,7 @@ class Trials:
         self.least_s = least_ttfts * slo.ttft
         self.runs, self._progress = 0, progress
         self._points: dict[Deployment, dict[int, Point]] = {}
+        self._serves: dict[Deployment, Serve] = {}
         self.own = own_rate(trace, least_requests)
 
     def point(self, deployment: Deployment, step: int) -> Point:
@@ -62,7 +63,9 @@ class Trials:
         seen = self._points.setdefault(deployment, {})
         if step not in seen:
             self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
-            seen[step] = measure(self.serve_of(deployment), self.trace, self.slo, rate_of(step))
+            if deployment not in self._serves:
+                self._serves[deployment] = self.serve_of(deployment)
+            seen[step] = measure(self._serves[deployment], self.trace, self.slo, rate_of(step))
         return seen[step]
 
     def tell(self, what: str) -> None:

@@ -1,0 +1,232 @@
+"""No simulated goodput exceeds the upper bound; what both bounds come to where it can be worked out by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trinity.cluster import Cluster
+from trinity.cost import DEVICES, Roofline
+from trinity.errors import TraceTooShort
+from trinity.model_shapes import MODELS, Model
+from trinity.placement import Placement
+from trinity.planner.bounds import Bounds, Kind
+from trinity.planner.candidates import Deployment, deployments
+from trinity.planner.trials import Trials, rate_of
+from trinity.scheduler import Rules
+from trinity.simulator import Simulator
+from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
+
+LLAVA, QWEN = MODELS["llava-1.5-7b"], MODELS["qwen2-vl-7b"]
+LOOSE = SLO(ttft=2.0, tbt=1.0)
+
+
+class Straight:
+    """Tokens a second of each stage, without overhead: nothing is gained by a batch."""
+
+    def __init__(self, encode: float = 1e4, prefill: float = 1e4, decode: float = 1e3) -> None:
+        self.rates = (decode, prefill, encode)
+
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        return self.at(decodes, prefill_tokens, media_tokens, context=0.0)
+
+    def at(
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        media_tokens: int,
+        *,
+        context: float,
+        prefilled: float = 0.0,
+        prefills: int = 1,
+    ) -> float:
+        counts = (decodes, prefill_tokens, media_tokens)
+        return sum(count / rate for count, rate in zip(counts, self.rates, strict=True))
+
+
+def equal(count: int = 2_000, images: int = 1, output: int = 101) -> Trace:
+    """500 tokens of visual tokens for each image, 500 of text."""
+    shown = [TraceImage(tokens=500)] * images
+    return Trace(
+        TraceRow(timestamp=100.0 * n, input_length=500 * (images + 1), output_length=output, images=shown)
+        for n in range(count)
+    )
+
+
+def bounds(trace: Trace, cost: Any = None, names: str = "A", **options: Any) -> Bounds:
+    kinds = {name: Kind(cost or Straight(), 72e9) for name in names}
+    return Bounds(trace, LOOSE, LLAVA, kinds, **{"offline": True, "share": 1.0, **options})
+
+
+def placed(text: str, devices: str = "") -> Deployment:
+    placement = Placement.parse(text)
+    return Deployment.of(placement, devices or "A" * placement.size)
+
+
+# ---------------------------------------------------------------- by hand: 0.05 s of E, 0.1 s of P, 0.1 s of D
+
+
+@pytest.mark.parametrize(
+    ("placement", "rate"),
+    [
+        ("1E1P1D", 10.0),  # P and D take 0.1 s each
+        ("1E2P1D", 10.0),
+        ("1E2P2D", 20.0),
+        ("1E4P4D", 20.0),  # E: 0.05 s
+        ("1EP1D", 1 / 0.15),
+        ("3EP2D", 20.0),
+        ("1ED1P", 1 / 0.15),
+        ("1PD1E", 5.0),
+        ("4EPD", 16.0),  # 0.25 s of each
+    ],
+)
+def test_every_set_of_stages_against_who_serves_any_of_it(placement: str, rate: float) -> None:
+    assert bounds(equal()).upper(placed(placement)) == pytest.approx(rate, rel=0.01)
+
+
+def test_a_tenth_may_be_late_and_work_may_be_left_at_the_end() -> None:
+    trace = equal(1000)
+    plain = bounds(trace).upper(placed("1E1P1D"))
+    assert bounds(trace, share=0.9).upper(placed("1E1P1D")) == pytest.approx(plain / 0.9)
+    late = bounds(trace, offline=False, rule="p90", stable=False).upper(placed("1E1P1D"))
+    assert late == pytest.approx(plain / (1 - plain * 3 * 2.0 / 1000))  # r = c (1 + r · 3 TTFT / n), P alone counts
+    assert bounds(equal(20_000), offline=False).upper(placed("1E1P1D")) == pytest.approx(plain, rel=0.06)
+
+
+def test_where_a_starved_decode_goes_unseen_it_bounds_nothing() -> None:
+    trace = equal(4_000, output=801)  # 0.8 s of D
+    blind = bounds(trace, offline=False, rule="p90", stable=False)
+    seeing = bounds(trace, offline=False, rule="p90", stable=True)
+    assert blind.upper(placed("1E1P1D")) == pytest.approx(10, rel=0.02)
+    assert seeing.upper(placed("1E1P1D")) < 2
+
+
+def test_two_lanes_do_more_than_one_second_of_work_in_a_second() -> None:
+    lanes = ("vision", "language")
+    assert bounds(equal(), lanes=lanes).upper(placed("1ED1P")) == pytest.approx(10, rel=0.01)  # no longer 1 / 0.15
+    slowed = bounds(equal(), lanes=lanes, interference=1.6).upper(placed("1ED1P"))
+    assert slowed == pytest.approx(1.25 / 0.15, rel=0.01)
+    assert bounds(equal(), lanes=lanes).upper(placed("1EP1D")) == pytest.approx(10, rel=0.01)
+
+
+def test_mixed_devices_add_up_at_what_each_is_best_at() -> None:
+    made = Bounds(
+        equal(),
+        LOOSE,
+        LLAVA,
+        {"A": Kind(Straight(), 72e9), "B": Kind(Straight(prefill=2e4, decode=2e3), 72e9)},
+        offline=True,
+        share=1.0,
+    )
+    assert made.upper(placed("1E1P1D", "AAA")) == pytest.approx(10, rel=0.01)
+    assert made.upper(placed("1E1P1D", "ABB")) == pytest.approx(20, rel=0.01)
+    assert made.upper(placed("1E2P2D", "AABAB")) == pytest.approx(20, rel=0.01)  # E
+    assert made.upper(placed("2E2P2D", "AAABAB")) == pytest.approx(30, rel=0.01)
+
+
+def test_content_that_comes_again_is_no_work() -> None:
+    same = Trace(
+        TraceRow(timestamp=n, input_length=1000, output_length=2, images=[TraceImage(tokens=500, content="x")])
+        for n in range(1000)
+    )
+    assert bounds(same).upper(placed("1E3PD")) > 1.9 * bounds(equal(1000, output=2)).upper(placed("1E3PD"))
+
+
+def test_heavy_requests_may_be_the_late_ones_where_the_queue_is_not_in_order() -> None:
+    rows = [*equal(9000, images=0, output=2), *equal(1000, images=6, output=2)]
+    in_order, shortest = (bounds(Trace(rows), share=0.9, order=order) for order in ("fcfs", "sjf"))
+    assert shortest.upper(placed("1E1P1D")) > 1.5 * in_order.upper(placed("1E1P1D"))
+
+
+def test_nominal_bounds_are_by_the_slowest_group_and_name_its_stage() -> None:
+    made = bounds(equal(), Straight())
+    assert made.nominal(placed("1E2P4D")) == pytest.approx(20, rel=0.02)
+    assert made.bottleneck(placed("1E4P8D")) == "E"
+    assert made.bottleneck(placed("2E1P8D")) == "P"
+    assert made.bottleneck(placed("3EP1D")) == "D"
+    assert made.bottleneck(placed("1EP3D")) == "P"
+    assert bounds(equal(images=0)).bottleneck(placed("2PD")) in "PD"
+
+
+@pytest.mark.parametrize("model", [LLAVA, QWEN])
+def test_the_nominal_bound_is_the_nearer_one(model: Model) -> None:
+    kinds = {"A": Kind.of(DEVICES["H100"], Roofline(model=model, device=DEVICES["H100"]), 0.9)}
+    made = Bounds(equal(), SLO(1.0, 0.05), model, kinds)
+    for each in deployments("AAAA"):
+        assert 0 < made.nominal(each) <= made.upper(each) * 1.01
+
+
+# ---------------------------------------------------------------- against the cores that serve
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6))
+@example(4)
+@example(11)
+def test_no_simulated_goodput_exceeds_it(seed: int) -> None:
+    check_one(seed, 40)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_simulated_goodput_exceeds_it_in_many_cases(seed: int) -> None:
+    check_one(seed, 150)
+
+
+def check_one(seed: int, count: int) -> None:
+    draw = random.Random(seed)
+    model, names = draw.choice([LLAVA, QWEN]), draw.choice([["H100"] * 2, ["H100"] * 3, ["H100", "L40S"]])
+    slo = SLO(draw.choice([0.2, 0.6]), draw.choice([0.03, 0.06, 0.2]))
+    rule = draw.choice(RULES)
+    lanes, order = draw.choice([("joint",), ("vision", "language")]), draw.choice(["fcfs", "sjf"])
+    trace, stable = drawn(draw, count), draw.random() < 0.6
+    kinds = {each: Kind.of(DEVICES[each], Roofline(model=model, device=DEVICES[each]), 0.9) for each in names}
+    made = Bounds(trace, slo, model, kinds, rule=rule, stable=stable, lanes=lanes, order=order)
+    deployment = draw.choice(deployments(names))
+    simulator = Simulator(
+        model,
+        slo,
+        cluster=Cluster.of(*[(each, 1) for each in deployment.devices]),
+        lanes=lanes,
+        rules=Rules(order=order),  # type: ignore[arg-type]
+    )
+    reached = found(simulator, deployment, trace, slo, rule, stable, made.nominal(deployment))
+    assert reached <= made.upper(deployment), (str(deployment), deployment.devices, rule, stable)
+
+
+def drawn(draw: random.Random, count: int) -> Trace:
+    longest, images = draw.choice([2, 6, 20]), draw.choice([[0], [1], [0, 1, 3]])
+    return Trace(
+        TraceRow(
+            timestamp=200.0 * n + draw.uniform(0, 150),
+            input_length=0,
+            text_length=draw.choice([10, 200, 1500]),
+            output_length=draw.randint(1, longest),
+            images=[TraceImage(tokens=576)] * draw.choice(images),
+        )
+        for n in range(count)
+    )
+
+
+def found(
+    simulator: Simulator, deployment: Deployment, trace: Trace, slo: SLO, rule: Rule, stable: bool, guess: float
+) -> float:
+    trials = Trials(
+        lambda each: simulator.serve(each.placement),
+        trace,
+        slo,
+        rule=rule,
+        stable=stable,
+        least_requests=2,
+        least_ttfts=3,
+    )
+    try:
+        step = trials.limit(deployment, min(guess, 1e3))
+    except TraceTooShort:
+        return 0.0  # no goodput by any rule: the trace is over before a queue has built up
+    return 0.0 if step is None else rate_of(step)
