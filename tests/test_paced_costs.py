@@ -10,8 +10,9 @@ import pytest
 from trinity.budget import StepCost
 from trinity.cost import Roofline, Tables, device
 from trinity.errors import ConfigError
+from trinity.messages import IMAGE, KV
 from trinity.model_shapes import model as model_shape
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, TableCost
+from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, TableCost
 from trinity.visual_tokens import as_described, described, fixed
 
 LLAVA = model_shape("llava-1.5-7b")
@@ -52,6 +53,14 @@ def test_a_rule_of_visual_tokens_that_is_code_does_not_travel() -> None:
     own = msgspec.structs.replace(LLAVA, visual_tokens=lambda width, height: 7)
     with pytest.raises(ConfigError, match="cannot travel"):
         _ = Paced(shape=LLAVA_15_7B, cost=Roofline(model=own, device=device("cpu"))).fingerprint
+
+
+def test_a_named_model_has_the_shape_of_its_blocks() -> None:
+    assert ModelShape.of(LLAVA) == LLAVA_15_7B
+    qwen = model_shape("qwen2-vl-7b")
+    shape = ModelShape.of(qwen)
+    assert (shape.layers * shape.row_bytes(KV), shape.row_bytes(IMAGE)) == (qwen.kv_bytes, qwen.feature_bytes)
+    assert ModelShape.of(msgspec.structs.replace(qwen, vision=None, image_tokens=0)).image_width == 0
 
 
 def test_costs() -> None:

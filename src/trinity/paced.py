@@ -24,6 +24,7 @@ from trinity.cost import Roofline, Tables
 from trinity.errors import ConfigError
 from trinity.memory import BlockShape
 from trinity.messages import IMAGE, KV
+from trinity.model_shapes import Model
 from trinity.request import Request
 from trinity.scheduler import StepTime
 from trinity.trace import TraceRow
@@ -56,6 +57,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         wrong = [name for name, count in counts.items() if count < 1]
         if wrong or self.image_width < 0 or self.image_pixels < 0 or self.vocabulary < 16:
             raise ConfigError(f"{self!r}: sizes of a model are at least 1 (a vocabulary 16); check {', '.join(wrong)}")
+
+    @classmethod
+    def of(cls, model: Model) -> ModelShape:
+        """That of a model of ``trinity.model_shapes``, with as many rows for every image as a usual one has."""
+        language = model.language
+        return cls(
+            name=model.name,
+            layers=language.layers,
+            kv_heads=language.kv_heads,
+            head_dim=language.head_dim,
+            dtype_bytes=model.dtype_bytes,
+            image_width=language.width if model.vision else 0,
+            image_tokens=model.image_tokens or 1,
+            vocabulary=model.vocabulary,
+            context=model.context,
+        )
 
     def visual_tokens(self, width: int, height: int) -> int:
         """Rows of the image cache for an image of so many pixels."""
