@@ -17,7 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, be
 from benchmarks import report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
 
-NAMES = ("step_overhead", "versus_generate_batch", "memory", "ttft_methods", "transports", "overlap", "control")
+NAMES = (
+    "step_overhead",
+    "versus_generate_batch",
+    "memory",
+    "ttft_methods",
+    "transports",
+    "overlap",
+    "control",
+    "fidelity",
+)
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"
 

@@ -1,0 +1,249 @@
+"""Live beside simulated: the same trace, costs measured beforehand and frozen; paced pipelines and a real model.
+
+The predicate, stated before the run: at three loads, the heaviest 0.9 of the simulated goodput, p50 and p90 of TTFT and
+TPOT differ by at most 10 % between a live pipeline and the simulator, for every method on paced instances; goodput too;
+for a real model by at most 10 % or what three live repeats differ by, whichever is larger; and placements have the same
+order by live goodput as by simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from benchmarks import fidelity_real
+from benchmarks.fidelity_seen import Load, Row, seen
+from benchmarks.report import Aim, Result, Table
+from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
+from trinity.cluster import Cluster
+from trinity.cost import DEVICES, Link, Roofline
+from trinity.goodput import Goodput, Options, goodput
+from trinity.model_shapes import model
+from trinity.paced import ModelShape, Paced
+from trinity.pipeline import Pipeline
+from trinity.placement import Placement
+from trinity.replay import live_goodput, replay
+from trinity.simulator import Simulator
+from trinity.trace import SLO, Trace
+from trinity.traces.synthetic import Dataset, synthesise
+
+PLACEMENTS = ("2EPD", "1EP1D", "1ED1P", "1PD2E", "1E2P1D")  # every method, N = 2 to 4
+SHARES = (0.6, 0.75, 0.9)  # of the simulated goodput
+AT_ONCE = 5  # placements that are served at the same time: each takes a few percent of a core
+TOLERANCE = 0.10
+APART = 1.05  # goodputs nearer to each other than this have no order: a live search ends at 4 %
+
+MODEL = model("llava-1.5-7b")
+DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
+COST = Roofline(model=MODEL, device=DEVICE)
+PACED = Paced(shape=ModelShape.of(MODEL), cost=COST, scale=2048)
+SLO_PACED = SLO(ttft=0.8, tbt=0.15)
+BUDGETED = SLO(ttft=0.8, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
+REQUESTS = Dataset(name="photographs", sizes=((1024, 768, 1.0),), prompt=(40, 20), output=(16, 8))
+POOLS = {"image": 128, "kv": 6000}
+OPTIONS: dict[str, Any] = {"slo": BUDGETED, "pools": POOLS, "image_cache": False, "prefix_cache": False}
+SEARCH: Options = {"least_requests": 8, "least_ttfts": 0.5}
+COARSE: Options = {**SEARCH, "step": 1.08, "tolerance": 0.04}
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this machine adds to a paced run, measured once: seconds of a message, and of a pull."""
+
+    message_s: float
+    pull_s: float
+
+
+@dataclass
+class Case:
+    """One placement: its goodputs, and what was seen at each load."""
+
+    placement: str
+    simulated: Goodput
+    live: Goodput | None = None
+    loads: list[Load] = field(default_factory=list)
+
+    @property
+    def off(self) -> float:
+        assert self.live is not None
+        return self.live.rate / self.simulated.rate - 1
+
+
+def trace(count: int, rate: float, seed: int) -> Trace:
+    return synthesise(REQUESTS, count, visual_tokens=MODEL.visual_tokens, rate=rate, seed=seed)
+
+
+def simulator(placement: str, host: Host) -> Simulator:
+    link = Link(name="this host", bandwidth=1e15, fixed_s=host.pull_s)  # blocks are 2,048 times smaller than printed
+    devices = (DEVICE,) * Placement.parse(placement).size
+    return Simulator(MODEL, BUDGETED, cluster=Cluster(devices=devices, link=link, message_s=host.message_s), cost=COST)
+
+
+def pipeline(placement: str) -> Pipeline:
+    return Pipeline(PACED, placement, **OPTIONS)
+
+
+# ---------------------------------------------------------------- costs of this host, beforehand
+
+
+async def calibrated(requests: int) -> Host:
+    """Requests one at a time through E, P and D: what a pull takes, and what a message must take for their TTFT."""
+    placement, calm = "1E1P1D", trace(requests, 1.0, seed=99).scaled(rate=1.2)
+    async with pipeline(placement) as pipe:
+        served = await replay(pipe, calm)
+        pulls = [seconds for lane, _, _, seconds, _ in pipe.timeline.rows() if lane == "migration"]
+    pull_s = median(pulls)
+    live = [(row.ttft_s or 0.0) - (row.late_s or 0.0) for row in served]
+    instant, slow = (_simulated_ttft(placement, calm, Host(each, pull_s)) for each in (0.0, 1e-3))
+    took = median((a - b) / (c - b) * 1e-3 for a, b, c in zip(live, instant, slow, strict=True))
+    return Host(max(0.0, took), pull_s)
+
+
+def _simulated_ttft(placement: str, offered: Trace, host: Host) -> list[float]:
+    outcomes = simulator(placement, host).replay(offered, placement).outcomes
+    return [each.ttft_s or 0.0 for each in outcomes]
+
+
+# ---------------------------------------------------------------- paced: every method
+
+
+async def measure(placement: str, host: Host, count: int, shares: Sequence[float], warm: asyncio.Semaphore) -> Case:
+    """The simulated goodput, both sides at shares of it, and the live goodput."""
+    asked, simulated = trace(count, 10.0, seed=3), simulator(placement, host)
+    async with warm:
+        found = await asyncio.to_thread(goodput, simulated.serve(placement), asked, SLO_PACED, **SEARCH)
+        case = Case(placement, found)
+        async with pipeline(placement) as pipe:
+            for share in shares:
+                case.loads.append(await _at(pipe, placement, simulated, asked.scaled(rate=share * found.rate), share))
+            near: Options = {**COARSE, "bound": found.rate / 0.9}
+            case.live = await live_goodput(pipe, asked, SLO_PACED, **near)
+    return case
+
+
+async def _at(pipe: Pipeline, placement: str, simulated: Simulator, offered: Trace, share: float) -> Load:
+    expected = await asyncio.to_thread(simulated.replay, offered, placement)
+    full = [each for each, peak in expected.peak_blocks.items() if any(peak[kind] >= POOLS[kind] for kind in peak)]
+    assert not full, f"pools bind at {full}: both sides must have room"
+    with ForeignLoad() as load:
+        served = await replay(pipe, offered)
+    return Load(share, len(offered), seen(expected.outcomes, SLO_PACED), [seen(served, SLO_PACED)], load.share)
+
+
+async def paced(setting: Setting) -> tuple[Host, list[Case]]:
+    placements = PLACEMENTS[:2] if setting.quick else PLACEMENTS
+    count, shares = (12, SHARES[2:]) if setting.quick else (150, SHARES)
+    host = await calibrated(4 if setting.quick else 16)
+    turns = asyncio.Semaphore(AT_ONCE)
+    return host, list(await asyncio.gather(*(measure(each, host, count, shares, turns) for each in placements)))
+
+
+def misplaced(cases: Sequence[Case]) -> list[str]:
+    """Pairs whose simulated goodputs are apart, and whose live goodputs have another order."""
+    wrong = []
+    for pair in combinations(cases, 2):
+        low, high = sorted(pair, key=lambda case: case.simulated.rate)
+        assert low.live is not None
+        assert high.live is not None
+        if high.simulated.rate > APART * low.simulated.rate and low.live.rate >= high.live.rate:
+            wrong.append(f"{low.placement} before {high.placement}")
+    return wrong
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def run(setting: Setting) -> Result:
+    """Every method on paced instances, then a real model on two processes."""
+    setting.settle()
+    host, cases = asyncio.run(paced(setting))
+    real = fidelity_real.run(setting)
+    return result(host, cases, real)
+
+
+def result(host: Host, cases: Sequence[Case], real: fidelity_real.Real) -> Result:
+    rows = [Row(case.placement, load, TOLERANCE) for case in cases for load in case.loads]
+    actual = [Row(fidelity_real.PLACEMENT, load, TOLERANCE) for load in real.loads]
+    shaken = [f"{row.name} at {row.load.share:g}" for row in (*rows, *actual) if row.load.foreign > FOREIGN]
+    return Result(
+        name="fidelity",
+        title="Live pipelines beside the simulator",
+        method=_method(host, real),
+        tables=[
+            Table("Paced instances, ms: live / simulated, and live over simulated", Row.HEADER, _cells(rows)),
+            Table("Goodput of paced placements, requests/s", GOODPUTS, [_goodput_cells(case) for case in cases]),
+            Table("A real model, ms: median of live repeats / simulated", Row.HEADER, _cells(actual)),
+        ],
+        aims=[*_aims(cases, rows), *_real_aims(actual)],
+        notes=disturbed(shaken),
+        values={
+            "host": {"message_s": host.message_s, "pull_s": host.pull_s},
+            "paced": {case.placement: _values(case) for case in cases},
+            "real": real.values(),
+        },
+    )
+
+
+def _method(host: Host, real: fidelity_real.Real) -> str:
+    return (
+        f"Open loop, the same requests on both sides. Paced: stages wait as long as a roofline of {MODEL.name} on an "
+        f"{DEVICE.name} with {DEVICE.pass_s * 1e3:g} ms a pass says; one 576-token image, about 40 tokens of text and "
+        f"16 of output each; SLO {SLO_PACED.ttft:g} s and {SLO_PACED.tbt:g} s, budgets for {BUDGETED.tbt:g} s; "
+        f"{AT_ONCE} placements at a time. "
+        f"Measured beforehand: a message takes {host.message_s * 1e6:.0f} us, a pull {host.pull_s * 1e3:.2f} ms. "
+        f"{real.method()} Loads are shares of the simulated goodput. A row passes where p50 and p90 of TTFT and TPOT "
+        f"are within {TOLERANCE:.0%} (real: or within the spread of the live repeats); p99 is shown beside them."
+    )
+
+
+def _cells(rows: Sequence[Row]) -> list[list[str]]:
+    return [row.cells() for row in rows]
+
+
+GOODPUTS = ("placement", "simulated", "live", "live over simulated", "")
+
+
+def _goodput_cells(case: Case) -> list[str]:
+    assert case.live is not None
+    verdict = "PASS" if abs(case.off) <= TOLERANCE else "FAIL"
+    return [case.placement, f"{case.simulated.rate:.2f}", f"{case.live.rate:.2f}", f"{case.off:+.1%}", verdict]
+
+
+def _aims(cases: Sequence[Case], rows: Sequence[Row]) -> list[Aim]:
+    made = []
+    for case in cases:
+        worst = max((row for row in rows if row.name == case.placement), key=lambda row: row.worst)
+        what = f"paced {case.placement}: p50 and p90 of TTFT and TPOT, live against simulated"
+        passed = all(row.passed for row in rows if row.name == case.placement)
+        made.append(Aim(what, f"within {TOLERANCE:.0%}", f"at most {worst.worst:.1%} off", passed))
+    furthest = max(abs(case.off) for case in cases)
+    made.append(
+        Aim("paced goodput, live against simulated", "within 10%", f"at most {furthest:.1%} off", furthest <= TOLERANCE)
+    )
+    wrong = misplaced(cases)
+    what = f"order of {len(cases)} placements by live goodput, where simulated ones differ by {APART - 1:.0%}"
+    made.append(Aim(what, "as simulated", ", ".join(wrong) or "as simulated", not wrong))
+    return made
+
+
+def _real_aims(rows: Sequence[Row]) -> list[Aim]:
+    aim = f"within {TOLERANCE:.0%} or the repeats' spread"
+    what = f"real model on {fidelity_real.PLACEMENT}, p50 and p90 of TTFT and TPOT, at"
+    return [
+        Aim(f"{what} {row.load.share:g} of goodput", aim, f"at most {row.worst:.1%} off", row.passed) for row in rows
+    ]
+
+
+def _values(case: Case) -> dict[str, Any]:
+    assert case.live is not None
+    return {
+        "goodput": {"simulated": case.simulated.rate, "live": case.live.rate},
+        "attainment_by_rate": [(point.rate, point.attainment) for point in case.live.points],
+        "loads": [load.values() for load in case.loads],
+    }

@@ -1,0 +1,144 @@
+"""Live beside simulated: what the benchmark compares and judges, and a paced pipeline that takes what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import pytest
+
+from benchmarks import fidelity, fidelity_real
+from benchmarks.fidelity import Case, Host
+from benchmarks.fidelity_real import Costs, Real
+from benchmarks.fidelity_seen import METRICS, Load, Row, Seen, seen
+from benchmarks.setting import Setting
+from checkpoint_fixtures import checkpoint
+from trinity.cost import Link, Tables
+from trinity.goodput import Goodput, Outcome, Point
+from trinity.replay import replay
+from trinity.trace import RULES, SLO
+
+NOTHING = Host(0.0, 0.0)
+LIVENESS = 10.0
+
+
+def one(ttft: float = 0.1, tpot: float = 0.02, failed: int = 0, p99: float = 9.0) -> Seen:
+    figures = {(name, percent): {"TTFT": ttft, "TPOT": tpot}[name] for name, percent in METRICS if percent != 99}
+    return Seen({**figures, ("TTFT", 99): p99, ("TPOT", 99): p99}, 1.0, failed)
+
+
+def goodput(rate: float) -> Goodput:
+    point = Point(rate=rate, duration_s=9.0, attainment=dict.fromkeys(RULES, 0.95), completed=1.0)
+    return Goodput(rate=rate, rule="guard", share=0.9, stable=True, points=(point,))
+
+
+def case(placement: str, simulated: float, live: float, *loads: Load) -> Case:
+    return Case(placement, goodput(simulated), goodput(live), list(loads))
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def test_percentiles_are_of_requests_that_ended_and_the_others_are_counted() -> None:
+    outcomes = [Outcome(0.1 * n, (0.01, 0.03), "length") for n in range(1, 12)]
+    found = seen([*outcomes, Outcome(99.0, (9.0,), "error"), Outcome(None, (), "refused")], SLO(1.0, 1.0))
+    assert found.seconds["TTFT", 50] == pytest.approx(0.6)
+    assert found.seconds["TTFT", 90] == pytest.approx(1.0)
+    assert found.seconds["TPOT", 50] == pytest.approx(0.02)
+    assert found.failed == 2
+    assert found.attainment == pytest.approx(9 / 13)
+
+
+@pytest.mark.parametrize(
+    ("live", "passed"),
+    [
+        ([one()], True),
+        ([one(ttft=0.109)], True),
+        ([one(ttft=0.111)], False),
+        ([one(tpot=0.0179)], False),
+        ([one(p99=900.0)], True),
+        ([one(failed=1)], False),
+        ([one(ttft=0.13), one(ttft=0.12), one(ttft=0.09)], True),  # a third apart, a fifth off
+        ([one(ttft=0.13), one(ttft=0.12), one(ttft=0.121)], False),
+    ],
+)
+def test_a_row_is_within_a_tenth_or_the_spread_of_its_repeats(live: list[Seen], passed: bool) -> None:
+    row = Row("EPD", Load(0.9, 10, one(), live), 0.10)
+    assert row.passed is passed
+    assert row.cells()[-1] == ("PASS" if passed else "FAIL")
+    assert len(row.cells()) == len(Row.HEADER)
+
+
+def test_the_worst_is_that_of_what_is_judged() -> None:
+    row = Row("EPD", Load(0.9, 10, one(), [one(ttft=0.11, tpot=0.015, p99=90.0)]), 0.10)
+    assert row.worst == pytest.approx(0.25)
+    assert "110 / 100 +10.0%" in row.cells()
+    assert row.load.values()["live"][0]["seconds"]["TTFT p50"] == 0.11
+
+
+def test_placements_are_misplaced_where_their_goodputs_are_apart_and_in_another_order() -> None:
+    right = [case("A", 1.0, 2.0), case("B", 1.2, 2.1), case("C", 1.21, 2.05)]
+    assert fidelity.misplaced(right) == []
+    assert fidelity.misplaced([*right, case("D", 2.0, 2.0)]) == ["A before D", "B before D", "C before D"]
+
+
+def test_the_result_says_pass_and_fail() -> None:
+    near, far = Load(0.9, 5, one(), [one()]), Load(0.9, 5, one(), [one(ttft=0.2)])
+    tables = {"D": Tables.measured({1: {"decodes": {1: 0.1}}}, model="m", device="cpu", dtype="f")}
+    real = Real("small", Costs(tables, 1e-4, Link(name="l", bandwidth=1.0)), SLO(1.0, 1.0), 2.0, [near, far])
+    found = fidelity.result(Host(1e-4, 1e-3), [case("2EPD", 1.0, 1.05, near), case("1EP1D", 2.0, 1.0, far)], real)
+    assert [aim.met for aim in found.aims] == [True, False, False, False, True, False]
+    assert "1EP1D before" not in found.text()
+    assert [row[-1] for row in found.tables[1].rows] == ["PASS", "FAIL"]
+    assert found.values["paced"]["2EPD"]["goodput"] == {"simulated": 1.0, "live": 1.05}
+    assert "small in float32" in found.method
+
+
+# ---------------------------------------------------------------- live and simulated
+
+
+@pytest.mark.parametrize("placement", ["1E1P1D", "2EPD"])
+async def test_a_paced_pipeline_takes_what_the_simulator_says(placement: str) -> None:
+    asked = fidelity.trace(14, 12.0, seed=2)
+    expected = fidelity.simulator(placement, NOTHING).replay(asked, placement)
+    async with fidelity.pipeline(placement) as pipe:
+        served = await replay(pipe, asked, late_s=1e9)
+    assert [row.output_length for row in served] == [row.output_length for row in asked]
+    assert [row.finish_reason for row in served] == [each.finish_reason for each in expected.outcomes]
+    live, simulated = seen(served, fidelity.SLO_PACED), seen(expected.outcomes, fidelity.SLO_PACED)
+    for metric in (("TTFT", 50), ("TPOT", 50)):
+        share = live.seconds[metric] / simulated.seconds[metric]
+        assert 0.85 < share < LIVENESS, metric  # stages wait no less than the costs say, however busy the machine is
+    other = msgspec.structs.replace(fidelity.COST.device, pass_s=0.4)
+    slower = msgspec.structs.replace(fidelity.COST, device=other)
+    control = fidelity.simulator(placement, NOTHING)
+    control.cost = slower
+    outcomes = control.replay(asked, placement).outcomes
+    assert median(each.ttft_s or 0.0 for each in outcomes) > 3 * simulated.seconds["TTFT", 50]
+
+
+# ---------------------------------------------------------------- a real model
+
+
+def test_every_third_request_has_an_image_and_equal_seeds_are_equal() -> None:
+    made = fidelity_real.trace(9, 576)
+    assert [bool(row.images) for row in made] == [True, False, False] * 3
+    assert list(made) == list(fidelity_real.trace(9, 576))
+    assert all(row.input_length == row.text_tokens + row.visual_tokens for row in made)
+
+
+def test_tables_are_measured_in_a_process_by_itself(tmp_path: Path) -> None:
+    out = tmp_path / "EP.json"
+    fidelity_real.profile_alone(checkpoint("llava"), "EP", out, {**fidelity_real.QUICKLY, "tokens": (1, 8)})
+    tables = Tables.load(out)
+    assert tables.seconds(0, 8, 16) > 0
+    assert tables.seconds(1, 0, 0) == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_quickly() -> None:
+    found = fidelity.run(Setting(quick=True, checkpoint=checkpoint))
+    assert set(found.values) == {"host", "paced", "real"}
+    assert [len(table.rows) for table in found.tables] == [2, 2, 1]
+    assert found.values["real"]["loads"][0]["live"][0]["failed"] == 0
