@@ -10,9 +10,12 @@ from trinity.errors import ConfigError
 from trinity.overlap import PullCost, PullTimes, TokenRate, Transfers, exposed_tail, group_layers, merged, overlap_ratio
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="known: off, layer, grouped"):
         Transfers(kv="all")  # type: ignore[arg-type]
+    for never in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="lease_s"):
+            Transfers(lease_s=never)
 
 
 def test_free_pulls_go_layer_by_layer() -> None:

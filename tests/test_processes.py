@@ -17,6 +17,7 @@ import trinity
 from checkpoint_fixtures import checkpoint
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
 from trinity.integrity import Verify
+from trinity.overlap import Transfers
 from trinity.pipeline import Pipeline
 from trinity.processes import kept_launcher
 from trinity.request import Output, Request, Sampling
@@ -152,6 +153,19 @@ async def test_a_frozen_instance_does_not_hold_a_deadline_up() -> None:
         os.kill(process, signal.SIGCONT)
         await asyncio.wait_for(pipe.idle(), LIVENESS_S)
         assert (await pipe.complete(requests()[1])).token_ids == oracle().generate(requests()[1])
+
+
+async def test_a_lease_ends_a_request_whose_peer_says_nothing() -> None:
+    """Long before supervision would kill the peer; it has no deadline of its own."""
+    async with pipeline("E+P+D", transfers=Transfers(lease_s=1.0)) as pipe:
+        process = pipe.processes["D0"].process
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(RequestError, match="D0"):
+            await asyncio.wait_for(pipe.complete(requests()[1]), 20.0)
+        os.kill(process, signal.SIGCONT)
+        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        assert (await pipe.complete(requests()[1])).token_ids == oracle().generate(requests()[1])
+        assert pipe.processes["D0"].process == process
 
 
 async def test_leaving_a_stream_gives_everything_back() -> None:

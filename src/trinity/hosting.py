@@ -102,7 +102,8 @@ def load(deployment: Deployment, instances: Sequence[Instance], processor: Reque
         blocks = (deployment.media_block, deployment.kv_block)
         instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe, deployment.shared)
         rules = _rules(deployment, instance, processor)
-        instance.settings = replace(instance.settings, rules=rules, transfers=deployment.transfers)
+        transfers = deployment.transfers
+        instance.settings = replace(instance.settings, rules=rules, transfers=transfers, lease_s=transfers.lease_s)
         loaded.append(instance)
     return loaded
 

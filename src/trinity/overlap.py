@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -29,18 +30,23 @@ class Transfers:
     (EPD-Serve 3.2, the multimodal store).
 
     ``kv``: "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished chunk while
-    prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve 3.3). Raises
-    ``ConfigError`` for another word.
+    prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve 3.3).
+
+    ``lease_s``: seconds for which blocks on their way stay leased to a peer that says nothing, before they are taken
+    back and the request fails. Instances send heartbeats at least four times in it. Raises ``ConfigError``.
     """
 
     prefetch: bool = True
     early: bool = True
     kv: KvMode = "off"
     store: bool = True
+    lease_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.kv not in ("off", "layer", "grouped"):
             raise ConfigError(f"unknown KV transfer {self.kv!r}; known: off, layer, grouped")
+        if not 0 < self.lease_s < math.inf:
+            raise ConfigError(f"lease_s is a positive number of seconds, got {self.lease_s!r}")
 
 
 class PullCost(NamedTuple):
