@@ -1,5 +1,6 @@
 // trinity._native: the Python side of the compiled twin. trinity/twin.py makes the arrays and reads them.
 #include "sim_engine.hpp"
+#include "sim_judge.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -195,6 +196,20 @@ nb::tuple simulate(Workload &work, const In<double> &times, const In<int32_t> &a
                           result.unsettled, log_of(result.log));
 }
 
+// (p90, p99, guard, tpot, when complete ones ended) of what simulate() has answered.
+nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int32_t> &counts, const In<uint8_t> &reasons,
+                 const In<double> &arrivals, double ttft, double tbt) {
+    const size_t requests = first.size();
+    require(counts.size() == requests && reasons.size() == requests && arrivals.size() == requests, "other lengths");
+    Judgement found;
+    for (size_t at = 0; at < requests; ++at) {
+        if (Reason(reasons.data()[at]) != Reason::length) continue;
+        require(first.data()[at] >= 0 && size_t(first.data()[at] + counts.data()[at]) <= times.size(), "too few times");
+        found.add(times.data() + first.data()[at], counts.data()[at], arrivals.data()[at], ttft, tbt);
+    }
+    return nb::make_tuple(found.p90, found.p99, found.guard, found.tpot, array_of(std::move(found.finishes)));
+}
+
 } // namespace
 
 void bind_simulator(nb::module_ &module) {
@@ -207,6 +222,7 @@ void bind_simulator(nb::module_ &module) {
     module.def("sim_linear", &linear, "step_s"_a, "decode_s"_a, "prefill_s"_a, "encode_s"_a, "media_s"_a);
     module.def("sim_workload", &workload, "requests"_a, "deadlines"_a, "items"_a, "keys"_a, "media_block"_a,
                "kv_block"_a);
+    module.def("sim_judged", &judged, "times"_a, "first"_a, "counts"_a, "reasons"_a, "arrivals"_a, "ttft"_a, "tbt"_a);
     module.def("simulate", &simulate, "work"_a, "times"_a, "asked"_a, "aborts"_a, "instances"_a, "limits"_a, "costs"_a,
                "rule_costs"_a, "whole"_a, "real"_a, "logged"_a);
 }

@@ -23,7 +23,7 @@ from trinity.scheduler import Rules
 from trinity.testing.virtual import settings_of
 from twinning import COMMANDS, EVENTS, Case, Line, assert_equal, differences, random_case
 
-CASES = 250
+CASES = 200
 
 pytestmark = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
 
@@ -186,12 +186,12 @@ CHANGES = {
 def test_a_twin_with_another_rule_is_noticed(rule: str) -> None:
     """So the cases hang on every rule: a twin that ignored one would be found out."""
     noticed = 0
-    for seed in range(60):
+    for seed in range(40):
         case = random_case(seed)
         python = case.python().log
         other = [replace(each, rules=CHANGES[rule](each.rules)) for each in case.settings]
         noticed += bool(differences(python, replace(case, settings=other).compiled().log))
-    assert noticed >= 3
+    assert noticed >= 2
 
 
 SWITCHES = ("image_cache", "prefix_cache", "prefetch", "early", "interference", "message_s", "max_waiting", "link")
@@ -200,10 +200,10 @@ SWITCHES = ("image_cache", "prefix_cache", "prefetch", "early", "interference", 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_twin_with_another_switch_is_noticed(switch: str) -> None:
     noticed = 0
-    for seed in range(80):
+    for seed in range(50):
         case = random_case(seed)
         noticed += bool(differences(case.python().log, _switched(case, switch).compiled().log))
-    assert noticed >= 3
+    assert noticed >= 2
 
 
 def _switched(case: Case, switch: str) -> Case:

@@ -43,7 +43,7 @@ from trinity.routing import RoundRobin
 from trinity.scheduler import Policy, Rules
 from trinity.simulated import Simulated
 from trinity.testing.virtual import settings_of
-from trinity.twin import Act, Asked, Told, Workload, simulate
+from trinity.twin import Act, Asked, Deployed, Told, Workload, simulate
 from trinity.workload import Job
 
 EVENTS = (
@@ -70,17 +70,15 @@ class Case:
     model: Model = SHAPE
 
     def compiled(self, log: bool = True) -> Told:
-        return simulate(
-            Workload(map(Asked.of, self.works), self.settings[0]),
-            self.acts,
+        deployed = Deployed(
             self.settings,
             cluster=self.cluster,
             costs=self.costs,
             model=self.model,
             max_waiting=self.max_waiting,
             interference=self.interference,
-            log=log,
         )
+        return simulate(Workload(map(Asked.of, self.works), self.settings[0]), self.acts, deployed, log=log)
 
     def python(self) -> Logged:
         logged = Logged(self)

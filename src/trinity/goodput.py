@@ -155,10 +155,19 @@ def searching(trace: Trace, slo: SLO, options: Options) -> Searching:
 def measure(serve: Serve, trace: Trace, slo: SLO, rate: float | None = None) -> Point:
     """Serve a trace, at its own rate or scaled to ``rate``, and see how much was in time.
 
+    ``serve`` may know a shorter way to the same: ``serve.point(trace, slo, rate)``, None where it does not.
+
     Raises ``ConfigError`` where ``serve`` does not answer every request, ``TraceError`` where the trace has no rate.
     """
+    shorter: Shorter | None = getattr(serve, "point", None)
+    known = None if shorter is None else shorter(trace, slo, rate)
+    if known is not None:
+        return known
     offered = trace if rate is None else trace.scaled(rate=rate)
     return point(offered, serve(offered), slo)
+
+
+Shorter = Callable[[Trace, SLO, float | None], Point | None]
 
 
 def point(offered: Trace, outcomes: Sequence[Served], slo: SLO) -> Point:
@@ -189,6 +198,11 @@ def completed_share(arrivals: Sequence[float], outcomes: Sequence[Served]) -> fl
         for at, each in zip(arrivals, outcomes, strict=True)
         if each.finish_reason in COMPLETE and each.ttft_s is not None
     ]
+    return completions(arrivals, finishes)
+
+
+def completions(arrivals: Sequence[float], finishes: Sequence[float]) -> float:
+    """``completed_share`` from the times at which requests arrived, and at which complete ones ended."""
     offered, done = _middle_rate(arrivals), _middle_rate(finishes)
     if not offered or math.isinf(offered):
         return 0.0 if len(finishes) < len(arrivals) else 1.0

@@ -16,6 +16,7 @@ from math import inf
 
 import msgspec
 
+from trinity import twin
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
@@ -29,6 +30,7 @@ from trinity.overlap import Transfers
 from trinity.placement import Placement
 from trinity.routing import RoutingPolicy, routing_policy
 from trinity.scheduler import Rules, latency_bound
+from trinity.serving import Requests, Serving, outcomes, replayed
 from trinity.simulated import Simulated, Worker
 from trinity.timeline import Slice
 from trinity.trace import SLO, Trace
@@ -71,7 +73,8 @@ class Simulator:
     instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
     ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
     ``interference`` times slower. Pools are what the weights leave of ``memory_share`` of a device's memory.
-    ``max_waiting`` requests without a token are taken in, as by a pipeline.
+    ``max_waiting`` requests without a token are taken in, as by a pipeline. ``engine``: "python", the cores themselves,
+    "compiled", their twin in C++ with the same results, or "auto": the twin for all that it can do (``why_python``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -184,7 +187,39 @@ class Simulator:
     def serve(self, placement: Placement | str) -> Serve:
         """Serves traces on this placement, for ``trinity.goodput``. Raises as ``check`` does."""
         self.check(placement)
-        return lambda trace: self.replay(trace, placement).outcomes
+        return Serving(
+            lambda trace: self.replay(trace, placement).outcomes,
+            lambda shared: None if self.why_python(placement) else self._deployed(placement, shared),
+            self.model,
+        )
+
+    def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
+        """Why the Python engine replays this placement; "" where its compiled twin does (decision 0017).
+
+        Raises ``ConfigError`` where the compiled one was asked for and cannot.
+        """
+        if self.engine == "python":
+            return "it was asked for"
+        settings = self.settings(placement)
+        costs = [self.cost_of(place) for place in range(len(settings))]
+        why = twin.missing() or twin.unsupported(settings, costs, routing_policy(self.routing))
+        why = why or ("timelines" if record else "")
+        if why and self.engine == "compiled":
+            raise ConfigError(
+                f"the compiled engine cannot do this ({why}): take engine='auto', which replays in Python"
+            )
+        return why
+
+    def _deployed(self, placement: Placement | str, shared: bool) -> twin.Deployed:
+        settings = self.settings(placement, shared=shared)
+        return twin.Deployed(
+            settings,
+            cluster=self.cluster,
+            costs=[self.cost_of(place) for place in range(len(settings))],
+            model=self.model,
+            max_waiting=self.max_waiting,
+            interference=self.interference,
+        )
 
     def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
         """Every request of the trace at its time, until the last has ended. ``record`` the timeline too.
@@ -192,6 +227,8 @@ class Simulator:
         Raises as ``check`` does, ``TraceError`` for time stamps that are none, and ``AssertionError`` where a request
         did not end, or blocks did not come back: that is a fault of trinity.
         """
+        if not self.why_python(placement, record=record):
+            return _compiled(*replayed(trace, self.model, lambda shared: self._deployed(placement, shared)))
         run = self.prepared(trace, placement, record=record)
         run.run()
         _check_end(run)
@@ -227,6 +264,21 @@ def _check_end(run: Simulated) -> None:
         if not core.idle():
             raise AssertionError(f"instance {name} still holds something when all requests have ended")
         core.check()
+
+
+def _compiled(requests: Requests, deployed: twin.Deployed, told: twin.Told) -> Replay:
+    names = [each.name for each in deployed.settings]
+    first = min((job.at for job in requests.jobs), default=0.0)
+    return Replay(
+        outcomes=outcomes(requests, told),
+        duration_s=max(0.0, told.ended - first),
+        busy_s=dict(zip(names, told.busy, strict=True)),
+        peak_blocks=dict(zip(names, told.peak, strict=True)),
+        pools={each.name: dict(each.pools) for each in deployed.settings},
+        moved_bytes=told.moved,
+        events=told.events,
+        engine="compiled",
+    )
 
 
 def _replay_of(run: Simulated) -> Replay:

@@ -34,6 +34,7 @@ REASONS = ("", "length", "cancelled", "deadline", "error")
 KINDS = (IMAGE, KV)
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
 
 
 class Asked(NamedTuple):
@@ -51,7 +52,22 @@ class Asked(NamedTuple):
         return cls(len(work.prompt), work.max_tokens, work.media, work.prompt, work.deadline_s, work.request)
 
 
-@dataclass
+class Raw(NamedTuple):
+    """What the extension answers: arrays by request and by instance."""
+
+    times: Floats
+    counts: Ints
+    reasons: npt.NDArray[np.uint8]
+    busy: Floats
+    peak: Ints
+    moved: npt.NDArray[np.int64]
+    ended: float
+    events: int
+    unsettled: int
+    log: tuple[Floats, Ints]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Told:
     """What a replay came to. ``times`` of the tokens of request n begin at ``first[n]``, and are ``counts[n]``.
 
@@ -60,7 +76,7 @@ class Told:
 
     times: Floats
     first: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int32]
+    counts: Ints
     reasons: list[str]
     busy: list[dict[str, float]]
     peak: list[dict[str, int]]
@@ -188,36 +204,43 @@ def arrivals(jobs: Sequence[Job]) -> list[Act]:
     return [(job.at, number, False) for number, job in enumerate(jobs) if not job.refused]
 
 
-def simulate(
-    work: Workload,
-    acts: Sequence[Act],
-    settings: Sequence[Settings],
-    *,
-    cluster: Cluster,
-    costs: Sequence[StepTime],
-    model: Model,
-    max_waiting: int,
-    interference: float,
-    log: bool = False,
-) -> Told:
-    """What ``trinity.simulated.Simulated`` would come to. Arrivals come first among acts at equal times.
+class Deployed:
+    """Instances in the twin's form. ``settings`` must be such that ``unsupported`` is "".
 
-    ``settings`` must be such that ``unsupported`` is "". With ``log`` every event and command is told.
+    Messages, steps and pulls take what ``trinity.simulated.Simulated`` says.
     """
+
+    def __init__(
+        self,
+        settings: Sequence[Settings],
+        *,
+        cluster: Cluster,
+        costs: Sequence[StepTime],
+        model: Model,
+        max_waiting: int,
+        interference: float,
+    ) -> None:
+        self.settings = settings
+        limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
+        self._given = (
+            _rows([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
+            np.array(limits, np.float64),
+            [_cost(cost) for cost in costs],
+            [None if each.rules.cost is None else _cost(each.rules.cost) for each in settings],
+            *_options(settings[0], cluster, model, max_waiting, interference),
+        )
+
+    def run(self, work: Workload, times: Floats, asked: Ints, aborts: npt.NDArray[np.uint8], log: bool = False) -> Raw:
+        """Acts in their order: when, which request, whether it is given up. With ``log`` every event is told."""
+        return Raw(*extension.simulate(work.made, times, asked, aborts, *self._given, log))
+
+
+def simulate(work: Workload, acts: Sequence[Act], deployed: Deployed, *, log: bool = False) -> Told:
+    """A replay. Arrivals come first among acts at equal times."""
     ordered = sorted(acts, key=lambda act: (act[0], act[2]))
-    found = extension.simulate(
-        work.made,
-        np.array([act[0] for act in ordered], np.float64),
-        np.array([act[1] for act in ordered], np.int32),
-        np.array([act[2] for act in ordered], np.uint8),
-        _rows([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
-        np.array([inf if each.rules.limit_s is None else each.rules.limit_s for each in settings], np.float64),
-        [_cost(cost) for cost in costs],
-        [None if each.rules.cost is None else _cost(each.rules.cost) for each in settings],
-        *_options(settings[0], cluster, model, max_waiting, interference),
-        log,
-    )
-    return _told(found, work, settings)
+    times, asked, aborts = zip(*ordered, strict=True) if ordered else ((), (), ())
+    raw = deployed.run(work, np.array(times, np.float64), np.array(asked, np.int32), np.array(aborts, np.uint8), log)
+    return _told(raw, work, deployed.settings)
 
 
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
@@ -249,22 +272,39 @@ def _options(
     return np.array(whole, np.int64), np.array(real, np.float64)
 
 
-def _told(found: tuple[Any, ...], work: Workload, settings: Sequence[Settings]) -> Told:
-    times, counts, reasons, busy, peak, moved, ended, events, unsettled, (at, rest) = found
-    most, worked = peak.reshape(-1, 2).tolist(), busy.reshape(-1, 3).tolist()
+def _told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
+    most, worked = raw.peak.reshape(-1, 2).tolist(), raw.busy.reshape(-1, 3).tolist()
+    at, rest = raw.log
     return Told(
-        times,
-        work.first,
-        counts,
-        [REASONS[each] for each in reasons.tolist()],
-        [{role: own["EPD".index(role)] for role in each.roles} for own, each in zip(worked, settings, strict=True)],
-        [{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(most, settings, strict=True)],
-        dict(zip(KINDS, moved.tolist()[1:], strict=True)),
-        ended,
-        events,
-        unsettled,
-        [(time, *line) for time, line in zip(at.tolist(), rest.reshape(-1, 6).tolist(), strict=True)],
+        times=raw.times,
+        first=work.first,
+        counts=raw.counts,
+        reasons=[REASONS[each] for each in raw.reasons.tolist()],
+        busy=[
+            {role: own["EPD".index(role)] for role in each.roles} for own, each in zip(worked, settings, strict=True)
+        ],
+        peak=[{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(most, settings, strict=True)],
+        moved=dict(zip(KINDS, raw.moved.tolist()[1:], strict=True)),
+        ended=raw.ended,
+        events=raw.events,
+        unsettled=raw.unsettled,
+        log=[(time, *line) for time, line in zip(at.tolist(), rest.reshape(-1, 6).tolist(), strict=True)],
     )
+
+
+class Judged(NamedTuple):
+    """Requests that were in time, by rule, and when those that were complete ended."""
+
+    p90: int
+    p99: int
+    guard: int
+    tpot: int
+    finishes: Floats
+
+
+def judged(raw: Raw, work: Workload, arrivals: Floats, ttft: float, tbt: float) -> Judged:
+    """As ``SLO.met`` of each request, which arrived then, and without an object for each."""
+    return Judged(*extension.sim_judged(raw.times, work.first, raw.counts, raw.reasons, arrivals, ttft, tbt))
 
 
 def _kind_of(cost: StepTime) -> Any:

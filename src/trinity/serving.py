@@ -1,0 +1,155 @@
+"""What serves traces on a placement in virtual time: by the compiled twin where it can, and then fast at many rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity import twin
+from trinity.core.state import Settings
+from trinity.goodput import Outcome, Point, completions
+from trinity.model_shapes import Model
+from trinity.trace import RULES, SLO, Trace
+from trinity.trace_statistics import arrival_rate
+from trinity.twin import Deployed, Told, Workload
+from trinity.workload import Job, jobs_of, shares
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class Requests:
+    """A trace as a model sees it, made once for all replays of it at any rate."""
+
+    length: int
+    stamps: Floats  # arrivals in ms
+    model: Model
+    jobs: list[Job]
+    shared: bool
+    _works: dict[tuple[int, int], Workload] = field(default_factory=dict)
+
+    def work(self, like: Settings) -> Workload:
+        """For instances with the blocks of this one; caches are on where content is shared."""
+        key = (like.media_block, like.kv_block)
+        if key not in self._works:
+            self._works[key] = Workload.of(self.jobs, like)
+        return self._works[key]
+
+    @cached_property
+    def asked(self) -> npt.NDArray[np.int32]:
+        """Those that the model can take."""
+        return np.array([number for number, job in enumerate(self.jobs) if not job.refused], np.int32)
+
+    @cached_property
+    def ascending(self) -> bool:
+        return bool(np.all(self.stamps[1:] >= self.stamps[:-1]))
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Requests a second, as ``Trace.scaled`` takes it."""
+        return arrival_rate(np.sort(self.stamps / 1000).tolist())
+
+    def arrivals(self, rate: float | None) -> Floats | None:
+        """In seconds, at this rate as ``Trace.scaled`` makes it; None where that would change the order of the rows, or
+        is refused."""
+        if not len(self.stamps) or not self.ascending:
+            return None
+        stamps = self.stamps
+        if rate is not None:
+            if self.rate is None or not 0 < rate < math.inf:
+                return None
+            stamps = stamps / (rate / self.rate)
+        at = stamps / 1000
+        return at if np.isfinite(at[-1]) else None
+
+
+_known: WeakKeyDictionary[Trace, Requests] = WeakKeyDictionary()
+
+
+def requests_of(trace: Trace, model: Model) -> Requests:
+    """Made anew only for another trace, a longer one, or another model. Raises as ``jobs_of``."""
+    known = _known.get(trace)
+    length = len(trace) + trace.dropped
+    if known is None or known.length != length or known.model is not model:
+        jobs, stamps = jobs_of(trace, model), np.array([row.timestamp for row in trace], np.float64)
+        known = _known[trace] = Requests(length, stamps, model, jobs, shares(jobs))
+    return known
+
+
+@dataclass
+class Serving:
+    """A ``Serve`` for ``trinity.goodput`` that also answers ``point``, where the twin runs its placement.
+
+    ``replay`` serves a trace by whatever engine. ``deploy(shared)`` gives the instances in the twin's form, with caches
+    where content is shared, or None where it cannot run them.
+    """
+
+    replay: Callable[[Trace], Sequence[Outcome]]
+    deploy: Callable[[bool], Deployed | None]
+    model: Model
+    _deployed: dict[bool, Deployed | None] = field(default_factory=dict)
+
+    def __call__(self, trace: Trace) -> Sequence[Outcome]:
+        return self.replay(trace)
+
+    def deployed(self, shared: bool) -> Deployed | None:
+        if shared not in self._deployed:
+            self._deployed[shared] = self.deploy(shared)
+        return self._deployed[shared]
+
+    def point(self, trace: Trace, slo: SLO, rate: float | None) -> Point | None:
+        """What ``goodput.measure`` comes to, to the last bit, without a row or an outcome made for each request.
+
+        None where it has to be asked itself.
+        """
+        requests = requests_of(trace, self.model)
+        deployed, at = self.deployed(requests.shared), requests.arrivals(rate)
+        if deployed is None or at is None:
+            return None
+        work = requests.work(deployed.settings[0])
+        raw = deployed.run(work, at[requests.asked], requests.asked, np.zeros(len(requests.asked), np.uint8))
+        check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(requests.asked))
+        found = twin.judged(raw, work, at, slo.ttft, slo.tbt)
+        span = float(at[-1] - at[0])
+        return Point(
+            rate=(len(at) - 1) / span if span > 0 else math.inf,
+            duration_s=span,
+            attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
+            completed=completions(at.tolist(), found.finishes.tolist()),
+        )
+
+
+def replayed(trace: Trace, model: Model, deploy: Callable[[bool], Deployed | None]) -> tuple[Requests, Deployed, Told]:
+    """A whole replay by the twin, which can run it."""
+    requests = requests_of(trace, model)
+    deployed = deploy(requests.shared)
+    assert deployed is not None
+    told = twin.simulate(requests.work(deployed.settings[0]), twin.arrivals(requests.jobs), deployed)
+    check_settled(told.unsettled, len(requests.asked) == sum(map(bool, told.reasons)))
+    return requests, deployed, told
+
+
+def check_settled(unsettled: int, ended: bool) -> None:
+    """Raise ``AssertionError``: a fault of trinity."""
+    if unsettled or not ended:
+        raise AssertionError(f"{unsettled} instances still hold something at the end, or a request never ended")
+
+
+def outcomes(requests: Requests, told: Told) -> list[Outcome]:
+    """One for each row, in the trace's order."""
+    times, gaps = told.times.tolist(), np.diff(told.times).tolist()
+    found = []
+    for job, first, count, reason in zip(
+        requests.jobs, told.first.tolist(), told.counts.tolist(), told.reasons, strict=True
+    ):
+        if count:
+            found.append(Outcome(times[first] - job.at, gaps[first : first + count - 1], reason))
+        else:
+            found.append(Outcome(None, (), reason or "error"))
+    return found

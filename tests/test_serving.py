@@ -1,0 +1,231 @@
+"""Serving: a simulator's replays by the compiled twin, and what goodput asks of it, are what Python comes to."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulating import row, simulator
+from trinity import serving, twin
+from trinity.errors import ConfigError, TraceError
+from trinity.goodput import Outcome, measure, point
+from trinity.overlap import Transfers
+from trinity.serving import Serving, requests_of
+from trinity.simulator import Replay, Simulator
+from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.twin import Raw, Workload
+
+needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+
+PLACEMENTS = ("8EPD", "1E3P4D", "3EP5D", "5ED3P", "6PD2E", "1E2EP3D2PD")
+
+
+def traffic(seed: int, requests: int, contents: int = 0) -> Trace:
+    """Images that are all different or of few contents, shared prefixes, requests beyond the model's context."""
+    draw = Random(seed)
+    rows: list[TraceRow] = []
+    for _ in range(requests):
+        names = [f"image{draw.randrange(contents)}" if contents else None for _ in range(draw.choice([0, 1, 1, 2]))]
+        text = draw.choice([1, 17, 200, 900, 4085 - 576 * len(names)])
+        rows.append(
+            TraceRow(
+                timestamp=1000 * draw.uniform(0.0, requests / 30),
+                input_length=text + 576 * len(names),
+                output_length=9000 if text > 1000 else draw.choice([0, 1, 8, 60]),
+                text_length=text if draw.random() < 0.95 else 5000,
+                images=[TraceImage(tokens=576, content=name) for name in names],
+                hash_ids=[draw.randrange(3), draw.randrange(9)] if contents and draw.random() < 0.5 else [],
+            )
+        )
+    rows.sort(key=lambda each: each.timestamp)
+    return Trace(rows)
+
+
+def simulators(count: int = 8, **options: Any) -> tuple[Simulator, Simulator]:
+    """The same by both engines: Python, compiled."""
+    fields = {"cost": None, "budgets": None} | options
+    return simulator(count, engine="python", **fields), simulator(count, engine="compiled", **fields)
+
+
+def alike(replay: Replay) -> Replay:
+    return msgspec.structs.replace(replay, engine="")
+
+
+@needs_twin
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("contents", [0, 6])
+def test_both_engines_give_the_same_replay(placement: str, contents: int) -> None:
+    trace = traffic(len(placement), 60, contents)
+    python, compiled = (each.replay(trace, placement) for each in simulators())
+    assert (python.engine, compiled.engine) == ("python", "compiled")
+    assert alike(python) == alike(compiled)
+    assert {"length", "error"} <= {each.finish_reason for each in compiled.outcomes}
+
+
+@needs_twin
+def test_both_engines_agree_where_devices_hosts_and_lanes_differ() -> None:
+    from trinity.cluster import Cluster
+
+    cluster = Cluster.of(("H100", 2), ("L40S", 2), per_host=2)
+    options = {"cluster": cluster, "lanes": ("vision", "language"), "interference": 1.25}
+    python, compiled = (each.replay(traffic(7, 80, 5), "2EP2D") for each in simulators(4, **options))
+    assert alike(python) == alike(compiled)
+    assert python.moved_bytes["kv"] > 0
+
+
+@needs_twin
+@pytest.mark.parametrize("rate", [None, 0.7, 9.0, 400.0])
+@pytest.mark.parametrize("placement", ["8EPD", "1E3P4D"])
+def test_a_point_is_what_measuring_outcomes_gives(placement: str, rate: float | None) -> None:
+    trace, slo = traffic(3, 80), SLO(0.5, 0.04)
+    python, compiled = simulators()
+    offered = trace if rate is None else trace.scaled(rate=rate)
+    expected = point(offered, python.replay(offered, placement).outcomes, slo)
+    served = compiled.serve(placement)
+    assert isinstance(served, Serving)
+    assert served.point(trace, slo, rate) == measure(served, trace, slo, rate) == expected
+
+
+@needs_twin
+def test_a_point_does_not_hang_on_what_was_asked_before() -> None:
+    trace, slo = traffic(5, 50), SLO(0.5, 0.04)
+    _, compiled = simulators()
+    served = compiled.serve("8EPD")
+    first = measure(served, trace, slo, 20.0)
+    assert measure(served, trace, slo, 40.0) != first
+    assert measure(served, trace, slo, 20.0) == first
+    trace.append(row(9.0, 16, 200))
+    longer = measure(served, trace, slo, 20.0)
+    assert longer == measure(served, Trace(trace), slo, 20.0) != first
+
+
+@needs_twin
+def test_what_the_short_way_does_not_know_goes_the_long_way() -> None:
+    trace, slo = traffic(5, 50), SLO(0.5, 0.04)
+    python, compiled = simulators()
+    served = compiled.serve("8EPD")
+    assert isinstance(served, Serving)
+    backwards = Trace(reversed(list(trace)))
+    assert served.point(backwards, slo, 20.0) is None
+    assert measure(served, backwards, slo, 20.0) == measure(python.serve("8EPD"), backwards, slo, 20.0)
+    assert served.point(Trace(), slo, None) is None
+    with pytest.raises(ConfigError):
+        measure(served, trace, slo, -1.0)
+    with pytest.raises(TraceError, match="no rate"):
+        measure(served, Trace([row(1.0, 16, 2)] * 3), slo, 5.0)
+    one = Trace([row(1.0, 16, 2)])
+    assert measure(served, one, slo) == measure(python.serve("8EPD"), one, slo)
+    assert math.isinf(measure(served, one, slo).rate)
+
+
+@needs_twin
+def test_which_engine_runs_is_said() -> None:
+    assert simulator(1).why_python("EPD") == ""
+    assert simulator(1, engine="python").why_python("EPD") == "it was asked for"
+    assert simulator(1).why_python("EPD", record=True) == "timelines"
+    moving = {"transfers": Transfers(kv="layer")}
+    assert "prefill" in simulator(2, **moving).why_python("EP+D")
+    trace = Trace([row(0.0, 16, 2)])
+    assert simulator(2, **moving).replay(trace, "EP+D").engine == "python"
+    assert simulator(2, **moving).serve("EP+D").point(trace, SLO(1.0, 1.0), None) is None  # type: ignore[attr-defined]
+    assert simulator(1).replay(trace, "EPD", record=True).engine == "python"
+    for asked in ({"routing": "least_loaded"}, moving):
+        with pytest.raises(ConfigError, match="engine='auto'"):
+            simulator(2, engine="compiled", **asked).replay(trace, "EP+D")
+
+
+def test_without_the_twin_the_python_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "extension", None)
+    trace = Trace([row(0.0, 16, 2)])
+    assert simulator(1).replay(trace, "EPD").engine == "python"
+    assert measure(simulator(1).serve("EPD"), trace, SLO(1.0, 1.0)).attainment["p90"] == 1.0
+    with pytest.raises(ConfigError, match="not built"):
+        simulator(1, engine="compiled").replay(trace, "EPD")
+
+
+def test_a_fault_of_the_twin_is_no_answer() -> None:
+    serving.check_settled(0, True)
+    with pytest.raises(AssertionError, match="still hold"):
+        serving.check_settled(1, True)
+    with pytest.raises(AssertionError, match="never ended"):
+        serving.check_settled(0, False)
+
+
+def test_a_trace_is_read_once() -> None:
+    trace = traffic(1, 20)
+    shape = simulator(1).model
+    assert requests_of(trace, shape) is requests_of(trace, shape)
+    assert requests_of(trace, shape) is not requests_of(Trace(trace), shape)
+    assert requests_of(Trace(trace), shape).asked.tolist() == requests_of(trace, shape).asked.tolist()
+
+
+# ------------------------------------------------------------ judging
+
+
+def judged(lists: list[list[float]], arrivals: list[float], slo: SLO) -> twin.Judged:
+    """By the extension, of requests with these token times."""
+    work = Workload.__new__(Workload)
+    work.first = np.cumsum([0, *map(len, lists)], dtype=np.int64)[:-1]
+    raw = Raw(
+        times=np.array([each for times in lists for each in times], np.float64),
+        counts=np.array([len(times) for times in lists], np.int32),
+        reasons=np.ones(len(lists), np.uint8),
+        busy=np.zeros(0),
+        peak=np.zeros(0, np.int32),
+        moved=np.zeros(3, np.int64),
+        ended=0.0,
+        events=0,
+        unsettled=0,
+        log=(np.zeros(0), np.zeros(0, np.int32)),
+    )
+    return twin.judged(raw, work, np.array(arrivals, np.float64), slo.ttft, slo.tbt)
+
+
+def expected(lists: list[list[float]], arrivals: list[float], slo: SLO) -> tuple[dict[Rule, int], list[float]]:
+    served = [
+        Outcome(times[0] - at, [b - a for a, b in pairwise(times)], "length")
+        for at, times in zip(arrivals, lists, strict=True)
+    ]
+    counts = {rule: sum(slo.met(each, rule) for each in served) for rule in RULES}
+    finishes = [at + (each.ttft_s or 0.0) + math.fsum(each.itl_s) for at, each in zip(arrivals, served, strict=True)]
+    return counts, finishes
+
+
+gap_lists = st.lists(
+    st.one_of(st.sampled_from([0.0, 0.04, 0.05, 0.1, 1e-17, 3e-9]), st.floats(0.0, 2.0)), min_size=0, max_size=40
+)
+
+
+@needs_twin
+@given(st.lists(st.tuples(st.floats(0.0, 1e3), st.floats(0.0, 2.0), gap_lists), min_size=1, max_size=8))
+def test_requests_are_judged_as_an_slo_does(drawn: list[tuple[float, float, list[float]]]) -> None:
+    """Sums to the last bit as well: gaps near the start of a trace are rounded, and their sum is no difference."""
+    lists, arrivals = [], []
+    for arrival, ttft, gaps in drawn:
+        times = [arrival + ttft]
+        for gap in gaps:
+            times.append(times[-1] + gap)
+        lists.append(times)
+        arrivals.append(arrival)
+    for slo in (SLO(1.0, 0.05), SLO(0.3, 0.1), SLO(2.0, sum(drawn[0][2], 0.01) / max(1, len(drawn[0][2])))):
+        counts, finishes = expected(lists, arrivals, slo)
+        found = judged(lists, arrivals, slo)
+        assert {rule: getattr(found, rule) for rule in RULES} == counts
+        assert found.finishes.tolist() == finishes
+
+
+@needs_twin
+def test_gaps_that_cannot_be_told_from_their_bound_are_summed_exactly() -> None:
+    # 1 + 2^-53 + 2^-53: one after the other the small ones vanish, together they count.
+    times = [0.0, 2.0**-53, 2.0**-52, 1.0 + 2.0**-52]
+    counts, finishes = expected([times], [0.0], SLO(1.0, 1 / 3))
+    found = judged([times], [0.0], SLO(1.0, 1 / 3))
+    assert (found.guard, found.tpot, found.finishes.tolist()) == (counts["guard"], counts["tpot"], finishes)
