@@ -150,7 +150,7 @@ async def test_a_pipeline_that_closes_ends_the_replay() -> None:
         with pytest.raises(asyncio.CancelledError):
             await serving
         assert not pipe._streams
-        slow = asyncio.create_task(replay(pipe, rows(2, output_length=2000)))
+        slow = asyncio.create_task(replay(pipe, rows(1, output_length=2000)))
         while not pipe._streams:
             await asyncio.sleep(0.01)
     with pytest.raises(ClosedError):
