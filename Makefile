@@ -13,7 +13,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo test test-all check style types layers sizes format bench docs mutants clean
+.PHONY: setup demo plan test test-all check style types layers sizes format bench docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.
 
 demo: $(STAMP)
 	$(ONE_THREAD) $(PY) examples/demo.py $(ARGS)
+
+plan: $(STAMP)
+	$(ONE_THREAD) $(PY) examples/plan.py $(ARGS)
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from trinity.errors import TraceTooShort
+from trinity.goodput import Outcome
 from trinity.messages import IMAGE, KV
+from trinity.placement import STAGES
 from trinity.planner.candidates import Deployment
 from trinity.planner.case import Case
 from trinity.planner.plan import Candidate
 from trinity.planner.race import Found
 from trinity.planner.trials import rate_of
 from trinity.simulator import Replay
-from trinity.trace import RULES, Trace
+from trinity.trace import RULES, SLO, Rule, Trace
 from trinity.traces import resampled
 
 IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
@@ -75,27 +78,36 @@ def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
 
 def figures(case: Case, deployment: Deployment, replay: Replay) -> dict[str, Any]:
     """Utilisation, memory and bottleneck as seen in a replay."""
+    late = limiting(replay.outcomes, case.asked.slo, case.asked.rule)
     return {
         "utilisation": replay.utilisation,
         "memory": _memory(case, deployment, replay),
-        "bottleneck": busiest(deployment, replay.utilisation) or case.bounds.bottleneck(deployment),
+        "bottleneck": busiest(deployment, replay.utilisation, late) or case.bounds.bottleneck(deployment),
     }
 
 
-def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]]) -> str:
-    """The letter that takes most of the time of the group of instances that is busiest."""
-    work: dict[str, dict[str, list[float]]] = {}
+def limiting(outcomes: Sequence[Outcome], slo: SLO, rule: Rule) -> str:
+    """The stages by which most of the requests that are not in time miss it: before the first token, or after."""
+    missed = [each for each in outcomes if not slo.met(each, rule)]
+    first = sum(each.ttft_s is None or each.ttft_s >= slo.ttft for each in missed)
+    if not missed:
+        return STAGES
+    return "EP" if 2 * first >= len(missed) else "D"
+
+
+def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str = STAGES) -> str:
+    """Of these stages, the one that takes most of the time of the group of instances that is busiest."""
+    work: dict[str, dict[str, float]] = {}
     for name, roles in deployment.placement.instances():
+        group = work.setdefault(roles, {})
         for letter, share in utilisation.get(name, {}).items():
-            work.setdefault(roles, {}).setdefault(letter, []).append(share)
-    means = {
-        roles: {letter: sum(shares) / len(shares) for letter, shares in letters.items()}
-        for roles, letters in work.items()
-    }
-    if not means:
+            group[letter] = group.get(letter, 0.0) + share
+    counts = Counter(roles for _, roles in deployment.placement.instances())
+    able = [roles for roles, group in work.items() if set(group) & set(stages)]
+    if not able:
         return ""
-    group = max(means.values(), key=lambda letters: sum(letters.values()))
-    return max(group, key=lambda letter: group[letter])
+    group = work[max(able, key=lambda roles: sum(work[roles].values()) / counts[roles])]
+    return max((letter for letter in group if letter in stages), key=lambda letter: group[letter])
 
 
 def _memory(case: Case, deployment: Deployment, replay: Replay) -> dict[str, dict[str, float]]:
