@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.budget import Budgets
 from trinity.cost import Tables
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TrinityWarning
 from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
 from trinity.media import Limits
 from trinity.messages import IMAGE, KV
 from trinity.overlap import Transfers
 from trinity.paced import Paced
 from trinity.placement import Placement
+from trinity.planner import Plan
 from trinity.processor import RequestProcessor
 from trinity.processor_loading import check_directory
 from trinity.processor_paced import PacedProcessor
@@ -56,8 +58,10 @@ class Deployment:
     shared: bool = False  # pools in memory files, which other processes can map
 
 
-def placed(placement: str | Placement | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
-    """Instances of a placement, or the user's own as they are."""
+def placed(placement: str | Placement | Plan | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
+    """Instances of a placement, of a plan's best one, or the user's own as they are."""
+    if isinstance(placement, Plan):
+        placement = _best(placement)
     if isinstance(placement, str):
         placement = Placement.parse(placement)
     if isinstance(placement, Placement):
@@ -65,6 +69,14 @@ def placed(placement: str | Placement | Sequence[Instance], common: dict[str, An
     if not placement:
         raise ConfigError("a pipeline needs at least one instance")
     return list(placement)
+
+
+def _best(plan: Plan) -> str:
+    if plan.best.settings:
+        knobs = ", ".join(f"{name}={value}" for name, value in plan.best.settings.items())
+        text = f"a plan's placement is run, its settings ({knobs}) are not: give rules=, budgets= and routing= for them"
+        warnings.warn(text, TrinityWarning, stacklevel=4)
+    return plan.placement
 
 
 def config_digest(model: Path | Paced) -> str:

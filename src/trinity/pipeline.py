@@ -24,6 +24,7 @@ from trinity.metrics import Metrics
 from trinity.overlap import Transfers
 from trinity.paced import Paced
 from trinity.placement import Placement
+from trinity.planner import Plan
 from trinity.processes import SILENCE_S, Processes, addresses_of, check_hosting, check_secret, check_silence, setups_for
 from trinity.processor import Limits, Processed, RequestProcessor
 from trinity.request import Output, Request, check_request
@@ -56,8 +57,9 @@ class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
     ``model`` is a directory in transformers' format, or ``Paced`` (stages wait in place of computing). ``placement`` is
-    "EPD", "1EP1D", "2ED1P", "1E3P4D", ... or a list of ``Instance``. ``slo`` (TTFT and TBT, seconds) has the budgets of
-    Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
+    "EPD", "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best) or a list of ``Instance``. ``slo`` (TTFT and TBT, in
+    seconds) has the budgets of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048
+    tokens and one image a step.
     ``rules`` has the scheduler's policy, queue order and switches.
     ``pools`` (blocks by kind) or ``memory_bytes`` (weights included) size every instance that says nothing itself.
     ``observe(request_id, index, logits)`` sees every row of logits before sampling. ``transfers`` says when
@@ -84,7 +86,7 @@ class Pipeline:
     def __init__(
         self,
         model: str | Path | Paced,
-        placement: str | Placement | Sequence[Instance] = "EPD",
+        placement: str | Placement | Plan | Sequence[Instance] = "EPD",
         *,
         hosting: Literal["thread", "process"] = "thread",
         connector: str | Transport | Connector | None = None,
