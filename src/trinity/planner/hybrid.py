@@ -167,9 +167,10 @@ class HybridPlanner:
         offline = self.options.objective == "throughput"
         case = Case(self.hardware, drawn.trace, self.asked, progress, offline)
         searched = self._search(case)
+        runs = case.trials.runs
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
-        return self._written(case, searched, drawn)
+        return self._written(case, searched, drawn, runs)
 
     def _search(self, case: Case) -> Searched:
         own = self.options
@@ -260,7 +261,7 @@ class HybridPlanner:
 
     # ------------------------------------------------------------ the plan is written
 
-    def _written(self, case: Case, searched: Searched, drawn: Drawn) -> Plan:
+    def _written(self, case: Case, searched: Searched, drawn: Drawn, runs: int) -> Plan:
         own, met = self.options, searched.found[0].score > 0 or searched.found[0].step is not None
         kept = searched.found[:KEPT]
         best = (
@@ -290,7 +291,8 @@ class HybridPlanner:
             paper=as_chosen,
             trace=drawn.trace.statistics(),
             seeds=seeds,
-            runs=case.trials.runs,
+            runs=runs,
+            more_runs=case.trials.runs - runs,
             met=met,
             engine=engine,
             notes=tuple(notes),
