@@ -50,7 +50,10 @@ int Router::choose(uint8_t stage, const Request &request) {
     return fitting[turn % fitting.size()];
 }
 
-Frontend::Frontend(World &world) : w(world), entries_(world.work.requests.size()) { router_.reset(world); }
+Frontend::Frontend(World &world)
+    : w(world), entries_(world.work.requests.size()), deadlines_(world.work.requests.size(), FOREVER) {
+    router_.reset(world);
+}
 
 void Frontend::handle(const Event &event) {
     switch (event.kind) {
@@ -79,11 +82,12 @@ void Frontend::submit(int32_t number) {
     entry = {};
     entry.alive = true;
     entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
-    entry.deadline = w.now + request.deadline_s;
+    entry.times = w.result.times.data() + request.first_time;
     ++entries_alive_;
     ++waiting_;
     if (request.deadline_s < FOREVER) {
-        due_.push_back({entry.deadline, request.rank, number});
+        deadlines_[number] = w.now + request.deadline_s;
+        due_.push_back({deadlines_[number], request.rank, number});
         std::push_heap(due_.begin(), due_.end(), std::greater<>());
     }
     w.send(entry.first, Kind::submit, number);
@@ -95,9 +99,8 @@ void Frontend::emitted(int32_t count) {
         Entry &entry = entries_[number];
         if (!entry.alive || entry.aborted != Reason::none) continue;
         if (!entry.delivered) --waiting_;
-        w.result.times[w.work.requests[number].first_time + entry.delivered] = w.now;
         w.tell(FRONTEND, Told::deliver, number, entry.delivered);
-        ++entry.delivered;
+        entry.times[entry.delivered++] = w.now;
         if (entry.finished != Reason::none) settle(number);
     }
 }
@@ -130,8 +133,8 @@ void Frontend::pop_due() {
 
 double Frontend::next_timer() {
     while (!due_.empty()) {
-        const Entry &entry = entries_[due_.front().request];
-        if (entry.alive && entry.deadline == due_.front().time) return entry.deadline;
+        const Due &next = due_.front();
+        if (entries_[next.request].alive && deadlines_[next.request] == next.time) return next.time;
         pop_due();
     }
     return FOREVER;

@@ -18,13 +18,13 @@ class Frontend {
     bool idle() const { return entries_alive_ == 0; }
 
   private:
-    struct Entry {
+    struct alignas(32) Entry {
+        double *times; // of its tokens
+        int32_t delivered, count;
+        int16_t first;
         bool alive, ended, late;
         Reason aborted, finished;
         int8_t hops; // instances on its route, as its Finished says
-        int16_t first;
-        int32_t delivered, count;
-        double deadline;
     };
     struct Due {
         double time;
@@ -43,7 +43,8 @@ class Frontend {
 
     World &w;
     Router router_;
-    std::vector<Entry> entries_; // by request
+    std::vector<Entry> entries_;    // by request
+    std::vector<double> deadlines_; // likewise
     std::vector<Due> due_;       // a heap
     int32_t entries_alive_ = 0, waiting_ = 0;
 };

@@ -69,8 +69,9 @@ class Instance {
 
   private:
     struct Row {
-        int32_t state;
-        bool gone; // it ended while a step had it
+        int32_t state, request;
+        int32_t left; // tokens to come
+        bool gone;    // it ended while a step had it
     };
     // Media that several requests here may be waiting for: encoded once, by its first provider.
     struct Pending {
@@ -133,7 +134,7 @@ class Instance {
     void elapse();
     void book(const Lane &lane, double seconds);
     void stepped(Lane &lane);
-    void emit(const Lane &lane);
+    bool emit(const Lane &lane, int32_t rows);
     void encoded(const Lane &lane);
     void media_progress(State &state, const int32_t *items, size_t count);
     void announce_media(const Lane &lane);
@@ -198,7 +199,9 @@ class Instance {
     std::vector<int32_t> unused_pending_;
     std::vector<Lane> lanes_;
     Batch batch_;
-    std::vector<int32_t> hits_; // of one look into a pool
+    std::vector<int32_t> hits_;                   // of one look into a pool
+    std::vector<int32_t> items_;                  // of one request
+    std::vector<EncodeRow> told_;                 // whom the items of a step are for
     std::vector<Due> deadlines_; // a heap
     int32_t requests_ = 0, leases_ = 0, leaving_ = 0, image_pulls_ = 0, kv_pulls_ = 0;
     int32_t steps_ = 0;

@@ -92,7 +92,7 @@ void Instance::queue_prefill(State &state) {
 void Instance::start_decoding(State &state) {
     enter(state, Phase::decoding);
     state.place = Place::decoding;
-    decoding_.push_back({state.self, false});
+    decoding_.push_back({state.self, state.request, request(state).max_tokens - state.tokens, false});
     decoding_tokens_ += request(state).prompt + state.tokens;
     ++decoders_;
 }
@@ -195,6 +195,7 @@ void Instance::leave(State &state) {
 void Instance::leave_decoding(State &state) {
     const auto mine = [&](const Row &row) { return row.state == state.self; };
     const auto row = std::find_if(decoding_.begin(), decoding_.end(), mine);
+    state.tokens = request(state).max_tokens - row->left;
     decoding_tokens_ -= request(state).prompt + state.tokens;
     --decoders_;
     if (row - decoding_.begin() < lanes_.back().decodes) {

@@ -22,6 +22,11 @@ template <class T> class Ring {
         buffer_[last_++ & mask_] = value;
     }
 
+    void make_room(size_t count) { // for so many of put()
+        while (last_ - first_ + count > buffer_.size()) grow();
+    }
+    void put(const T &value) { buffer_[last_++ & mask_] = value; }
+
     T pop() { return buffer_[first_++ & mask_]; }
 
   private:

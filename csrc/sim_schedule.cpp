@@ -100,21 +100,21 @@ void Instance::admit_encodes(Room &room) {
         const State &state = w.states[number];
         const Request &asked = request(state);
         const size_t pins = batch_.pins.size();
-        std::vector<int32_t> items;
+        items_.clear();
         int32_t need = 0;
         for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
             const size_t first = batch_.numbers.size();
             if (find_media(item, batch_.numbers)) {
                 need += pin(state, IMAGE, first, 0);
             } else if (pending_of_[w.work.items[item].content] < 0) {
-                items.push_back(item);
+                items_.push_back(item);
                 need += w.work.items[item].blocks;
             }
         }
         if (need > free) return;
         size_t chosen = 0;
-        while (chosen < items.size() && add_item(room, state, items[chosen])) ++chosen;
-        if (!items.empty() && !chosen) return;
+        while (chosen < items_.size() && add_item(room, state, items_[chosen])) ++chosen;
+        if (!items_.empty() && !chosen) return;
         free -= need;
         for (size_t at = pins; at < batch_.pins.size(); ++at) batch_.pins[at].admitted = true;
         batch_.new_encodes.push_back(number);

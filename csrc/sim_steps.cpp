@@ -79,7 +79,7 @@ void Instance::start(Lane &lane) {
         for (const Chunk &chunk : lane.prefills)
             w.tell(self_, Told::prefill, w.states[chunk.state].request, chunk.start, chunk.length);
         for (int32_t row = 0; row < lane.decodes; ++row)
-            w.tell(self_, Told::decode, w.states[decoding_[row].state].request);
+            w.tell(self_, Told::decode, decoding_[row].request);
     }
     const double alone = seconds(lane);
     lane.running = false; // it has no share yet of the time that has passed
@@ -138,60 +138,62 @@ void Instance::book(const Lane &lane, double seconds) {
 
 void Instance::stepped(Lane &lane) {
     const int32_t rows = lane.decodes;
-    lane.decodes = 0;
     for (const EncodeRow &row : lane.encodes) w.states[row.state].in_step = false;
     for (const Chunk &chunk : lane.prefills) w.states[chunk.state].in_step = false;
-    const int32_t leaving = leaving_;
-    lane.decodes = rows;
-    emit(lane);
+    const bool leaving = leaving_, ends = emit(lane, rows);
     lane.decodes = 0;
     if (!lane.encodes.empty()) encoded(lane);
     for (const Chunk &chunk : lane.prefills) prefilled(chunk);
-    decoded(rows);
+    if (ends) decoded(rows);
     if (leaving) sweep(lane, rows);
+    if (!ends && !leaving) return;
     const auto gone = [](const Row &row) { return row.gone; };
     decoding_.erase(std::remove_if(decoding_.begin(), decoding_.begin() + rows, gone), decoding_.begin() + rows);
 }
 
-// All tokens of the step in one message, ahead of the ends that they bring about.
-void Instance::emit(const Lane &lane) {
+// All tokens of the step in one message, ahead of the ends that they bring about. Whether a decode ends with its token.
+bool Instance::emit(const Lane &lane, int32_t rows) {
     const uint64_t before = w.lists.pushed();
     for (const Chunk &chunk : lane.prefills) {
         const State &state = w.states[chunk.state];
         const bool last = chunk.start + chunk.length == request(state).prompt;
         if (last && state.ending == Reason::none) w.lists.push(state.request);
     }
-    for (int32_t row = 0; row < lane.decodes; ++row)
-        if (!decoding_[row].gone) w.lists.push(w.states[decoding_[row].state].request);
-    const uint64_t count = w.lists.pushed() - before;
-    if (count) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(count));
+    const uint64_t first = w.lists.pushed();
+    bool ends = false;
+    w.lists.make_room(rows);
+    for (int32_t at = 0; at < rows; ++at) {
+        Row &row = decoding_[at];
+        if (row.gone) continue;
+        w.lists.put(row.request);
+        ends |= --row.left == 0;
+    }
+    const uint64_t last = w.lists.pushed();
+    decoding_tokens_ += last - first;
+    if (last > before) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(last - before));
+    return ends;
 }
 
 void Instance::encoded(const Lane &lane) {
-    std::vector<std::vector<EncodeRow>> changed; // by request, in the order of the first item of each
+    told_.clear();
     for (const EncodeRow &row : lane.encodes) {
         const int32_t content = w.work.items[row.item].content, at = pending_of_[content];
-        for (const EncodeRow &each : pending_[at].providers) {
-            const auto same = [&](const std::vector<EncodeRow> &other) { return other[0].state == each.state; };
-            const auto found = std::find_if(changed.begin(), changed.end(), same);
-            if (found == changed.end())
-                changed.push_back({each});
-            else
-                found->push_back(each);
-        }
+        told_.insert(told_.end(), pending_[at].providers.begin(), pending_[at].providers.end());
         pending_of_[content] = -1;
         unused_pending_.push_back(at);
         publish_media(w.states[row.state], row.item);
     }
-    std::vector<int32_t> items;
-    for (const std::vector<EncodeRow> &rows : changed) {
-        State &state = w.states[rows[0].state];
-        items.clear();
-        for (const EncodeRow &row : rows) {
-            slot(state, row.item).ready = true;
-            items.push_back(row.item - request(state).first_item);
-        }
-        if (state.ending == Reason::none) media_progress(state, items.data(), items.size());
+    for (size_t at = 0; at < told_.size(); ++at) { // by request, in the order of the first item of each
+        if (told_[at].state < 0) continue;
+        State &state = w.states[told_[at].state];
+        items_.clear();
+        for (size_t other = at; other < told_.size(); ++other)
+            if (told_[other].state == state.self) {
+                slot(state, told_[other].item).ready = true;
+                items_.push_back(told_[other].item - request(state).first_item);
+                told_[other].state = -1;
+            }
+        if (state.ending == Reason::none) media_progress(state, items_.data(), items_.size());
     }
 }
 
@@ -239,21 +241,19 @@ void Instance::prefilled(const Chunk &chunk) {
         offer_kv(state);
 }
 
+// The rows that ended with this step's token.
 void Instance::decoded(int32_t rows) {
     for (int32_t at = 0; at < rows; ++at) {
         Row &row = decoding_[at];
-        if (row.gone) continue;
+        if (row.gone || row.left) continue;
         State &state = w.states[row.state];
-        ++decoding_tokens_;
-        if (state.tokens + 1 < request(state).max_tokens) {
-            ++state.tokens;
-            continue;
-        }
-        decoding_tokens_ -= request(state).prompt + state.tokens + 1;
+        decoding_tokens_ -= request(state).prompt + request(state).max_tokens;
         --decoders_;
-        row = {-1, true};
+        row.state = -1;
+        row.gone = true;
         state.place = Place::nowhere;
-        took(state);
+        state.tokens = request(state).max_tokens;
+        end(state, Reason::length);
     }
 }
 

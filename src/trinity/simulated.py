@@ -105,7 +105,9 @@ class Worker:
             for letter, rows in (("E", (0, 0, media)), ("P", (0, prefill, 0)), ("D", (decodes, 0, 0)))
             if any(rows)
         }
-        total = sum(alone.values())
+        total = 0.0
+        for share in alone.values():  # one after the other, as the twin does: from Python 3.12 on sum() is more exact
+            total += share
         for letter, share in alone.items():
             self.busy[letter] += seconds * share / total if len(alone) > 1 and total else seconds
 
