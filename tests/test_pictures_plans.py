@@ -61,8 +61,19 @@ def test_where_no_rate_was_tried_it_is_said() -> None:
     assert "No rate was tried." in words(pictures.attainment(plan(candidates=(LOWER,), paper=None)))
 
 
+def test_low_rates_at_which_all_held_are_left_out_and_it_is_said() -> None:
+    picture = pictures.attainment({"x": [point(1, 1), point(9, 1), point(40, 0.95), point(50, 0.1)]})
+    assert axes(picture).get_xlim()[0] == 10
+    assert axes(picture).get_xscale() == "linear"
+    assert "Left out: rates below 10 requests/s, all at 90% or more." in words(picture)
+    for points in ([point(1, 0.8), point(40, 0.95)], [point(10, 1), point(40, 0.95)], [point(1, 0.1), point(9, 0.1)]):
+        whole = pictures.attainment({"x": points})
+        assert axes(whole).get_xlim()[0] < points[0].rate
+        assert "Left out" not in words(whole)
+
+
 def test_rates_far_apart_are_on_a_logarithmic_axis() -> None:
-    near, far = (axes(pictures.attainment({"x": [point(1, 1), point(high, 1)]})) for high in (19, 21))
+    near, far = (axes(pictures.attainment({"x": [point(1, 0), point(high, 1)]})) for high in (19, 21))
     assert (near.get_xscale(), far.get_xscale()) == ("linear", "log")
     assert {"1", "2", "5", "10", "20"} <= {far.xaxis.get_major_formatter()(at) for at in far.get_xticks()}
 
@@ -120,6 +131,12 @@ def test_the_choices_are_outlined_and_what_was_not_searched_is_grey_with_its_bou
     assert "Grey: not searched to the end" in words(picture)
     unknown = msgspec.structs.replace(LOWER, bound=None)
     assert "\n?" in words(pictures.ratios(plan(candidates=(BEST, unknown))))
+
+
+def test_of_several_candidates_for_a_placement_the_best_is_shown() -> None:
+    worse = msgspec.structs.replace(BEST, score=3.0, devices=("L40S",) * 4)
+    picture = pictures.ratios(plan(candidates=(BEST, worse), paper=None))
+    assert [text.get_text() for text in axes(picture).texts] == ["12.5"]
 
 
 def test_goodput_by_another_rule() -> None:

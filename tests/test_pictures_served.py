@@ -96,8 +96,8 @@ def test_a_replays_timeline_can_be_had_for_perfetto() -> None:
 
 # ---------------------------------------------------------------- every request
 
-SLOW = replay(outcome(0.9, (0.1,)), outcome(None, (), "error"), outcome(0.7, ()), duration_s=20)
-FAST = replay(*[outcome(0.1 + 0.1 * n) for n in range(4)], duration_s=10)
+SLOW = replay(outcome(0.9, (0.1,)), outcome(0.2, (9.0,), "error"), outcome(0.7, ()), duration_s=20)
+FAST = replay(*[outcome(seconds) for seconds in (0.1, 0.2, 0.3, 0.45)], duration_s=10)
 
 
 def dots(of: Any) -> dict[str, list[tuple[float, float]]]:
@@ -108,7 +108,7 @@ def test_a_dot_for_every_request_at_its_rate_and_deployment() -> None:
     picture = pictures.scatter({"a": {5: FAST, 9: SLOW}, "b": {9: FAST}}, SLO(0.5, 0.05))
     upper, lower = axes(picture, 0), axes(picture, 1)
     found = dots(upper)
-    assert [y for _, y in found["a"]] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.9, 0.7])
+    assert [y for _, y in found["a"]] == pytest.approx([0.1, 0.2, 0.3, 0.45, 0.9, 0.7])
     assert [x for x, _ in found["a"]][:4] == pytest.approx([-0.2] * 4, abs=0.21)  # left half of the first rate
     assert all(0.6 <= x <= 1 for x, _ in found["a"][4:])
     assert all(1 <= x <= 1.4 for x, _ in found["b"])

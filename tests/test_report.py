@@ -110,11 +110,13 @@ def test_nothing_is_loaded_and_no_script_runs(page: Page, content: str) -> None:
 def test_names_are_escaped_and_a_plan_that_nothing_meets_says_so() -> None:
     evil = "<script>alert('x')</script>&\"me\"$\\frac$"
     best = msgspec.structs.replace(BEST, memory={evil: {"kv": 1e9}})
-    named = Page(report.html(plan(model=evil, notes=(evil,), best=best, met=False)))
+    runs = {evil: {8.0: replay(outcome(), timeline=STEPS)}}
+    named = Page(report.html(plan(model=evil, notes=(evil,), best=best, met=False), runs=runs))
     assert "script" not in named.tags
     assert f"\nPlan for {evil}\n" in named.text
     assert f"\nnote: {evil}\n" in named.text
     assert f"\n{evil}\n" in named.text  # the memory's table
+    assert f"What ran when: {evil} at 8 requests/s" in named.values("alt")
     assert "meets the SLO at any rate" in named.text
     assert "no candidate meets the SLO" in " ".join(named.values("alt"))
 

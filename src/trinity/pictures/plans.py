@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_CELLS = 16  # instances up to which each cell of a heat map has its figure written in it
 _METHOD_COLOURS = dict(zip((*METHODS, "P+D", "PD"), (*SERIES[:5], SERIES[1], SERIES[0]), strict=True))
 _UNKNOWN = "#EEEEEE"
+_ZOOM = 0.25  # of the highest rate that held, below which rates that held too are left out
 
 
 # ---------------------------------------------------------------- attainment against rate
@@ -61,11 +62,24 @@ def attainment(
     axes.axhline(100 * share, color="black", linestyle="--", linewidth=1, label=f"{share:.0%} must be in time")
     labelled(axes, title, "request rate (requests/s)", f"attainment (% of requests, rule {rule})")
     axes.set_ylim(-2, 103)
-    log_if_wide(axes, "x", [point.rate for points in curves.values() for point in points])
+    every = [point for points in curves.values() for point in points]
+    least = _least_shown(every, rule, share)
+    log_if_wide(axes, "x", [point.rate for point in every if point.rate >= least])
+    if least:
+        axes.set_xlim(left=least)
     axes.grid(True)
     axes.legend(loc="best", fontsize=9)
-    noted(picture, _attained(curves, rule, share))
+    left_out = [f"Left out: rates below {least:.3g} requests/s, all at {share:.0%} or more."] if least else []
+    noted(picture, [*_attained(curves, rule, share), *left_out])
     return picture
+
+
+def _least_shown(points: Sequence[Point], rule: Rule, share: float) -> float:
+    """The rate from which a picture shows all that matters; 0 for all of them."""
+    held = [point.rate for point in points if point.attainment[rule] >= share]
+    least = _ZOOM * max(held, default=0.0)
+    lower = [point for point in points if point.rate < least]
+    return least if lower and all(point.attainment[rule] >= share for point in lower) else 0.0
 
 
 def _curves(plan: Plan, most: int) -> dict[str, Sequence[Point]]:
@@ -189,7 +203,9 @@ class _Heat:
         if self.plan.paper is not None:
             lines[0] += f"; dotted: Algorithm 2's own, {self.plan.paper.placement}"
         if len(self.values) < len(self.cells):
-            lines.append("Grey: not searched to the end; ≤ is what it cannot exceed")
+            lines.append(
+                "Grey: not searched to the end, ≤ is what it cannot exceed (strategy='exhaustive' searches all)"
+            )
         if not all(self.values.values()):
             lines.append('"none": at no rate were enough requests in time')
         noted(picture, [f"{line}." for line in lines])
