@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
-from statistics import median
 from typing import Any
 
 import msgspec
 
 from benchmarks import fidelity_real
+from benchmarks.fidelity_host import Host, calibrated
 from benchmarks.fidelity_seen import Load, Row, seen
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
 from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Link, Roofline
+from trinity.cost import DEVICES, Roofline
 from trinity.goodput import Goodput, Options, goodput
 from trinity.model_shapes import model
-from trinity.paced import ModelShape, Paced
+from trinity.paced import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.replay import live_goodput, replay
@@ -52,14 +52,6 @@ SEARCH: Options = {"least_requests": 8, "least_ttfts": 0.5}
 COARSE: Options = {**SEARCH, "step": 1.08, "tolerance": 0.04}
 
 
-@dataclass(frozen=True)
-class Host:
-    """What this machine adds to a paced run, measured once: seconds of a message, and of a pull."""
-
-    message_s: float
-    pull_s: float
-
-
 @dataclass
 class Case:
     """One placement: its goodputs, and what was seen at each load."""
@@ -80,34 +72,26 @@ def trace(count: int, rate: float, seed: int) -> Trace:
 
 
 def simulator(placement: str, host: Host) -> Simulator:
-    link = Link(name="this host", bandwidth=1e15, fixed_s=host.pull_s)  # blocks are 2,048 times smaller than printed
-    devices = (DEVICE,) * Placement.parse(placement).size
-    return Simulator(MODEL, BUDGETED, cluster=Cluster(devices=devices, link=link, message_s=host.message_s), cost=COST)
+    """Blocks of the emulation are 2,048 times smaller than the simulator believes: a pull takes what it takes here."""
+    device = msgspec.structs.replace(DEVICE, pass_s=DEVICE.pass_s + host.step_s)
+    cluster = Cluster(devices=(device,) * Placement.parse(placement).size, link=host.link, message_s=host.message_s)
+    return Simulator(MODEL, BUDGETED, cluster=cluster, cost=msgspec.structs.replace(COST, device=device))
 
 
 def pipeline(placement: str) -> Pipeline:
     return Pipeline(PACED, placement, **OPTIONS)
 
 
-# ---------------------------------------------------------------- costs of this host, beforehand
-
-
-async def calibrated(requests: int) -> Host:
-    """Requests one at a time through E, P and D: what a pull takes, and what a message must take for their TTFT."""
-    placement, calm = "1E1P1D", trace(requests, 1.0, seed=99).scaled(rate=1.2)
+async def at_rest(requests: int) -> Host:
+    """What this host adds, on one placement; the same holds for all."""
+    placement = "1E1P1D"
     async with pipeline(placement) as pipe:
-        served = await replay(pipe, calm)
-        pulls = [seconds for lane, _, _, seconds, _ in pipe.timeline.rows() if lane == "migration"]
-    pull_s = median(pulls)
-    live = [(row.ttft_s or 0.0) - (row.late_s or 0.0) for row in served]
-    instant, slow = (_simulated_ttft(placement, calm, Host(each, pull_s)) for each in (0.0, 1e-3))
-    took = median((a - b) / (c - b) * 1e-3 for a, b, c in zip(live, instant, slow, strict=True))
-    return Host(max(0.0, took), pull_s)
-
-
-def _simulated_ttft(placement: str, offered: Trace, host: Host) -> list[float]:
-    outcomes = simulator(placement, host).replay(offered, placement).outcomes
-    return [each.ttft_s or 0.0 for each in outcomes]
+        return await calibrated(
+            pipe,
+            lambda row, number: PacedRequest.of(row, number, "alone/"),
+            trace(requests, 1.0, seed=99),
+            lambda host, alone: simulator(placement, host).replay(alone, placement).outcomes,
+        )
 
 
 # ---------------------------------------------------------------- paced: every method
@@ -139,7 +123,7 @@ async def _at(pipe: Pipeline, placement: str, simulated: Simulator, offered: Tra
 async def paced(setting: Setting) -> tuple[Host, list[Case]]:
     placements = PLACEMENTS[:2] if setting.quick else PLACEMENTS
     count, shares = (12, SHARES[2:]) if setting.quick else (150, SHARES)
-    host = await calibrated(4 if setting.quick else 16)
+    host = await at_rest(3 if setting.quick else 8)
     turns = asyncio.Semaphore(AT_ONCE)
     return host, list(await asyncio.gather(*(measure(each, host, count, shares, turns) for each in placements)))
 
@@ -183,7 +167,7 @@ def result(host: Host, cases: Sequence[Case], real: fidelity_real.Real) -> Resul
         aims=[*_aims(cases, rows), *_real_aims(actual)],
         notes=disturbed(shaken),
         values={
-            "host": {"message_s": host.message_s, "pull_s": host.pull_s},
+            "host": asdict(host),
             "paced": {case.placement: _values(case) for case in cases},
             "real": real.values(),
         },
@@ -196,9 +180,16 @@ def _method(host: Host, real: fidelity_real.Real) -> str:
         f"{DEVICE.name} with {DEVICE.pass_s * 1e3:g} ms a pass says; one 576-token image, about 40 tokens of text and "
         f"16 of output each; SLO {SLO_PACED.ttft:g} s and {SLO_PACED.tbt:g} s, budgets for {BUDGETED.tbt:g} s; "
         f"{AT_ONCE} placements at a time. "
-        f"Measured beforehand: a message takes {host.message_s * 1e6:.0f} us, a pull {host.pull_s * 1e3:.2f} ms. "
+        f"Measured beforehand, on {_host(host)}. "
         f"{real.method()} Loads are shares of the simulated goodput. A row passes where p50 and p90 of TTFT and TPOT "
         f"are within {TOLERANCE:.0%} (real: or within the spread of the live repeats); p99 is shown beside them."
+    )
+
+
+def _host(host: Host) -> str:
+    return (
+        f"requests alone: a message takes {host.message_s * 1e6:.0f} us, a pull {host.pull_s * 1e3:.2f} ms, a step "
+        f"{host.step_s * 1e3:.2f} ms more than its cost"
     )
 
 

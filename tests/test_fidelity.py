@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
 
 from benchmarks import fidelity, fidelity_real
-from benchmarks.fidelity import Case, Host
+from benchmarks.fidelity import Case
+from benchmarks.fidelity_host import Host, calibrated, slower
 from benchmarks.fidelity_real import Costs, Real
 from benchmarks.fidelity_seen import METRICS, Load, Row, Seen, seen
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
-from trinity.cost import Link, Tables
+from trinity.cost import Tables
 from trinity.goodput import Goodput, Outcome, Point
 from trinity.replay import replay
-from trinity.trace import RULES, SLO
+from trinity.request import Output
+from trinity.trace import RULES, SLO, Trace
 
-NOTHING = Host(0.0, 0.0)
+NOTHING = Host()
 LIVENESS = 10.0
 
 
@@ -86,13 +89,56 @@ def test_placements_are_misplaced_where_their_goodputs_are_apart_and_in_another_
 def test_the_result_says_pass_and_fail() -> None:
     near, far = Load(0.9, 5, one(), [one()]), Load(0.9, 5, one(), [one(ttft=0.2)])
     tables = {"D": Tables.measured({1: {"decodes": {1: 0.1}}}, model="m", device="cpu", dtype="f")}
-    real = Real("small", Costs(tables, 1e-4, Link(name="l", bandwidth=1.0)), SLO(1.0, 1.0), 2.0, [near, far])
+    real = Real("small", Costs(tables, Host(1e-4, 1e-3, 2e-3)), SLO(1.0, 1.0), 2.0, [near, far])
     found = fidelity.result(Host(1e-4, 1e-3), [case("2EPD", 1.0, 1.05, near), case("1EP1D", 2.0, 1.0, far)], real)
     assert [aim.met for aim in found.aims] == [True, False, False, False, True, False]
     assert "1EP1D before" not in found.text()
     assert [row[-1] for row in found.tables[1].rows] == ["PASS", "FAIL"]
     assert found.values["paced"]["2EPD"]["goodput"] == {"simulated": 1.0, "live": 1.05}
     assert "small in float32" in found.method
+
+
+# ---------------------------------------------------------------- what the host adds
+
+
+class Alone:
+    """A pipeline at rest: 50 ms and three messages to the first token, then 10 ms and a step; it is slow at first."""
+
+    def __init__(self) -> None:
+        self.served: list[int] = []
+
+    async def complete(self, number: int) -> Output:
+        self.served.append(number)
+        cold = 9.0 if len(self.served) <= 5 else 0.0
+        pulls = [{"kind": "kv", "bytes": 9, "seconds": 0.004}, {"kind": "image", "bytes": 0, "seconds": 0.0}]
+        return Output(request_id="r", ttft_s=0.053 + cold, itl_s=[0.012, 0.012], transfers=pulls)
+
+
+async def test_what_the_host_adds_is_found_from_requests_that_are_alone() -> None:
+    def simulate(host: Host, alone: Trace) -> list[Outcome]:
+        assert [row.timestamp for row in alone] == [n * 1e5 for n in range(5)]
+        return [Outcome(0.046 + host.pull_s + 3 * host.message_s, (0.01 + host.step_s,) * 2)] * len(alone)
+
+    pipe: Any = Alone()
+    make: Any = lambda row, number: number  # noqa: E731
+    found = await calibrated(pipe, make, fidelity_real.trace(5, 16), simulate)
+    assert pipe.served == list(range(10))
+    assert (found.pull_s, found.step_s, found.message_s) == pytest.approx((0.004, 0.002, 0.001))
+
+
+def test_tables_are_slower_by_a_step_for_each_pass() -> None:
+    samples = {1: {"decodes": {1: 0.1, 4: 0.2}, "prefill": {8: 0.5}, "media": {16: 0.7}}}
+    tables = Tables.measured(samples, model="m", device="cpu", dtype="f")
+    for counts, passes in (
+        ((1, 0, 0), 1),
+        ((3, 0, 0), 1),
+        ((0, 8, 0), 1),
+        ((2, 8, 0), 1),
+        ((2, 8, 16), 2),
+        ((0, 0, 0), 0),
+    ):
+        later = slower(tables, 0.25).seconds(*counts)
+        assert later == pytest.approx(tables.seconds(*counts) + 0.25 * passes), counts
 
 
 # ---------------------------------------------------------------- live and simulated
@@ -121,10 +167,10 @@ async def test_a_paced_pipeline_takes_what_the_simulator_says(placement: str) ->
 # ---------------------------------------------------------------- a real model
 
 
-def test_every_third_request_has_an_image_and_equal_seeds_are_equal() -> None:
-    made = fidelity_real.trace(9, 576)
-    assert [bool(row.images) for row in made] == [True, False, False] * 3
-    assert list(made) == list(fidelity_real.trace(9, 576))
+def test_every_fourth_request_has_an_image_and_equal_seeds_are_equal() -> None:
+    made = fidelity_real.trace(8, 576)
+    assert [bool(row.images) for row in made] == [True, False, False, False] * 2
+    assert list(made) == list(fidelity_real.trace(8, 576))
     assert all(row.input_length == row.text_tokens + row.visual_tokens for row in made)
 
 
