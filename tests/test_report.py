@@ -116,6 +116,7 @@ def test_names_are_escaped_and_a_plan_that_nothing_meets_says_so() -> None:
     assert f"\nPlan for {evil}\n" in named.text
     assert f"\nnote: {evil}\n" in named.text
     assert f"\n{evil}\n" in named.text  # the memory's table
+    assert not [alt for alt in named.values("alt") if alt.startswith("Ranks")]  # of one deployment
     assert f"What ran when: {evil} at 8 requests/s" in named.values("alt")
     assert "meets the SLO at any rate" in named.text
     assert "no candidate meets the SLO" in " ".join(named.values("alt"))

@@ -208,13 +208,16 @@ def test_bad_times_and_ticks() -> None:
 
 
 class Best:
-    def __init__(self, placement: str) -> None:
-        self.placement = placement
+    def __init__(self, placement: str, score: float | None) -> None:
+        self.placement, self.score = placement, score
 
 
 class Plan:
-    def __init__(self, placement: str) -> None:
-        self.best = Best(placement)
+    """``present``: the score of 1P1D, None where it was not searched to the end."""
+
+    def __init__(self, placement: str, score: float = 2.0, present: float | None = None) -> None:
+        self.best = Best(placement, score)
+        self.candidates = [self.best, Best("1P1D", present)]
 
 
 def due(redeploy: Redeploy, rows: list[TraceRow]) -> list[Trace]:
@@ -236,10 +239,17 @@ def test_a_shift_is_planned_for_on_what_came_since() -> None:
     assert proposal == Proposal(
         at_s=399, placement="1P2D", instead_of="1P1D", shift=redeploy.shifts[0], requests=len(trace), plan=plan
     )
-    assert proposal is not None
-    assert (proposal.load_before, proposal.load) == pytest.approx((2, 1))
-    assert "run 1P2D instead of 1P1D" in str(proposal)
-    assert "load 200% would be 100%" in str(proposal)
+    assert str(proposal).startswith("run 1P2D instead of 1P1D (by how much it is better was not searched), planned on ")
+
+
+@pytest.mark.parametrize(("present", "gain"), [(1.0, 2.0), (1.8, 2 / 1.8), (1.95, None), (2.0, None), (0.0, math.inf)])
+def test_a_small_gain_is_not_worth_a_proposal(present: float, gain: float | None) -> None:
+    redeploy = redeploy_at()
+    due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    proposal = redeploy.planned(Plan("1P2D", present=present))
+    assert (proposal.gain if proposal else None) == gain
+    if proposal and present == 1:
+        assert "(2.00 times as good)" in str(proposal)
 
 
 def test_few_requests_are_drawn_again_and_too_few_waited_for() -> None:

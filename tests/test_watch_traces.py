@@ -55,9 +55,11 @@ def hourly() -> Demand:
 class Other:
     """A plan that always proposes something else: the most proposals that there can be."""
 
-    def __init__(self) -> None:
-        self.best = self
-        self.placement = "8EPD"
+    placement, score, candidates = "8EPD", None, ()
+
+    @property
+    def best(self) -> Other:
+        return self
 
 
 def proposed(redeploy: Redeploy, rows: Iterable[TraceRow]) -> list[Proposal]:

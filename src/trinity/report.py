@@ -86,11 +86,12 @@ def _sections(plan: Plan, runs: Runs, plans: Sequence[Plan], served: Served) -> 
 def _replays(plan: Plan, runs: Runs) -> Iterator[str]:
     yield "<h2>Replays</h2>"
     yield _picture(pictures.svg(pictures.scatter(runs, plan.slo)), "Latencies of every request, by rate and deployment")
-    yield _picture(pictures.svg(pictures.radar(runs)), "Ranks of the deployments at each rate")
+    if len(runs) > 1:
+        yield _picture(pictures.svg(pictures.radar(runs)), "Ranks of the deployments at each rate")
     for name, by_rate in runs.items():
         for rate, replay in sorted(by_rate.items()):
             if replay.timeline:
-                title = f"{name} at {rate:g} requests/s"
+                title = f"{name} at {rate:.4g} requests/s"
                 drawn = pictures.timeline(replay, end_s=TIMELINE_S, title=title)
                 yield _picture(pictures.svg(drawn), f"What ran when: {title}")
 

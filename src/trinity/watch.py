@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trinity.demand import Demand, load, total
+from trinity.demand import Demand, total
 from trinity.errors import ConfigError, TraceError, TrinityError
 from trinity.placement import STAGES
 from trinity.trace import Trace, TraceRow
@@ -199,8 +199,12 @@ def _mean(ticks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Candidate(Protocol):
+    """A ``trinity.planner.Candidate``: ``score`` is None where it was not searched to the end."""
+
     @property
     def placement(self) -> str: ...
+    @property
+    def score(self) -> float | None: ...
 
 
 class Planned(Protocol):
@@ -208,14 +212,16 @@ class Planned(Protocol):
 
     @property
     def best(self) -> Candidate: ...
+    @property
+    def candidates(self) -> Sequence[Candidate]: ...
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """To run ``placement`` instead of ``instead_of``, as ``plan`` says, because of ``shift``.
 
-    ``at_s``: when it was made. ``requests``: how many had come since the shift, from which it was planned. ``load`` and
-    ``load_before``: of the proposed placement and of the present one under the demand since the shift
-    (``trinity.demand.load``).
+    ``at_s``: when it was made. ``requests``: how many had come since the shift, from which it was planned. ``gain``:
+    how many times the present placement's score it reaches; None where the plan does not say, because the present
+    placement was not searched to the end (``strategy="exhaustive"`` does).
     """
 
     at_s: float
@@ -224,20 +230,22 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     shift: Shift
     requests: int
     plan: Any
-
-    @property
-    def load(self) -> float:
-        return load(self.shift.after, self.placement)
-
-    @property
-    def load_before(self) -> float:
-        return load(self.shift.after, self.instead_of)
+    gain: float | None = None
 
     def __str__(self) -> str:
+        better = "by how much it is better was not searched" if self.gain is None else f"{self.gain:.2f} times as good"
         return (
-            f"run {self.placement} instead of {self.instead_of}, planned on {self.requests:,} requests: load "
-            f"{self.load_before:.0%} would be {self.load:.0%}; {self.shift}"
+            f"run {self.placement} instead of {self.instead_of} ({better}), planned on {self.requests:,} requests; "
+            f"{self.shift}"
         )
+
+
+def _gain(plan: Planned, present: str) -> float | None:
+    """Of the best over the present placement, where both scores are known; infinite over one that reaches nothing."""
+    score = next((each.score for each in plan.candidates if each.placement == present), None)
+    if score is None or plan.best.score is None:
+        return None
+    return plan.best.score / score if score else math.inf
 
 
 class Redeploy:
@@ -245,9 +253,10 @@ class Redeploy:
 
     ``feed`` gives a trace when one is to be planned on; then ``planned`` takes the plan, or ``failed`` the error. One
     plan is made at a time, and none for ``cooldown_s`` after a proposal: shifts found meanwhile are planned for
-    together, on the requests since the last of them. ``requests`` is how many a plan needs: where fewer have come,
-    they are drawn again (``traces.resampled``), once ``least`` are there. A plan for the present placement proposes
-    nothing. ``applied`` says that another placement runs now.
+    together, on the requests since the last of them. ``requests`` is how many a plan needs (of 1,000 long ones the
+    last end so late that completions seem not to keep up): where fewer have come, they are drawn again
+    (``traces.resampled``), once ``least`` are there. A plan for the present placement proposes nothing, nor does one
+    that is known to gain less than ``least_gain``. ``applied`` says that another placement runs now.
     """
 
     def __init__(
@@ -256,8 +265,9 @@ class Redeploy:
         placement: str,
         *,
         cooldown_s: float = 600.0,
-        requests: int = 1000,
+        requests: int = 4000,
         least: int = 50,
+        least_gain: float = 1.05,
         seed: int = 0,
     ) -> None:
         if not 0 <= cooldown_s < math.inf or not 1 <= least <= requests:
@@ -266,6 +276,7 @@ class Redeploy:
             )
         self.watch, self.placement = watch, placement
         self.cooldown_s, self.requests, self.least, self.seed = cooldown_s, requests, least, seed
+        self.least_gain = least_gain
         self.shifts: deque[Shift] = deque(maxlen=1000)
         self.error: TrinityError | None = None
         self._rows: deque[tuple[float, TraceRow]] = deque(maxlen=_KEEP_ROWS)
@@ -295,9 +306,10 @@ class Redeploy:
         return seen if len(rows) >= self.requests else resampled(seen, self.requests, seed=self.seed)
 
     def planned(self, plan: Planned) -> Proposal | None:
-        """The plan for the trace that was given; a proposal where it is for another placement."""
+        """The plan for the trace that was given; a proposal where it is for another placement, and worth it."""
         shift, requests = self._done()
-        if plan.best.placement == self.placement:
+        gain = _gain(plan, self.placement)
+        if plan.best.placement == self.placement or (gain is not None and gain < self.least_gain):
             return None
         self._quiet_until = self.watch.now + self.cooldown_s
         return Proposal(
@@ -307,6 +319,7 @@ class Redeploy:
             shift=shift,
             requests=requests,
             plan=plan,
+            gain=gain,
         )
 
     def failed(self, error: TrinityError) -> None:

@@ -141,7 +141,7 @@ def scatter(runs: Runs, slo: SLO | None = None) -> Figure:
     _dots(lower, runs, rates, _tpot, bounds[1])
     labelled(upper, "TTFT and TPOT of every request", "", "TTFT (s)")
     labelled(lower, "", "request rate (requests/s)", "TPOT (s)")
-    lower.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    lower.set_xticks(range(len(rates)), [f"{rate:.4g}" for rate in rates])
     swatches(upper, {name: colour(place) for place, name in enumerate(runs)}, **_BESIDE)
     dashed = [] if slo is None else [f"Dashed: the SLO's bounds, TTFT {slo.ttft:g} s and TBT {slo.tbt:g} s."]
     noted(picture, ["Black bars: medians.", *dashed, *_missing(runs), *_thinned(runs)])
@@ -198,7 +198,7 @@ def _missing(runs: Runs) -> list[str]:
             reasons = Counter(each.finish_reason for each in replay.outcomes if each.finish_reason not in COMPLETE)
             if reasons:
                 counted = ", ".join(f"{number:,} {reason or 'unfinished'}" for reason, number in reasons.items())
-                lines.append(f"Not served by {name} at {rate:g} requests/s: {counted} of {len(replay.outcomes):,}.")
+                lines.append(f"Not served by {name} at {rate:.4g} requests/s: {counted} of {len(replay.outcomes):,}.")
     return lines
 
 
@@ -235,14 +235,14 @@ def radar(runs: Runs) -> Figure:
     rates = _rates(runs)
     across = min(3, len(rates))
     down = math.ceil(len(rates) / across)
-    picture = new_figure(3.7 * across + 0.3, 3.5 * down + 0.7)
+    picture = new_figure(max(6.5, 3.7 * across + 0.3), 3.5 * down + 0.7)
     panels = list(picture.subplots(down, across, squeeze=False, subplot_kw={"projection": "polar"}).flat)
     unranked = []
     for axes, rate in zip(panels, rates, strict=False):
         served = {name: each[rate] for name, each in runs.items() if rate in each and _served(each[rate])}
-        unranked += [f"{name} at {rate:g}" for name, each in runs.items() if rate in each and name not in served]
+        unranked += [f"{name} at {rate:.4g}" for name, each in runs.items() if rate in each and name not in served]
         _radar(axes, {name: _ranks(served)[name] for name in served}, list(runs), len(runs))
-        axes.set_title(f"{rate:g} requests/s", pad=12)
+        axes.set_title(f"{rate:.4g} requests/s", pad=12)
     for axes in panels[len(rates) :]:
         axes.set_axis_off()
     picture.suptitle("Rank by TTFT, TPOT and throughput: 1, outermost, is best\n", fontsize=11)

@@ -1,0 +1,54 @@
+"""Watching with the planner that serves: a shift of the shipped traffic, planned for on what came since."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from test_watch_traces import BOUND, QWEN, hour, hourly, longer
+from trinity import twin
+from trinity.planner import HybridPlanner, Plan
+from trinity.trace import Trace, TraceRow
+from trinity.watch import Redeploy, Watch
+from trinity.watching import proposals
+
+SHIFTED_S = 600.0
+
+
+async def shifted() -> AsyncIterator[TraceRow]:
+    """A quarter of an hour in the middle of which outputs become twice as long."""
+    for row in hour().window(0, 900):
+        yield longer(row) if row.timestamp >= 1000 * SHIFTED_S else row
+
+
+@pytest.mark.slow
+async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> None:
+    if twin.missing():
+        pytest.skip(twin.missing())
+    planner = HybridPlanner(QWEN, BOUND, instances=3, strategy="exhaustive", seeds=0)
+    made: list[tuple[Trace, Plan]] = []
+
+    def plan(trace: Trace) -> Plan:
+        made.append((trace, planner.plan(trace)))
+        return made[-1][1]
+
+    redeploy = Redeploy(Watch(hourly()), "3EPD")
+    found = [proposal async for proposal in proposals(shifted(), redeploy, plan)]
+    (shift,) = redeploy.shifts
+    assert shift.stage == "D"
+    assert SHIFTED_S <= shift.at_s <= SHIFTED_S + 120
+    assert redeploy.error is None
+    ((trace, answer),) = made
+    assert len(trace) == 4000
+    usual, since = hour().statistics().output_tokens, trace.statistics().output_tokens
+    assert usual is not None
+    assert since is not None
+    assert since["mean"] == pytest.approx(2 * usual["mean"], rel=0.35)
+    present = next(each for each in answer.candidates if each.placement == "3EPD")
+    assert present.exact
+    (proposal,) = found
+    assert proposal.placement == answer.best.placement != "3EPD"
+    assert present.score is not None
+    assert answer.best.score is not None
+    assert proposal.gain == answer.best.score / present.score >= 1.05
