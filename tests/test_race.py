@@ -84,7 +84,15 @@ def test_each_rate_is_replayed_once_and_remembered_in_order() -> None:
 def test_where_no_rate_holds_there_is_no_limit() -> None:
     made = trials(lambda _: 3.0)  # longer than the TTFT bound
     assert made.limit(FIVE[0], 1 / 3) is None
-    assert made.runs < 10
+    assert made.runs == 4
+
+
+def test_a_limit_far_below_the_guess_is_found_as_well() -> None:
+    made = trials(lambda _: 0.5)
+    step = made.limit(FIVE[0], 1500.0)
+    assert step is not None
+    assert made.holds(FIVE[0], step)
+    assert not made.holds(FIVE[0], step + 1)
 
 
 def test_from_a_step_that_holds_it_is_not_replayed_again() -> None:
@@ -131,6 +139,32 @@ def test_one_whose_upper_bound_is_lower_is_not_asked() -> None:
     found = race(made, by_nominal(entries))
     assert made.points(entries[1].deployment) == ()
     assert found[1].bound == pytest.approx(2.4)
+
+
+def test_one_whose_nominal_bound_is_lower_by_more_than_the_margin_is_not_asked() -> None:
+    made, entries = known([0.1, 0.18])
+    loose = [entry._replace(upper=100.0) for entry in entries]
+    found = race(made, loose, margin=1.4)
+    assert made.points(entries[1].deployment) == ()
+    assert found[1].bound == 100.0
+    race(made, loose, margin=2.0)
+    assert len(made.points(entries[1].deployment)) == 1
+
+
+def test_what_nominal_bounds_were_worth_for_a_method_decides_who_is_next() -> None:
+    """EP+D reaches a third of its nominal bounds here: after one of them, the other method comes first."""
+    placed = [*deployments(["A"] * 4, ["EP+D"]), *deployments(["A"] * 4, ["ED+P"])]
+    seconds = {each: 0.3 if each.method == "EP+D" else 0.12 for each in placed}
+    entries = [Entry(each, 100.0, 10.0 if each.method == "EP+D" else 8.0) for each in placed]
+    asked: list[str] = []
+
+    def serve(deployment: Deployment) -> Serve:
+        asked.append(deployment.method)
+        return queue(seconds[deployment])
+
+    found = race(Trials(serve, evenly(), LOOSE), by_nominal(entries), margin=10.0)
+    assert asked[:2] == ["EP+D", "ED+P"]
+    assert found[0].entry.deployment.method == "ED+P"
 
 
 def test_a_bad_order_costs_replays_and_nothing_else() -> None:

@@ -191,21 +191,30 @@ class Bounds:
     def _usual(self, name: str, roles: str, stages: str) -> float:
         """Seconds of one instance of ``roles`` for these stages of a request, in batches that keep its bound."""
         kind, need = self.kinds[name], self.need
+        encode, image = stage_seconds(self.load, kind.cost)[0], ceil(self.load.image)
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
         seconds = 0.0
-        encode, image = stage_seconds(self.load, kind.cost)[0], ceil(self.load.image)
-        if "E" in roles and "D" in roles and need.encode and self.both_lanes == 1.0:
-            limit = max(0.0, limit - encode(image))  # tokens wait for the image that is in their step
         if "E" in stages and need.encode:
             fits = _largest(lambda n: encode(int(n)), limit, image, float(_BATCHES[-1]))
             seconds += need.encode * encode(int(fits)) / fits
         prefill, decode = need.prefill * ("P" in stages), need.decode * ("D" in stages)
-        if prefill or decode:
-            most = min(self._rows(kind) / decode if decode else inf, _BATCHES[-1] / max(1.0, prefill))
-            least = 1 / max(prefill, decode)
-            fits = _largest(lambda n: self._step(kind, n, prefill, decode), limit, least, max(least, most))
-            seconds += self._step(kind, fits, prefill, decode) / fits
-        return seconds
+        if not (prefill or decode):
+            return seconds
+        waits = "E" in roles and "D" in roles and need.encode and self.both_lanes == 1.0
+        if not waits:
+            return seconds + self._language_within(kind, limit, inf, prefill, decode)
+        # Tokens wait for an image in their step: either that fits too, or images come in a tenth of the steps at most.
+        rare = 0.1 * self.load.image / need.encode
+        beside, seldom = limit - encode(image), self._language_within(kind, limit, rare, prefill, decode)
+        return seconds + min(self._language_within(kind, beside, inf, prefill, decode), seldom)
+
+    def _language_within(self, kind: Kind, limit: float, most: float, prefill: float, decode: float) -> float:
+        """Seconds of a request in steps of at most ``most`` requests that keep the limit."""
+        rows = self._rows(kind) / decode if decode else inf
+        least = 1 / max(prefill, decode)
+        high = max(least, min(most, rows, _BATCHES[-1] / max(1.0, prefill)))
+        fits = _largest(lambda n: self._step(kind, n, prefill, decode), limit, least, high)
+        return self._step(kind, fits, prefill, decode) / fits
 
 
 def _sets(stages: str) -> list[str]:

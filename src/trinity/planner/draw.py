@@ -12,8 +12,8 @@ from trinity.traces import resampled
 
 LEAST_TO_DRAW = 100  # requests that a trace must have for others like them to be drawn
 MOST = 200_000  # requests that are drawn at most
-_SPARE = 1.25  # times what was missing
-_TRIES = 4
+_SPARE = 1.5  # times what was missing: a search goes up by a quarter at a time, and others may go beyond
+_TRIES = 8
 
 Result = TypeVar("Result")
 

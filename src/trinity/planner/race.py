@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from trinity.planner.candidates import Deployment
@@ -49,24 +50,37 @@ def by_nominal(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: -entry.nominal * entry.worth)
 
 
-def race(trials: Trials, entries: Iterable[Entry], known: Sequence[Found] = ()) -> list[Found]:
+def race(trials: Trials, entries: Iterable[Entry], known: Sequence[Found] = (), *, margin: float = inf) -> list[Found]:
     """The best one's goodput, with few replays: best first, then those that are beaten, by their bounds.
 
     Each in turn is asked once whether it holds at the next rate of the grid above the incumbent's; one that does is
     searched on and becomes the incumbent: so of equal ones the first stays. One whose upper bound lies below that rate
-    is not asked. ``known`` were searched before.
+    is not asked, nor one whose nominal bound lies below it by more than ``margin``. ``known`` were searched before.
     """
     found = list(known)
     done = {each.entry.deployment for each in known}
     best = max((each for each in known if each.step is not None), key=lambda each: each.score, default=None)
-    for entry in entries:
-        if entry.deployment in done:
-            continue
-        outcome = _searched(trials, entry) if best is None else _challenged(trials, entry, best)
+    left = [entry for entry in entries if entry.deployment not in done]
+    while left:
+        entry = left.pop(_next(left, found) if margin < inf else 0)
+        outcome = _searched(trials, entry) if best is None else _challenged(trials, entry, best, margin)
         found.append(outcome)
         if outcome.exact and outcome.step is not None:
             best = outcome
     return ranked(found)
+
+
+def _next(left: Sequence[Entry], found: Sequence[Found]) -> int:
+    """Which one is likely the best: by nominal bounds, as far as these were right of others of its method."""
+    ratios: dict[str, list[float]] = {}
+    for each in found:
+        reached = each.rate if each.exact else min(each.bound, each.entry.nominal)
+        ratios.setdefault(each.entry.deployment.method, []).append(reached / each.entry.nominal)
+    usual = {method: sum(each) / len(each) for method, each in ratios.items()}
+    return max(
+        range(len(left)),
+        key=lambda n: (left[n].nominal * left[n].worth * usual.get(left[n].deployment.method, 1.0), -n),
+    )
 
 
 def ranked(found: Iterable[Found]) -> list[Found]:
@@ -93,11 +107,11 @@ def _searched(trials: Trials, entry: Entry, least: int | None = None) -> Found:
     return Found(entry, True, step, entry.upper)
 
 
-def _challenged(trials: Trials, entry: Entry, best: Found) -> Found:
+def _challenged(trials: Trials, entry: Entry, best: Found, margin: float) -> Found:
     """One yes or no at the lowest rate that beats the incumbent."""
     step = step_of(best.score / entry.worth) + 1
     rate = rate_of(step)
-    if entry.upper < rate:
+    if entry.upper < rate or margin * entry.nominal < rate:
         return Found(entry, False, None, entry.upper)
     if not trials.holds(entry.deployment, step):
         return Found(entry, False, None, rate)

@@ -102,7 +102,7 @@ class Trials:
         """
         low, high = self._bracket(deployment, guess, rule, least)
         while low is not None and high - low > 1:
-            middle = (low + high) // 2
+            middle = max((low + high) // 2, high - 8 * _STRIDE)
             low, high = (middle, high) if self.holds(deployment, middle, rule) else (low, middle)
         return low
 
@@ -116,12 +116,11 @@ class Trials:
             while self.holds(deployment, high, rule):
                 low, high = high, high + _STRIDE
             return low, high
-        high, stride = start, _STRIDE
-        while high > start - _DEEPEST:
-            if self.holds(deployment, high - stride, rule):
-                return high - stride, high
-            high, stride = high - stride, 2 * stride
-        return None, high
+        for low, high in ((start - _STRIDE, start), (start - 3 * _STRIDE, start - _STRIDE)):
+            if self.holds(deployment, low, rule):
+                return low, high
+        deepest = start - _DEEPEST  # one that cannot be in time at all is refuted here
+        return (deepest, high) if self.holds(deployment, deepest, rule) else (None, high)
 
 
 def own_rate(trace: Trace, least_requests: int) -> float:
