@@ -96,15 +96,10 @@ std::unique_ptr<Workload> workload(const Rows<int32_t> &requests, const In<doubl
         require(row[0] > 0 && row[1] >= 0 && row[2] >= 0, "an item without tokens, content or keys");
         const int32_t count = blocks_for(row[0], media_block);
         made->items.push_back({row[0], count, row[1], row[2], row[3], row[4], blocks, row[5] != 0});
-        made->contents = std::max(made->contents, row[1] + 1);
-        made->media_keys = std::max(made->media_keys, row[2] + count);
         blocks += count;
     }
     made->keys.assign(keys.data(), keys.data() + keys.size());
-    for (int32_t key : made->keys) {
-        require(key >= 0, "a negative key");
-        made->prefix_keys = std::max(made->prefix_keys, key + 1);
-    }
+    for (int32_t key : made->keys) require(key >= 0, "a negative key");
     int32_t item = 0, key = 0;
     int64_t time = 0, block = 0;
     for (size_t at = 0; at < requests.shape(0); ++at) {

@@ -4,44 +4,33 @@
 
 namespace trinity::sim {
 
-void Router::reset(const World &world) {
-    world_ = &world;
-    for (uint8_t stage : {ENCODES, PREFILLS, DECODES}) {
-        least_image_[stage] = least_kv_[stage] = std::numeric_limits<int32_t>::max();
-        for (size_t peer = 0; peer < world.setups.size(); ++peer)
-            if (const Setup &setup = world.setups[peer]; setup.roles & stage) {
-                peers_[stage].push_back(static_cast<int>(peer));
-                least_image_[stage] = std::min(least_image_[stage], setup.image_blocks);
-                least_kv_[stage] = std::min(least_kv_[stage], setup.kv_blocks);
-            }
-    }
-}
-
 // trinity/routing.py, needs: the stages that follow without a gap on the same instance count as well.
 bool Router::fits(int peer, uint8_t stage, const Request &request) const {
-    const Setup &setup = world_->setups[peer];
+    const Setup &setup = world_.setups[peer];
     uint8_t stages = stage;
     for (uint8_t next = stage * 2; next <= DECODES && (setup.roles & next); next *= 2) stages |= next;
     if (stages & (ENCODES | PREFILLS) && request.media_blocks > setup.image_blocks) return false;
     if (!(stages & (PREFILLS | DECODES))) return true;
     const int64_t tokens = request.prompt + (stages & DECODES ? request.max_tokens - 1 : 0);
-    return blocks_for(tokens, world_->options.kv_block) <= setup.kv_blocks;
+    return blocks_for(tokens, world_.options.kv_block) <= setup.kv_blocks;
 }
 
 // A quick yes, for most requests: each need at its largest against the smallest pools.
 bool Router::all_fit(uint8_t stage, const Request &request) const {
+    const Peers &peers = world_.peers[stage];
     const int64_t tokens = int64_t(request.prompt) + request.max_tokens - 1;
-    const bool image = stage == DECODES || request.media_blocks <= least_image_[stage];
-    return image && blocks_for(tokens, world_->options.kv_block) <= least_kv_[stage];
+    const bool image = stage == DECODES || request.media_blocks <= peers.least_image;
+    return image && blocks_for(tokens, world_.options.kv_block) <= peers.least_kv;
 }
 
 bool Router::any(uint8_t stage, const Request &request) const {
-    if (!peers_[stage].empty() && all_fit(stage, request)) return true;
-    return std::any_of(peers_[stage].begin(), peers_[stage].end(), [&](int peer) { return fits(peer, stage, request); });
+    const std::vector<int> &peers = world_.peers[stage].numbers;
+    if (!peers.empty() && all_fit(stage, request)) return true;
+    return std::any_of(peers.begin(), peers.end(), [&](int peer) { return fits(peer, stage, request); });
 }
 
 int Router::choose(uint8_t stage, const Request &request) {
-    const std::vector<int> &peers = peers_[stage];
+    const std::vector<int> &peers = world_.peers[stage].numbers;
     const int64_t turn = turn_[stage]++;
     if (all_fit(stage, request)) return peers[turn % peers.size()];
     std::vector<int> fitting;
@@ -51,9 +40,8 @@ int Router::choose(uint8_t stage, const Request &request) {
 }
 
 Frontend::Frontend(World &world)
-    : w(world), entries_(world.work.requests.size()), deadlines_(world.work.requests.size(), FOREVER) {
-    router_.reset(world);
-}
+    : w(world), router_(world), entries_(world.work.requests.size()),
+      deadlines_(world.work.requests.size(), FOREVER) {}
 
 void Frontend::handle(const Event &event) {
     switch (event.kind) {

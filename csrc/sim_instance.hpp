@@ -194,7 +194,7 @@ class Instance {
     std::vector<Row> decoding_;
     int64_t decoding_tokens_ = 0; // prompts and outputs of all who decode
     int32_t decoders_ = 0;        // who have not gone
-    std::vector<int32_t> pending_of_; // by content: an index into pending_, or -1
+    Map pending_of_; // by content: an index into pending_
     std::vector<Pending> pending_;
     std::vector<int32_t> unused_pending_;
     std::vector<Lane> lanes_;

@@ -5,14 +5,9 @@
 
 namespace trinity::sim {
 
-Instance::Instance(World &world, int number) : w(world), setup_(world.setups[number]), self_(number) {
-    router_.reset(world);
-    image_.reset(setup_.image_blocks, w.options.image_cache ? w.work.media_keys : 0);
-    if (w.options.prefix_cache)
-        kv_.reset(setup_.kv_blocks, w.work.prefix_keys);
-    else
-        kv_.count_only(setup_.kv_blocks);
-    if (has(ENCODES)) pending_of_.assign(w.work.contents, -1);
+Instance::Instance(World &world, int number)
+    : w(world), setup_(world.setups[number]), self_(number), router_(world), image_(setup_.image_blocks),
+      kv_(setup_.kv_blocks) {
     lanes_.resize(setup_.two_lanes ? 2 : 1);
     lanes_.back().stages = PREFILLS | DECODES; // the language lane, or the joint one
     lanes_.front().stages |= ENCODES;
@@ -162,12 +157,12 @@ void Instance::drop_media(State &state) {
     const Request &asked = request(state);
     for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
         const int32_t content = w.work.items[item].content;
-        if (const int32_t at = has(ENCODES) ? pending_of_[content] : -1; at >= 0) {
+        if (const int32_t at = has(ENCODES) ? pending_of_.find(content) : Map::NONE; at != Map::NONE) {
             std::vector<EncodeRow> &rows = pending_[at].providers;
             const auto mine = [&](const EncodeRow &row) { return row.state == state.self && row.item == item; };
             rows.erase(std::remove_if(rows.begin(), rows.end(), mine), rows.end());
             if (rows.empty()) {
-                pending_of_[content] = -1;
+                pending_of_.erase(content);
                 unused_pending_.push_back(at);
             }
         }

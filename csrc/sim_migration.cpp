@@ -10,7 +10,7 @@ bool Instance::may_offer(const State &state) const {
     bool all = true, any = false;
     for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
         const bool ready = slot(state, item).ready;
-        const int32_t pending = pending_of_[w.work.items[item].content];
+        const int32_t pending = pending_of_.find(w.work.items[item].content);
         all = all && ready;
         any = any || ready || (w.options.early && pending >= 0 && pending_[pending].in_step);
     }

@@ -106,7 +106,7 @@ void Instance::admit_encodes(Room &room) {
             const size_t first = batch_.numbers.size();
             if (find_media(item, batch_.numbers)) {
                 need += pin(state, IMAGE, first, 0);
-            } else if (pending_of_[w.work.items[item].content] < 0) {
+            } else if (pending_of_.find(w.work.items[item].content) == Map::NONE) {
                 items_.push_back(item);
                 need += w.work.items[item].blocks;
             }
@@ -191,14 +191,16 @@ void Instance::admit_encode(State &state) {
             std::copy(hits_.begin(), hits_.end(), image_of(state, item));
             continue;
         }
-        int32_t &at = pending_of_[w.work.items[item].content];
-        if (at < 0) {
+        const int32_t content = w.work.items[item].content;
+        int32_t at = pending_of_.find(content);
+        if (at == Map::NONE) {
             if (unused_pending_.empty()) {
                 unused_pending_.push_back(int32_t(pending_.size()));
                 pending_.emplace_back();
             }
             at = unused_pending_.back();
             unused_pending_.pop_back();
+            pending_of_.insert(content, at);
             image_.allocate(blocks, image_of(state, item));
             pending_[at].providers.clear();
             pending_[at].in_step = false;
@@ -258,8 +260,8 @@ Load Instance::outstanding() const {
 // Whether this request is the one to encode the item, and no step is encoding it.
 bool Instance::to_encode(const State &state, int32_t item) const {
     if (slot(state, item).ready) return false;
-    const int32_t at = pending_of_[w.work.items[item].content];
-    if (at < 0 || pending_[at].in_step) return false;
+    const int32_t at = pending_of_.find(w.work.items[item].content);
+    if (at == Map::NONE || pending_[at].in_step) return false;
     const EncodeRow &first = pending_[at].providers[0];
     return first.state == state.self && first.item == item;
 }

@@ -41,7 +41,7 @@ bool Instance::build(Lane &lane, const Batch &batch) {
     for (const EncodeRow &row : batch.encodes) {
         State &state = w.states[row.state];
         if (!to_encode(state, row.item)) continue;
-        pending_[pending_of_[w.work.items[row.item].content]].in_step = true;
+        pending_[pending_of_.find(w.work.items[row.item].content)].in_step = true;
         state.in_step = true;
         lane.media_tokens += w.work.items[row.item].tokens;
         lane.encodes.push_back(row);
@@ -177,9 +177,9 @@ bool Instance::emit(const Lane &lane, int32_t rows) {
 void Instance::encoded(const Lane &lane) {
     told_.clear();
     for (const EncodeRow &row : lane.encodes) {
-        const int32_t content = w.work.items[row.item].content, at = pending_of_[content];
+        const int32_t content = w.work.items[row.item].content, at = pending_of_.find(content);
         told_.insert(told_.end(), pending_[at].providers.begin(), pending_[at].providers.end());
-        pending_of_[content] = -1;
+        pending_of_.erase(content);
         unused_pending_.push_back(at);
         publish_media(w.states[row.state], row.item);
     }
@@ -218,7 +218,7 @@ void Instance::media_progress(State &state, const int32_t *items, size_t count) 
 void Instance::announce_media(const Lane &lane) {
     if (has(PREFILLS)) return;
     for (const EncodeRow &row : lane.encodes) {
-        const std::vector<EncodeRow> providers = pending_[pending_of_[w.work.items[row.item].content]].providers;
+        const std::vector<EncodeRow> providers = pending_[pending_of_.find(w.work.items[row.item].content)].providers;
         for (const EncodeRow &each : providers) {
             State &state = w.states[each.state];
             if (state.outgoing == NO_BLOCKS && may_offer(state)) offer_media(state);

@@ -50,7 +50,6 @@ struct Workload {
     std::vector<Item> items;
     std::vector<int32_t> keys;
     std::vector<Act> acts; // by time; equal ones in the order in which the user did them
-    int32_t contents = 0, media_keys = 0, prefix_keys = 0;
 };
 
 struct Cost; // sim_cost.hpp

@@ -32,6 +32,11 @@ struct Result {
     std::vector<Line> log;
 };
 
+struct Peers { // the instances of a stage
+    std::vector<int> numbers;
+    int32_t least_image = std::numeric_limits<int32_t>::max(), least_kv = least_image; // of their pools
+};
+
 struct World {
     World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged)
         : work(work), setups(setups), options(options), logged(logged), trails(work.requests.size()) {
@@ -46,6 +51,13 @@ struct World {
             image_blocks[set].resize(blocks);
             if (options.prefix_cache) kv_blocks[set].resize(kv);
         }
+        for (uint8_t stage : {ENCODES, PREFILLS, DECODES})
+            for (size_t number = 0; number < setups.size(); ++number)
+                if (const Setup &setup = setups[number]; setup.roles & stage) {
+                    peers[stage].numbers.push_back(int(number));
+                    peers[stage].least_image = std::min(peers[stage].least_image, setup.image_blocks);
+                    peers[stage].least_kv = std::min(peers[stage].least_kv, setup.kv_blocks);
+                }
         result.times.resize(times);
         result.counts.resize(work.requests.size());
         result.reasons.resize(work.requests.size());
@@ -86,6 +98,7 @@ struct World {
     const std::vector<Setup> &setups;
     const Options &options;
     const bool logged;
+    Peers peers[5]; // by stage
     double now = 0.0;
     uint64_t sequence = 0;
     Ring<Event> messages;
@@ -103,7 +116,7 @@ struct World {
 // Which instance is next, in turn among those that have the stage and the room: trinity/routing.py.
 class Router {
   public:
-    void reset(const World &world);
+    explicit Router(const World &world) : world_(world) {}
     bool any(uint8_t stage, const Request &request) const; // whether any could ever hold it
     int choose(uint8_t stage, const Request &request);
 
@@ -111,10 +124,8 @@ class Router {
     bool fits(int peer, uint8_t stage, const Request &request) const;
     bool all_fit(uint8_t stage, const Request &request) const;
 
-    const World *world_ = nullptr;
-    std::vector<int> peers_[5];                  // by stage
-    int32_t least_image_[5] = {}, least_kv_[5] = {}; // of their pools
-    int64_t turn_[5] = {};
+    const World &world_;
+    int64_t turn_[5] = {}; // by stage
 };
 
 } // namespace trinity::sim
