@@ -84,7 +84,8 @@ double Tables::at(const Load &load) const {
     const double prefill = between(load.prefilled, 0, load.prefill_tokens);
     const double both = first.seconds(load.decodes, load.prefill_tokens, 0);
     const double shared = first.seconds(load.decodes, 0, 0) + first.seconds(0, load.prefill_tokens, 0) - both;
-    return language + prefill - shared + first.seconds(0, 0, load.media_tokens);
+    const double together = std::max({language, prefill, language + prefill - shared});
+    return together + first.seconds(0, 0, load.media_tokens);
 }
 
 double Tables::seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const {

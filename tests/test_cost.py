@@ -189,6 +189,14 @@ def test_one_table_alone_is_a_step_cost() -> None:
     assert [alone.at(2, 0, 0, context=each) for each in (0, 512, 9999)] == [0.3] * 3
 
 
+def test_a_step_with_both_kinds_takes_no_less_than_either_whatever_the_noise() -> None:
+    contexts = {1: {"decodes": {1: 9.0}, "prefill": {1: 9.0}}, 8: {"decodes": {1: 1.0}}, 16: {"decodes": {1: 2.0}}}
+    noisy = Tables.measured(contexts, model="any", device="any", dtype="any")
+    assert noisy.at(1, 0, 0, context=16) == 2.0, "less than at context 1"
+    assert noisy.at(1, 1, 0, context=16) == 9.0
+    assert noisy.at(1, 1, 0, context=1) == 9.0, "both share what a pass costs at least"
+
+
 def test_tables_survive_their_file_and_know_whose_they_are(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     tables().save(path)

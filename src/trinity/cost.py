@@ -305,7 +305,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         prefill = self._between(prefilled, lambda cost: cost.seconds(0, prefill_tokens, 0))
         both = self.costs[0][1].seconds(decodes, prefill_tokens, 0)
         shared = self.costs[0][1].seconds(decodes, 0, 0) + self.costs[0][1].seconds(0, prefill_tokens, 0) - both
-        return language + prefill - shared + self.costs[0][1].seconds(0, 0, media_tokens)
+        together = max(language, prefill, language + prefill - shared)  # noise: what is shared may exceed both
+        return together + self.costs[0][1].seconds(0, 0, media_tokens)
 
     def _between(self, context: float, seconds: Callable[[StepCost], float]) -> float:
         costs = self.costs
