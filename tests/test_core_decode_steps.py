@@ -25,7 +25,7 @@ def test_it_is_the_step_that_the_scheduler_would_choose(policy: Policy, lanes: t
         waiting = core.state.prefill_queue or core.state.prefilling
         if not waiting and not step.prefills:
             expected = schedule(View(decoding=tuple(core.state.decoding)), rules(policy))
-            assert (step.decodes, step.encodes) == (expected.decodes, ())
+            assert (step.decodes, step.encodes, step.group) == (expected.decodes, (), 0)
             assert set(step.decodes) == {"a", "b"}
             return
         rows = [row.request for row in step.prefills if row.last] + list(step.decodes)

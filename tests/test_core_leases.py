@@ -126,6 +126,9 @@ def test_blocks_taken_back_get_a_generation_before_they_get_content() -> None:
     core.handle(Release(offer.id, "pulled"), 14.0)
     core.handle(Submit(work("t", 1, "fox*4")), 15.0)
     assert core.state.generation == 1, "once for each lease taken back"
+    core.handle(done(3), 16.0)
+    core.handle(Tick(), 26.0)
+    assert core.handle(Submit(work("u", 1, "cat*4")), 27.0)[0] == Revoke("image", (0,), 2)
 
 
 def test_content_that_others_read_too_keeps_its_generation() -> None:

@@ -88,6 +88,7 @@ def test_the_digest_has_what_is_cached_and_no_more_than_its_limit() -> None:
 
 def test_a_digest_begins_with_what_is_in_use_and_follows_changes() -> None:
     pool = BlockPool(KV, 4)
+    assert pool.digest(0) == b""
     blocks = pool.allocate(3)
     for block, key in zip(blocks, (b"a" * 16, b"b" * 16, b"c" * 16), strict=True):
         pool.publish(block, key)

@@ -220,6 +220,16 @@ def test_the_source_groups_layers_by_what_prefill_and_pulls_took() -> None:
     assert step.group == 3, "a pull costs more than all of prefill"
 
 
+def test_groups_before_any_pull_was_measured() -> None:
+    core = make_core("P0", peers="D0", layers=8, transfers=Transfers(kv="grouped"), kv=99)
+    core.handle(Submit(work("r", 10)), 0.0)
+    core.handle(Stepped(1, "joint", done(1, r=5).sampled, {}, 3.0), 0.0)
+    core.handle(Release("P0:1", "pulled"), 0.0)
+    (_, step, *_) = core.handle(Submit(work("s", 10, text=500)), 0.0)
+    assert isinstance(step, Step)
+    assert step.group == 2, "four groups"
+
+
 def test_the_source_learns_what_of_a_step_is_left_when_its_kv_is_written() -> None:
     core = source(transfers=Transfers(kv="grouped"), kv=99)
     core.handle(Submit(work("r", 10)), 0.0)
