@@ -1,0 +1,83 @@
+"""`make plan` and its notebook: they plan the shipped trace, print the plan, write the report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from examples import plan as example
+from trinity import twin
+from trinity.planner import Plan
+
+EXAMPLES = Path(example.__file__).parent
+needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"needs the compiled engine: {twin.missing()}")
+PROGRAM = """
+import sys, nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], 4)
+NotebookClient(notebook, timeout=100, resources={"metadata": {"path": "."}}).execute()
+nbformat.write(notebook, sys.argv[2])
+"""
+
+
+@needs_twin
+def test_it_plans_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "plan.html"
+    assert example.main(["--instances", "2", "--minutes", "3", "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    made = Plan.load(page.with_suffix(".json"))
+    assert said.startswith(f"Run {made.best.placement} ")
+    assert "Algorithm 2" in said
+    assert f"The report is {page}" in said
+    assert made.best.placement in page.read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8").count("<img") > 4  # timelines of the best one as well
+
+
+def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--device", "H1000", "--minutes", "3"]) == 2
+    assert capsys.readouterr().err.startswith("UnknownName: unknown device 'H1000'; known: A100,")
+    assert example.main(["--instances", "0", "--minutes", "3"]) == 2
+    assert "at least 1 instance" in capsys.readouterr().err
+
+
+def test_without_the_compiled_engine_it_plans_on_less_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(twin, "missing", lambda: "no compiler")
+    assert 1000 < len(example.traffic(None)) < 10_000
+    assert "no compiled engine (no compiler): planned on the first 5 minutes" in capsys.readouterr().out
+    assert len(example.traffic(1)) < 1000
+
+
+def test_the_whole_hour_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "missing", lambda: "")
+    assert len(example.traffic(None)) == 36_856
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    for cell in nbformat.read(EXAMPLES / "plan.ipynb", 4).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@needs_twin
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(EXAMPLES / "plan.ipynb"), str(tmp_path / "ran.ipynb")]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=118)
+    assert run.returncode == 0, run.stderr[-2000:]
+    shown = "".join(
+        one.get("text", "") or one.get("data", {}).get("text/plain", "")
+        for cell in nbformat.read(tmp_path / "ran.ipynb", 4).cells
+        for one in cell.get("outputs", [])
+    )
+    assert "Run " in shown
+    assert "Algorithm 2" in shown
+    assert "True" in shown
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
