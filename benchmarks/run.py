@@ -26,6 +26,7 @@ NAMES = (
     "overlap",
     "control",
     "fidelity",
+    "watch",
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from test_watch_traces import BOUND, QWEN, hour, hourly, longer
+from benchmarks.watch import BOUND, QWEN, hour, hourly, longer
 from trinity import twin
 from trinity.planner import HybridPlanner, Plan
 from trinity.trace import Trace, TraceRow

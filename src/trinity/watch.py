@@ -37,7 +37,7 @@ class PageHinkley:
     first ``warm``.
 
     With the defaults and ticks of 10 s, image traffic as the shipped hour's gave no alarm in 200 hours of its own ticks
-    drawn anew; a doubled output length was found within 80 s. Traffic of one request in two seconds is noisier: there a
+    drawn anew; a doubled output length was found within 90 s. Traffic of one request in two seconds is noisier: there a
     doubling takes minutes.
     """
 
