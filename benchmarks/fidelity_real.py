@@ -190,9 +190,9 @@ def bounds(costs: Costs, shape: Model) -> SLO:
     A request with an image that finds another one before it is late, so that the limit comes far below what the
     machine can do: near that, a TTFT is a queue, which multiplies every difference.
     """
-    first, second = costs.tables.values()
+    first, second = (slower(each, costs.host.step_s) for each in costs.tables.values())
     image = first.seconds(0, 0, shape.image_tokens) + first.seconds(0, shape.image_tokens + 44, 0)
-    return SLO(ttft=1.5 * image, tbt=2 * second.seconds(4, 0, 0))
+    return SLO(ttft=1.5 * (image + 2 * costs.host.message_s), tbt=2 * second.seconds(4, 0, 0))
 
 
 def run(setting: Setting) -> Real:
