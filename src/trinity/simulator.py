@@ -102,7 +102,8 @@ class Simulator:
         self.lanes, self.interference, self.engine = tuple(lanes), interference, engine
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
-        self._known: dict[tuple[str, int], tuple[Budgets, dict[str, int]]] = {}
+        self._known: dict[tuple[str, int], tuple[Rules, dict[str, int]]] = {}
+        self._last: tuple[Placement, bool, list[Settings]] | None = None
         self._check_options()
 
     def _check_options(self) -> None:
@@ -131,12 +132,14 @@ class Simulator:
                 f"placement {parsed} has {parsed.size} instance(s) and the cluster {self.cluster.size} device(s): "
                 "one runs on each"
             )
-        return [self._settings(name, roles, place, shared) for place, (name, roles) in enumerate(parsed.instances())]
+        if self._last is None or self._last[:2] != (parsed, shared):
+            instances = enumerate(parsed.instances())
+            found = [self._settings(name, roles, place, shared) for place, (name, roles) in instances]
+            self._last = (parsed, shared, found)
+        return list(self._last[2])
 
     def _settings(self, name: str, roles: str, place: int, shared: bool) -> Settings:
-        budgets, pools = self._sized(roles, place)
-        cost = self.rules.cost or self.cost_of(place)
-        rules = replace(self.rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=cost)
+        rules, pools = self._sized(roles, place)
         return Settings(
             name,
             roles,
@@ -151,14 +154,16 @@ class Simulator:
             report_s=Settings.report_s if self._informed else inf,
         )
 
-    def _sized(self, roles: str, place: int) -> tuple[Budgets, dict[str, int]]:
-        """Budgets and pools of an instance of these roles; equal devices are asked once."""
+    def _sized(self, roles: str, place: int) -> tuple[Rules, dict[str, int]]:
+        """Rules with their budgets, and pools, of an instance of these roles; equal devices are asked once."""
         device = self.cluster.devices[place]
         first = self.cluster.devices.index(device)
         known = self._known.get((roles, first))
         if known is None:
             pools = self.model.pools(roles, self.memory_share * device.memory)
-            known = self._known[roles, first] = (self._budgets_of(roles, place), pools)
+            budgets, cost = self._budgets_of(roles, place), self.rules.cost or self.cost_of(place)
+            rules = replace(self.rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=cost)
+            known = self._known[roles, first] = (rules, pools)
         return known
 
     def _budgets_of(self, roles: str, place: int) -> Budgets:

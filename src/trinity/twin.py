@@ -221,12 +221,13 @@ class Deployed:
         interference: float,
     ) -> None:
         self.settings = settings
+        known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
         self._given = (
             _rows([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
             np.array(limits, np.float64),
-            [_cost(cost) for cost in costs],
-            [None if each.rules.cost is None else _cost(each.rules.cost) for each in settings],
+            _costs(costs, known),
+            _costs([each.rules.cost for each in settings], known),
             *_options(settings[0], cluster, model, max_waiting, interference),
         )
 
@@ -311,8 +312,16 @@ def _kind_of(cost: StepTime) -> Any:
     return _COSTS.get(type(cost))
 
 
-def _cost(cost: StepTime) -> Any:
-    return _kind_of(cost)(cost)
+def _costs(costs: Sequence[StepTime | None], known: list[tuple[StepTime, Any]]) -> list[Any]:
+    """In the twin's form, equal ones once; None stays None."""
+    made = []
+    for cost in costs:
+        found = next((each for other, each in known if other is cost or other == cost), None)
+        if found is None and cost is not None:
+            found = _kind_of(cost)(cost)
+            known.append((cost, found))
+        made.append(found)
+    return made
 
 
 def _roofline(cost: Roofline) -> Any:
