@@ -24,7 +24,7 @@ def lines(of: Any) -> dict[str, tuple[list[float], list[float]]]:
 def words(figure: Any) -> str:
     """All text outside the axes' ticks: titles, labels, notes, cells."""
     found = [text.get_text() for text in figure.texts]
-    found += [figure.get_suptitle(), figure.get_supxlabel()]
+    found += [figure.get_suptitle(), figure.get_supxlabel().replace("\n", " ")]
     for each in figure.axes:
         found += [each.get_title(loc=place) for place in ("left", "center", "right")]
         found += [each.get_xlabel(), each.get_ylabel(), *(text.get_text() for text in each.texts)]

@@ -56,6 +56,18 @@ def test_algorithm_2s_own_choice_is_shown_however_far_down_it_is() -> None:
     assert "Below 90% at every rate tried: 1E1P2D (Algorithm 2)." in words(picture)
 
 
+def test_long_notes_fit_below_the_picture() -> None:
+    picture = pictures.attainment({f"{n}EP{n}D with=a-knob": [point(n, 0.5)] for n in range(1, 12)})
+    looks = {(line.get_color(), line.get_marker()) for line in axes(picture).lines[:11]}
+    assert len(looks) == 11
+    note = picture.get_supxlabel()
+    assert note.count("\n") >= 2
+    assert " ".join(note.split()).endswith("11EP11D with=a-knob.")
+    picture.draw_without_rendering()
+    (drawn,) = [text for text in picture.texts if text.get_text() == note]
+    assert drawn.get_window_extent().x1 <= picture.bbox.x1
+
+
 def test_where_no_rate_was_tried_it_is_said() -> None:
     assert "No rate was tried." in words(pictures.attainment({}))
     assert "No rate was tried." in words(pictures.attainment(plan(candidates=(LOWER,), paper=None)))

@@ -224,6 +224,18 @@ def test_spans_of_a_trace_and_of_metrics_are_means_over_what_was_served() -> Non
     assert (found["decode"], found["encode"], found["prefill"]) == ([2000, 0], [500, 0], [0, 250])
 
 
+def test_what_was_emulated_or_simulated_is_said_to_be() -> None:
+    row = {"timestamp": 0, "input_length": 1, "output_length": 1, "finish_reason": "stop", "spans": {"decode": 1.0}}
+    metrics = Metrics()
+    metrics.add(Output(request_id="1", finish_reason="stop", spans={"decode": 1.0}, emulated=True))
+    paced, real = Trace([{**row, "emulated": True}]), Trace([row])
+    picture = pictures.breakdown({"a": paced, "b": real, "c": metrics})
+    assert "Emulated by paced stages: a, c." in words(picture)
+    assert "Emulated" not in words(pictures.breakdown({"b": real}))
+    for draw in (pictures.scatter, pictures.radar):
+        assert "From replays in the simulator." in words(draw({"a": {5.0: FAST}}))
+
+
 def test_nothing_served_and_spans_that_are_none() -> None:
     nothings: tuple[Trace | Metrics | dict[str, float], ...] = (Trace(), Metrics(), {})
     for nothing in nothings:

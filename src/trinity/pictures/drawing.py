@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from trinity.errors import ConfigError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 RED, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
 SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, GREY)
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in one or the other
 STAGES = {"E": ORANGE, "P": BLUE, "D": GREEN}
 _STYLE: Any = {
     "font.size": 10,
@@ -27,11 +28,13 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.color": "#DDDDDD",
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.85,
     "text.parse_math": False,  # a name with a $ in it is a name
     "svg.fonttype": "path",
     "svg.hashsalt": "trinity",  # equal pictures are equal files
 }
+_LETTERS = 14  # of a note, in an inch
 _WIDE = 20  # times the lowest rate from which on an axis is logarithmic
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,8 +76,9 @@ def said(figure: Figure, title: str, text: str) -> Figure:
 
 
 def noted(figure: Figure, lines: Iterable[str]) -> None:
-    """Words below a picture, for what it cannot show."""
-    text = "\n".join(lines)
+    """Words below a picture, for what it cannot show, in lines that it has the width for."""
+    width = int(figure.get_figwidth() * _LETTERS)
+    text = "\n".join(row for line in lines for row in wrap(line, width))
     if text:
         figure.supxlabel(text, fontsize=9, x=0.01, ha="left")
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_CELLS = 16  # instances up to which each cell of a heat map has its figure written in it
 _METHOD_COLOURS = dict(zip((*METHODS, "P+D", "PD"), (*SERIES[:5], SERIES[1], SERIES[0]), strict=True))
 _UNKNOWN = "#EEEEEE"
+_FEW_CURVES = 7  # up to which their legend has room among them
 _ZOOM = 0.25  # of the highest rate that held, below which rates that held too are left out
 
 
@@ -68,7 +69,10 @@ def attainment(
     if least:
         axes.set_xlim(left=least)
     axes.grid(True)
-    axes.legend(loc="best", fontsize=9)
+    if len(curves) <= _FEW_CURVES:
+        axes.legend(loc="best", fontsize=9)
+    else:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
     left_out = [f"Left out: rates below {least:.3g} requests/s, all at {share:.0%} or more."] if least else []
     noted(picture, [*_attained(curves, rule, share), *left_out])
     return picture

@@ -39,6 +39,7 @@ _SEVERAL = "several stages in one step"
 _KINDS = {"encode": STAGES["E"], "prefill": STAGES["P"], "decode": STAGES["D"], _SEVERAL: PINK, "migration": GREY}
 _SHADES = ("#F7D9A0", ORANGE, "#F3C9DF", "#A6CDE6", STAGES["P"], PINK, "#A3DCCB", STAGES["D"])
 _SPAN_COLOURS = dict(zip(SPANS, _SHADES, strict=True))
+_SIMULATED = "From replays in the simulator."
 _MOST_DOTS = 1500  # of one deployment at one rate
 _FEW_SLICES = 500  # up to which they are drawn as lines that scale
 _GOLDEN = (math.sqrt(5) - 1) / 2  # spreads dots evenly however many there are
@@ -144,7 +145,7 @@ def scatter(runs: Runs, slo: SLO | None = None) -> Figure:
     lower.set_xticks(range(len(rates)), [f"{rate:.4g}" for rate in rates])
     swatches(upper, {name: colour(place) for place, name in enumerate(runs)}, **_BESIDE)
     dashed = [] if slo is None else [f"Dashed: the SLO's bounds, TTFT {slo.ttft:g} s and TBT {slo.tbt:g} s."]
-    noted(picture, ["Black bars: medians.", *dashed, *_missing(runs), *_thinned(runs)])
+    noted(picture, [f"{_SIMULATED} Black bars: medians.", *dashed, *_missing(runs), *_thinned(runs)])
     return picture
 
 
@@ -235,7 +236,7 @@ def radar(runs: Runs) -> Figure:
     rates = _rates(runs)
     across = min(3, len(rates))
     down = math.ceil(len(rates) / across)
-    picture = new_figure(max(6.5, 3.7 * across + 0.3), 3.5 * down + 0.7)
+    picture = new_figure(max(6.5, 3.7 * across + 1.2), 3.4 * down + 0.7)
     panels = list(picture.subplots(down, across, squeeze=False, subplot_kw={"projection": "polar"}).flat)
     unranked = []
     for axes, rate in zip(panels, rates, strict=False):
@@ -247,7 +248,8 @@ def radar(runs: Runs) -> Figure:
         axes.set_axis_off()
     picture.suptitle("Rank by TTFT, TPOT and throughput: 1, outermost, is best\n", fontsize=11)
     _radar_legend(picture, list(runs))
-    noted(picture, [f"Served nothing, so without a rank: {', '.join(unranked)}."] if unranked else [])
+    without = [f"Served nothing, so without a rank: {', '.join(unranked)}."] if unranked else []
+    noted(picture, [_SIMULATED, *without])
     return picture
 
 
@@ -283,7 +285,7 @@ def _radar_legend(picture: Figure, names: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=colour(n), marker=marker(n), label=name) for n, name in enumerate(names)]
-    picture.legend(handles=lines, loc="outside lower center", ncols=min(4, len(lines)), fontsize=9)
+    picture.legend(handles=lines, loc="outside right upper", fontsize=9)
 
 
 # ---------------------------------------------------------------- where the time went
@@ -300,7 +302,7 @@ def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Fi
     found = {name: _spans(name, each) for name, each in served.items()}
     if not found:
         raise ConfigError("there is nothing to show: give metrics, a trace or spans by deployment")
-    picture = new_figure(8.5, 2.3 + 0.5 * len(found))
+    picture = new_figure(9.5, 2.2 + 0.5 * len(found))
     axes = picture.add_subplot()
     left = [0.0] * len(found)
     for span in SPANS:
@@ -314,8 +316,16 @@ def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Fi
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, 1.35 * max(*left, 1e-9))
     labelled(axes, "Where a request's time goes", "mean time of a request (ms)", "deployment")
-    picture.legend(loc="outside lower center", ncols=4, fontsize=9)
+    picture.legend(loc="outside right upper", fontsize=9)
+    emulated = [name for name, each in served.items() if _emulated(each)]
+    noted(picture, [f"Emulated by paced stages: {', '.join(emulated)}."] if emulated else [])
     return picture
+
+
+def _emulated(served: Metrics | Trace | Mapping[str, float]) -> bool:
+    if isinstance(served, Metrics):
+        return bool(served.summary()["emulated"])
+    return isinstance(served, Trace) and any(row.emulated for row in served)
 
 
 def _title(span: str) -> str:
