@@ -21,6 +21,7 @@ from benchmarks.fidelity_host import Host, calibrated
 from benchmarks.fidelity_seen import Load, Row, seen
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
+from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.cost import DEVICES, Roofline
 from trinity.goodput import Goodput, Options, goodput
@@ -29,6 +30,7 @@ from trinity.paced import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.replay import live_goodput, replay
+from trinity.scheduler import latency_bound
 from trinity.simulator import Simulator
 from trinity.trace import SLO, Trace
 from trinity.traces.synthetic import Dataset, synthesise
@@ -37,7 +39,7 @@ PLACEMENTS = ("2EPD", "1EP1D", "1ED1P", "1PD2E", "1E2P1D")  # every method, N = 
 SHARES = (0.6, 0.75, 0.9)  # of the simulated goodput
 AT_ONCE = 5  # placements that are served at the same time: each takes a few percent of a core
 TOLERANCE = 0.10
-APART = 1.05  # goodputs nearer to each other than this have no order: a live search ends at 4 %
+APART = 1.08  # goodputs nearer to each other than this have no order: a live search ends at 4 % on either side
 
 MODEL = model("llava-1.5-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
@@ -57,6 +59,7 @@ class Case:
     """One placement: its goodputs, and what was seen at each load."""
 
     placement: str
+    asked: Trace
     simulated: Goodput
     live: Goodput | None = None
     loads: list[Load] = field(default_factory=list)
@@ -75,7 +78,15 @@ def simulator(placement: str, host: Host) -> Simulator:
     """Blocks of the emulation are 2,048 times smaller than the simulator believes: a pull takes what it takes here."""
     device = msgspec.structs.replace(DEVICE, pass_s=DEVICE.pass_s + host.step_s)
     cluster = Cluster(devices=(device,) * Placement.parse(placement).size, link=host.link, message_s=host.message_s)
-    return Simulator(MODEL, BUDGETED, cluster=cluster, cost=msgspec.structs.replace(COST, device=device))
+    cost = msgspec.structs.replace(COST, device=device)
+    return Simulator(MODEL, BUDGETED, cluster=cluster, cost=cost, budgets=budgets(placement))
+
+
+def budgets(placement: str) -> dict[str, Budgets]:
+    """By roles, as the pipeline searches them on its cost, without what the host adds."""
+    roles = {each for _, each in Placement.parse(placement).instances()}
+    bounds = {each: latency_bound(each, BUDGETED.ttft, BUDGETED.tbt) for each in roles}
+    return {each: predicted_budgets(COST.seconds, each, bounds[each], MODEL.image_tokens) for each in roles}
 
 
 def pipeline(placement: str) -> Pipeline:
@@ -97,35 +108,39 @@ async def at_rest(requests: int) -> Host:
 # ---------------------------------------------------------------- paced: every method
 
 
-async def measure(placement: str, host: Host, count: int, shares: Sequence[float], warm: asyncio.Semaphore) -> Case:
-    """The simulated goodput, both sides at shares of it, and the live goodput."""
+def predicted(placement: str, host: Host, count: int, shares: Sequence[float]) -> Case:
+    """The simulated side: goodput, and what is seen at shares of it."""
     asked, simulated = trace(count, 10.0, seed=3), simulator(placement, host)
-    async with warm:
-        found = await asyncio.to_thread(goodput, simulated.serve(placement), asked, SLO_PACED, **SEARCH)
-        case = Case(placement, found)
-        async with pipeline(placement) as pipe:
-            for share in shares:
-                case.loads.append(await _at(pipe, placement, simulated, asked.scaled(rate=share * found.rate), share))
-            near: Options = {**COARSE, "bound": found.rate / 0.9}
-            case.live = await live_goodput(pipe, asked, SLO_PACED, **near)
+    case = Case(placement, asked, goodput(simulated.serve(placement), asked, SLO_PACED, **SEARCH))
+    for share in shares:
+        expected = simulated.replay(asked.scaled(rate=share * case.simulated.rate), placement)
+        full = [name for name, peak in expected.peak_blocks.items() if any(peak[kind] >= POOLS[kind] for kind in peak)]
+        assert not full, f"pools bind at {full}: both sides must have room"
+        case.loads.append(Load(share, count, seen(expected.outcomes, SLO_PACED)))
     return case
 
 
-async def _at(pipe: Pipeline, placement: str, simulated: Simulator, offered: Trace, share: float) -> Load:
-    expected = await asyncio.to_thread(simulated.replay, offered, placement)
-    full = [each for each, peak in expected.peak_blocks.items() if any(peak[kind] >= POOLS[kind] for kind in peak)]
-    assert not full, f"pools bind at {full}: both sides must have room"
-    with ForeignLoad() as load:
-        served = await replay(pipe, offered)
-    return Load(share, len(offered), seen(expected.outcomes, SLO_PACED), [seen(served, SLO_PACED)], load.share)
+async def serve(case: Case, turns: asyncio.Semaphore) -> None:
+    """The live side: the same loads, and a goodput, searched from the simulated one on."""
+    async with turns, pipeline(case.placement) as pipe:
+        for load in case.loads:
+            with ForeignLoad() as others:
+                served = await replay(pipe, case.asked.scaled(rate=load.share * case.simulated.rate))
+            load.live.append(seen(served, SLO_PACED))
+            load.foreign = others.share
+        near: Options = {**COARSE, "bound": case.simulated.rate / 0.9}
+        case.live = await live_goodput(pipe, case.asked, SLO_PACED, **near)
 
 
 async def paced(setting: Setting) -> tuple[Host, list[Case]]:
+    """All that is simulated comes first: it would take time from what is served."""
     placements = PLACEMENTS[:2] if setting.quick else PLACEMENTS
     count, shares = (12, SHARES[2:]) if setting.quick else (150, SHARES)
     host = await at_rest(3 if setting.quick else 8)
+    cases = await asyncio.to_thread(lambda: [predicted(each, host, count, shares) for each in placements])
     turns = asyncio.Semaphore(AT_ONCE)
-    return host, list(await asyncio.gather(*(measure(each, host, count, shares, turns) for each in placements)))
+    await asyncio.gather(*(serve(case, turns) for case in cases))
+    return host, cases
 
 
 def misplaced(cases: Sequence[Case]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -36,14 +36,14 @@ def seen(outcomes: Sequence[Served], slo: SLO) -> Seen:
     return Seen(seconds, attainment(outcomes, slo, "guard"), len(outcomes) - len(done))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Load:
     """One load: a ``share`` of the simulated goodput; live repeats, and the share of the machine that others took."""
 
     share: float
     requests: int
     simulated: Seen
-    live: list[Seen]
+    live: list[Seen] = field(default_factory=list)
     foreign: float = 0.0
 
     def middle(self, metric: Metric) -> float:

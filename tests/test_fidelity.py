@@ -18,6 +18,7 @@ from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
 from trinity.cost import Tables
 from trinity.goodput import Goodput, Outcome, Point
+from trinity.hosting import load
 from trinity.replay import replay
 from trinity.request import Output
 from trinity.trace import RULES, SLO, Trace
@@ -37,7 +38,7 @@ def goodput(rate: float) -> Goodput:
 
 
 def case(placement: str, simulated: float, live: float, *loads: Load) -> Case:
-    return Case(placement, goodput(simulated), goodput(live), list(loads))
+    return Case(placement, Trace(), goodput(simulated), goodput(live), list(loads))
 
 
 # ---------------------------------------------------------------- what is compared
@@ -84,6 +85,23 @@ def test_placements_are_misplaced_where_their_goodputs_are_apart_and_in_another_
     right = [case("A", 1.0, 2.0), case("B", 1.2, 2.1), case("C", 1.21, 2.05)]
     assert fidelity.misplaced(right) == []
     assert fidelity.misplaced([*right, case("D", 2.0, 2.0)]) == ["A before D", "B before D", "C before D"]
+
+
+def test_the_simulated_side_is_there_before_anything_is_served() -> None:
+    case = fidelity.predicted("1EP1D", NOTHING, 20, (0.5, 0.9))
+    assert [(load.share, load.requests, load.live) for load in case.loads] == [(0.5, 20, []), (0.9, 20, [])]
+    assert case.loads[0].simulated.seconds["TTFT", 50] < case.loads[1].simulated.seconds["TTFT", 50]
+    assert case.simulated.rate > 0
+
+
+def test_both_sides_have_the_same_budgets() -> None:
+    found = fidelity.budgets("1EP1D")
+    pipe = fidelity.pipeline("1EP1D")
+    settings = {each.roles: each.rules for each in fidelity.simulator("1EP1D", Host(step_s=0.01)).settings("1EP1D")}
+    for each in load(pipe._deployment, pipe.instances, None):
+        rules = each.settings.rules
+        assert (rules.tokens, rules.media) == (found[each.spec.roles].tokens, found[each.spec.roles].media)
+        assert (settings[each.spec.roles].tokens, settings[each.spec.roles].media) == (rules.tokens, rules.media)
 
 
 def test_the_result_says_pass_and_fail() -> None:
