@@ -113,6 +113,35 @@ def test_too_few_requests_are_refused_before_anything_runs(count: int, said: str
         trials(lambda _: 0.1, evenly(count))
 
 
+def slow_ends(output: int, gap_s: float) -> tuple[Serve, Trace]:
+    """No queue at all, and outputs of one token or of many, which take as long as they are in time for."""
+
+    def serve(trace: Trace) -> list[Outcome]:
+        return [Outcome(0.1, [gap_s] * (row.output_length - 1)) for row in trace]
+
+    rows = [TraceRow(timestamp=1000.0 * n, input_length=1, output_length=output if n % 2 else 1) for n in range(1000)]
+    return serve, Trace(rows)
+
+
+def test_long_outputs_in_time_are_no_instability_of_a_short_trace() -> None:
+    serve, trace = slow_ends(101, 0.09)  # 9 s where 10 s are allowed: (2 + 50 · 0.1) / 0.05 s make completions tell
+    slo = SLO(ttft=2.0, tbt=0.1)
+    made = Trials(lambda _: serve, trace, slo)
+    assert made.steady_s == pytest.approx(140)
+    step = step_of(1000 / 30)  # over in 30 s
+    assert not made.point(FIVE[0], step).stable
+    assert made.holds(FIVE[0], step)
+    assert not made.holds(FIVE[0], step, "p90")
+    assert made.holds(FIVE[0], step_of(2), "p90")
+
+
+def test_work_that_piles_up_for_long_is_seen() -> None:
+    made = trials(lambda _: 0.1, slo=SLO(ttft=1.9, tbt=50.0))
+    step = made.limit(FIVE[0], 10)
+    assert step is not None
+    assert rate_of(step) < 10.4
+
+
 def test_progress_is_told_of_every_replay() -> None:
     told: list[tuple[int, str]] = []
     made = Trials(lambda _: queue(0.1), evenly(), LOOSE, progress=lambda runs, what: told.append((runs, what)))

@@ -16,7 +16,7 @@ from trinity.planner.trials import Progress, Trials
 from trinity.trace import SLO, Rule, Trace
 
 MARGIN = 1.4  # times its nominal bound that a goodput may come to: in 15 searches of all 43 the best had at most 1.03
-FINEST = 64  # instances up to which every ratio is tried; of more, some, then all near the best
+FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
 
 
 class Question(NamedTuple):

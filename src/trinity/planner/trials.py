@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 from trinity.errors import TraceTooShort
-from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, STEP, TOLERANCE, Point, Serve, measure
+from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, STABLE, STEP, TOLERANCE, Point, Serve, measure
 from trinity.planner.candidates import Deployment
 from trinity.trace import SLO, Rule, Trace
 from trinity.trace_statistics import arrival_rate
@@ -33,7 +34,8 @@ class Trials:
     """Asks ``serve_of`` for what serves a deployment, and remembers what was seen at each rate.
 
     A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
-    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises ``TraceTooShort`` as it
+    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart; save that in a trace which is
+    over before outputs are, completions count only for rules that do not bound them. Raises ``TraceTooShort`` as it
     does. ``runs`` counts replays.
     """
 
@@ -53,6 +55,8 @@ class Trials:
         self.serve_of, self.trace, self.slo = serve_of, trace, slo
         self.rule, self.stable, self.share = rule, stable, share
         self.least_s = least_ttfts * slo.ttft
+        gaps = sum(max(0, row.output_length - 1) for row in trace) / max(1, len(trace))
+        self.steady_s = (slo.ttft + gaps * slo.tbt) / (1 - STABLE)  # of which an output in time is what may be missing
         self.runs, self._progress = 0, progress
         self._points: dict[Deployment, dict[int, Point]] = {}
         self._serves: dict[Deployment, Serve] = {}
@@ -81,17 +85,30 @@ class Trials:
     def holds(self, deployment: Deployment, step: int, rule: Rule | None = None) -> bool:
         """Whether the rule holds at a rate. Raises ``TraceTooShort`` where it does in too short a time."""
         point = self.point(deployment, step)
-        if point.attainment[rule or self.rule] < self.share or (self.stable and not point.stable):
+        if point.attainment[rule or self.rule] < self.share:
+            return False
+        if self.stable and not point.stable and self._tells(point, rule or self.rule):
             return False
         if point.duration_s < self.least_s:
-            needed = self.least_s * point.rate / self.own
-            raise TraceTooShort(
-                f"{deployment} serves {point.rate:.4g} requests/s in time, where the trace is over in "
-                f"{point.duration_s:.3g} s, of {self.least_s:g} s that it must last: at its own rate more than "
-                f"{needed:,.0f} s. Record longer, or let the planner draw more requests like these (resample=True)",
-                needed,
-            )
+            self._too_short(deployment, point, self.least_s)
         return True
+
+    def _tells(self, point: Point, rule: Rule) -> bool:
+        """Whether completions that fall behind arrivals mean that work piles up.
+
+        In a short trace long outputs that are still in time lower the rate of completions as well. Guard and mean TPOT
+        bound the end of a request themselves, so there they decide; other rules need a longer trace.
+        """
+        return point.duration_s >= self.steady_s or rule in ("p90", "p99")
+
+    def _too_short(self, deployment: Deployment, point: Point, least_s: float) -> NoReturn:
+        needed = least_s * point.rate / self.own
+        raise TraceTooShort(
+            f"{deployment} serves {point.rate:.4g} requests/s in time, where the trace is over in "
+            f"{point.duration_s:.3g} s, of {least_s:g} s that it must last: at its own rate more than "
+            f"{needed:,.0f} s. Record longer, or let the planner draw more requests like these (resample=True)",
+            needed,
+        )
 
     def limit(
         self, deployment: Deployment, guess: float, rule: Rule | None = None, *, least: int | None = None
