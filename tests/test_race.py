@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trinity.errors import TraceTooShort
 from trinity.goodput import Outcome, Serve, goodput
 from trinity.planner.candidates import Deployment, deployments
-from trinity.planner.race import Entry, by_nominal, exhaustive, race, reaches
+from trinity.planner.race import Entry, Found, _Left, by_nominal, exhaustive, race, reaches
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
 from trinity.trace import SLO, Trace, TraceRow
 
@@ -194,6 +194,29 @@ def test_what_nominal_bounds_were_worth_for_a_method_decides_who_is_next() -> No
     found = race(Trials(serve, evenly(), LOOSE), by_nominal(entries), margin=10.0)
     assert asked[:2] == ["EP+D", "ED+P"]
     assert found[0].entry.deployment.method == "ED+P"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_is_next_is_the_likely_best_of_all_that_are_left(seed: int) -> None:
+    """By the definition: nominal bound times worth, times the mean of what was reached over it for its method."""
+    draw = random.Random(seed)
+    entries = [
+        Entry(each, 99.0, draw.choice([5.0, 10.0, draw.uniform(1, 20)]), draw.choice([1.0, 0.5]))
+        for each in deployments(["A"] * 6)
+    ]
+    left, order, ratios = list(entries), _Left(entries, (), learns=True), dict[str, list[float]]()
+    while left:
+        means = {method: sum(each) / len(each) for method, each in ratios.items()}
+        values = [each.nominal * each.worth * means.get(each.deployment.method, 1.0) for each in left]
+        best = left.pop(values.index(max(values)))
+        assert order.next() == best
+        found = Found(best, draw.random() < 0.5, draw.choice([None, 40, 90]), draw.uniform(1, 20))
+        order.learn(found)
+        reached = found.rate if found.exact else min(found.bound, best.nominal)
+        ratios.setdefault(best.deployment.method, []).append(reached / best.nominal)
+    assert order.next() is None
+    usual = _Left(entries, (), learns=False)
+    assert [usual.next() for _ in entries] == entries, "without a margin: as they are given"
 
 
 def test_a_bad_order_costs_replays_and_nothing_else() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
@@ -60,27 +61,52 @@ def race(trials: Trials, entries: Iterable[Entry], known: Sequence[Found] = (), 
     found = list(known)
     done = {each.entry.deployment for each in known}
     best = max((each for each in known if each.step is not None), key=lambda each: each.score, default=None)
-    left = [entry for entry in entries if entry.deployment not in done]
-    while left:
-        entry = left.pop(_next(left, found) if margin < inf else 0)
+    left = _Left([entry for entry in entries if entry.deployment not in done], known, learns=margin < inf)
+    while (entry := left.next()) is not None:
         outcome = _searched(trials, entry) if best is None else _challenged(trials, entry, best, margin)
         found.append(outcome)
+        left.learn(outcome)
         if outcome.exact and outcome.step is not None:
             best = outcome
     return ranked(found)
 
 
-def _next(left: Sequence[Entry], found: Sequence[Found]) -> int:
-    """Which one is likely the best: by nominal bounds, as far as these were right of others of its method."""
-    ratios: dict[str, list[float]] = {}
-    for each in found:
-        reached = each.rate if each.exact else min(each.bound, each.entry.nominal)
-        ratios.setdefault(each.entry.deployment.method, []).append(reached / each.entry.nominal)
-    usual = {method: sum(each) / len(each) for method, each in ratios.items()}
-    return max(
-        range(len(left)),
-        key=lambda n: (left[n].nominal * left[n].worth * usual.get(left[n].deployment.method, 1.0), -n),
-    )
+class _Left:
+    """Those that are not asked yet, in their order or, where it ``learns``, the likely best first.
+
+    That is by nominal bounds, as far as these were right of others of the same method: of each method the nominally
+    best one is next, so that one glance at every method finds it.
+    """
+
+    def __init__(self, entries: Sequence[Entry], known: Sequence[Found], *, learns: bool) -> None:
+        self._learns = learns
+        self._ratios: dict[str, tuple[float, int]] = {}  # reached over nominal: sum and count
+        self._queues: dict[str, deque[tuple[float, int, Entry]]] = {}
+        numbered = [(entry.nominal * entry.worth, -n, entry) for n, entry in enumerate(entries)]
+        for each in sorted(numbered, key=lambda one: one[:2], reverse=True) if learns else numbered:
+            self._queues.setdefault(self._kind(each[2]), deque()).append(each)
+        for one in known:
+            self.learn(one)
+
+    def _kind(self, entry: Entry) -> str:
+        return entry.deployment.method if self._learns else ""
+
+    def next(self) -> Entry | None:
+        """Taken out; None where none is left."""
+        heads = [(queue[0][0] * self._usual(kind), queue[0][1], kind) for kind, queue in self._queues.items() if queue]
+        return self._queues[max(heads)[2]].popleft()[2] if heads else None
+
+    def learn(self, found: Found) -> None:
+        """What became of one."""
+        if not self._learns or not found.entry.nominal:
+            return
+        reached = found.rate if found.exact else min(found.bound, found.entry.nominal)
+        total, count = self._ratios.get(kind := self._kind(found.entry), (0.0, 0))
+        self._ratios[kind] = (total + reached / found.entry.nominal, count + 1)
+
+    def _usual(self, kind: str) -> float:
+        total, count = self._ratios.get(kind, (1.0, 1))
+        return total / count
 
 
 def ranked(found: Iterable[Found]) -> list[Found]:
