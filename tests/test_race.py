@@ -210,7 +210,7 @@ def test_who_is_next_is_the_likely_best_of_all_that_are_left(seed: int) -> None:
         values = [each.nominal * each.worth * means.get(each.deployment.method, 1.0) for each in left]
         best = left.pop(values.index(max(values)))
         assert order.next() == best
-        found = Found(best, draw.random() < 0.5, draw.choice([None, 40, 90]), draw.uniform(1, 20))
+        found = Found(best, draw.random() < 0.5, draw.choice([20, 40, 90]), draw.uniform(1, 20))
         order.learn(found)
         reached = found.rate if found.exact else min(found.bound, best.nominal)
         ratios.setdefault(best.deployment.method, []).append(reached / best.nominal)
