@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from core_streams import LAYER, OFFER, again, layers, source
 from core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
-from trinity.core import InstanceCore, kv_source, kv_target
+from trinity.core import kv_source, kv_target
 from trinity.messages import (
     Cancel,
     Commit,
@@ -24,31 +25,6 @@ from trinity.messages import (
 from trinity.overlap import Transfers
 from trinity.scheduler import Rules
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
-
-LAYER = Transfers(kv="layer")
-OFFER = "D0: offer P0:1 kv of r [0,1,2] by way of P0"
-
-
-def source(**settings: Any) -> InstanceCore:
-    settings.setdefault("transfers", LAYER)
-    return make_core("P0", peers="D0", layers=3, **settings)
-
-
-def target(**settings: Any) -> InstanceCore:
-    return make_core("D0", layers=3, transfers=LAYER, **settings)
-
-
-def layers(step: int, first: int, end: int) -> Progress:
-    return Progress(step, "joint", (first, end))
-
-
-def again(step: int) -> Progress:
-    return Progress(step, "joint", None)
-
-
-def ready(*numbers: int, blocks: tuple[int, int], void: bool = False) -> Ready:
-    return Ready("P0:1", (0,), (numbers[0], numbers[1]) if numbers else None, blocks, void)
-
 
 # ---------------------------------------------------------------- the source
 

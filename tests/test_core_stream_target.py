@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from core_tables import Row, brief, done, emptied, kv_offer, lost, make_core, sent, table, work
-from trinity.core import InstanceCore
+from core_streams import ready, target
+from core_tables import Row, brief, done, emptied, kv_offer, lost, sent, table, work
 from trinity.core.cells import Cells, Piece
 from trinity.messages import (
     Cancel,
     Commit,
     Failure,
     Finished,
-    Progress,
     Pulled,
     Ready,
     Release,
 )
-from trinity.overlap import Transfers
 from trinity.scheduler import Rules
 
-LAYER = Transfers(kv="layer")
-OFFER = "D0: offer P0:1 kv of r [0,1,2] by way of P0"
-
-
-def source(**settings: Any) -> InstanceCore:
-    settings.setdefault("transfers", LAYER)
-    return make_core("P0", peers="D0", layers=3, **settings)
-
-
-def target(**settings: Any) -> InstanceCore:
-    return make_core("D0", layers=3, transfers=LAYER, **settings)
-
-
-def layers(step: int, first: int, end: int) -> Progress:
-    return Progress(step, "joint", (first, end))
-
-
-def again(step: int) -> Progress:
-    return Progress(step, "joint", None)
-
-
 PULL_REST = "pull P0:1.1 kv of r from P0 3,4,5 into 0,1,2 layers 1,3"
-
-
-def ready(*numbers: int, blocks: tuple[int, int], void: bool = False) -> Ready:
-    return Ready("P0:1", (0,), (numbers[0], numbers[1]) if numbers else None, blocks, void)
 
 
 # ---------------------------------------------------------------- the target

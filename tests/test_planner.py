@@ -264,7 +264,7 @@ def test_a_short_trace_is_drawn_longer_and_the_plan_says_so() -> None:
     plan = planner(2).plan(images(200))
     assert plan.trace.requests >= 250
     assert any("200 requests is too short" in note and "seed 0" in note for note in plan.notes)
-    with pytest.raises(TraceTooShort, match="too short to plan on"):
+    with pytest.raises(TraceTooShort, match="is too short"):
         planner(2, resample=False).plan(images(200))
 
 

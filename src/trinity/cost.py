@@ -155,6 +155,20 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return max(compute, memory) + here.pass_s
 
 
+def cost_on(device: Device, model: Model, given: Cost | Mapping[str, Cost] | None) -> Cost:
+    """What is ``given`` for every device, or for this one by its name; a roofline where nothing is.
+
+    Raises ``ConfigError`` where costs are given by name, and none for this one.
+    """
+    if given is None:
+        return Roofline(model=model, device=device)
+    if not isinstance(given, Mapping):
+        return given
+    if device.name not in given:
+        raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(given)}")
+    return given[device.name]
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """What joins two instances: bytes/s that are reached, and seconds that a transfer takes at least."""
 

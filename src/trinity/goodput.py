@@ -219,6 +219,23 @@ def _middle_rate(seconds: Sequence[float]) -> float:
     return (high - low) / span if span > 0 else math.inf
 
 
+def own_rate(trace: Trace, least_requests: int = LEAST_REQUESTS) -> float:
+    """Requests a second of a trace. Raises ``TraceTooShort`` where it has none, or fewer requests than that."""
+    times = sorted(row.timestamp / 1000 for row in trace)
+    rate = arrival_rate(times)
+    if rate is None:
+        raise TraceTooShort(f"{len(times)} requests that come at once have no rate: give a longer trace", math.inf)
+    if len(times) < least_requests:
+        needed = least_requests / rate
+        raise TraceTooShort(
+            f"a trace of {len(times):,} requests is too short: a goodput from fewer than {least_requests:,} is too "
+            f"high by far, and ranks are wrong. It must last {needed:,.0f} s at its rate; record longer, or draw more "
+            "requests like these (trinity.traces.resampled; a planner does with resample=True), or set least_requests",
+            needed,
+        )
+    return rate
+
+
 class _Search:
     def __init__(self, trace: Trace, slo: SLO, options: Options) -> None:
         self.trace, self.slo = trace, slo
@@ -230,7 +247,7 @@ class _Search:
         self.least_ttfts = LEAST_TTFTS if least_ttfts is None else least_ttfts
         self._check(least_requests)
         self.points: list[Point] = []
-        self.own = self._own_rate(least_requests)
+        self.own = own_rate(trace, least_requests)
 
     def _check(self, least_requests: int) -> None:
         if self.rule not in RULES:
@@ -251,21 +268,6 @@ class _Search:
     @property
     def least_s(self) -> float:
         return self.least_ttfts * self.slo.ttft
-
-    def _own_rate(self, least_requests: int) -> float:
-        times = sorted(row.timestamp / 1000 for row in self.trace)
-        rate = arrival_rate(times)
-        if rate is None:
-            raise TraceTooShort(f"{len(times)} requests that come at once have no rate: give a longer trace", math.inf)
-        if len(times) < least_requests:
-            needed = least_requests / rate
-            raise TraceTooShort(
-                f"a trace of {len(times):,} requests is too short: a goodput from fewer than {least_requests:,} is too "
-                f"high by far. It must last {needed:,.0f} s at its rate; record longer, or draw more requests like "
-                "these (trinity.traces.resampled), or set least_requests",
-                needed,
-            )
-        return rate
 
     def run(self) -> Searching:
         low, high = yield from self._bracket(self.own if self.bound is None else _START * self.bound)

@@ -20,7 +20,7 @@ from trinity import twin
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
-from trinity.cost import Cost, Roofline
+from trinity.cost import Cost, cost_on
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.goodput import Outcome, Serve
 from trinity.messages import IMAGE, KV
@@ -180,14 +180,7 @@ class Simulator:
 
     def cost_of(self, place: int) -> Cost:
         """The cost model of the device at this place."""
-        device = self.cluster.devices[place]
-        if self.cost is None:
-            return Roofline(model=self.model, device=device)
-        if not isinstance(self.cost, Mapping):
-            return self.cost
-        if device.name not in self.cost:
-            raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(self.cost)}")
-        return self.cost[device.name]
+        return cost_on(self.cluster.devices[place], self.model, self.cost)
 
     def serve(self, placement: Placement | str) -> Serve:
         """Serves traces on this placement, for ``trinity.goodput``. Raises as ``check`` does."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trinity.cluster import Cluster
-from trinity.cost import Cost, Device, Roofline
+from trinity.cost import Cost, Device, cost_on
 from trinity.cost import device as device_named
 from trinity.errors import ConfigError
 from trinity.model_shapes import Model
@@ -59,18 +59,9 @@ class Hardware:
                 raise ConfigError(f"two different devices are called {each.name!r}: give each kind a name of its own")
         self.prices = self._prices(prices)
         share = self.options.get("memory_share", 0.9)
-        self.kinds = {name: Kind.of(each, self._cost(each), share) for name, each in self.by_name.items()}
+        self.kinds = {name: Kind.of(each, cost_on(each, model, cost), share) for name, each in self.by_name.items()}
         self._simulators: dict[tuple[Any, ...], Simulator] = {}
         self._fitting: dict[tuple[str, str], str] = {}
-
-    def _cost(self, device: Device) -> Cost:
-        if self.cost is None:
-            return Roofline(model=self.model, device=device)
-        if not isinstance(self.cost, Mapping):
-            return self.cost
-        if device.name not in self.cost:
-            raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(self.cost)}")
-        return self.cost[device.name]
 
     def _prices(self, given: Mapping[str, float]) -> dict[str, float | None]:
         for name, price in given.items():

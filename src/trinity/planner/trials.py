@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from trinity.errors import TraceTooShort
-from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, STABLE, STEP, TOLERANCE, Point, Serve, measure
+from trinity.goodput import (
+    LEAST_REQUESTS,
+    LEAST_TTFTS,
+    SHARE,
+    STABLE,
+    STEP,
+    TOLERANCE,
+    Point,
+    Serve,
+    measure,
+    own_rate,
+)
 from trinity.planner.candidates import Deployment
 from trinity.trace import SLO, Rule, Trace
-from trinity.trace_statistics import arrival_rate
 
 GRID = 1 + TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
 _STRIDE = round(math.log(STEP) / math.log(GRID))
@@ -138,20 +148,3 @@ class Trials:
                 return low, high
         deepest = start - _DEEPEST  # one that cannot be in time at all is refuted here
         return (deepest, high) if self.holds(deployment, deepest, rule) else (None, high)
-
-
-def own_rate(trace: Trace, least_requests: int) -> float:
-    """Requests a second. Raises ``TraceTooShort`` for a trace that has none, or fewer requests than that."""
-    times = sorted(row.timestamp / 1000 for row in trace)
-    rate = arrival_rate(times)
-    if rate is None:
-        raise TraceTooShort(f"{len(times)} requests that come at once have no rate: give a longer trace", math.inf)
-    if len(times) < least_requests:
-        needed = least_requests / rate
-        raise TraceTooShort(
-            f"a trace of {len(times):,} requests is too short to plan on: from fewer than {least_requests:,} the rates "
-            f"are too high by far, and the ranks wrong. It must last {needed:,.0f} s at its rate; record longer, or "
-            "let the planner draw more requests like these (resample=True)",
-            needed,
-        )
-    return rate
