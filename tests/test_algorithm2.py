@@ -135,6 +135,12 @@ def test_where_not_even_one_item_is_in_time_the_budget_is_one() -> None:
     assert found.budgets.p == found.budgets.d == 1
 
 
+def test_a_stage_that_costs_nothing_takes_next_to_nothing() -> None:
+    free = Straight(encode=0.0, prefill=0.0, decode=0.0, fixed=0.0)
+    found = profiled(load_of((1, 600, 11)), free, SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    assert 0 < max(found.seconds) < 1e-6
+
+
 def test_text_alone_has_no_encode() -> None:
     found = profiled(load_of((0, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.seconds.e == found.budgets.e == found.throughput.e == 0

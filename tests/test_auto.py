@@ -1,174 +1,160 @@
-"""auto: what is chosen for which peer, what is left out, and what the records say."""
+"""placement="auto": starts as N x EPD, records, plans in the background and tells; nothing is moved."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from exact_pipelines import check_exact, tokens_of_the_model
-from lending import Lending, lending, lent, pool, ready
-from trinity.connector import Connector, choice
-from trinity.errors import TransportUnavailable, TrinityError
-from trinity.instance_process import _typed
-from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import Pull
-from trinity.transport import auto
-from trinity.transport.auto import AutoHostTransport, AutoTransport, Descriptor, reaching
-from trinity.transport.inproc import InprocTransport
-from trinity.transport.shm import ShmTransport
-from trinity.transport.ucx import UcxTransport
-from trinity.transport.wire import Broken
+from trinity.auto import CACHE_BYTES, Auto, automatic
+from trinity.cost import DEVICES, Roofline, Tables
+from trinity.errors import ConfigError, TraceError
+from trinity.model_shapes import MODELS
+from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
+from trinity.pipeline import Pipeline
+from trinity.trace import SLO, Trace, TraceImage, TraceRow
 
-BLOCKS, BLOCK_BYTES = 32, 16 << 10
+LLAVA = MODELS["llava-1.5-7b"]
+H100 = Roofline(model=LLAVA, device=msgspec.structs.replace(DEVICES["H100"], pass_s=1e-3))
+QUICK = Paced(shape=ModelShape.of(LLAVA), cost=LinearCost(step_s=1e-4), scale=4096)
+ROOF = Paced(shape=ModelShape.of(LLAVA), cost=H100, scale=4096)
+LOOSE = SLO(ttft=0.3, tbt=0.5)
 
 
-@pytest.fixture(autouse=True)
-def _ready() -> None:
-    ready("auto")
+def rows(count: int) -> list[TraceRow]:
+    return [
+        TraceRow(timestamp=100.0 * n, input_length=600, output_length=2, images=[TraceImage(tokens=576)])
+        for n in range(count)
+    ]
 
 
-def altered(descriptor: bytes, without: tuple[str, ...] = (), **changed: Any) -> bytes:
-    known = msgspec.msgpack.decode(descriptor, type=Descriptor)
-    pools = {scheme: each for scheme, each in known.pools.items() if scheme not in without}
-    return msgspec.msgpack.encode(msgspec.structs.replace(known, pools=pools, **changed))
+class Recorded:
+    """A pipeline as Auto sees it."""
+
+    def __init__(self, count: int, cost: Any = H100) -> None:
+        self.trace, self.cost, self.profiled = Trace(rows(count)), cost, 0
+
+    async def profile(self) -> Tables:
+        self.profiled += 1
+        found = {"decodes": {1: 1e-3}, "prefill": {1: 1e-3}, "media": {576: 1e-3}}
+        return Tables.measured({1: found}, model="llava", device="cpu", dtype="float32")
 
 
-async def chosen(descriptor: bytes, schemes: Any = None) -> str:
-    """The scheme by which a peer's pool is read; it must bring its blocks."""
-    transport, memory = AutoTransport(schemes), pool(BLOCKS, BLOCK_BYTES)
-    remote = await transport.attach(descriptor, memory)
-    assert await remote.read([3, 1], [1, 30]) == 2 * BLOCK_BYTES
-    assert await remote.generation([3]) == 0
-    assert torch.equal(memory.tensor[[1, 30]], lent(BLOCKS, BLOCK_BYTES)[[3, 1]])
-    await transport.aclose()
-    return remote.scheme
+def auto(requests: int = 120, instances: int = 2) -> Auto:
+    made = Auto(ROOF, instances, LOOSE, 60 << 30)
+    made.requests, made.every_s = requests, 0.01
+    return made
 
 
-async def test_in_one_process_it_is_inproc(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "trinity")
-    transport, memory = AutoTransport(), pool(BLOCKS, BLOCK_BYTES)
-    memory.tensor.copy_(lent(BLOCKS, BLOCK_BYTES))
-    descriptor = transport.publish(memory)
-    assert await chosen(descriptor) == "inproc"
-    assert "kv blocks of process" in caplog.text
-    assert "come by inproc" in caplog.text
-    assert await chosen(altered(descriptor, process=1)) == "shm", "the number is another process's"
-    await transport.aclose()
+async def test_it_plans_when_enough_was_recorded_and_tells(caplog: pytest.LogCaptureFixture) -> None:
+    made, pipe = auto(), Recorded(119)
+    caplog.set_level(logging.INFO, logger="trinity")
+    await made.begin(pipe)
+    await asyncio.sleep(0.05)
+    assert made.plan is None
+    pipe.trace.append(TraceRow(timestamp=12_000.0, input_length=30, output_length=2))
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert made.plan is not None
+    assert made.plan.best.instances == 2
+    assert made.plan.slo == LOOSE
+    assert made.plan.placement in caplog.text
+    different = made.plan.placement != "2EPD"
+    assert different == ("serves this traffic better than 2EPD" in caplog.text)
+    assert pipe.profiled == 0
+    await made.aclose()
 
 
-async def test_between_processes_and_hosts(peer: Lending) -> None:
-    found = msgspec.msgpack.decode(peer.descriptor, type=Descriptor)
-    assert set(found.pools) >= {"inproc", "shm", "nixl"}, "published under every scheme that it has"
-    assert "ucx" not in found.pools, "one copy of UCX in a process"
-    assert await chosen(peer.descriptor) == "shm"
-    assert await chosen(altered(peer.descriptor, ("shm",))) == "nixl"
-    assert await chosen(altered(peer.descriptor, host="another")) == "nixl"
-    with pytest.raises(TransportUnavailable, match="no transport reaches"):
-        await chosen(altered(peer.descriptor, ("nixl",), host="another"))
+async def test_costs_are_measured_where_they_are_not_known() -> None:
+    made, pipe = auto(), Recorded(120, None)
+    await made.begin(pipe)
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert pipe.profiled == 1
+    assert made.plan is not None or made.error is not None
+    await made.aclose()
 
 
-async def test_ucx_where_nixl_is_not_installed() -> None:
-    def absent() -> Any:
-        raise TransportUnavailable("it is not installed", "nixl")
+async def test_a_plan_that_cannot_be_made_is_told_and_no_failure(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise TraceError("too short for anything")
 
-    schemes = {"nixl": absent, "ucx": UcxTransport}
-    transport, memory = AutoTransport(schemes), pool(BLOCKS, BLOCK_BYTES)
-    memory.tensor.copy_(lent(BLOCKS, BLOCK_BYTES))
-    assert await chosen(transport.publish(memory), schemes) == "ucx"
-    await transport.aclose()
-
-
-@pytest.fixture
-async def peer() -> Any:
-    async with lending("auto", BLOCKS, BLOCK_BYTES) as process:
-        yield process
+    made = auto()
+    monkeypatch.setattr(made, "_planned", fails)
+    await made.begin(Recorded(120))
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert isinstance(made.error, TraceError)
+    assert "no plan could be made of 120 requests: too short for anything" in caplog.text
+    await made.aclose()
 
 
-async def test_none_left_says_why() -> None:
-    def absent() -> Any:
-        raise TransportUnavailable("nothing like it is installed", "fancy")
+async def test_a_fault_of_the_planner_is_told_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
 
-    transport, memory = AutoTransport({"fancy": absent}), pool(BLOCKS, BLOCK_BYTES)
-    with pytest.raises(TransportUnavailable, match=r"kv pool .*fancy: nothing like it"):
-        transport.publish(memory)
-    here = AutoHostTransport()
-    descriptor = altered(here.publish(memory), host="another")
-    with pytest.raises(TransportUnavailable, match=r"no transport reaches process \d+, which has inproc, shm"):
-        await here.attach(descriptor, memory)
-    await here.aclose()
-    await transport.aclose()
-
-
-async def test_what_a_pool_cannot_do_is_left_out() -> None:
-    transport = AutoTransport({"shm": ShmTransport, "inproc": InprocTransport})
-    private = BlockMemory(BlockShape("kv", (8,), torch.int64), 4)
-    assert set(msgspec.msgpack.decode(transport.publish(private), type=Descriptor).pools) == {"inproc"}
-    await transport.aclose()
+    made = auto()
+    monkeypatch.setattr(made, "_planned", fails)
+    await made.begin(Recorded(120))
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert "ZeroDivisionError" in str(made.error)
+    assert "planning failed on 120 requests" in caplog.text
+    await made.aclose()
 
 
-def test_an_unknown_host_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert auto.this_host() == auto.this_host()
-
-    def unreadable(path: object) -> str:
-        raise OSError
-
-    monkeypatch.setattr(os, "readlink", unreadable)
-    assert auto.this_host().startswith("process ")
+async def test_closed_while_it_waits_or_plans_it_plans_no_more() -> None:
+    waiting = auto()
+    await waiting.begin(Recorded(3))
+    await waiting.aclose()
+    planning = auto()
+    await planning.begin(Recorded(120))
+    await asyncio.sleep(0.05)
+    await planning.aclose()
+    assert not waiting.done.is_set()
+    assert planning.plan is None or planning.done.is_set()
+    await auto().aclose()  # never begun
 
 
 @pytest.mark.parametrize(
-    ("scheme", "addresses", "named"),
+    ("options", "said"),
     [
-        ("auto", [None, None], "auto-host"),
-        ("auto", [None, "unix:/run/p0"], "auto-host"),
-        ("auto", [None, "tcp:10.0.0.7:7000"], "auto"),
-        ("nixl", [None, None], "nixl"),
+        ({"slo": None}, "plans for an SLO"),
+        ({"instances": None}, "needs instances="),
+        ({"instances": 0}, "needs instances="),
     ],
 )
-def test_who_stays_on_a_host_listens_on_no_network(scheme: str, addresses: list[str | None], named: str) -> None:
-    assert reaching(scheme, addresses) == named
+def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(QUICK, "auto", **{"slo": LOOSE, "instances": 2, **options})
 
 
-def test_what_is_used_where_nobody_says() -> None:
-    assert choice(None, "thread") == choice("auto", "thread") == "inproc"
-    assert choice(None, "process") == choice("auto", "process") == "auto"
-    assert choice("nixl", "process") == "nixl"
-    assert not AutoHostTransport().network
-    assert AutoTransport().network
+def test_the_shape_of_a_paced_model_is_its_rooflines_or_a_known_one() -> None:
+    assert Auto(ROOF, 2, LOOSE).model is LLAVA
+    assert Auto(QUICK, 2, LOOSE).model is LLAVA
+    assert Auto(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + CACHE_BYTES
+    own = msgspec.structs.replace(LLAVA_15_7B, name="mine")
+    with pytest.raises(ConfigError, match="'mine' is none of MODELS"):
+        Auto(Paced(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)
 
 
-async def test_a_connector_records_what_was_chosen(peer: Lending) -> None:
-    connector = Connector("auto")
-    connector.bind("D0", {"kv": pool(BLOCKS, BLOCK_BYTES)})
-    for descriptor, scheme in ((peer.descriptor, "shm"), (altered(peer.descriptor, ("shm",)), "nixl")):
-        connector.introduce("P0", {"kv": descriptor})
-        record = (await connector.pull("D0", Pull("P0:1", 0, "P0", "kv", "r", (1, 2, 5), (3, 4, 0)))).record
-        assert (record["scheme"], record["bytes"], record["pieces"]) == (scheme, 3 * BLOCK_BYTES, 2)
-        assert record["gb_s"] == record["bytes"] / record["seconds"] / 1e9
-    await peer.revoke(1, 7)
-    answer = await connector.pull("D0", Pull("P0:1", 0, "P0", "kv", "r", (1,), (3,)))
-    assert answer.failure is not None
-    assert (answer.failure.fields["reason"], answer.record["scheme"]) == ("stale", "nixl")
-    await connector.aclose()
+def test_any_other_placement_is_left_as_it_is() -> None:
+    assert automatic(QUICK, "2EPD", None, None, None) == (None, "2EPD")
+    assert automatic(QUICK, ["x"], 3, None, None) == (None, ["x"])
 
 
-@pytest.mark.parametrize("error", ["UnknownName", "TransportUnavailable", "ConfigError", "KeyError"])
-def test_what_an_instance_could_not_do_is_told_in_its_words(error: str) -> None:
-    made = _typed(Broken(error, "unknown transport 'auto-host'; known: inproc"))
-    assert str(made) == "unknown transport 'auto-host'; known: inproc"
-    assert isinstance(made, TrinityError)
-
-
-@pytest.fixture(scope="module")
-def wanted() -> list[tuple[int, ...]]:
-    return tokens_of_the_model()
-
-
-@pytest.mark.parametrize(("hosting", "says"), [("process", "shm"), ("thread", "inproc")])
-async def test_pipelines_are_exact_and_say_which(hosting: str, says: str, wanted: list[tuple[int, ...]]) -> None:
-    await check_exact("E+P+D", "auto", wanted, hosting=hosting, says=says)
+async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> None:
+    pipe = Pipeline(QUICK, "auto", instances=2, slo=LOOSE, pools={"image": 8, "kv": 256})
+    assert (pipe.placement.method, pipe.placement.size) == ("EPD", 2)
+    assert pipe.auto is not None
+    pipe.auto.requests, pipe.auto.every_s = 5, 0.01
+    async with pipe:
+        for _ in range(5):
+            await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
+        await asyncio.wait_for(pipe.auto.done.wait(), 60)
+        assert len(pipe.trace) == 5
+    assert pipe.auto.error is not None  # five requests are too few to draw others from
+    assert "From 5 requests no others can be drawn" in str(pipe.auto.error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from trinity.auto import automatic
 from trinity.budget import Budgets
 from trinity.connector import Connector, choice, make_connector
 from trinity.cost import Cost, Tables
@@ -57,23 +58,22 @@ class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
     ``model`` is a directory in transformers' format, or ``Paced`` (stages wait in place of computing). ``placement`` is
-    "EPD", "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best) or a list of ``Instance``. ``slo`` (TTFT and TBT, in
-    seconds) has the budgets of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048
-    tokens and one image a step.
-    ``rules`` has the scheduler's policy, queue order and switches.
-    ``pools`` (blocks by kind) or ``memory_bytes`` (weights included) size every instance that says nothing itself.
-    ``observe(request_id, index, logits)`` sees every row of logits before sampling. ``transfers`` says when
-    blocks start to move; ``verify`` ("always", "network", "never"; of a Connector its own) which are compared with the
-    source's digests on arrival. ``secret`` (or TRINITY_SECRET) proves this pipeline to instances that run already
-    (``Instance(address=...)``). A process that says nothing for ``silence_s`` seconds is killed and started again.
+    "EPD", "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best), a list of ``Instance``, or "auto": ``instances`` of
+    EPD, and a plan of what comes, told and not applied (``pipe.auto``). ``slo`` (TTFT and TBT, seconds) has the budgets
+    of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
+    ``rules`` has the scheduler's policy, queue order and switches. ``pools`` (blocks by kind) or ``memory_bytes``
+    (weights included) size every instance that says nothing itself. ``observe(request_id, index, logits)`` sees every
+    row of logits before sampling. ``transfers`` says when blocks start to move; ``verify`` ("always", "network",
+    "never"; of a Connector its own) which are compared with the source's digests on arrival. ``secret`` (or
+    TRINITY_SECRET) proves this pipeline to instances that run already (``Instance(address=...)``). A process that says
+    nothing for ``silence_s`` seconds is killed and started again.
 
     ::
 
         async with trinity.Pipeline("path/to/llava", placement="1E1P1D") as pipe:
             output = await pipe.complete(trinity.Request("<image> What is this?", images=["cat.jpg"]))
 
-    The constructor is quick; weights, tokenizer and processor are loaded at start, on a thread. Raises
-    ``PlacementError``, ``UnsupportedModel`` and other ``ConfigError`` on construction or at start.
+    The constructor is quick; weights and processor are loaded at start, on a thread. Both raise ``ConfigError``.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -111,7 +111,9 @@ class Pipeline:
         transfers: Transfers | None = None,
         secret: str | None = None,
         silence_s: float = SILENCE_S,
+        instances: int | None = None,
     ) -> None:
+        self.auto, placement = automatic(model_of(model), placement, instances, slo, memory_bytes)
         common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device}
         common |= {"prefix_cache": prefix_cache, "image_cache": image_cache}
         self.instances = named(placed(placement, common))
@@ -128,8 +130,7 @@ class Pipeline:
         self._reached: dict[str, Host] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
-        self._departed = asyncio.Event()
-        self._state, self._preparing = "new", 0
+        self._departed, self._state, self._preparing = asyncio.Event(), "new", 0
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -162,6 +163,8 @@ class Pipeline:
         for host in self._reached.values():
             self._frontend.handle(host.announcement(), time.monotonic())
         self._state = "running"
+        if self.auto is not None:
+            await self.auto.begin(self)
 
     def _load_processor(self) -> None:
         self._processor = make_processor(self._deployment.model, self._limits)
@@ -376,6 +379,8 @@ class Pipeline:
         await outlast(self._closing)
 
     async def _close(self) -> None:
+        if self.auto is not None:
+            await self.auto.aclose()
         for stream in list(self._streams.values()):
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))

@@ -23,6 +23,7 @@ ALPHA = 0.5  # of the TTFT bound, for one encode batch
 BETA = 0.5  # of the TTFT bound, for one prefill batch
 GAMMA = 0.9  # of the memory that weights leave, for caches
 LARGEST = 65_536  # tokens or rows that a budget may come to
+LEAST_S = 1e-9  # of a step: a cost model may leave a stage out, and its throughput is a number all the same
 Split = Literal["largest_remainder", "minimax"]
 
 
@@ -109,14 +110,14 @@ def stage_seconds(load: Workload, cost: Cost) -> tuple[Callable[[int], float], .
     """Seconds of a batch of so many visual tokens, prompt tokens, decodes: each stage alone, of this workload."""
 
     def encode(tokens: int) -> float:
-        return cost.at(0, 0, tokens, context=0.0)
+        return max(LEAST_S, cost.at(0, 0, tokens, context=0.0))
 
     def prefill(tokens: int) -> float:
         prompts = ceil(tokens / max(1.0, load.mean_prompt))
-        return cost.at(0, tokens, 0, context=0.0, prefills=max(1, prompts))
+        return max(LEAST_S, cost.at(0, tokens, 0, context=0.0, prefills=max(1, prompts)))
 
     def decode(rows: int) -> float:
-        return cost.at(rows, 0, 0, context=load.context)
+        return max(LEAST_S, cost.at(rows, 0, 0, context=load.context))
 
     return encode, prefill, decode
 
