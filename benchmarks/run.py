@@ -1,4 +1,4 @@
-"""Every benchmark, or one: make bench ARGS="[--only NAME] [--quick] [--patience SECONDS] [--write-docs]"
+"""Every benchmark, or one: make bench ARGS="[--only NAME] [--quick] [--patience S] [--minutes MINUTES] [--write-docs]"
 
 Prints tables and writes bench-results/NAME.json; --write-docs makes docs/performance.md of all the JSON that is there.
 """
@@ -27,6 +27,9 @@ NAMES = (
     "control",
     "fidelity",
     "watch",
+    "rank",
+    "figures",
+    "plan_speed",
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -54,12 +57,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models, few repetitions: does it run at all?")
     parser.add_argument("--write-docs", action="store_true", help="write docs/performance.md from the results")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds a round may wait for a quiet machine")
+    parser.add_argument("--minutes", type=float, default=5.0, help="that a benchmark of many cases may take (rank)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     asked = parser.parse_args(arguments)
     if asked.quick and asked.write_docs:
         parser.error("figures of --quick mean nothing: run without it to write the documents")
     for name in asked.only or NAMES:
-        run(name, Setting(quick=asked.quick, patience_s=asked.patience), asked.results)
+        kept = None if asked.quick else asked.results
+        setting = Setting(quick=asked.quick, patience_s=asked.patience, minutes=asked.minutes, kept=kept)
+        run(name, setting, asked.results)
     if asked.write_docs:
         write_page(asked.results)
 

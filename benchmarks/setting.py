@@ -60,11 +60,14 @@ def build_cached(name: str) -> Path:
 class Setting:
     """``quick``: tiny checkpoints and few repetitions, to see that everything runs; its figures mean nothing.
 
-    ``patience_s``: how long a round may wait for others to leave the machine alone.
+    ``patience_s``: how long a round may wait for others to leave the machine alone. ``minutes``: how long a benchmark
+    of many cases may take; the folder ``kept`` has what it did before, and gets the rest (None: kept nowhere).
     """
 
     quick: bool = False
     patience_s: float = 0.0
+    minutes: float = 5.0
+    kept: Path | None = None
     checkpoint: Callable[[str], Path] = build_cached
     photos: Sequence[Path] = field(default_factory=lambda: sorted(PHOTOS.glob("*.jpg")))
 

@@ -1,0 +1,145 @@
+"""How long plans take, and how many requests a second are simulated: compiled, in Python, and by plain simpy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from benchmarks.report import Aim, Result, Table
+from benchmarks.setting import Setting
+from benchmarks.simpy_pipeline import Model
+from trinity import traces, twin
+from trinity.cluster import Cluster
+from trinity.model_shapes import model as model_named
+from trinity.planner import HybridPlanner
+from trinity.simulator import Replay, Simulator
+from trinity.trace import SLO, Trace
+
+PLANNED, DEVICE, PLAN_SLO = "qwen2-vl-7b", "H100", SLO(2.0, 0.1)
+SIMULATED, PLACEMENT, SIMULATED_SLO, RATE = "llava-1.5-7b", "1E3P4D", SLO(4.0, 0.08), 40.0
+THINNED = 0.06  # of its requests that the shipped day has
+AIMS = {"race, N = 8": 1.0, "exhaustive, N = 8": 10.0, "race, N = 64": 10.0, "race, N = 1,024, 24 h": 300.0}
+
+
+class Took(NamedTuple):
+    """Seconds of CPU and wall, of ``plan()``; replays of its search, requests of the trace, what it chose."""
+
+    cpu_s: float
+    wall_s: float
+    replays: int
+    requests: int
+    placement: str
+
+
+class Speed(NamedTuple):
+    """Requests a second of CPU, and the mean TTFT and gap in s that it found."""
+
+    rate: float
+    ttft: float
+    gap: float
+
+
+def planned(trace: Trace, instances: int, seeds: int = 0, **options: Any) -> Took:
+    """Of a whole plan. Without ``seeds`` it gives no confidence."""
+    planner = HybridPlanner(PLANNED, PLAN_SLO, instances=instances, device=DEVICE, seeds=seeds, **options)
+    cpu, wall = time.process_time(), time.perf_counter()
+    plan = planner.plan(trace)
+    took = time.process_time() - cpu, time.perf_counter() - wall
+    return Took(*took, plan.runs, plan.trace.requests, plan.placement)
+
+
+def fastest(one: Callable[[], tuple[float, float]], requests: int, rounds: int) -> Speed:
+    """Of some rounds; ``one`` serves them all and returns the mean TTFT and gap."""
+    best, seen = float("inf"), (0.0, 0.0)
+    for _ in range(rounds):
+        began = time.process_time()
+        seen = one()
+        best = min(best, time.process_time() - began)
+    return Speed(requests / max(best, 1e-9), *seen)
+
+
+def by_simulator(trace: Trace, engine: str) -> tuple[float, float]:
+    return means(simulator(engine).replay(trace, PLACEMENT))
+
+
+def simulator(engine: str = "auto") -> Simulator:
+    return Simulator(SIMULATED, SIMULATED_SLO, cluster=Cluster.of(DEVICE, 8), engine=engine)
+
+
+def means(replay: Replay) -> tuple[float, float]:
+    ttft = fmean(each.ttft_s for each in replay.outcomes if each.ttft_s is not None)
+    return ttft, fmean(gap for each in replay.outcomes for gap in each.itl_s)
+
+
+def by_simpy(trace: Trace) -> tuple[float, float]:
+    served = Model(simulator(), PLACEMENT, trace).run()
+    ttft = fmean(each.times[0] - each.job.at for each in served)
+    return ttft, fmean((each.times[-1] - each.times[0]) / max(1, len(each.times) - 1) for each in served)
+
+
+def speeds(requests: int, rounds: int) -> dict[str, Speed]:
+    rule = model_named(SIMULATED).visual_tokens
+    trace = traces.synthesise("TextCaps", requests, visual_tokens=rule, rate=RATE, seed=0)
+    found = {} if twin.missing() else {"compiled": fastest(lambda: by_simulator(trace, "compiled"), requests, rounds)}
+    return {
+        **found,
+        "Python core": fastest(lambda: by_simulator(trace, "python"), requests, rounds),
+        "plain simpy": fastest(lambda: by_simpy(trace), requests, rounds),
+    }
+
+
+def plans(quick: bool) -> dict[str, Took]:
+    hour = traces.shipped("servegen-image-1h")
+    if quick:
+        return {"race, N = 2": planned(hour.window(0, 120), 2, resample=True)}
+    ten = hour.window(0, 600)
+    found = {
+        "race, N = 8": planned(ten, 8),
+        "race, N = 8, and confidence over 3 seeds": planned(ten, 8, seeds=3),
+        "exhaustive, N = 8": planned(ten, 8, strategy="exhaustive"),
+        "race, N = 64": planned(ten, 64),
+    }
+    day = traces.denser(traces.shipped("servegen-image-24h"), 1 / THINNED, seed=0)
+    return {**found, "race, N = 1,024, 24 h": planned(day, 1024)}
+
+
+def run(setting: Setting) -> Result:
+    setting.settle()
+    found = plans(setting.quick)
+    served = speeds(60, 1) if setting.quick else speeds(3000, 3)
+    return result(found, served)
+
+
+def result(found: dict[str, Took], served: dict[str, Speed]) -> Result:
+    made = Result(
+        "plan_speed",
+        "Speed of plans and of the simulator",
+        f"CPU time of one thread, wall time beside it. Plans: {PLANNED} on {DEVICE}, SLO {PLAN_SLO.ttft:g} s and "
+        f"{PLAN_SLO.tbt:g} s, on ten minutes of the shipped hour or on the shipped day at its own rate again; the "
+        f"trace is there already. Simulated: {SIMULATED}, {PLACEMENT}, TextCaps at {RATE:g} requests/s, best of three.",
+    )
+    rows = [
+        [name, f"{took.cpu_s:.2f}", f"{took.wall_s:.2f}", f"{took.replays}", f"{took.requests:,}", took.placement]
+        for name, took in found.items()
+    ]
+    header = ("plan", "CPU s", "wall s", "replays searched", "requests", "chosen")
+    made.tables.append(Table("Plans", header, rows))
+    rows = [
+        [name, f"{each.rate:,.0f}", f"{each.ttft * 1e3:.1f}", f"{each.gap * 1e3:.2f}"] for name, each in served.items()
+    ]
+    made.tables.append(Table("Requests simulated a second", ("", "requests/s", "TTFT ms", "TBT ms"), rows))
+    made.values = {
+        "plans": {name: took._asdict() for name, took in found.items()},
+        "simulated": {name: each._asdict() for name, each in served.items()},
+    }
+    for name, most in AIMS.items():
+        if name in found:
+            seen = found[name].cpu_s
+            made.aims.append(
+                Aim(
+                    f"plan, {name}", f"<= {most:g} s" if most < 100 else "minutes (<= 5)", f"{seen:.2f} s", seen <= most
+                )
+            )
+    return made
