@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 
 from simulating import row, simulator
 from trinity import serving, twin
+from trinity.blocks import prefix_keys
 from trinity.errors import ConfigError, TraceError
 from trinity.goodput import Outcome, measure, point
 from trinity.overlap import Transfers
 from trinity.serving import Serving, requests_of
 from trinity.simulator import Replay, Simulator
+from trinity.testing.virtual import settings_of
 from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
-from trinity.twin import Raw, Workload
+from trinity.twin import Raw
+from trinity.twin_workload import Asked, Workload, asked_of
+from trinity.workload import Job, work_of
 
 needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
 
@@ -165,6 +169,30 @@ def test_a_trace_is_read_once() -> None:
     assert requests_of(trace, shape) is requests_of(trace, shape)
     assert requests_of(trace, shape) is not requests_of(Trace(trace), shape)
     assert requests_of(Trace(trace), shape).asked.tolist() == requests_of(trace, shape).asked.tolist()
+
+
+@needs_twin
+@pytest.mark.parametrize("seed", range(30))
+def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
+    """The twin's numbers from a trace's rows, its numbers from whole prompts, and the pools' digests."""
+    draw = Random(seed)
+    jobs = []
+    for _ in range(30):
+        images = draw.choices([3, 40, 600], k=draw.choice([0, 0, 1, 3]))
+        named = tuple((count, f"image{draw.randint(0, 1)}") for count in images)
+        hashes = tuple(draw.choices(range(3), k=draw.choice([0, 1, 2, 4])))
+        jobs.append(
+            Job(at=0.0, prompt=sum(images) + draw.randint(1, 1600), images=named, max_tokens=2, hash_ids=hashes)
+        )
+    like = settings_of("EPD", {"image": 1, "kv": 1}, kv_block=draw.choice([1, 5, 16, 512]))[0]
+    works = [work_of(job, number, True) for number, job in enumerate(jobs)]
+    digests = [prefix_keys(work.prompt, work.media, like.kv_block) for work in works]
+    known: dict[bytes, int] = {}
+    expected = [[known.setdefault(key, len(known)) for key in keys] for keys in digests]
+    for asked in ([asked_of(job, number, True) for number, job in enumerate(jobs)], [Asked.of(each) for each in works]):
+        one = Workload(asked, like)
+        seen: dict[int, int] = {}
+        assert [[seen.setdefault(key, len(seen)) for key in one.prefix_keys(each)] for each in asked] == expected
 
 
 # ------------------------------------------------------------ judging

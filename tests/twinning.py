@@ -43,7 +43,8 @@ from trinity.routing import RoundRobin
 from trinity.scheduler import Policy, Rules
 from trinity.simulated import Simulated
 from trinity.testing.virtual import settings_of
-from trinity.twin import Act, Asked, Deployed, Told, Workload, simulate
+from trinity.twin import Act, Deployed, Told, simulate
+from trinity.twin_workload import Asked, Workload
 from trinity.workload import Job
 
 EVENTS = (

@@ -17,7 +17,8 @@ from trinity.goodput import Outcome, Point, completions
 from trinity.model_shapes import Model
 from trinity.trace import RULES, SLO, Trace
 from trinity.trace_statistics import arrival_rate
-from trinity.twin import Deployed, Told, Workload
+from trinity.twin import Deployed, Told
+from trinity.twin_workload import Workload
 from trinity.workload import Job, jobs_of, shares
 
 Floats = npt.NDArray[np.float64]

@@ -6,7 +6,7 @@ every event, command, count of free blocks and float time of random replays (dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -18,13 +18,14 @@ from trinity.budget import StepCost
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
 from trinity.cost import Roofline, Tables
-from trinity.messages import IMAGE, KV, MediaSpan, Work
+from trinity.messages import IMAGE, KV
 from trinity.model_shapes import Model
 from trinity.native import extension
 from trinity.paced import LinearCost, TableCost
 from trinity.routing import RoundRobin, RoutingPolicy
 from trinity.scheduler import Rules, StepTime
-from trinity.workload import Job, work_of
+from trinity.twin_workload import Workload, rows_of
+from trinity.workload import Job
 
 SIMULATOR = 1  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
@@ -35,21 +36,6 @@ KINDS = (IMAGE, KV)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
-
-
-class Asked(NamedTuple):
-    """One request as the twin is told of it. ``prompt`` tokens mean something only where prefixes are cached."""
-
-    length: int
-    max_tokens: int
-    media: Sequence[MediaSpan] = ()
-    prompt: Sequence[int] = ()
-    deadline_s: float | None = None
-    name: str = ""
-
-    @classmethod
-    def of(cls, work: Work) -> Asked:
-        return cls(len(work.prompt), work.max_tokens, work.media, work.prompt, work.deadline_s, work.request)
 
 
 class Raw(NamedTuple):
@@ -120,82 +106,6 @@ def _common(each: Settings) -> tuple[Any, ...]:
     return each.media_block, each.kv_block, each.image_cache, each.prefix_cache, each.transfers
 
 
-class Workload:
-    """Requests in the twin's form, to be replayed at any times and on any placement with the same blocks and caches."""
-
-    def __init__(self, asked: Iterable[Asked], like: Settings) -> None:
-        self._contents: dict[tuple[str, str], tuple[int, int, int]] = {}
-        self._chains: dict[tuple[Any, ...], int] = {}
-        self._media_keys = 0
-        self.like = like
-        rows: list[tuple[int, ...]] = []
-        items: list[tuple[int, ...]] = []
-        keys: list[int] = []
-        given = list(asked)
-        ranks = _ranks([each.name for each in given])
-        for each, rank in zip(given, ranks, strict=True):
-            own = self._prefix_keys(each) if like.prefix_cache else ()
-            rows.append((each.length, each.max_tokens, len(each.media), len(own), rank))
-            items += [self._item(span) for span in each.media]
-            keys += own
-        lasts = np.cumsum([each.max_tokens for each in given], dtype=np.int64)
-        self.first = np.concatenate([np.zeros(1, np.int64), lasts])[: len(given)]
-        self.made = extension.sim_workload(
-            _rows(rows, 5, np.int32),
-            np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64),
-            _rows(items, 6, np.int32),
-            np.array(keys, np.int32),
-            like.media_block,
-            like.kv_block,
-        )
-
-    @classmethod
-    def of(cls, jobs: Sequence[Job], like: Settings) -> Workload:
-        """Of a trace; content is looked at where there are caches."""
-        shared = like.image_cache or like.prefix_cache
-        return cls((_asked(job, number, shared) for number, job in enumerate(jobs)), like)
-
-    def _item(self, span: MediaSpan) -> tuple[int, ...]:
-        known = self._contents.get((span.kind, span.content))
-        if known is None:
-            known = self._contents[span.kind, span.content] = (len(self._contents), self._media_keys, span.tokens)
-            self._media_keys += -(-span.tokens // self.like.media_block)
-        content, key, tokens = known
-        assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
-        return span.tokens, content, key, span.offset, span.end, int(span.atomic)
-
-    def _prefix_keys(self, asked: Asked) -> list[int]:
-        """As ``blocks.prefix_keys``, with numbers in place of digests."""
-        block, previous, keys = self.like.kv_block, -1, []
-        for start in range(0, asked.length - block + 1, block):
-            end = start + block
-            inside = [(m.content, m.offset - start) for m in asked.media if m.offset < end and m.end > start]
-            link = (previous, *asked.prompt[start:end], *inside)
-            previous = self._chains.setdefault(link, len(self._chains))
-            keys.append(previous)
-        return keys
-
-
-def _asked(job: Job, number: int, shared: bool) -> Asked:
-    if job.refused:
-        return Asked(1, 1)
-    if shared or job.images:
-        work = work_of(job, number, shared)
-        return Asked(job.prompt, job.max_tokens, work.media, work.prompt, None, work.request)
-    return Asked(job.prompt, job.max_tokens)
-
-
-def _ranks(names: list[str]) -> list[int]:
-    ranks = [0] * len(names)
-    for rank, number in enumerate(sorted(range(len(names)), key=names.__getitem__)):
-        ranks[number] = rank
-    return ranks
-
-
-def _rows(rows: list[tuple[int, ...]], width: int, dtype: Any) -> npt.NDArray[Any]:
-    return np.array(rows, dtype).reshape(-1, width)
-
-
 Act = tuple[float, int, bool]  # when, which request, whether it is given up
 
 
@@ -224,7 +134,7 @@ class Deployed:
         known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
         self._given = (
-            _rows([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
+            rows_of([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
             np.array(limits, np.float64),
             _costs(costs, known),
             _costs([each.rules.cost for each in settings], known),

@@ -1,0 +1,149 @@
+"""Requests as the compiled twin is told of them: counts, and numbers for equal content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity.core.state import Settings
+from trinity.messages import MediaSpan, Work
+from trinity.native import extension
+from trinity.workload import HASHED, Job, work_of
+
+Runs = Sequence[tuple[int, int]]  # of equal tokens: which, how many
+
+
+class Asked(NamedTuple):
+    """One request. ``runs`` of its prompt matter only where prefixes are cached; no two neighbours are equal."""
+
+    length: int
+    max_tokens: int
+    media: Sequence[MediaSpan] = ()
+    runs: Runs = ()
+    deadline_s: float | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, work: Work) -> Asked:
+        runs = [(token, sum(1 for _ in same)) for token, same in groupby(work.prompt)]
+        return cls(len(work.prompt), work.max_tokens, work.media, runs, work.deadline_s, work.request)
+
+
+class Workload:
+    """Requests in the twin's form, to be replayed at any times and on any placement with the same blocks and caches."""
+
+    def __init__(self, asked: Iterable[Asked], like: Settings) -> None:
+        self._contents: dict[tuple[str, str], tuple[int, int, int]] = {}
+        self._chains: dict[tuple[Any, ...], int] = {}
+        self._media_keys = 0
+        self.like = like
+        rows: list[tuple[int, ...]] = []
+        items: list[tuple[int, ...]] = []
+        keys: list[int] = []
+        given = list(asked)
+        ranks = _ranks([each.name for each in given])
+        for each, rank in zip(given, ranks, strict=True):
+            own = self.prefix_keys(each) if like.prefix_cache else ()
+            rows.append((each.length, each.max_tokens, len(each.media), len(own), rank))
+            items += [self._item(span) for span in each.media]
+            keys += own
+        lasts = np.cumsum([each.max_tokens for each in given], dtype=np.int64)
+        self.first = np.concatenate([np.zeros(1, np.int64), lasts])[: len(given)]
+        self.made = extension.sim_workload(
+            rows_of(rows, 5, np.int32),
+            np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64),
+            rows_of(items, 6, np.int32),
+            np.array(keys, np.int32),
+            like.media_block,
+            like.kv_block,
+        )
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], like: Settings) -> Workload:
+        """Of a trace; prompts are looked at where they are cached."""
+        return cls((asked_of(job, number, like.prefix_cache) for number, job in enumerate(jobs)), like)
+
+    def _item(self, span: MediaSpan) -> tuple[int, ...]:
+        known = self._contents.get((span.kind, span.content))
+        if known is None:
+            known = self._contents[span.kind, span.content] = (len(self._contents), self._media_keys, span.tokens)
+            self._media_keys += -(-span.tokens // self.like.media_block)
+        content, key, tokens = known
+        assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
+        return span.tokens, content, key, span.offset, span.end, int(span.atomic)
+
+    def prefix_keys(self, asked: Asked) -> list[int]:
+        """As ``blocks.prefix_keys``, with numbers in place of digests and runs in place of tokens."""
+        block, previous, keys, chains = self.like.kv_block, -1, [], self._chains
+        last = max((m.end for m in asked.media), default=0)
+        for number, piece in enumerate(_cut(asked.runs, block)):
+            start = number * block
+            inside: tuple[tuple[str, int], ...] = ()
+            if start < last:
+                end = start + block
+                inside = tuple((m.content, m.offset - start) for m in asked.media if m.offset < end and m.end > start)
+            previous = chains.setdefault((previous, piece, inside), len(chains))
+            keys.append(previous)
+        return keys
+
+
+def _cut(runs: Runs, block: int) -> Iterator[int | tuple[tuple[int, int], ...]]:
+    """Each full block of a prompt: its token, where all are equal, else its own runs."""
+    parts: list[tuple[int, int]] = []
+    room = block
+    for token, count in runs:
+        if parts:
+            taken = min(room, count)
+            parts.append((token, taken))
+            room, count = room - taken, count - taken
+            if room:
+                continue
+            yield tuple(parts)
+            parts, room = [], block
+        for _ in range(count // block):
+            yield token
+        if count % block:
+            parts, room = [(token, count % block)], block - count % block
+
+
+def asked_of(job: Job, number: int, shared: bool) -> Asked:
+    """As ``work_of``; its prompt only where prefixes are ``shared``."""
+    if job.refused:
+        return Asked(1, 1)
+    if not (shared or job.images):
+        return Asked(job.prompt, job.max_tokens)
+    media = work_of(job, number, False).media if job.images else ()
+    return Asked(job.prompt, job.max_tokens, media, _runs(job, number) if shared else ())
+
+
+def _runs(job: Job, number: int) -> Runs:
+    """What ``workload.work_of`` puts there: images are all alike, then what hashes stand for, then its own."""
+    visual = sum(count for count, _ in job.images)
+    runs = [(0, visual)] if visual else []
+    for place, name in enumerate((*(1 + each for each in job.hash_ids), -1 - number)):
+        start = max(visual, place * HASHED)
+        end = min(job.prompt, (place + 1) * HASHED) if place < len(job.hash_ids) else job.prompt
+        if start >= end:
+            continue
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + end - start)
+        else:
+            runs.append((name, end - start))
+    return runs
+
+
+def _ranks(names: list[str]) -> list[int]:
+    ranks = [0] * len(names)
+    for rank, number in enumerate(sorted(range(len(names)), key=names.__getitem__)):
+        ranks[number] = rank
+    return ranks
+
+
+def rows_of(rows: list[tuple[int, ...]], width: int, dtype: Any) -> npt.NDArray[Any]:
+    """A table, also of no rows."""
+    return np.array(rows, dtype).reshape(-1, width)
