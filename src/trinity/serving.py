@@ -131,9 +131,11 @@ def replayed(trace: Trace, model: Model, deploy: Callable[[bool], Deployed | Non
     requests = requests_of(trace, model)
     deployed = deploy(requests.shared)
     assert deployed is not None
-    told = twin.simulate(requests.work(deployed.settings[0]), twin.arrivals(requests.jobs), deployed)
-    check_settled(told.unsettled, len(requests.asked) == sum(map(bool, told.reasons)))
-    return requests, deployed, told
+    work, at = requests.work(deployed.settings[0]), requests.stamps[requests.asked] / 1000
+    order = np.argsort(at, kind="stable")
+    raw = deployed.run(work, at[order], requests.asked[order], np.zeros(len(at), np.uint8))
+    check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(at))
+    return requests, deployed, twin.told(raw, work, deployed.settings)
 
 
 def check_settled(unsettled: int, ended: bool) -> None:
@@ -144,13 +146,11 @@ def check_settled(unsettled: int, ended: bool) -> None:
 
 def outcomes(requests: Requests, told: Told) -> list[Outcome]:
     """One for each row, in the trace's order."""
-    times, gaps = told.times.tolist(), np.diff(told.times).tolist()
-    found = []
-    for job, first, count, reason in zip(
-        requests.jobs, told.first.tolist(), told.counts.tolist(), told.reasons, strict=True
-    ):
-        if count:
-            found.append(Outcome(times[first] - job.at, gaps[first : first + count - 1], reason))
-        else:
-            found.append(Outcome(None, (), reason or "error"))
-    return found
+    if not len(told.times):
+        return []
+    first, gaps = told.first.tolist(), np.diff(told.times).tolist()
+    ttfts = (told.times[told.first] - requests.stamps / 1000).tolist()
+    return [
+        Outcome(ttft, gaps[start : start + count - 1], reason) if count else Outcome(None, (), reason or "error")
+        for ttft, start, count, reason in zip(ttfts, first, told.counts.tolist(), told.reasons, strict=True)
+    ]

@@ -25,7 +25,6 @@ from trinity.paced import LinearCost, TableCost
 from trinity.routing import RoundRobin, RoutingPolicy
 from trinity.scheduler import Rules, StepTime
 from trinity.twin_workload import Workload, rows_of
-from trinity.workload import Job
 
 SIMULATOR = 1  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
@@ -109,11 +108,6 @@ def _common(each: Settings) -> tuple[Any, ...]:
 Act = tuple[float, int, bool]  # when, which request, whether it is given up
 
 
-def arrivals(jobs: Sequence[Job]) -> list[Act]:
-    """The requests that are asked for, as they come."""
-    return [(job.at, number, False) for number, job in enumerate(jobs) if not job.refused]
-
-
 class Deployed:
     """Instances in the twin's form. ``settings`` must be such that ``unsupported`` is "".
 
@@ -151,7 +145,7 @@ def simulate(work: Workload, acts: Sequence[Act], deployed: Deployed, *, log: bo
     ordered = sorted(acts, key=lambda act: (act[0], act[2]))
     times, asked, aborts = zip(*ordered, strict=True) if ordered else ((), (), ())
     raw = deployed.run(work, np.array(times, np.float64), np.array(asked, np.int32), np.array(aborts, np.uint8), log)
-    return _told(raw, work, deployed.settings)
+    return told(raw, work, deployed.settings)
 
 
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
@@ -183,7 +177,8 @@ def _options(
     return np.array(whole, np.int64), np.array(real, np.float64)
 
 
-def _told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
+def told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
+    """By names in place of numbers."""
     most, worked = raw.peak.reshape(-1, 2).tolist(), raw.busy.reshape(-1, 3).tolist()
     at, rest = raw.log
     return Told(
