@@ -275,7 +275,7 @@ def test_a_loose_slo_needs_a_longer_trace() -> None:
 
 
 def test_an_slo_that_would_take_a_trace_without_end() -> None:
-    with pytest.raises(TraceTooShort, match="more than the 200,000 that are drawn at most"):
+    with pytest.raises(TraceTooShort, match="more than the 500,000 that are drawn at most"):
         planner(2, slo=SLO(1e6, 1e6)).plan(TRACE)
 
 

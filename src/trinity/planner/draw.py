@@ -11,7 +11,7 @@ from trinity.trace import Trace
 from trinity.traces import resampled
 
 LEAST_TO_DRAW = 100  # requests that a trace must have for others like them to be drawn
-MOST = 200_000  # requests that are drawn at most
+MOST = 500_000  # requests that are drawn at most
 _SPARE = 1.5  # times what was missing: a search goes up by a quarter at a time, and others may go beyond
 _TRIES = 8
 
@@ -29,7 +29,7 @@ def long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[Drawn], 
     """``plan`` on this trace or, where it is too short, on more requests like its own.
 
     Raises ``TraceTooShort`` where that is not ``allowed``, for a trace of fewer than 100 requests, and where more than
-    200,000 were needed.
+    500,000 were needed.
     """
     drawn = Drawn(trace, ())
     for _ in range(_TRIES):
