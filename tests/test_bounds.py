@@ -126,6 +126,8 @@ def test_mixed_devices_add_up_at_what_each_is_best_at() -> None:
     assert made.upper(placed("1E1P1D", "ABB")) == pytest.approx(20, rel=0.01)
     assert made.upper(placed("1E2P2D", "AABAB")) == pytest.approx(20, rel=0.01)  # E
     assert made.upper(placed("2E2P2D", "AAABAB")) == pytest.approx(30, rel=0.01)
+    # A encodes 20 requests/s, B decodes 20: that is more than both doing both (1 / 0.15 + 1 / 0.1).
+    assert made.upper(placed("2ED3P", "ABBBB")) == pytest.approx(20, rel=0.01)
 
 
 def test_content_that_comes_again_is_no_work() -> None:
