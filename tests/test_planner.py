@@ -119,13 +119,13 @@ def test_algorithm_2s_choice_is_not_lost_where_it_is_beaten() -> None:
 def test_many_instances_are_searched_from_coarse_to_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.case.FINEST", 3)
     monkeypatch.setattr("trinity.planner.hybrid.KEPT", 10)
-    coarse, whole = planner(7).plan(TRACE), planner(7, strategy="exhaustive")
-    assert any("For 7 instances ratios were tried in steps of 3" in note for note in coarse.notes)
+    coarse, whole = planner(5).plan(TRACE), planner(5, strategy="exhaustive")
+    assert any("For 5 instances ratios were tried in steps of 2" in note for note in coarse.notes)
     assert any("the best 10 are listed" in note for note in coarse.notes)
     assert len(coarse.candidates) == 10
     monkeypatch.undo()
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
-    assert coarse.best.instances == 7
+    assert coarse.best.instances == 5
     assert (coarse.best.score or 0) >= 0.97 * (whole.plan(TRACE).best.score or 0)
 
 
