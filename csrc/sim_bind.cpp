@@ -118,12 +118,17 @@ std::unique_ptr<Workload> workload(const Rows<int32_t> &requests, const In<doubl
     return made;
 }
 
-void check_acts(const Workload &work) {
-    for (size_t at = 0; at < work.acts.size(); ++at) {
-        const Act &act = work.acts[at];
+std::vector<Act> acts_of(const Workload &work, const In<double> &times, const In<int32_t> &asked,
+                         const In<uint8_t> &aborts) {
+    require(times.size() == asked.size() && times.size() == aborts.size(), "a time for each act");
+    std::vector<Act> acts;
+    for (size_t at = 0; at < times.size(); ++at) {
+        const Act act{times.data()[at], asked.data()[at], aborts.data()[at] != 0};
         require(act.request >= 0 && size_t(act.request) < work.requests.size(), "an act for no request");
-        require(at == 0 || work.acts[at - 1].time <= act.time, "acts out of order");
+        require(act.time >= (acts.empty() ? 0.0 : acts.back().time), "acts out of order");
+        acts.push_back(act);
     }
+    return acts;
 }
 
 // One row an instance: roles, two lanes, image blocks, KV blocks, host, tokens, media, policy, order, chunked, media
@@ -167,20 +172,16 @@ nb::object log_of(const std::vector<Line> &lines) {
     return nb::make_tuple(array_of(std::move(times)), array_of(std::move(rest)));
 }
 
-nb::tuple simulate(Workload &work, const In<double> &times, const In<int32_t> &asked, const In<uint8_t> &aborts,
+nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32_t> &asked, const In<uint8_t> &aborts,
                    const Rows<int32_t> &rows, const In<double> &limits, const nb::list &costs,
                    const nb::list &rule_costs, const In<int64_t> &whole, const In<double> &real, bool logged) {
-    require(times.size() == asked.size() && times.size() == aborts.size(), "a time for each act");
+    const std::vector<Act> acts = acts_of(work, times, asked, aborts);
     const std::vector<Setup> setups = setups_of(rows, limits, costs, rule_costs);
     const Options options = options_of(whole, real);
-    work.acts.clear();
-    for (size_t at = 0; at < times.size(); ++at)
-        work.acts.push_back({times.data()[at], asked.data()[at], aborts.data()[at] != 0});
-    check_acts(work);
     Result result;
     {
         nb::gil_scoped_release released;
-        Engine engine(work, setups, options, logged);
+        Engine engine(work, acts, setups, options, logged);
         engine.run();
         result = std::move(engine.world.result);
     }

@@ -2,11 +2,12 @@
 
 namespace trinity::sim {
 
-Engine::Engine(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged)
-    : world(work, setups, options, logged), frontend_(world), due_(setups.size() + 1, FOREVER) {
+Engine::Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups,
+               const Options &options, bool logged)
+    : world(work, setups, options, logged), acts_(acts), frontend_(world), due_(setups.size() + 1, FOREVER) {
     instances_.reserve(setups.size());
     for (size_t number = 0; number < setups.size(); ++number) instances_.emplace_back(world, int(number));
-    world.sequence = work.requests.size() + work.acts.size(); // what the user does has the first numbers
+    world.sequence = work.requests.size() + acts.size(); // what the user does has the first numbers
     for (const Request &request : work.requests) timed_ = timed_ || request.deadline_s < FOREVER;
 }
 
@@ -26,19 +27,19 @@ void Engine::run() {
 
 // The earliest of what the user does, messages, and all that comes at times of its own; of equal ones the first posted.
 bool Engine::next(Event &event) {
-    const bool acts = acted_ < world.work.acts.size();
+    const bool acts = acted_ < acts_.size();
     const bool sent = !world.messages.empty(), timers = !world.heap.empty();
     if (sent && (!timers || world.messages.front().before(world.heap.top()))) {
-        if (!acts || world.messages.front().time < world.work.acts[acted_].time) {
+        if (!acts || world.messages.front().time < acts_[acted_].time) {
             event = world.messages.pop();
             return true;
         }
-    } else if (timers && (!acts || world.heap.top().time < world.work.acts[acted_].time)) {
+    } else if (timers && (!acts || world.heap.top().time < acts_[acted_].time)) {
         event = world.heap.pop();
         return true;
     }
     if (!acts) return false;
-    const Act &act = world.work.acts[acted_++];
+    const Act &act = acts_[acted_++];
     event = {act.time, 0, act.request, 0, FRONTEND, 0, act.aborts ? Kind::abort : Kind::submit, 0};
     return true;
 }
@@ -63,7 +64,7 @@ void Engine::arm(const Event &event) {
 
 // Where there are deadlines, all that is left may be timers of instances, for requests that have ended.
 bool Engine::over() const {
-    if (acted_ < world.work.acts.size() || !world.messages.empty() || world.heap.size() > timers_) return false;
+    if (acted_ < acts_.size() || !world.messages.empty() || world.heap.size() > timers_) return false;
     const auto idle = [](const Instance &instance) { return instance.idle(); };
     return world.heap.empty() || (frontend_.idle() && std::all_of(instances_.begin(), instances_.end(), idle));
 }

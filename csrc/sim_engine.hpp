@@ -9,7 +9,9 @@ namespace trinity::sim {
 
 class Engine {
   public:
-    Engine(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged);
+    // `acts` by time; equal ones in the order in which the user did them.
+    Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups, const Options &options,
+           bool logged);
     void run(); // until nothing is under way any more
     World world;
 
@@ -19,9 +21,10 @@ class Engine {
     void arm(const Event &event);
     bool over() const;
 
+    const std::vector<Act> &acts_;
     Frontend frontend_;
     std::vector<Instance> instances_;
-    size_t acted_ = 0; // of what the user does
+    size_t acted_ = 0; // of acts_
     bool timed_ = false;
     size_t timers_ = 0;       // Ticks of instances on their way
     std::vector<double> due_; // when each core's next Tick comes, the front end's last

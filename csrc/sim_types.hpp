@@ -45,11 +45,10 @@ struct Act {
     bool aborts;
 };
 
-struct Workload {
+struct Workload { // not changed by replays, so that several may have it at once
     std::vector<Request> requests;
     std::vector<Item> items;
     std::vector<int32_t> keys;
-    std::vector<Act> acts; // by time; equal ones in the order in which the user did them
 };
 
 struct Cost; // sim_cost.hpp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -193,6 +194,19 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
         one = Workload(asked, like)
         seen: dict[int, int] = {}
         assert [[seen.setdefault(key, len(seen)) for key in one.prefix_keys(each)] for each in asked] == expected
+
+
+@needs_twin
+def test_replays_of_one_trace_may_run_at_once() -> None:
+    """The extension lets go of the interpreter's lock; what a trace is to a model is shared."""
+    trace, slo = traffic(9, 400), SLO(0.5, 0.04)
+    _, compiled = simulators()
+    rates = [float(rate) for rate in range(5, 45)]
+    alone = [measure(compiled.serve("1E3P4D"), trace, slo, rate) for rate in rates]
+    served = compiled.serve("1E3P4D")
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda rate: measure(served, trace, slo, rate), rates * 3))
+    assert together == alone * 3
 
 
 # ------------------------------------------------------------ judging
