@@ -11,7 +11,7 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,15 @@ from trinity.model_shapes import model as model_named
 from trinity.planner.case import Case, Question
 from trinity.planner.draw import long_enough
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.race import Found, exhaustive, race
+from trinity.planner.race import Entry, Found, exhaustive, race
+from trinity.planner.trials import Trials, rate_of, step_of
 from trinity.trace import Trace
 
 INSTANCES = 8
 PROCESSES = 2
 ORDER_SEED, PLAN_SEED, HELD_SEED = 0, 1, 2
 HELD_REQUESTS = 9 * LEAST_REQUESTS  # of which a ninth is what is planned on
+FARTHEST = 256  # steps of 2 %, at which a search downwards gives up
 SPARE = 1.3  # times the shortest trace that has an answer
 SOURCES = (
     "src/trinity/planner/*.py",
@@ -82,7 +84,7 @@ def ranked_case(setup: Setup, sizes: Sizes, until: float) -> Record:
     count = requests_needed(setup, sizes, case_of(requests(setup, sizes.held, early, PLAN_SEED)))
     seen = requests(setup, max(sizes.least_requests, math.ceil(count / 9)), early, PLAN_SEED)
     planned = long_enough(seen, PLAN_SEED, True, lambda drawn: chosen_on(case_of(drawn.trace)))
-    held, rates = held_out(lambda n: case_of(requests(setup, n, late, HELD_SEED)), count)
+    held, rates = held_out(lambda n: case_of(requests(setup, n, late, HELD_SEED)), count, planned["plan"])
     sized = {"seen": len(seen), "held": held}
     return {"setup": list(setup), **planned, "held": rates, "requests": sized, "seconds": time.monotonic() - began}
 
@@ -114,15 +116,40 @@ def goodputs(found: Sequence[Found]) -> dict[str, float]:
     return {str(each.entry.deployment): each.rate for each in found}
 
 
-def held_out(case_of: Callable[[int], Case], count: int) -> tuple[int, dict[str, float]]:
-    """(requests, goodput of every placement) of a trace with an upper limit for each."""
+def held_out(case_of: Callable[[int], Case], count: int, seen: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """(requests, goodput of every placement) of a trace with an upper limit for each; ``seen``: on another trace."""
     while True:
         case = case_of(count)
         try:
-            return count, goodputs(exhaustive(case.trials, case.entries(case.hardware.names)))
+            entries = case.entries(case.hardware.names)
+            return count, {
+                str(each.deployment): near(case.trials, each, seen[str(each.deployment)]) for each in entries
+            }
         except TraceTooShort as error:
             span = (case.trace[-1].timestamp - case.trace[0].timestamp) / 1000
             count = math.ceil(SPARE * count * max(1.0, error.needed_s / span))
+
+
+def near(trials: Trials, entry: Entry, rate: float) -> float:
+    """Goodput, looked for around a rate that another trace gave: some four replays in place of seven."""
+    if not rate:
+        step = trials.limit(entry.deployment, entry.nominal)
+        return 0.0 if step is None else rate_of(step)
+    low, stride = step_of(rate), 1
+    if trials.holds(entry.deployment, low):
+        while trials.holds(entry.deployment, low + stride):
+            low, stride = low + stride, 2 * stride
+    else:
+        while not trials.holds(entry.deployment, low - stride):
+            low, stride = low - stride, 2 * stride
+            if stride > FARTHEST:
+                return 0.0
+        low -= stride
+    high = low + stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if trials.holds(entry.deployment, middle) else (low, middle)
+    return rate_of(low)
 
 
 # ---------------------------------------------------------------- many cases

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import EVERY, PAPER, placements
+from trinity.planner.race import Entry
 from trinity.trace import SLO
 
 RATES = {"8EPD": 10.2, "4EP4D": 10.0, "1E3P4D": 10.0, "4ED4P": 8.0, "6PD2E": 10.5, "7EP1D": 0.0}
@@ -86,25 +88,56 @@ def test_bounds_are_those_of_the_papers_and_tighter_ones() -> None:
     assert len({(each.ttft, each.tbt) for each in (own, *tighter)}) == 6
 
 
-def test_a_held_out_trace_grows_until_it_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+class Limited:
+    """Trials whose deployments hold up to a step each; None: at no rate."""
+
+    def __init__(self, limits: dict[str, int | None], short: bool = False) -> None:
+        self.limits, self.short, self.asked = limits, short, 0
+
+    def holds(self, deployment: str, step: int) -> bool:
+        if self.short:
+            raise TraceTooShort("too short", 20.0)
+        self.asked += 1
+        limit = self.limits[deployment]
+        return limit is not None and step <= limit
+
+    def limit(self, deployment: str, guess: float) -> int | None:
+        self.asked += 100
+        return self.limits[deployment]
+
+
+def entry(name: str) -> Entry:
+    return Entry(name, 100.0, 50.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("off", [*range(-9, 10), -60, 60])
+def test_goodput_is_found_near_that_of_another_trace(off: int) -> None:
+    trials = Limited({"8EPD": 200})
+    assert rank.near(trials, entry("8EPD"), 1.02 ** (200 + off)) == pytest.approx(1.02**200)  # type: ignore[arg-type]
+    assert trials.asked <= 2 + 2 * math.log2(abs(off) + 1) + 2
+
+
+def test_what_served_nothing_elsewhere_is_searched_from_its_bound() -> None:
+    trials = Limited({"8EPD": 30, "4EP4D": None})
+    assert rank.near(trials, entry("8EPD"), 0.0) == pytest.approx(1.02**30)  # type: ignore[arg-type]
+    assert rank.near(trials, entry("4EP4D"), 0.0) == 0.0  # type: ignore[arg-type]
+    assert trials.asked == 200
+    assert rank.near(trials, entry("4EP4D"), 5.0) == 0.0  # type: ignore[arg-type]
+
+
+def test_a_held_out_trace_grows_until_it_has_an_answer() -> None:
     asked: list[int] = []
 
-    class Case:
-        def __init__(self, count: int) -> None:
-            asked.append(count)
-            self.trials, self.hardware, self.count = None, type("H", (), {"names": ()}), count
-            self.trace = [type("Row", (), {"timestamp": at})() for at in (0.0, 10_000.0)]
+    def case_of(count: int) -> Any:
+        asked.append(count)
+        rows = [SimpleNamespace(timestamp=at) for at in (0.0, 10_000.0)]
+        trials = Limited({"8EPD": 10}, short=count < 1500)
+        hardware = SimpleNamespace(names=())
+        return SimpleNamespace(trials=trials, trace=rows, hardware=hardware, entries=lambda names: [entry("8EPD")])
 
-        def entries(self, names: object) -> int:
-            return self.count
-
-    def exhaustive(trials: object, count: int) -> list[Any]:
-        if count < 1500:
-            raise TraceTooShort("too short", 20.0)
-        return []
-
-    monkeypatch.setattr(rank, "exhaustive", exhaustive)
-    assert rank.held_out(Case, 1000) == (2600, {})  # type: ignore[arg-type]
+    count, rates = rank.held_out(case_of, 1000, {"8EPD": 1.0})
+    assert count == 2600
+    assert rates["8EPD"] == pytest.approx(1.02**10)
     assert asked == [1000, math.ceil(1.3 * 1000 * 2)]
 
 
