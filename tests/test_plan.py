@@ -77,6 +77,17 @@ def test_its_table_has_each_candidate_best_first_with_every_rule() -> None:
     assert "12.5" in lines[4]  # its bound
 
 
+def test_mixed_devices_say_which_roles_run_on_which() -> None:
+    mixed = msgspec.structs.replace(BEST, devices=("H100", "H100", "H100", "L40S"))
+    other = msgspec.structs.replace(BEST, devices=("L40S", "H100", "H100", "H100"))
+    made = plan(best=mixed, candidates=(mixed, other), paper=other)
+    said = str(made).splitlines()
+    assert "on 3 x H100 + 1 x L40S (2EP: H100, 1D: H100, 1D: L40S)" in said[0]
+    assert [line for line in said if "Algorithm 2" in line] == [said[3]]  # the same placement on other devices
+    assert "2EP2D (1EP: L40S, 1EP: H100, 2D: H100) (Algorithm 2)" in said[3]
+    assert "1.00 times Algorithm 2's own choice" in made.explain()
+
+
 def test_a_long_list_is_cut_but_never_hides_algorithm_2() -> None:
     many = tuple(msgspec.structs.replace(LOWER, placement=f"{n}EPD") for n in range(1, SHOWN + 9))
     said = str(plan(candidates=(BEST, *many, PAPER)))

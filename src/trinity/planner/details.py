@@ -29,7 +29,7 @@ VERIFIED = 2000  # requests of the winner that both engines replay
 def candidate(case: Case, found: Found) -> Candidate:
     """What the search itself says of it."""
     deployment, rule = found.entry.deployment, case.asked.rule
-    mixed = deployment.devices != case.hardware.names
+    mixed = deployment.devices != case.hardware.names or len(case.hardware.by_name) > 1
     return Candidate(
         placement=str(deployment),
         method=deployment.method,

@@ -13,7 +13,7 @@ import msgspec
 from trinity.errors import ConfigError
 from trinity.goodput import Point
 from trinity.placement import Placement
-from trinity.planner.words import devices_in_words, explained, figure, headline
+from trinity.planner.words import arrangement, devices_in_words, explained, figure, headline, same
 from trinity.tables import Table, as_html, as_text
 from trinity.trace import RULES, SLO, Rule
 from trinity.trace_statistics import TraceStatistics
@@ -28,7 +28,8 @@ SHOWN = 12  # candidates that a printed plan lists
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One placement and what was found of it.
 
-    ``devices``: names, one for each of ``Placement.parse(placement).instances()``, in that order. ``score`` is in the
+    ``devices``: names, one for each of ``Placement.parse(placement).instances()``, in that order; empty where they are
+    the plan's and all equal. ``score`` is in the
     plan's objective, higher is better; ``goodput`` in requests a second by rule. Where not ``exact``, both are empty,
     and all that is known is that neither can exceed ``bound`` (requests/s; None: no bound): by what its stages take,
     or because it failed at that rate. ``nominal``: requests/s that its instances' stage times add up to.
@@ -144,7 +145,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def _table(self) -> Table:
         listed = list(self.candidates[:SHOWN])
-        if self.paper is not None and all(each.placement != self.paper.placement for each in listed):
+        if self.paper is not None and not any(same(each, self.paper) for each in listed):
             listed.append(self.paper)
         header = ("", "method", "score", *RULES, "bound", "limited by")
         return Table(header, [_cells(self, each) for each in listed])
@@ -167,10 +168,10 @@ def _knobs(settings: Mapping[str, str | int | float]) -> dict[str, str | int | f
 
 
 def _cells(plan: Plan, each: Candidate) -> tuple[str, ...]:
-    mark = " (Algorithm 2)" if plan.paper is not None and each.placement == plan.paper.placement else ""
-    knobs = "".join(f" {name}={value}" for name, value in each.settings.items())
+    mark = " (Algorithm 2)" if plan.paper is not None and same(each, plan.paper) else ""
+    mixed, knobs = arrangement(each), "".join(f" {name}={value}" for name, value in each.settings.items())
     return (
-        each.placement + knobs + mark,
+        each.placement + (f" ({mixed})" if mixed else "") + knobs + mark,
         each.method,
         figure(each.score) if each.exact else "lower",
         *(figure(each.goodput.get(rule)) for rule in RULES),

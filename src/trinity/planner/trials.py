@@ -107,9 +107,10 @@ class Trials:
         """Whether completions that fall behind arrivals mean that work piles up.
 
         In a short trace long outputs that are still in time lower the rate of completions as well. Guard and mean TPOT
-        bound the end of a request themselves, so there they decide; other rules need a longer trace.
+        bound the end of a request, so where enough keep one of them it decides alone; else it takes a longer trace.
         """
-        return point.duration_s >= self.steady_s or rule in ("p90", "p99")
+        bounded = rule == "tpot" or point.attainment["guard"] >= self.share
+        return point.duration_s >= self.steady_s or not bounded
 
     def _too_short(self, deployment: Deployment, point: Point, least_s: float) -> NoReturn:
         needed = least_s * point.rate / self.own

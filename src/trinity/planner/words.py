@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trinity.placement import Placement
@@ -31,8 +32,22 @@ def devices_in_words(devices: Sequence[str]) -> str:
     return " + ".join(f"{count} x {name}" for name, count in Counter(devices).items())
 
 
+def arrangement(each: Candidate) -> str:
+    """Which roles run on which devices, "2EP: H100, 1D: H100, 1D: L40S"; nothing where all are equal."""
+    if len(set(each.devices)) < 2:
+        return ""
+    roles = [own for _, own in Placement.parse(each.placement).instances()]
+    runs = groupby(zip(roles, each.devices, strict=True))
+    return ", ".join(f"{len(list(run))}{own}: {device}" for (own, device), run in runs)
+
+
 def scored(plan: Plan, each: Candidate) -> str:
     return f"{figure(each.score)} {UNITS[plan.objective]}"
+
+
+def same(one: Candidate, other: Candidate) -> bool:
+    """Whether both are the same placement on the same devices with the same settings."""
+    return (one.placement, one.devices, one.settings) == (other.placement, other.devices, other.settings)
 
 
 def headline(plan: Plan) -> str:
@@ -43,6 +58,8 @@ def headline(plan: Plan) -> str:
         reached = "" if best is None else f"; the best attainment is {best:.1%}, of {plan.best.placement}"
         return f"No candidate for {plan.model} on {on} meets the SLO at any rate{reached}."
     by = f" by the rule {plan.rule!r}" if plan.slo is not None else ""
+    mixed = arrangement(plan.best)
+    on = f"{on} ({mixed})" if mixed else on
     return f"Run {plan.best.placement} ({plan.best.method}) for {plan.model} on {on}: {scored(plan, plan.best)}{by}."
 
 
@@ -70,7 +87,7 @@ def _compared(plan: Plan) -> Iterator[str]:
     for each, name in ((plan.paper, "Algorithm 2's own choice"), (rival, "the next best that was searched to the end")):
         if each is None or not each.score or not plan.best.score:
             continue
-        if (each.placement, each.settings) == (plan.best.placement, plan.best.settings):
+        if same(each, plan.best):
             yield f"It is {name} too."
         else:
             more = plan.best.score / each.score
