@@ -10,7 +10,7 @@ import pytest
 
 from analytic import Analytic
 from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline
+from trinity.cost import DEVICES, Roofline, Tables
 from trinity.errors import ConfigError
 from trinity.goodput import Outcome
 from trinity.model_shapes import MODELS
@@ -214,6 +214,24 @@ def test_a_bar_is_shown_where_somebody_sees_it(
     with Progress(watched=False) as progress:
         progress(3, "1E1P1D")
     assert capsys.readouterr().err == ""
+
+
+def test_without_tqdm_there_is_no_bar_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with Progress(watched=True) as progress:
+        progress(3, "1E1P1D")
+
+
+def test_measured_tables_plan_as_rooflines_do() -> None:
+    found = {"decodes": {1: 0.01, 64: 0.03}, "prefill": {64: 0.01, 1024: 0.06}, "media": {576: 0.02, 2304: 0.05}}
+    tables = Tables.measured({1: found}, model=LLAVA.name, device="H100", dtype="bfloat16")
+    same, by_name = (
+        HybridPlanner(LLAVA, SLO(0.3, 0.1), instances=2, seeds=0, least_requests=100, cost=cost).plan(trace(150))
+        for cost in (tables, {"H100": tables})
+    )
+    assert same == by_name
+    assert same.met
+    assert (same.best.score or 0) <= (same.best.bound or 0)
 
 
 def test_a_pipe_sees_no_bar_a_terminal_and_a_notebook_do(monkeypatch: pytest.MonkeyPatch) -> None:

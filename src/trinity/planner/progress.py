@@ -19,8 +19,7 @@ class Progress:
         self._report = report
         self._bar: Any = None
         if report is None and (seen() if watched is None else watched):
-            bar = import_module("tqdm").tqdm
-            self._bar = bar(desc="plan", unit=" replays", delay=_DELAY_S, leave=False, dynamic_ncols=True)
+            self._bar = _bar()
 
     def __call__(self, runs: int, what: str) -> None:
         if self._report is not None:
@@ -37,6 +36,15 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _bar() -> Any:
+    """None where tqdm is missing: it comes with transformers, and nothing hangs on it."""
+    try:
+        bar = import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    return bar(desc="plan", unit=" replays", delay=_DELAY_S, leave=False, dynamic_ncols=True)
 
 
 def seen() -> bool:
