@@ -53,7 +53,10 @@ AnyCost roofline(const In<int64_t> &whole, const In<double> &real) {
 Table table(const Rows<double> &rows) {
     require(rows.shape(1) == 2, "a table without pairs");
     Table made;
-    for (size_t at = 0; at < rows.shape(0); ++at) made.push_back({int64_t(rows.data()[2 * at]), rows.data()[2 * at + 1]});
+    for (size_t at = 0; at < rows.shape(0); ++at) {
+        const double *pair = rows.data() + 2 * at;
+        made.push_back({int64_t(pair[0]), pair[1]});
+    }
     return made;
 }
 
@@ -146,14 +149,15 @@ std::vector<Setup> setups_of(const Rows<int32_t> &rows, const In<double> &limits
         const Cost *cost = nb::cast<const AnyCost &>(costs[at]).cost.get();
         const Cost *rule = rule_costs[at].is_none() ? nullptr : nb::cast<const AnyCost &>(rule_costs[at]).cost.get();
         require(rule || Policy(row[7]) != Policy::time, "a policy that predicts and nothing to predict with");
-        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4],
-                        {row[5], row[6], Policy(row[7]), Order(row[8]), row[9] != 0, row[10] != 0, limits.data()[at], rule},
-                        cost});
+        const double limit = limits.data()[at];
+        const Rules rules{row[5], row[6], Policy(row[7]), Order(row[8]), row[9] != 0, row[10] != 0, limit, rule};
+        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4], rules, cost});
     }
     return made;
 }
 
-// Whole: media_block, kv_block, image_cache, prefix_cache, prefetch, early, max_waiting, bytes of an image and a KV block.
+// Whole: media_block, kv_block, image_cache, prefix_cache, prefetch, early, max_waiting, bytes of an image block and of
+// a KV block.
 // Real: message_s, interference, bandwidth and fixed seconds of the link and of the network.
 Options options_of(const In<int64_t> &n, const In<double> &x) {
     require(n.size() == 9 && x.size() == 6, "options of another number");
@@ -193,8 +197,8 @@ nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32
 }
 
 // (p90, p99, guard, tpot, when complete ones ended) of what simulate() has answered.
-nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int32_t> &counts, const In<uint8_t> &reasons,
-                 const In<double> &arrivals, double ttft, double tbt) {
+nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int32_t> &counts,
+                 const In<uint8_t> &reasons, const In<double> &arrivals, double ttft, double tbt) {
     const size_t requests = first.size();
     require(counts.size() == requests && reasons.size() == requests && arrivals.size() == requests, "other lengths");
     Judgement found;

@@ -74,7 +74,7 @@ bool Instance::needs_media(const State &state) {
     hits_.clear();
     const int32_t covered = prefix_hits(state, hits_) * w.options.kv_block;
     const Request &asked = request(state);
-    for (int32_t at = asked.first_item; at < asked.first_item + asked.items; ++at)
+    for (int32_t at : asked.range())
         if (w.work.items[at].end > covered) return true;
     return false;
 }

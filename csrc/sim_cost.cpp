@@ -57,7 +57,8 @@ double Roofline::encode(int64_t tokens) const {
         const int64_t seen = tokens * static_cast<int64_t>(patches);
         const int64_t work = 2 * (seen * vision_weights + tokens * projector + seen * span * vision_attended);
         const int64_t activations = ACTIVATIONS * seen * vision_layers * vision_width * dtype_bytes;
-        return pass(static_cast<double>(work), static_cast<double>(vision_bytes + activations + tokens * feature_bytes));
+        const int64_t moved = vision_bytes + activations + tokens * feature_bytes;
+        return pass(static_cast<double>(work), static_cast<double>(moved));
     }
     const double seen = tokens * patches;
     const double work = 2 * (seen * vision_weights + tokens * projector + seen * span * vision_attended);
@@ -93,7 +94,8 @@ double Tables::seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_to
 }
 
 double Tables::between(double looked_back, int64_t decodes, int64_t prefill_tokens) const {
-    const auto found = std::find_if(contexts.begin(), contexts.end(), [&](double known) { return known >= looked_back; });
+    const auto reaches = [&](double known) { return known >= looked_back; };
+    const auto found = std::find_if(contexts.begin(), contexts.end(), reaches);
     const size_t place = found == contexts.end() ? contexts.size() - 1 : found - contexts.begin();
     const double high = costs[place].seconds(decodes, prefill_tokens, 0);
     if (place == 0) return high;

@@ -26,11 +26,6 @@ class Frontend {
         Reason aborted, finished;
         int8_t hops; // instances on its route, as its Finished says
     };
-    struct Due {
-        double time;
-        int32_t rank, request;
-        bool operator>(const Due &other) const { return time > other.time || (time == other.time && rank > other.rank); }
-    };
 
     bool refuses(const Request &request) const;
     void emitted(int32_t count);

@@ -79,11 +79,6 @@ class Instance {
         const int32_t *blocks;
         bool in_step;
     };
-    struct Due {
-        double time;
-        int32_t rank, request;
-        bool operator>(const Due &other) const { return time > other.time || (time == other.time && rank > other.rank); }
-    };
 
     // ---- a request's way (sim_life.cpp)
     void submit(int32_t request);

@@ -36,7 +36,8 @@ void Instance::handle(const Event &event) {
 }
 
 bool Instance::idle() const {
-    return !requests_ && !leases_ && std::none_of(lanes_.begin(), lanes_.end(), [](auto &lane) { return lane.running; });
+    const auto runs = [](const Lane &lane) { return lane.running; };
+    return !requests_ && !leases_ && std::none_of(lanes_.begin(), lanes_.end(), runs);
 }
 
 void Instance::submit(int32_t number) {
@@ -48,7 +49,7 @@ void Instance::submit(int32_t number) {
     ++requests_;
     const Request &asked = request(state);
     set_deadline(state, asked.deadline_s);
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) slot(state, item) = {};
+    for (int32_t item : asked.range()) slot(state, item) = {};
     state.skip_media = asked.items && has(PREFILLS) && !needs_media(state);
     if (!asked.items || state.skip_media)
         queue_prefill(state);
@@ -59,7 +60,8 @@ void Instance::submit(int32_t number) {
 // Behind all others, or where the order of the rules says.
 void Instance::wait_in(Queue &queue, Place place, State &state) {
     state.place = place;
-    const Order order = place == Place::encode_queue || place == Place::prefill_queue ? setup_.rules.order : Order::fcfs;
+    const bool ordered = place == Place::encode_queue || place == Place::prefill_queue;
+    const Order order = ordered ? setup_.rules.order : Order::fcfs;
     if (order == Order::fcfs) return queue.push(state.self);
     queue.insert(state.self, [&](int32_t number) {
         const State &other = w.states[number];
@@ -155,7 +157,7 @@ void Instance::drop_all(State &state) {
 void Instance::drop_media(State &state) {
     if (state.hop > 1 || state.incoming == KV) return;
     const Request &asked = request(state);
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+    for (int32_t item : asked.range()) {
         const int32_t content = w.work.items[item].content;
         if (const int32_t at = has(ENCODES) ? pending_of_.find(content) : Map::NONE; at != Map::NONE) {
             std::vector<EncodeRow> &rows = pending_[at].providers;

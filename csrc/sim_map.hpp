@@ -1,4 +1,4 @@
-// A map from numbers to numbers as small as what is in it: an instance sees few of a trace's contents and keys at a time.
+// A map from numbers to numbers, as small as what is in it: an instance sees few of a trace's contents at a time.
 #pragma once
 
 #include <cstddef>

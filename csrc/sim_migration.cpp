@@ -8,7 +8,7 @@ namespace trinity::sim {
 bool Instance::may_offer(const State &state) const {
     const Request &asked = request(state);
     bool all = true, any = false;
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+    for (int32_t item : asked.range()) {
         const bool ready = slot(state, item).ready;
         const int32_t pending = pending_of_.find(w.work.items[item].content);
         all = all && ready;
@@ -20,7 +20,7 @@ bool Instance::may_offer(const State &state) const {
 void Instance::offer_media(State &state) {
     const Request &asked = request(state);
     int32_t ready = 0;
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) ready += slot(state, item).ready;
+    for (int32_t item : asked.range()) ready += slot(state, item).ready;
     if (state.outgoing == NO_BLOCKS) {
         open_offer(state, PREFILLS, IMAGE);
         for (int32_t at = 0; at < asked.items; ++at)
@@ -43,7 +43,7 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     const Request &asked = request(state);
     Trail &way = trail(state);
     if (kind == IMAGE) {
-        for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item)
+        for (int32_t item : asked.range())
             image_.hold(image_of(state, item), w.work.items[item].blocks);
     } else if (w.options.prefix_cache) {
         kv_.hold(kv_of(state), prompt_blocks(state));
@@ -77,7 +77,7 @@ void Instance::released(const Event &event) {
     State *state = living < 0 ? nullptr : &w.states[living];
     const Request &asked = w.work.requests[event.request];
     if (kind == IMAGE) {
-        for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item)
+        for (int32_t item : asked.range())
             image_.drop(w.image_blocks[way.source[kind]].data() + w.work.items[item].first_block,
                         w.work.items[item].blocks);
     } else if (w.options.prefix_cache) {
@@ -96,14 +96,12 @@ void Instance::offered(const Event &event) {
     state.hop = int8_t(event.extra + 1);
     way.hops = int8_t(state.hop + 1);
     way.state[state.hop] = state.self;
-    for (int hop = 0; hop < state.hop; ++hop)
-        if (way.at[hop] == self_) way.tombstone[hop] = false; // it has come back
     state.incoming = Blocks(event.what);
     ++requests_;
     const Request &asked = request(state);
     set_deadline(state, asked.deadline_s);
     if (state.incoming == KV) return wait_in(kv_offers_, Place::kv_offers, state);
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) slot(state, item) = {};
+    for (int32_t item : asked.range()) slot(state, item) = {};
     state.skip_media = !needs_media(state);
     if (!state.skip_media) wait_in(image_offers_, Place::image_offers, state);
 }
@@ -136,7 +134,7 @@ void Instance::committed(const Event &event) {
     state->committed = true;
     state->tokens = event.count;
     set_deadline(*state, trail(*state).left_s);
-    if (state->skip_media) queue_prefill(*state); // cached KV covers every image: wait for prefill, which releases or asks
+    if (state->skip_media) queue_prefill(*state); // cached KV covers every image: prefill releases or asks
     complete(*state);
 }
 
@@ -161,7 +159,7 @@ bool Instance::reserve_media(State &state) {
     const Request &asked = request(state);
     int32_t need = 0;
     hits_.clear();
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+    for (int32_t item : asked.range()) {
         Slot &here = slot(state, item);
         const size_t first = hits_.size();
         here.ready = find_media(item, hits_);
@@ -171,11 +169,11 @@ bool Instance::reserve_media(State &state) {
             need += w.work.items[item].blocks;
     }
     if (!fits(image_, need)) {
-        for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) slot(state, item).ready = false;
+        for (int32_t item : asked.range()) slot(state, item).ready = false;
         return false;
     }
     image_.hold(hits_.data(), int32_t(hits_.size()));
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+    for (int32_t item : asked.range()) {
         if (!slot(state, item).ready) image_.allocate(w.work.items[item].blocks, image_of(state, item));
         slot(state, item).held = true;
     }

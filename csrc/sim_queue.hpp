@@ -96,4 +96,14 @@ class Heap {
     std::vector<Event> events_;
 };
 
+// A request's deadline, in a heap with the earliest on top.
+struct Due {
+    double time;
+    int32_t rank, request;
+
+    bool operator>(const Due &other) const {
+        return time > other.time || (time == other.time && rank > other.rank);
+    }
+};
+
 } // namespace trinity::sim

@@ -65,7 +65,7 @@ void Instance::add_running(Room &room) {
     for (int32_t number : encoding_) {
         const State &state = w.states[number];
         const Request &asked = request(state);
-        for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item)
+        for (int32_t item : asked.range())
             if (to_encode(state, item) && !add_item(room, state, item)) break;
     }
 }
@@ -102,7 +102,7 @@ void Instance::admit_encodes(Room &room) {
         const size_t pins = batch_.pins.size();
         items_.clear();
         int32_t need = 0;
-        for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+        for (int32_t item : asked.range()) {
             const size_t first = batch_.numbers.size();
             if (find_media(item, batch_.numbers)) {
                 need += pin(state, IMAGE, first, 0);
@@ -137,7 +137,7 @@ bool Instance::add_chunk(Room &room, const State &state, int32_t start) {
 int32_t Instance::whole(const State &state, int32_t start, int32_t length, bool forced) const {
     const Request &asked = request(state);
     int32_t end = start + length;
-    for (int32_t at = asked.first_item; at < asked.first_item + asked.items; ++at) {
+    for (int32_t at : asked.range()) {
         const Item &item = w.work.items[at];
         if (item.atomic && item.offset < end && end < item.end)
             end = item.offset > start || !(forced && length) ? item.offset : item.end;
@@ -163,8 +163,10 @@ int32_t Instance::pin(const State &state, Blocks kind, size_t first, int32_t fre
 }
 
 void Instance::unpin(bool admitted) {
-    for (const Pin &each : batch_.pins)
-        if (each.admitted == admitted) (each.kind == KV ? kv_ : image_).drop(batch_.numbers.data() + each.first, each.count);
+    for (const Pin &each : batch_.pins) {
+        Pool &pool = each.kind == KV ? kv_ : image_;
+        if (each.admitted == admitted) pool.drop(batch_.numbers.data() + each.first, each.count);
+    }
 }
 
 // Reserve for those that the schedule admitted; nobody else's pins may stand in their way.
@@ -180,7 +182,7 @@ void Instance::admit() {
 void Instance::admit_encode(State &state) {
     leave(state);
     const Request &asked = request(state);
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item) {
+    for (int32_t item : asked.range()) {
         Slot &here = slot(state, item);
         const int32_t blocks = w.work.items[item].blocks;
         hits_.clear();
@@ -222,7 +224,8 @@ void Instance::admit_prefill(State &state, const Pin &hits) {
     leave(state);
     const Request &asked = request(state);
     hold_kv(state, batch_.numbers.data() + hits.first, hits.count);
-    allocate_kv(state, blocks_for(int64_t(asked.prompt) + (has(DECODES) ? asked.max_tokens - 1 : 0), w.options.kv_block));
+    const int64_t tokens = int64_t(asked.prompt) + (has(DECODES) ? asked.max_tokens - 1 : 0);
+    allocate_kv(state, blocks_for(tokens, w.options.kv_block));
     state.done = state.cached = hits.count * w.options.kv_block;
     if (state.incoming != NO_BLOCKS && !state.released) release(state);
     w.tell(self_, Told::open, state.request, state.kv, state.cached);

@@ -1,5 +1,5 @@
-// Steps: a free lane gets the next batch, and what a step has done moves its requests on: trinity/core/steps.py; and how
-// long steps take on lanes that slow each other down: trinity/simulated.py.
+// Steps: a free lane gets the next batch, and what a step has done moves its requests on: trinity/core/steps.py; and
+// how long steps take on lanes that slow each other down: trinity/simulated.py.
 #include "sim_instance.hpp"
 
 namespace trinity::sim {
@@ -208,7 +208,7 @@ void Instance::media_progress(State &state, const int32_t *items, size_t count) 
         if (may_offer(state)) offer_media(state);
         return;
     }
-    for (int32_t item = asked.first_item; item < asked.first_item + asked.items; ++item)
+    for (int32_t item : asked.range())
         if (!slot(state, item).ready) return;
     leave(state);
     queue_prefill(state);

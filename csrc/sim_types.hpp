@@ -1,7 +1,7 @@
 // The compiled twin of the simulator: what a replay is told, and the values that its parts pass to each other.
 //
-// The twin does what trinity/core, trinity/frontend.py, trinity/scheduler.py and trinity/blocks.py do under the clock of
-// trinity/simulator.py: the same events in the same order at the same times. It has integers where they have names.
+// The twin does what trinity/core, trinity/frontend.py, trinity/scheduler.py and trinity/blocks.py do under the clock
+// of trinity/simulated.py: the same events in the same order at the same times. It has integers where they have names.
 // docs/decisions/0017-compiled-twin.md says why there are two, and how they are kept equal.
 #pragma once
 
@@ -19,13 +19,29 @@ enum Blocks : uint8_t { NO_BLOCKS, IMAGE, KV };
 enum class Policy : uint8_t { alg1, time, prefill_first };
 enum class Order : uint8_t { fcfs, sjf, deadline };
 enum class Reason : uint8_t { none, length, cancelled, deadline, error };
-enum class Cause : uint8_t { none, late, too_large, overloaded };
+enum class Cause : uint8_t { none, late };
 
 // One media item of a request. Equal `content` means equal features; `key` is the first of its `blocks` content keys.
 struct Item {
     int32_t tokens, blocks, content, key, offset, end;
     int32_t first_block; // where its blocks' numbers are kept
     bool atomic;
+};
+
+// Whole numbers from `first` to before `last`.
+struct Range {
+    struct At {
+        int32_t value;
+        int32_t operator*() const { return value; }
+        At &operator++() {
+            ++value;
+            return *this;
+        }
+        bool operator!=(const At &other) const { return value != other.value; }
+    };
+    int32_t first, last;
+    At begin() const { return {first}; }
+    At end() const { return {last}; }
 };
 
 struct Request {
@@ -36,6 +52,8 @@ struct Request {
     double deadline_s;        // FOREVER: as long as it likes
     int32_t media_tokens, media_blocks;
     int64_t first_time, first_block; // where its token times and its KV blocks' numbers are kept
+
+    Range range() const { return {first_item, first_item + items}; } // of its items
 };
 
 // What the user does: asks, or gives up.
@@ -110,7 +128,9 @@ enum class Phase : uint8_t {
 };
 
 // Where a request waits, or among which it runs.
-enum class Place : uint8_t { nowhere, encode_queue, prefill_queue, migrated, image_offers, kv_offers, encoding, prefilling, decoding };
+enum class Place : uint8_t {
+    nowhere, encode_queue, prefill_queue, migrated, image_offers, kv_offers, encoding, prefilling, decoding
+};
 
 // A request that lives on an instance.
 struct State {

@@ -28,7 +28,7 @@ struct Result {
     int64_t moved[3] = {0, 0, 0}; // bytes, by Blocks
     double ended = 0.0;
     uint64_t events = 0;
-    int64_t unsettled = 0; // instances that hold something, and requests that have not ended, when nothing comes any more
+    int64_t unsettled = 0; // instances and front ends that hold something when nothing comes any more
     std::vector<Line> log;
 };
 
@@ -109,7 +109,7 @@ struct World {
     std::vector<int32_t> unused;           // of states
     std::vector<Slot> slots[2];            // by item: on the first instance, and on the one it was migrated to
     std::vector<int32_t> image_blocks[2];  // likewise, from Item::first_block on
-    std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where it was migrated
+    std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where decode does
     Result result;
 };
 

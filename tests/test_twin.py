@@ -95,7 +95,10 @@ def test_a_cached_prompt_and_a_shared_image_are_not_computed_again() -> None:
     assert sum(line[2] == 20 + COMMANDS.index("encode") for line in told.log) == 1, "the second waits for the first's"
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+RARE = (608,)  # a deadline that passes at an instance first, by rounding
+
+
+@pytest.mark.parametrize("seed", [*range(CASES), *RARE])
 def test_random_cases_are_equal(seed: int) -> None:
     assert_equal(random_case(seed))
 
