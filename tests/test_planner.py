@@ -129,6 +129,19 @@ def test_many_instances_are_searched_from_coarse_to_fine(monkeypatch: pytest.Mon
     assert (coarse.best.score or 0) >= 0.97 * (whole.plan(TRACE).best.score or 0)
 
 
+def test_many_instances_need_more_room_for_requests_that_wait() -> None:
+    assert planner(16).hardware.options["max_waiting"] == 1024
+    assert planner(64).hardware.options["max_waiting"] == 4096
+    assert planner(64, max_waiting=7).hardware.options["max_waiting"] == 7
+    assert planner(2, slo=None, objective="throughput").hardware.options["max_waiting"] > 10**6
+    assert (
+        "Run it with max_waiting=1088: a pipeline's default of 1024"
+        in planner(17, strategy="paper").plan(TRACE).explain()
+    )
+    assert "max_waiting" not in planner(2).plan(TRACE).explain()
+    assert "max_waiting" not in planner(2, slo=None, objective="throughput").plan(TRACE).explain()
+
+
 # ---------------------------------------------------------------- objectives
 
 

@@ -28,6 +28,8 @@ from trinity.trace import RULES, SLO, Rule, Trace
 
 KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
+MAX_WAITING, WAITING_EACH = 1024, 64  # of a pipeline that is not told otherwise; of each instance where there are many
+UNBOUNDED = 10**9  # offline, all requests wait at once
 REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
 
 
@@ -114,8 +116,7 @@ class HybridPlanner:
         asked = (strategy, objective, rate, seed, seeds, resample, split, space or Space(), progress)
         self.options = Options(*asked)
         self._check(slo, rule, share)
-        if objective == "throughput":  # all requests wait at once
-            options = {"max_waiting": 10**9, **options}
+        self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
         self.hardware = Hardware(self.model, found, cost, prices or {}, options)
         self.asked = Question(slo or NO_SLO, rule, stable, share, least_requests)
         self.slo = slo
@@ -269,6 +270,8 @@ class HybridPlanner:
         )
         seeds = tuple(own.seed + 1 + n for n in range(own.seeds)) if own.objective not in REPLAYED else ()
         notes = [*drawn.notes, *searched.notes]
+        if MAX_WAITING < self.waiting < UNBOUNDED:
+            notes.append(f"Run it with max_waiting={self.waiting}: a pipeline's default of {MAX_WAITING} refuses more.")
         described, engine = self._described(case, best, seeds)
         if engine != "python" and met:
             notes.append(verified(case, best))
@@ -303,6 +306,11 @@ class HybridPlanner:
             return detailed(case, found, seeds)
         offered, _, _ = self._by_replay(case)
         return seen_in(case, found, offered)
+
+
+def _waiting(objective: Objective, instances: int) -> int:
+    """Requests without a token that a pipeline of so many instances should take in."""
+    return UNBOUNDED if objective == "throughput" else max(MAX_WAITING, WAITING_EACH * instances)
 
 
 def same(one: Found, other: Found) -> bool:
