@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trinity import native
+from trinity import native, twin
 from trinity.errors import ConfigError
 
 KINDS = ("extension", "arrays")
@@ -291,3 +291,8 @@ def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
     native.copy_blocks(target, source, to, start, within)
     assert np.array_equal(ours.cpu().numpy(), target)
     assert native.digests(ours, to, within) == native.digests(target, to, within)
+
+
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+def test_it_has_the_twin_that_this_checkout_calls() -> None:
+    assert not twin.missing()

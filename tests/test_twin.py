@@ -255,5 +255,8 @@ def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bad_arrays_are_refused() -> None:
     case = case_of("EPD", [text(0, 10, 3)], [2.0], LinearCost())
-    with pytest.raises(ValueError, match="an act for no request"):
-        replace(case, acts=[(0.0, 1, False)]).compiled()
+    for acts, said in ([(0.0, 1, False)], "no request"), ([(-1.0, 0, False)], "out of order"):
+        with pytest.raises(ValueError, match=said):
+            replace(case, acts=acts).compiled()
+    with pytest.raises(ValueError, match="pools"):
+        replace(case, settings=[replace(each, pools={"image": -1, "kv": 4}) for each in case.settings]).compiled()

@@ -1,10 +1,13 @@
-"""The compiled part, csrc/module.cpp. Use it through trinity.native."""
+"""The compiled part, csrc/module.cpp. Use it through trinity.native and, the simulator's twin, through trinity.twin."""
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 API: int
 CUDA: bool
+SIMULATOR: int
 
 def instructions() -> str: ...
 def copy_blocks(
@@ -39,3 +42,43 @@ def cuda_copy_blocks(
     length: int,
     stream: int,
 ) -> None: ...
+
+class SimCost: ...
+class SimWorkload: ...
+
+def sim_roofline(whole: npt.NDArray[np.int64], real: npt.NDArray[np.float64]) -> SimCost: ...
+def sim_step_cost(
+    decodes: npt.NDArray[np.float64], prefill: npt.NDArray[np.float64], media: npt.NDArray[np.float64]
+) -> SimCost: ...
+def sim_tables(context: float, contexts: list[float], costs: list[SimCost]) -> SimCost: ...
+def sim_linear(step_s: float, decode_s: float, prefill_s: float, encode_s: float, media_s: float) -> SimCost: ...
+def sim_workload(
+    requests: npt.NDArray[np.int32],
+    deadlines: npt.NDArray[np.float64],
+    items: npt.NDArray[np.int32],
+    keys: npt.NDArray[np.int32],
+    media_block: int,
+    kv_block: int,
+) -> SimWorkload: ...
+def simulate(
+    work: SimWorkload,
+    times: npt.NDArray[np.float64],
+    asked: npt.NDArray[np.int32],
+    aborts: npt.NDArray[np.uint8],
+    instances: npt.NDArray[np.int32],
+    limits: npt.NDArray[np.float64],
+    costs: list[SimCost],
+    rule_costs: list[SimCost | None],
+    whole: npt.NDArray[np.int64],
+    real: npt.NDArray[np.float64],
+    logged: bool,
+) -> tuple[Any, ...]: ...
+def sim_judged(
+    times: npt.NDArray[np.float64],
+    first: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int32],
+    reasons: npt.NDArray[np.uint8],
+    arrivals: npt.NDArray[np.float64],
+    ttft: float,
+    tbt: float,
+) -> tuple[int, int, int, int, npt.NDArray[np.float64]]: ...
