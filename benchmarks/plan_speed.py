@@ -21,6 +21,8 @@ from trinity.simulator import Replay, Simulator
 from trinity.trace import SLO, Trace
 
 PLANNED, DEVICE, PLAN_SLO = "qwen2-vl-7b", "H100", SLO(2.0, 0.1)
+LARGE_SLO = SLO(0.5, 0.1)  # of N = 1,024: a longer TTFT needs more requests than a planner draws
+MOST_S = 180.0  # that one plan may take
 SIMULATED, PLACEMENT, SIMULATED_SLO, RATE = "llava-1.5-7b", "1E3P4D", SLO(4.0, 0.08), 40.0
 THINNED = 0.06  # of its requests that the shipped day has
 AIMS = {
@@ -28,7 +30,8 @@ AIMS = {
     "race, N = 8": 1.0,
     "exhaustive, N = 8": 10.0,
     "race, N = 64": 10.0,
-    "race, N = 1,024, 24 h": 300.0,
+    "race, N = 1,024": MOST_S,
+    "race, N = 8, 24 h": MOST_S,
 }
 
 
@@ -50,13 +53,30 @@ class Speed(NamedTuple):
     gap: float
 
 
-def planned(trace: Trace, instances: int, seeds: int = 0, **options: Any) -> Took:
-    """Of a whole plan: the winner is described and verified too. Without ``seeds`` it gives no confidence."""
-    planner = HybridPlanner(PLANNED, PLAN_SLO, instances=instances, device=DEVICE, seeds=seeds, **options)
-    cpu, wall = time.process_time(), time.perf_counter()
-    plan = planner.plan(trace)
-    took = time.process_time() - cpu, time.perf_counter() - wall
-    return Took(*took, plan.runs, plan.trace.requests, plan.placement)
+class TooLongError(Exception):
+    """A plan took more than ``MOST_S``."""
+
+
+def planned(trace: Trace, instances: int, seeds: int = 0, slo: SLO = PLAN_SLO, **options: Any) -> Took:
+    """Of a whole plan: the winner is described and verified too. Without ``seeds`` it gives no confidence.
+
+    One that is cut off after ``MOST_S`` has chosen nothing.
+    """
+    replays, cpu, wall = 0, time.process_time(), time.perf_counter()
+
+    def tell(runs: int, what: str) -> None:
+        nonlocal replays
+        replays = runs
+        if time.process_time() - cpu > MOST_S:
+            raise TooLongError
+
+    options = {"instances": instances, "device": DEVICE, "seeds": seeds, "progress": tell, **options}
+    try:
+        plan = HybridPlanner(PLANNED, slo, **options).plan(trace)
+        found = plan.runs, plan.trace.requests, plan.placement
+    except TooLongError:
+        found = replays, len(trace), "none: cut off"
+    return Took(time.process_time() - cpu, time.perf_counter() - wall, *found)
 
 
 def searched(trace: Trace, instances: int) -> Took:
@@ -124,7 +144,11 @@ def plans(quick: bool) -> dict[str, Took]:
         "race, N = 64": planned(ten, 64),
     }
     day = traces.denser(traces.shipped("servegen-image-24h"), 1 / THINNED, seed=0)
-    return {**found, "race, N = 1,024, 24 h": planned(day, 1024)}
+    return {
+        **found,
+        "race, N = 1,024": planned(ten, 1024, slo=LARGE_SLO),
+        "race, N = 8, 24 h": planned(day, 8),
+    }
 
 
 def run(setting: Setting) -> Result:
@@ -158,10 +182,7 @@ def result(found: dict[str, Took], served: dict[str, Speed]) -> Result:
     }
     for name, most in AIMS.items():
         if name in found:
-            seen = found[name].cpu_s
-            made.aims.append(
-                Aim(
-                    f"plan, {name}", f"<= {most:g} s" if most < 100 else "minutes (<= 5)", f"{seen:.2f} s", seen <= most
-                )
-            )
+            seen, wanted = found[name].cpu_s, f"<= {most:g} s" if most < MOST_S else "minutes (<= 3)"
+            met = seen <= most and not found[name].placement.startswith("none")
+            made.aims.append(Aim(f"plan, {name}", wanted, f"{seen:.2f} s", met))
     return made

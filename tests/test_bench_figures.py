@@ -224,5 +224,4 @@ def test_every_figure_runs() -> None:
     names = {each["figure"] for each in made.values["claims"]}
     assert {each.partition(",")[0] for each in names} == {"TriInfer", "EPDServe", "EPD-Serve", "paper 001"}
     assert len(made.values["claims"]) == 42
-    assert all(each["ours"] or "4 images" in each["says"] for each in made.values["claims"])
     assert Scale().requests(7) == 7

@@ -54,6 +54,13 @@ def test_cpu_time_is_judged(seconds: float, met: bool) -> None:
     assert made.values["plans"]["race, N = 2"]["replays"] == 5
 
 
+def test_a_plan_that_takes_too_long_is_cut_off_and_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_speed, "MOST_S", 0.0)
+    took = plan_speed.planned(traces.shipped("servegen-image-1h").window(0, 130), 2)
+    assert took.placement == "none: cut off"
+    assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
+
+
 def test_it_runs() -> None:
     made = plan_speed.run(Setting(quick=True))
     alone, whole = made.values["plans"].values()
