@@ -21,7 +21,7 @@ from benchmarks.ranking import DEVICES, SETTINGS, Setup, drawn
 from benchmarks.report import Result
 from benchmarks.setting import ROOT, Setting
 from trinity import traces
-from trinity.errors import TraceTooShort
+from trinity.errors import TraceTooShort, TrinityError
 from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS
 from trinity.model_shapes import model as model_named
 from trinity.planner.case import Case, Question
@@ -155,6 +155,14 @@ def near(trials: Trials, entry: Entry, rate: float) -> float:
 # ---------------------------------------------------------------- many cases
 
 
+def tried(setup: Setup, sizes: Sizes, until: float) -> Record:
+    """A case's record or, where trinity refuses it, why. Raises ``OutOfTimeError`` as ``ranked_case`` does."""
+    try:
+        return ranked_case(setup, sizes, until)
+    except TrinityError as error:  # one that needs arguments does not come back from a process
+        return {"setup": list(setup), "error": f"{type(error).__name__}: {error}"}
+
+
 def spread(setups: Sequence[Setup], sizes: Sizes, until: float) -> Iterator[Record]:
     """The cases' records as they end, in two processes, until the time is over."""
     context = multiprocessing.get_context("spawn")
@@ -163,7 +171,7 @@ def spread(setups: Sequence[Setup], sizes: Sizes, until: float) -> Iterator[Reco
         running: set[Future[Record]] = set()
         while True:
             while len(running) < PROCESSES and time.monotonic() < until and (setup := next(waiting, None)):
-                running.add(pool.submit(ranked_case, setup, sizes, until))
+                running.add(pool.submit(tried, setup, sizes, until))
             if not running:
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)

@@ -35,8 +35,12 @@ def of(record: Record, strategy: str) -> Judged:
 
 def tabled(result: Result, records: Sequence[Record], cases: int, processes: int | None) -> None:
     """Fill a result. ``processes`` None: a quick run, whose aims are open."""
-    met = [each for each in records if feasible(each)]
     result.values["cases"] = list(records)
+    refused = [each for each in records if "error" in each]
+    if refused:
+        result.notes.append(f"{len(refused)} refused, such as {' / '.join(refused[0]['setup'])}: {refused[0]['error']}")
+    records = [each for each in records if "error" not in each]
+    met = [each for each in records if feasible(each)]
     result.notes += notes(records, met, cases, processes or 1)
     if not met:
         return

@@ -242,6 +242,19 @@ def test_cases_that_nothing_serves_do_not_count() -> None:
     assert not result_of([record(two, plan=nothing)]).tables
 
 
+def test_a_case_that_trinity_refuses_is_told_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise TraceTooShort("too short", 7.0)
+
+    monkeypatch.setattr(rank, "ranked_case", refuses)
+    refused = rank.tried(drawn()[1], rank.SMALL, math.inf)
+    made = result_of([record(drawn()[0], "6PD2E"), refused])
+    assert "1 refused" in made.notes[0]
+    assert "TraceTooShort: too short" in made.notes[0]
+    assert "1 of 180 cases" in made.notes[1]
+    assert "1 cases" in made.tables[0].title
+
+
 def test_where_the_race_lost_most_comes_first() -> None:
     worse = record(drawn()[1], "4ED4P")
     rows = result_of([record(drawn()[0], "6PD2E"), worse]).tables[2].rows
