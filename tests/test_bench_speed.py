@@ -61,6 +61,12 @@ def test_a_plan_that_takes_too_long_is_cut_off_and_falls_short(monkeypatch: pyte
     assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
 
 
+def test_a_plan_that_is_refused_falls_short() -> None:
+    took = plan_speed.planned(traces.shipped("servegen-image-1h").head(20), 1)
+    assert took.placement == "none: TraceTooShort"
+    assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
+
+
 def test_it_runs() -> None:
     made = plan_speed.run(Setting(quick=True))
     alone, whole = made.values["plans"].values()
