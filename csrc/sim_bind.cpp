@@ -139,19 +139,19 @@ std::vector<Act> acts_of(const Workload &work, const In<double> &times, const In
 std::vector<Setup> setups_of(const Rows<int32_t> &rows, const In<double> &limits, const nb::list &costs,
                              const nb::list &rule_costs) {
     const size_t count = rows.shape(0);
-    require(rows.shape(1) == 11 && limits.size() == count && costs.size() == count && rule_costs.size() == count,
+    require(rows.shape(1) == 12 && limits.size() == count && costs.size() == count && rule_costs.size() == count,
             "a row, a limit and costs for each instance");
     require(count > 0 && count < 32768, "no instance, or more than 32767");
     std::vector<Setup> made;
     for (size_t at = 0; at < count; ++at) {
-        const int32_t *row = rows.data() + 11 * at;
+        const int32_t *row = rows.data() + 12 * at;
         require(row[2] >= 0 && row[3] >= 0 && row[5] > 0 && row[6] > 0, "pools or budgets that cannot be");
         const Cost *cost = nb::cast<const AnyCost &>(costs[at]).cost.get();
         const Cost *rule = rule_costs[at].is_none() ? nullptr : nb::cast<const AnyCost &>(rule_costs[at]).cost.get();
         require(rule || Policy(row[7]) != Policy::time, "a policy that predicts and nothing to predict with");
         const double limit = limits.data()[at];
         const Rules rules{row[5], row[6], Policy(row[7]), Order(row[8]), row[9] != 0, row[10] != 0, limit, rule};
-        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4], rules, cost});
+        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4], row[11], rules, cost});
     }
     return made;
 }

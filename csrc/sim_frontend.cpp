@@ -40,7 +40,7 @@ int Router::choose(uint8_t stage, const Request &request) {
 }
 
 Frontend::Frontend(World &world)
-    : w(world), router_(world), entries_(world.work.requests.size()),
+    : w(world), router_(world, 0), entries_(world.work.requests.size()),
       deadlines_(world.work.requests.size(), FOREVER) {}
 
 void Frontend::handle(const Event &event) {

@@ -6,7 +6,7 @@
 namespace trinity::sim {
 
 Instance::Instance(World &world, int number)
-    : w(world), setup_(world.setups[number]), self_(number), router_(world), image_(setup_.image_blocks),
+    : w(world), setup_(world.setups[number]), self_(number), router_(world, setup_.number), image_(setup_.image_blocks),
       kv_(setup_.kv_blocks) {
     lanes_.resize(setup_.two_lanes ? 2 : 1);
     lanes_.back().stages = PREFILLS | DECODES; // the language lane, or the joint one

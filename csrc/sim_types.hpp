@@ -85,6 +85,7 @@ struct Setup { // an instance
     bool two_lanes; // vision and language, else one that is joint
     int32_t image_blocks, kv_blocks;
     int32_t host;
+    int32_t number; // of its name: where its turns begin
     Rules rules;
     const Cost *cost; // what its steps take
 };

@@ -116,7 +116,7 @@ struct World {
 // Which instance is next, in turn among those that have the stage and the room: trinity/routing.py.
 class Router {
   public:
-    explicit Router(const World &world) : world_(world) {}
+    Router(const World &world, int64_t first) : world_(world), turn_{first, first, first, first, first} {}
     bool any(uint8_t stage, const Request &request) const; // whether any could ever hold it
     int choose(uint8_t stage, const Request &request);
 
@@ -125,7 +125,7 @@ class Router {
     bool all_fit(uint8_t stage, const Request &request) const;
 
     const World &world_;
-    int64_t turn_[5] = {}; // by stage
+    int64_t turn_[5]; // by stage
 };
 
 } // namespace trinity::sim

@@ -9,7 +9,17 @@ import pytest
 from core_tables import peer_up, work
 from trinity.errors import UnknownName
 from trinity.messages import Work
-from trinity.routing import RandomChoice, RoundRobin, Router, RoutingPolicy, fits, kv_tokens, needs, routing_policy
+from trinity.routing import (
+    RandomChoice,
+    RoundRobin,
+    Router,
+    RoutingPolicy,
+    fits,
+    kv_tokens,
+    needs,
+    number_of,
+    routing_policy,
+)
 
 
 def make_router(peers: str, policy: RoutingPolicy | None = None) -> Router:
@@ -56,6 +66,23 @@ def test_random_choice_follows_its_seed_and_reaches_all() -> None:
     assert chosen == [again.choose("P", work("r", 1)) for _ in range(60)]
     assert min(Counter(chosen).values()) > 5
     assert len(Counter(chosen)) == 3
+
+
+@pytest.mark.parametrize(("name", "number"), [("P3", 3), ("EP12", 12), ("mine", 0), ("", 0), ("a" + "9" * 40, 999_999)])
+def test_the_number_of_a_name(name: str, number: int) -> None:
+    assert number_of(name) == number
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_hits"])
+def test_instances_begin_their_turns_at_numbers_of_their_own(policy: str) -> None:
+    """All from the first on, they would send to one peer at a time."""
+    firsts = []
+    for own in ("E0", "E1", "E2", "E3"):
+        router = Router(routing_policy(policy), own)
+        for peer in ("P0", "P1", "P2"):
+            router.add(peer_up(peer))
+        firsts.append(router.choose("P", work("r", 1)))
+    assert firsts == ["P0", "P1", "P2", "P0"]
 
 
 def test_policies_by_name_or_as_they_are() -> None:

@@ -45,6 +45,13 @@ def test_pulls_into_one_instance_are_served_one_after_the_other() -> None:
     assert alone == first
 
 
+@pytest.mark.parametrize("engine", ["python", "auto"])
+def test_instances_do_not_send_all_their_first_requests_to_the_same_peer(engine: str) -> None:
+    rows = [row(0.0, 16, 1, [""]) for _ in range(4)]
+    replay = simulator(9, engine=engine).replay(Trace(rows), "4E4P1D")
+    assert [replay.busy_s[f"P{number}"]["P"] for number in range(4)] == [0.5 + 592 / 1024] * 4
+
+
 def test_requests_share_a_step() -> None:
     # The second request comes while the first is prefilled; then one decodes while the other is prefilled.
     (first, gaps), (second, others) = served([row(0.0, 1024, 3), row(0.25, 512, 2)], "PD", 1)

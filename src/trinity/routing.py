@@ -39,13 +39,17 @@ RoutingPolicy = SimplePolicy | InformedPolicy
 
 
 class RoundRobin:
-    """Each in turn, per stage."""
+    """Each in turn, per stage, from the ``first``-th on."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self._next: dict[str, int] = {}
 
+    def begin(self, first: int) -> None:
+        self._first = first
+
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp:
-        turn = self._next.get(letter, 0)
+        turn = self._next.get(letter, self._first)
         self._next[letter] = turn + 1
         return peers[turn % len(peers)]
 
@@ -67,6 +71,7 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
+        self.begin = self._turns.begin
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
         seconds = [router.seconds(peer.name, letter) for peer in peers]
@@ -82,6 +87,7 @@ class PrefixHits:
 
     def __init__(self) -> None:
         self._least = LeastLoaded()
+        self.begin = self._least.begin
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
         saved = [router.cached_tokens(peer, letter, work) for peer in peers]
@@ -107,11 +113,21 @@ def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:
     return made
 
 
-class Router:
-    """The instances that one core knows, and its policy."""
+def number_of(name: str) -> int:
+    """ "P3" has number 3. Instances take turns from their own number on: all from 0, they would send to one peer at a
+    time, request after request in step with each other."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits[-6:] or 0)
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+
+class Router:
+    """The instances that one core knows, and its policy; one with a ``begin`` is told the number of ``own``."""
+
+    def __init__(self, policy: RoutingPolicy, own: str = "") -> None:
         self.policy = policy
+        begin: Callable[[int], None] | None = getattr(policy, "begin", None)
+        if begin is not None:
+            begin(number_of(own))
         self.peers: dict[str, PeerUp] = {}
         self.lost: dict[str, PeerUp] = {}
         self.loads: dict[str, PeerLoad] = {}

@@ -22,7 +22,7 @@ from trinity.messages import IMAGE, KV
 from trinity.model_shapes import Model
 from trinity.native import extension
 from trinity.paced import LinearCost, TableCost
-from trinity.routing import RoundRobin, RoutingPolicy
+from trinity.routing import RoundRobin, RoutingPolicy, number_of
 from trinity.scheduler import Rules, StepTime
 from trinity.twin_workload import Workload, rows_of
 
@@ -128,7 +128,7 @@ class Deployed:
         known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
         self._given = (
-            rows_of([_setup(each, place, cluster) for place, each in enumerate(settings)], 11, np.int32),
+            rows_of([_setup(each, place, cluster) for place, each in enumerate(settings)], 12, np.int32),
             np.array(limits, np.float64),
             _costs(costs, known),
             _costs([each.rules.cost for each in settings], known),
@@ -162,6 +162,7 @@ def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
         ORDERS.index(rules.order),
         int(rules.chunked),
         int(rules.media_budget),
+        number_of(each.name),
     )
 
 

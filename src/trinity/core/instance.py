@@ -66,7 +66,7 @@ class InstanceCore:
     def __init__(self, settings: Settings, policy: RoutingPolicy | None = None) -> None:
         settings.rules.check_cost()
         self.settings = settings
-        self.state = State(settings, Router(policy or RoundRobin()))
+        self.state = State(settings, Router(policy or RoundRobin(), settings.name))
 
     def handle(self, event: Value, now: float) -> list[Value]:
         s = self.state
