@@ -125,9 +125,20 @@ def planner(**options: Any) -> HybridPlanner:
 def test_what_the_compiled_engine_found_is_replayed_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
     monkeypatch.setattr(details, "VERIFIED", 50)
+    monkeypatch.setattr(details, "VERIFIED_LEAST", 1)
     plan = planner().plan(trace())
     assert plan.engine == "compiled"
     assert "first 50 requests were replayed on the cores that serve, with equal outcomes" in plan.explain()
+
+
+@pytest.mark.parametrize(("each", "least", "said"), [(120, 1, 60), (120, 80, 80), (10**6, 1, 250)])
+def test_of_many_instances_fewer_requests_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, each: int, least: int, said: int
+) -> None:
+    monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
+    monkeypatch.setattr(details, "VERIFIED_EACH", each)
+    monkeypatch.setattr(details, "VERIFIED_LEAST", least)
+    assert f"first {said} requests were replayed" in planner().plan(trace()).explain()
 
 
 def test_engines_that_differ_are_a_fault_of_trinity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from trinity.traces import resampled
 
 IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
 VERIFIED = 2000  # requests of the winner that both engines replay
+VERIFIED_EACH = 32_000  # at most, times instances: the Python cores take longer for more of them
+VERIFIED_LEAST = 200
 
 
 def candidate(case: Case, found: Found) -> Candidate:
@@ -149,7 +151,8 @@ def verified(case: Case, found: Found) -> str:
     Raises ``AssertionError`` where the engines differ: that is a fault of trinity.
     """
     deployment, slo = found.entry.deployment, case.asked.slo
-    offered = (case.trace.scaled(rate=found.rate) if found.step is not None else case.trace).head(VERIFIED)
+    count = max(VERIFIED_LEAST, min(VERIFIED, VERIFIED_EACH // len(deployment.devices)))
+    offered = (case.trace.scaled(rate=found.rate) if found.step is not None else case.trace).head(count)
     first, second = (
         case.hardware.simulator(deployment, slo, **choice).replay(offered, deployment.placement)
         for choice in ({}, {"engine": "python"})
