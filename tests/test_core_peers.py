@@ -234,3 +234,14 @@ def test_a_move_of_an_unknown_request_is_nothing() -> None:
     asked(core)
     assert core.handle(Moved("r", 7, "P0", 1), 0.0) == []
     assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+
+
+def test_an_instance_takes_turns_from_its_own_number_on() -> None:
+    """All from the first on, they would send to one peer at a time."""
+    core = make_core("P1", peers="D0 D1 D2", kv=64)
+    targets = []
+    for number, name in enumerate(("r", "s", "t"), start=1):
+        core.handle(Submit(work(name, 3)), 0.0)
+        (offered,) = [line for line in brief(core.handle(done(number, **{name: 5}), 0.0)) if ": offer" in line]
+        targets.append(offered.partition(":")[0])
+    assert targets == ["D1", "D2", "D0"]
