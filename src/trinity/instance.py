@@ -27,6 +27,7 @@ from trinity.plugins import find
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
 from trinity.sizing import check_available
+from trinity.stages.attention_backends import AUTO, check_name, choose
 from trinity.stages.base import Stage
 from trinity.stages.paced import paced_stages
 from trinity.timeline import Timeline
@@ -45,6 +46,7 @@ class StageSetup:
     model: LoadedModel
     memory: Mapping[str, BlockMemory]
     observe: Callable[..., None] | None = None
+    attention: str = AUTO
 
 
 StageFactory = Callable[[StageSetup], Stage]
@@ -71,8 +73,9 @@ class Instance:
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
-    letters. ``threads``: intra-op threads per lane. ``address`` ("tcp:host:port", "unix:/path"): it runs there already,
-    started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
+    letters. ``threads``: intra-op threads per lane. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by
+    device, see ``trinity.stages.attention_backends``. ``address`` ("tcp:host:port", "unix:/path"): it runs there
+    already, started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
     """
 
     roles: str
@@ -87,9 +90,11 @@ class Instance:
     prefix_cache: bool = True
     image_cache: bool = True
     address: str | None = None
+    attention: str = AUTO
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
+        check_name(self.attention)
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
@@ -135,8 +140,9 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
         made.append(EncodeStage(setup.model, setup.memory[IMAGE]))
     language = letters.replace("E", "")
     if language:
-        memory = setup.memory
-        made.append(LanguageStage(setup.model, memory[KV], memory.get(IMAGE), letters=language, observe=setup.observe))
+        kv, image = setup.memory[KV], setup.memory.get(IMAGE)
+        backend = choose(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        made.append(LanguageStage(setup.model, kv, image, language, setup.observe, backend))
     return made
 
 
@@ -187,7 +193,7 @@ def _stages(
         if spec.stages or observe is not None:
             raise ConfigError("paced instances compute nothing: stages= and observe= need a checkpoint")
         return list(paced_stages(model, spec.roles, spec.lanes, memory))
-    setup = StageSetup(spec.roles, model, memory, observe)
+    setup = StageSetup(spec.roles, model, memory, observe, spec.attention)
     own = own_stages(spec, setup)
     return own + built_in_stages(setup, "".join(stage.letters for stage in own))
 

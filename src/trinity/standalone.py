@@ -263,6 +263,7 @@ def _load(setup: Setup) -> Loaded:
         device=setup.device,
         prefix_cache=setup.prefix_cache,
         image_cache=setup.image_cache,
+        attention=setup.attention,
     )
     deployment = Deployment(
         model=setup.paced or Path(setup.model),

@@ -10,8 +10,8 @@ from torch import Tensor
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Open, Sampled, Step
 from trinity.stages.attention import AttentionBackend
+from trinity.stages.attention_backends import AUTO, choose
 from trinity.stages.attention_told import OnLayers, ToldAttention
-from trinity.stages.attention_torch import TorchAttention
 from trinity.stages.batch import NO_DECODES, build_batch
 from trinity.stages.models import LoadedModel
 from trinity.stages.rows import Row, RowTable
@@ -41,7 +41,7 @@ class LanguageStage:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
         self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
         self.produces: tuple[str, ...] = (KV,)
-        self._backend = backend or TorchAttention()
+        self._backend = backend or choose(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self.on_layers: OnLayers | None = None
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])

@@ -80,6 +80,7 @@ class Setup(Value, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     prefix_cache: bool = True
     image_cache: bool = True
+    attention: str = "auto"
     slo: SLO | None = None
     budgets: Budgets | None = None
     tokens: int = 2048
