@@ -16,6 +16,7 @@ import checkpoint_fixtures
 from checkpoint_fixtures import checkpoint
 from trinity.errors import UnknownName
 from trinity.processor_loading import load_processor
+from trinity.testing import checkpoints
 from trinity.testing.checkpoints import ARCHITECTURES, MIDSIZE, build_checkpoint, build_midsize
 
 TEXT_ONLY = ("llama", "mistral")
@@ -117,16 +118,33 @@ def test_midsize_text_model(tmp_path: Path) -> None:
     assert len(set(greedy(loaded(tmp_path), "What is this?", None))) >= 8
 
 
+SIZES = {"llava-110m": (110e6, 3e6), "llava-500m": (500e6, 15e6)}
+SHAPES = {"llava-110m": ((384, 12), (768, 12)), "llava-500m": ((768, 12), (1280, 22))}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_midsize_llavas_have_the_shapes_and_the_parameters_that_their_names_say(name: str) -> None:
+    recipe = checkpoints._recipe(name)
+    with torch.device("meta"):
+        model = recipe.model_class(recipe.config)
+    vision, text = recipe.config.vision_config, recipe.config.text_config
+    shapes = tuple((each.hidden_size, each.num_hidden_layers) for each in (vision, text))
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(SIZES[name][0], abs=SIZES[name][1])
+    assert shapes == SHAPES[name]
+    assert text.num_attention_heads == 4 * text.num_key_value_heads
+    assert (vision.image_size // vision.patch_size) ** 2 == 576
+
+
 @pytest.mark.slow
-def test_midsize_llava(tmp_path: Path) -> None:
-    parts = loaded(build_midsize("llava-110m", tmp_path))
-    assert 100e6 < sum(p.numel() for p in parts[0].parameters()) < 120e6
+@pytest.mark.parametrize("name", SIZES)
+def test_midsize_llava(name: str, tmp_path: Path) -> None:
+    parts = loaded(build_midsize(name, tmp_path))
     assert len(set(greedy(parts, "What is this?", picture(0)))) >= 4
-    assert parts[0].config.vision_config.image_size == 336
+    assert greedy(parts, "What is this?", picture(0)) != greedy(parts, "What is this?", picture(1))
 
 
 def test_every_name_has_a_recipe() -> None:
-    assert set(MIDSIZE) == {"llava-110m", "llama-512x8"}
+    assert set(MIDSIZE) == {"llava-110m", "llava-500m", "llama-512x8"}
     assert len(set(ARCHITECTURES)) == 13
 
 

@@ -31,7 +31,7 @@ ARCHITECTURES: tuple[str, ...] = (
     "llama",
     "mistral",
 )
-MIDSIZE: tuple[str, ...] = ("llava-110m", "llama-512x8")
+MIDSIZE: tuple[str, ...] = ("llava-110m", "llava-500m", "llama-512x8")
 
 
 def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
@@ -49,6 +49,7 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
     """Write a mid-size checkpoint (one of ``MIDSIZE``) for benchmarks and memory measurements.
 
     "llava-110m": 12 x 384 ViT at 336 px (576 visual tokens) and a 12 x 768 LM with 12 heads over 3 KV heads;
+    "llava-500m": 12 x 768 ViT at 336 px and a 22 x 1280 LM with 20 heads over 5 KV heads;
     "llama-512x8": text only, 512 wide, 8 layers, 8 heads over 2 KV heads. Raises ``UnknownName``.
     """
     if name not in MIDSIZE:

@@ -22,17 +22,28 @@ def llava() -> Recipe:
 
 
 def llava_110m() -> Recipe:
-    vision = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
-    text = {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 3,
+    return _midsize(vision=(384, 12), text=(768, 12), intermediate=2048)
+
+
+def llava_500m() -> Recipe:
+    return _midsize(vision=(768, 12), text=(1280, 22), intermediate=3456)
+
+
+def _midsize(vision: tuple[int, int], text: tuple[int, int], intermediate: int) -> Recipe:
+    """A ViT at 336 px and a language model of (width, layers), heads of 64, four of which share a KV head."""
+    heads = text[0] // 64
+    language = {
+        "hidden_size": text[0],
+        "intermediate_size": intermediate,
+        "num_hidden_layers": text[1],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
         "vocab_size": MIDSIZE_VOCABULARY,
         "max_position_embeddings": 4096,
     }
-    return _llava({**TEXT, **text}, {**vision, "image_size": 336})
+    width, layers = vision
+    tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    return _llava({**TEXT, **language}, {**tower, "num_attention_heads": width // 64, "image_size": 336})
 
 
 def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
