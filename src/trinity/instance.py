@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
-from trinity.errors import ConfigError, TrinityError
+from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
+from trinity.own_stages import own_stages
 from trinity.paced import Paced
+from trinity.pinning import check_form, check_there, pin_thread, shares
 from trinity.placement import Group
-from trinity.plugins import find
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
 from trinity.sizing import check_available
@@ -73,9 +74,11 @@ class Instance:
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
-    letters. ``threads``: intra-op threads per lane. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by
-    device, see ``trinity.stages.attention_backends``. ``address`` ("tcp:host:port", "unix:/path"): it runs there
-    already, started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
+    letters. ``threads``: intra-op threads per lane. ``cores``: processors that its threads are kept on: one for all
+    lanes, or as many for each, in the lanes' order; none: wherever the system puts them. ``attention``: "auto",
+    "native" (csrc/, CPUs), "torch" and others by device, see ``trinity.stages.attention_backends``. ``address``
+    ("tcp:host:port", "unix:/path"): it runs there already, started by ``python -m trinity.instance --listen ADDRESS``;
+    for ``hosting="process"``.
     """
 
     roles: str
@@ -86,6 +89,7 @@ class Instance:
     lanes: tuple[str, ...] = ("joint",)
     stages: Sequence[StageFactory | str] = ()
     threads: int = 1
+    cores: tuple[int, ...] = ()
     device: str | None = None
     prefix_cache: bool = True
     image_cache: bool = True
@@ -99,6 +103,7 @@ class Instance:
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # one stream of work has nothing to run beside it
+        self.cores = check_form(self.cores, len(self.lanes), self.threads)
 
     @property
     def group(self) -> Group:
@@ -157,6 +162,7 @@ def build(
 ) -> Loaded:
     """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
     media_block, kv_block = blocks
+    check_there(spec.cores, spec.name)
     shapes = block_shapes(spec.roles, model, media_block, kv_block)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
     if missing:
@@ -198,36 +204,6 @@ def _stages(
     return own + built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
-def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
-    """What the instance's factories make. Raises ``ConfigError`` where that cannot serve its roles."""
-    made = [_make_stage(_factory(each), setup) for each in spec.stages]
-    letters = "".join(stage.letters for stage in made)
-    if len(set(letters)) != len(letters) or set(letters) - set(spec.roles):
-        raise ConfigError(f"own stages with letters {letters!r} do not fit the roles {spec.roles} of {spec.name}")
-    if {"P", "D"} <= set(spec.roles) and any(len({"P", "D"} & set(stage.letters)) == 1 for stage in made):
-        raise ConfigError(f"{spec.name} ({spec.roles}) prefills and decodes: one stage with letters 'PD' does both")
-    return made
-
-
-def _make_stage(factory: StageFactory, setup: StageSetup) -> Stage:
-    try:
-        stage = factory(setup)
-    except TrinityError:
-        raise
-    except Exception as error:  # other people's code
-        raise ConfigError(f"the stage factory {factory!r} failed: {error!r}") from error
-    if not isinstance(stage, Stage):
-        raise ConfigError(f"{stage!r:.200} is no Stage: it needs letters, consumes, produces, open, close and forward")
-    return stage
-
-
-def _factory(stage: StageFactory | str) -> StageFactory:
-    if not isinstance(stage, str):
-        return stage
-    found: StageFactory = find("trinity.stages", "stage", stage)
-    return found
-
-
 @dataclass(frozen=True)
 class _Stop:
     at_once: bool
@@ -253,6 +229,7 @@ class InstanceHost:
     def _make_lanes(self) -> dict[str, Lane]:
         from trinity.core.steps import LANES
 
+        spec = self.loaded.spec
         return {
             lane: Lane(
                 self.name,
@@ -261,9 +238,10 @@ class InstanceHost:
                 self.post,
                 self._failed,
                 self._timeline,
-                0 if isinstance(self.loaded.model, Paced) else self.loaded.spec.threads,
+                0 if isinstance(self.loaded.model, Paced) else spec.threads,
+                cores,
             )
-            for lane in self.loaded.settings.lanes
+            for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
         }
 
     def start(self) -> None:
@@ -301,6 +279,7 @@ class InstanceHost:
 
     def _run(self) -> None:
         try:
+            pin_thread(self.loaded.spec.cores)
             self._serve()
         except BaseException as error:
             error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")

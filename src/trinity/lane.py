@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from trinity.messages import Close, Failure, Open, Progress, Sampled, Step, Stepped, Value
+from trinity.pinning import pin_thread
 from trinity.stages.base import Reporting, Stage
 from trinity.timeline import Timeline
 
@@ -18,7 +19,8 @@ logger = logging.getLogger("trinity")
 class Lane:
     """Runs Open, Close and Step commands in order; each Step is answered by one Stepped through ``post``.
 
-    ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported.
+    ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
+    is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
     """
 
     def __init__(
@@ -30,8 +32,9 @@ class Lane:
         failed: Callable[[BaseException], None],
         timeline: Timeline,
         threads: int = 1,
+        cores: Sequence[int] = (),
     ) -> None:
-        self.instance, self.name = instance, name
+        self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages = list(stages)
         self.cpu_s = 0.0
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
@@ -64,6 +67,7 @@ class Lane:
             self._failed(error)
 
     def _serve(self) -> None:
+        pin_thread(self.cores)
         if self._threads:
             import torch
 

@@ -194,6 +194,7 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         routing=routing,
         lanes=spec.lanes,
         threads=spec.threads,
+        cores=spec.cores,
         media_block=deployment.media_block,
         kv_block=deployment.kv_block,
         pools=dict(pools) if pools is not None else None,

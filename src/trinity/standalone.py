@@ -23,6 +23,7 @@ from trinity.instance import Instance, InstanceHost, Loaded
 from trinity.memory import BlockMemory
 from trinity.messages import PeerLost as PeerGone
 from trinity.messages import Value
+from trinity.pinning import check_there, pinned_process
 from trinity.processor import RequestProcessor
 from trinity.routing import routing_policy
 from trinity.scheduler import Rules
@@ -77,7 +78,9 @@ class Standalone:
         """Load what the front end asks for and serve until it says stop or is gone; then nothing of it is left."""
         self._frontend = channel
         try:
-            await self._run(channel, setup)
+            check_there(setup.cores, setup.name)
+            with pinned_process(setup.cores):
+                await self._run(channel, setup)
         except TrinityError as error:
             await _give_up(channel, Broken(type(error).__name__, str(error)))
         except Exception as error:
@@ -260,6 +263,7 @@ def _load(setup: Setup) -> Loaded:
         memory_bytes=setup.memory_bytes,
         lanes=setup.lanes,
         threads=setup.threads,
+        cores=setup.cores,
         device=setup.device,
         prefix_cache=setup.prefix_cache,
         image_cache=setup.image_cache,

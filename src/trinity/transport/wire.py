@@ -76,6 +76,7 @@ class Setup(Value, frozen=True, kw_only=True):
     threads: int
     media_block: int
     kv_block: int
+    cores: tuple[int, ...] = ()
     pools: dict[str, int] | None = None
     memory_bytes: int | None = None
     prefix_cache: bool = True
