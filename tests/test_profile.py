@@ -138,7 +138,7 @@ class Recorder:
 def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
     stage = Recorder()
     instance: Any = SimpleNamespace(
-        spec=SimpleNamespace(threads=1, roles="PD", device=None),
+        spec=Instance("PD"),
         memory={KV: SimpleNamespace(blocks=16)},
         settings=SimpleNamespace(kv_block=16),
         stages=[stage],
@@ -165,7 +165,7 @@ def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch: pytest.Monk
             seen.append("forward")
 
     instance: Any = SimpleNamespace(
-        spec=SimpleNamespace(threads=1, roles="PD", device="cuda:1"),
+        spec=Instance("PD", device="cuda:1"),
         memory={KV: SimpleNamespace(blocks=16)},
         settings=SimpleNamespace(kv_block=16),
         stages=[Noting()],

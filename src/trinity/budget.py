@@ -115,7 +115,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tokens``: prefill tokens and decodes. ``media``: visual tokens; at least one whole image always runs.
     ``feasible`` is False where not even one item keeps within ``limit_s`` (seconds; None: no bound).
-    Raises ``ConfigError`` for a budget below 1.
+    ``interference``: how many times longer a step may take than ``cost`` says, which is alone, beside the instance's
+    other lane. Raises ``ConfigError`` for a budget below 1.
     """
 
     tokens: int = 2048
@@ -123,6 +124,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float | None = None
     feasible: bool = True
     cost: StepCost | None = None
+    interference: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.media < 1:
@@ -132,7 +134,10 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetResult(NamedTuple):
-    """``budget`` items a step take ``seconds`` (a fresh median). ``samples``: all seconds measured, by count."""
+    """``budget`` items a step take ``seconds`` (a fresh median). ``samples``: all that was measured, by count.
+
+    ``seconds`` are beside the other lane, where there is one, ``samples`` alone.
+    """
 
     budget: int
     seconds: float
@@ -148,6 +153,7 @@ def search_budget(
     high: int = MOST_TOKENS,
     knee: float = 0.95,
     warn: bool = True,
+    interference: float = 1.0,
 ) -> BudgetResult:
     """The largest n in [low, high] for which ``measure(n)`` seconds keep within ``limit_s`` (Algorithm 1, line 5).
 
@@ -156,22 +162,31 @@ def search_budget(
     measurements must, else the next smaller candidate is tried. Where ``low`` itself does not hold, returns it with
     ``feasible=False`` and, where ``warn``, a ``TrinityWarning``. ``measure`` may return inf for what cannot run.
 
+    ``interference``: of an instance with two lanes, how many times longer a step takes beside the other lane than
+    alone, as it is measured here. The limit is kept beside it: the two budgets hold jointly.
+
     Raises ``ConfigError`` for bounds without meaning, and where a measurement is negative or NaN.
     """
     _check_limit(limit_s)
+    if not 1 <= interference < math.inf:
+        raise ConfigError(f"interference is at least 1, got {interference!r}")
     if not (1 <= low <= high and 0 < knee <= 1):
         raise ConfigError(f"a search needs 1 <= low <= high and 0 < knee <= 1, got low={low}, high={high}, knee={knee}")
-    search = _Search(measure, limit_s)
+    search = _Search(lambda count: interference * measure(count), limit_s)
     if search.holds(low):
         search.bisect(low, high)
     for budget in search.candidates(knee):
         seconds = search.median(budget)
         if seconds <= limit_s:
-            return BudgetResult(budget, seconds, True, search.samples)
-    return _infeasible(search, low, warn)
+            return BudgetResult(budget, seconds, True, _alone(search, interference))
+    return _infeasible(search, low, warn, interference)
 
 
-def _infeasible(search: _Search, low: int, warn: bool) -> BudgetResult:
+def _alone(search: _Search, interference: float) -> dict[int, float]:
+    return {count: seconds / interference for count, seconds in search.samples.items()}
+
+
+def _infeasible(search: _Search, low: int, warn: bool, interference: float) -> BudgetResult:
     seconds = search.median(low)
     feasible = seconds <= search.limit_s
     if warn and not feasible:
@@ -181,10 +196,12 @@ def _infeasible(search: _Search, low: int, warn: bool) -> BudgetResult:
             TrinityWarning,
             stacklevel=3,
         )
-    return BudgetResult(low, seconds, feasible, search.samples)
+    return BudgetResult(low, seconds, feasible, _alone(search, interference))
 
 
-def budgets_found(found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float) -> Budgets:
+def budgets_found(
+    found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float, interference: float = 1.0
+) -> Budgets:
     """From searches by kind of row: "prefill" (tokens) or else "decodes" (rows), and "images" of so many tokens."""
     language = found.get("prefill") or found.get("decodes")
     images = found.get("images")
@@ -194,6 +211,7 @@ def budgets_found(found: Mapping[str, BudgetResult], image_tokens: int, limit_s:
         media=images.budget * image_tokens if images else Budgets().media,
         limit_s=limit_s,
         feasible=all(result.feasible for result in found.values()),
+        interference=interference,
         cost=StepCost.measured(
             decodes=samples.get("decodes"),
             prefill=samples.get("prefill"),
@@ -203,17 +221,30 @@ def budgets_found(found: Mapping[str, BudgetResult], image_tokens: int, limit_s:
 
 
 def predicted_budgets(
-    seconds: Callable[[int, int, int], float], roles: str, limit_s: float, image_tokens: int, *, warn: bool = True
+    seconds: Callable[[int, int, int], float],
+    roles: str,
+    limit_s: float,
+    image_tokens: int,
+    *,
+    warn: bool = True,
+    interference: float = 1.0,
 ) -> Budgets:
-    """Budgets of an instance of ``roles`` by a cost model; ``image_tokens`` of a usual image, 0 for text alone."""
+    """Budgets of an instance of ``roles`` by a cost model; ``image_tokens`` of a usual image, 0 for text alone.
+
+    ``interference`` as in ``search_budget``, where the instance has two lanes.
+    """
     found: dict[str, BudgetResult] = {}
+
+    def search(measure: Callable[[int], float], high: int) -> BudgetResult:
+        return search_budget(measure, limit_s, high=high, warn=warn, interference=interference)
+
     if "P" in roles:
-        found["prefill"] = search_budget(lambda n: seconds(0, n, 0), limit_s, high=MOST_TOKENS, warn=warn)
+        found["prefill"] = search(lambda n: seconds(0, n, 0), MOST_TOKENS)
     if "D" in roles:
-        found["decodes"] = search_budget(lambda n: seconds(n, 0, 0), limit_s, high=MOST_ROWS, warn=warn)
+        found["decodes"] = search(lambda n: seconds(n, 0, 0), MOST_ROWS)
     if "E" in roles and image_tokens:
-        found["images"] = search_budget(lambda n: seconds(0, 0, n * image_tokens), limit_s, high=MOST_IMAGES, warn=warn)
-    return budgets_found(found, image_tokens, limit_s)
+        found["images"] = search(lambda n: seconds(0, 0, n * image_tokens), MOST_IMAGES)
+    return budgets_found(found, image_tokens, limit_s, interference)
 
 
 class _Search:
@@ -259,7 +290,10 @@ def _check_limit(limit_s: float) -> None:
 
 
 class BudgetKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What budgets hang on. ``model`` is a fingerprint; ``versions`` those of what runs it (torch, ...)."""
+    """What budgets hang on. ``model`` is a fingerprint; ``versions`` those of what runs it (torch, ...).
+
+    ``lanes`` and ``cores``: where stages run at once, and whether they share a processor.
+    """
 
     model: str
     dtype: str
@@ -268,6 +302,8 @@ class BudgetKey(msgspec.Struct, frozen=True, kw_only=True):
     roles: str
     limit_s: float
     versions: str = ""
+    lanes: tuple[str, ...] = ("joint",)
+    cores: tuple[int, ...] = ()
 
 
 class _Entry(msgspec.Struct, frozen=True):

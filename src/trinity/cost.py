@@ -169,6 +169,12 @@ def cost_on(device: Device, model: Model, given: Cost | Mapping[str, Cost] | Non
     return given[device.name]
 
 
+def interference_of(given: Cost | Mapping[str, Cost] | None) -> float:
+    """How much two lanes of an instance slow each other down, as measured with these costs; 1 where it was not."""
+    costs = given.values() if isinstance(given, Mapping) else [given]
+    return max([1.0, *(float(getattr(each, "interference", 1.0)) for each in costs)])
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """What joins two instances: bytes/s that are reached, and seconds that a transfer takes at least."""
 
@@ -221,7 +227,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Measured seconds of a step on one device: ``StepCost`` at each mean context (decodes) or prefix (prefills).
 
     Between two contexts on the line that joins them; beyond the last as at the last two, never less than at the last.
-    It names what was measured: instances and plans can tell whether it is theirs.
+    It names what was measured: instances and plans can tell whether it is theirs. Seconds are those of a step alone;
+    ``interference``: how many times longer it takes beside the other lane of its instance, 1 where none has two.
     """
 
     model: str
@@ -230,11 +237,14 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     source: str
     costs: tuple[tuple[Number, StepCost], ...]
     context: float = 512
+    interference: float = 1.0
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.costs]
         if not contexts or contexts != sorted(set(contexts)):
             raise ConfigError("measured tables need at least one context, in ascending order")
+        if not 1 <= self.interference < math.inf:
+            raise ConfigError(f"interference is at least 1, got {self.interference!r}")
 
     @classmethod
     def measured(

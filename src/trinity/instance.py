@@ -19,6 +19,7 @@ from trinity.core.state import Settings
 from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
+from trinity.lane_stream import stream_for
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
 from trinity.own_stages import own_stages
@@ -240,6 +241,7 @@ class InstanceHost:
                 self._timeline,
                 0 if isinstance(self.loaded.model, Paced) else spec.threads,
                 cores,
+                stream_for(spec.device, lane),
             )
             for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
         }

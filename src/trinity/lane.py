@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from trinity.lane_stream import LaneStream
 from trinity.messages import Close, Failure, Open, Progress, Sampled, Step, Stepped, Value
 from trinity.pinning import pin_thread
 from trinity.stages.base import Reporting, Stage
@@ -21,6 +22,7 @@ class Lane:
 
     ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
     is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
+    ``stream``: its own queue on a GPU.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class Lane:
         timeline: Timeline,
         threads: int = 1,
         cores: Sequence[int] = (),
+        stream: LaneStream | None = None,
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
-        self.stages = list(stages)
+        self.stages, self._stream = list(stages), stream or LaneStream()
         self.cpu_s = 0.0
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
         self._telling: Step | None = None  # whose progress is told
@@ -72,12 +75,13 @@ class Lane:
             import torch
 
             torch.set_num_threads(self._threads)
-        while (command := self._queue.get()) is not None:
-            if isinstance(command, Step):
-                self._post(self._step(command))
-                self.cpu_s = time.thread_time()
-            else:
-                self._tell(command)
+        with self._stream:
+            while (command := self._queue.get()) is not None:
+                if isinstance(command, Step):
+                    self._post(self._step(command))
+                    self.cpu_s = time.thread_time()
+                else:
+                    self._tell(command)
 
     def _tell(self, command: Value) -> None:
         for stage in self.stages:
@@ -131,10 +135,14 @@ class Lane:
 
     def _forward(self, step: Step) -> dict[str, Sampled]:
         sampled: dict[str, Sampled] = {}
-        for stage in self.stages:
-            rows = rows_for(step, stage.letters)
-            if rows is not None:
-                sampled.update(checked(stage.forward(rows) or {}))
+        self._stream.begin()
+        try:
+            for stage in self.stages:
+                rows = rows_for(step, stage.letters)
+                if rows is not None:
+                    sampled.update(checked(stage.forward(rows) or {}))
+        finally:
+            self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
         missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
         if missing:
             raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")

@@ -6,9 +6,12 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from trinity.blocks import blocks_for
 from trinity.budget import (
@@ -26,14 +29,17 @@ from trinity.budget import (
 from trinity.cost import Tables
 from trinity.errors import TrinityWarning
 from trinity.instance import Loaded
+from trinity.lane_stream import LaneStream
 from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
 from trinity.paced import Paced
 from trinity.processor import RequestProcessor
+from trinity.profile_lanes import LaneThreads, interference
 from trinity.request import Sampling
 from trinity.stages.base import Stage
 
 MEAN_CONTEXT = 512  # tokens of context that a decode row is profiled with, where the model has as many
 PROBE = "trinity-probe"
+BESIDE_TOKENS, BESIDE_ROWS = 256, 8  # of a usual step of the language lane, while the other lane encodes an image
 
 
 def profile_budgets(
@@ -42,13 +48,16 @@ def profile_budgets(
     """Token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
 
     Prefill tokens where the instance prefills, decode rows at a mean context where it only decodes; images in visual
-    tokens. Cached on disk by model, dtype, device, threads, roles and limit. Warns where not even one item fits.
+    tokens. Where it has two lanes, steps keep the limit beside the other lane: how much longer they take so is measured
+    first. Cached on disk by model, dtype, device, threads, cores, lanes, roles and limit. Warns where not even one item
+    fits.
     """
     cache = cache or BudgetCache()
     key = _key(loaded, limit_s)
     known = cache.get(key)
     if known is None:
-        known = _search(Probe(loaded, processor), loaded.spec.roles, limit_s)
+        with closing(Probe(loaded, processor)) as probe:
+            known = _search(probe, loaded.spec.roles, limit_s)
         cache.put(key, known)
     elif not known.feasible:
         text = f"not even one item keeps a step of {loaded.spec.name} within {limit_s:.4g} s: its SLO will be missed"
@@ -59,12 +68,16 @@ def profile_budgets(
 def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> Tables:
     """Seconds of a step per stage, batch and context, of instances that serve nothing: as ``Tables.taken`` measures.
 
-    Each stage is measured on the first instance that has it. ``device`` names the processor and its threads.
+    Each stage is measured on the first instance that has it, ``interference`` on the first one with two lanes.
+    ``device`` names the processor and its threads.
     """
     key = _key(loaded[0], 1.0)
-    probes = Together([Probe(each, processor) for each in loaded])
     device = f"{_device_name(key.device)} x {key.threads}" if key.device == "cpu" else _device_name(key.device)
-    return Tables.taken(probes, model=key.model, device=device, dtype=key.dtype, **counts)
+    with ExitStack() as stack:
+        probes = [stack.enter_context(closing(Probe(each, processor))) for each in loaded]
+        tables = Tables.taken(Together(probes), model=key.model, device=device, dtype=key.dtype, **counts)
+        beside = next((probe.interference() for probe in probes if probe.dual), 1.0)
+    return msgspec.structs.replace(tables, interference=beside)
 
 
 def _device_name(device: str) -> str:
@@ -110,23 +123,29 @@ def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
         roles=spec.roles,
         limit_s=limit_s,
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        lanes=spec.lanes,
+        cores=spec.cores,
     )
 
 
 def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
     found: dict[str, BudgetResult] = {}
+    beside = probe.interference() if probe.dual else 1.0
     if "P" in roles:
-        found["prefill"] = search_budget(probe.prefill, limit_s, high=probe.most_tokens())
+        found["prefill"] = search_budget(probe.prefill, limit_s, high=probe.most_tokens(), interference=beside)
     if "D" in roles:
-        found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows())
+        found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows(), interference=beside)
     if "E" in roles and probe.span is not None:
-        found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images())
-    return budgets_found(found, probe.image_tokens, limit_s)
+        found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images(), interference=beside)
+    return budgets_found(found, probe.image_tokens, limit_s, beside)
 
 
 @dataclass
 class Probe:
-    """Runs synthetic steps on the stages of an instance that serves nothing yet, and times them."""
+    """Runs synthetic steps on the stages of an instance that serves nothing yet, and times them.
+
+    Each on a thread as its lane will have it: ``close`` ends them.
+    """
 
     loaded: Loaded
     processor: RequestProcessor
@@ -134,11 +153,24 @@ class Probe:
     inputs: Any = None
 
     def __post_init__(self) -> None:
-        import torch
-
-        torch.set_num_threads(self.loaded.spec.threads)
+        spec = self.loaded.spec
+        self._threads = LaneThreads(spec.lanes, spec.cores, spec.threads, spec.device)
         if "E" in self.loaded.spec.roles and self.processor.multimodal:
             self.span, self.inputs = self.processor.dummy_inputs()
+
+    def close(self) -> None:
+        self._threads.close()
+
+    @property
+    def dual(self) -> bool:
+        """Whether an encode may run beside another stage."""
+        return len(self.loaded.spec.lanes) > 1 and self.span is not None
+
+    def interference(self) -> float:
+        """How many times longer a step takes beside the other lane than alone, measured on an instance with two."""
+        steps = {"P": partial(self.prefill, min(BESIDE_TOKENS, self.longest)), "D": partial(self.decode, BESIDE_ROWS)}
+        language = {letter: steps[letter] for letter in self.letters if letter in steps}
+        return interference(partial(self.encode, 1), language)
 
     @property
     def image_tokens(self) -> int:
@@ -215,17 +247,16 @@ class Probe:
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
         stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
-        return _timed(stage, step, opened, _settled(self.loaded))
+        return self._threads.run(letter, lambda stream: _timed(stage, step, opened, partial(self._settled, stream)))
 
+    def _settled(self, stream: LaneStream) -> None:
+        """Waits until the device has done what it was given: a GPU's stages return before that."""
+        device = self.loaded.spec.device or "cpu"
+        if self.dual or not device.startswith("cuda"):  # of two lanes, each waits for its own kernels
+            return stream.settle()
+        import torch
 
-def _settled(loaded: Loaded) -> Callable[[], None]:
-    """Waits until the device has done what it was given: a GPU's stages return before that."""
-    device = loaded.spec.device or "cpu"
-    if not device.startswith("cuda"):
-        return lambda: None
-    import torch
-
-    return partial(torch.cuda.synchronize, device)
+        torch.cuda.synchronize(device)
 
 
 def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:
@@ -245,4 +276,5 @@ def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], N
 def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
     """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
     image = paced.shape.image_tokens if paced.multimodal else 0
-    return predicted_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image)
+    beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0
+    return predicted_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)

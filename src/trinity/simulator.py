@@ -20,7 +20,7 @@ from trinity import twin
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
-from trinity.cost import Cost, cost_on
+from trinity.cost import Cost, cost_on, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.goodput import Outcome, Serve
 from trinity.messages import IMAGE, KV
@@ -72,9 +72,10 @@ class Simulator:
     ``budgets``: of every instance, or by roles; None: the largest that keep a step within the latency bound of the
     instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
     ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
-    ``interference`` times slower. Pools are what the weights leave of ``memory_share`` of a device's memory.
-    ``max_waiting`` requests without a token are taken in, as by a pipeline. ``engine``: "python", the cores themselves,
-    "compiled", their twin in C++ with the same results, or "auto": the twin for all that it can do (``why_python``).
+    ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
+    of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``engine``: "python",
+    the cores themselves, "compiled", their twin in C++ with the same results, or "auto": the twin for all that it can
+    do (``why_python``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -90,7 +91,7 @@ class Simulator:
         budgets: Budgets | Mapping[str, Budgets] | None = None,
         routing: str = "round_robin",
         lanes: Sequence[str] = ("joint",),
-        interference: float = 1.0,
+        interference: float | None = None,
         transfers: Transfers | None = None,
         memory_share: float = 0.9,
         max_waiting: int = 1024,
@@ -99,7 +100,8 @@ class Simulator:
         self.model = model_named(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or Rules(), transfers or Transfers()
-        self.lanes, self.interference, self.engine = tuple(lanes), interference, engine
+        self.lanes, self.engine = tuple(lanes), engine
+        self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
         self._known: dict[tuple[str, int], tuple[Rules, dict[str, int]]] = {}
@@ -145,7 +147,7 @@ class Simulator:
             roles,
             dict(pools),
             rules,
-            self.lanes if "E" in roles and roles != "E" else ("joint",),
+            self._lanes_of(roles),
             image_cache=shared,
             prefix_cache=shared,
             layers=self.model.language.layers,
@@ -153,6 +155,9 @@ class Simulator:
             lease_s=inf,
             report_s=Settings.report_s if self._informed else inf,
         )
+
+    def _lanes_of(self, roles: str) -> tuple[str, ...]:
+        return self.lanes if "E" in roles and roles != "E" else ("joint",)
 
     def _sized(self, roles: str, place: int) -> tuple[Rules, dict[str, int]]:
         """Rules with their budgets, and pools, of an instance of these roles; equal devices are asked once."""
@@ -176,7 +181,8 @@ class Simulator:
             return given[roles]
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
         image = self.model.image_tokens if self.model.vision else 0
-        return predicted_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False)
+        beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
+        return predicted_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
     def cost_of(self, place: int) -> Cost:
         """The cost model of the device at this place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from trinity.cost import interference_of
 from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE
 from trinity.planner import algorithm2
 from trinity.planner.algorithm2 import Profile, Split, profiled
@@ -42,6 +43,7 @@ class Case:
         self.hardware, self.trace, self.asked, self.offline = hardware, trace, asked, offline
         options = hardware.options
         rules = options.get("rules")
+        costs = {name: kind.cost for name, kind in hardware.kinds.items()}
         self.bounds = Bounds(
             trace,
             asked.slo,
@@ -52,7 +54,7 @@ class Case:
             share=1.0 if offline else asked.share,
             order=rules.order if rules is not None else "fcfs",
             lanes=options.get("lanes", ("joint",)),
-            interference=options.get("interference", 1.0),
+            interference=options.get("interference") or interference_of(costs),
             offline=offline,
         )
         self.methods = methods_for(self.bounds.load.multimodal)
