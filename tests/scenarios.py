@@ -158,20 +158,23 @@ def random_transfers(draw: Random) -> Transfers:
     return Transfers(prefetch, early, draw.choice(kv))
 
 
-def random_cluster(seed: int, placement: str | None = None, requests: int | None = None) -> VirtualCluster:
-    """A loaded cluster that has not run yet: everything in it follows from the seed."""
+def random_cluster(
+    seed: int, placement: str | None = None, requests: int | None = None, depth: int | None = None
+) -> VirtualCluster:
+    """A loaded cluster that has not run yet: everything in it follows from the seed. ``depth`` None: 1, 2 or both."""
     draw = Random(seed)
     placement = placement or draw.choice(PLACEMENTS)
     works = random_works(draw, requests or draw.choice([2, 5, 9, 14]))
     sizes = Random(-1 - seed)
     transfers, layers = random_transfers(sizes), sizes.choice([1, 2, 3, 5])
+    depths = [depth] if depth else sizes.choice([[1], [2], [2], [1, 2]])
     aside = Random(seed + 1_000_000_007)
     leases = random_patience(aside)
     policies: list[Callable[[], RoutingPolicy]] = [RoundRobin, LeastLoaded, PrefixHits, PrefixHits]
     routing = aside.choice(policies)
     settings = random_settings(draw, placement, works, leases)
     cluster = VirtualCluster(
-        [replace(each, transfers=transfers, layers=layers) for each in settings],
+        [replace(each, transfers=transfers, layers=layers, depth=sizes.choice(depths)) for each in settings],
         routing=routing if leases else RoundRobin,
         durations=random_durations(draw),
         faults=random_faults(draw),

@@ -81,6 +81,36 @@ def a_block_is_matchable_before_its_step_has_ended(monkeypatch: pytest.MonkeyPat
 
 
 @broken
+def blocks_are_given_back_while_a_second_step_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "in_step", lambda s, request: s.requests[request].steps > 1)
+
+
+@broken
+def a_row_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(s: State, state: Any, now: float) -> None:
+        if state.ending is not None and state.ending.reason == "stop":
+            lifecycle._conclude(s, state, now)
+        else:
+            quiet(s, state, now)
+
+    quiet = lifecycle.conclude_if_quiet
+    everywhere(monkeypatch, "conclude_if_quiet", hasty)
+
+
+@broken
+def a_row_is_decoded_beyond_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch, "next_decodes", lambda s: tuple(s.decoding))
+
+
+@broken
+def a_chunk_begins_where_the_last_ended_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(result: Any, s: State, row: Any) -> None:
+        row.scheduled = row.done
+
+    around(monkeypatch, steps, "_prefill_row", lambda result, s, request, *_: again(result, s, s.requests[request]))
+
+
+@broken
 def a_part_is_pulled_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     def eager(result: Any, s: State, event: Offer, now: float) -> None:
         incoming = s.requests[event.work.request].incoming

@@ -247,7 +247,7 @@ def test_bookkeeping_watches_what_is_in_flight() -> None:
     for command in core.handle(Submit(work("r", 5)), 0.0):
         books.command("PD0", command)
     books.settled("PD0")
-    with pytest.raises(AssertionError, match="two steps at once on lane joint"):
+    with pytest.raises(AssertionError, match="2 steps at once on lane joint"):
         books.command("PD0", Step(2, "joint", decodes=("r",)))
     core.state.kv.publish(core.state.requests["r"].kv[0], b"key")
     with pytest.raises(AssertionError, match="PD0: kv block 0 is written and matchable"):

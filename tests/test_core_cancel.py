@@ -116,8 +116,8 @@ def test_cancel(make: Callable[[], InstanceCore], at_once: list[str], then: Valu
         table(core, [(then, at_last)])
     assert "r" not in core.state.requests
     core.handle(Cancel("x"), 0.0)
-    for lane, running in core.state.lanes.items():
-        if running is not None:
+    for lane, flight in core.state.lanes.items():
+        for running in list(flight):
             core.handle(done(running.step.id, lane, x=1), 0.0)
     table(core, [(Forget("r"), [])])
     emptied(core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, make_core, sent, table, work
-from trinity.core.admission import _outstanding
+from trinity.core.lanes import outstanding
 from trinity.core.state import Outgoing, Phase
 from trinity.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
 from trinity.scheduler import Outstanding, Rules
@@ -36,9 +36,10 @@ def test_each_lane_knows_what_the_other_runs() -> None:
     core.handle(Submit(work("d", 9)), 0.0)
     core.handle(Submit(work("m", "cat*5", "dog*6", 1)), 0.0)
     core.handle(done(3, "language", a=1, b=1), 0.0)
-    assert _outstanding(core.state) == Outstanding(decodes=1, prefill_tokens=6, media_tokens=11)
+    assert outstanding(core.state.lanes, "vision") == Outstanding(decodes=1, prefill_tokens=6)
+    assert outstanding(core.state.lanes, "language") == Outstanding(media_tokens=11)
     core.handle(done(4, "vision"), 0.0)
-    assert _outstanding(core.state) == Outstanding(decodes=1, prefill_tokens=6, media_tokens=0)
+    assert outstanding(core.state.lanes, "language") == Outstanding()
 
 
 def test_the_time_of_a_step_counts_what_the_other_lane_runs() -> None:

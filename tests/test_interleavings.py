@@ -25,12 +25,12 @@ PER_PLACEMENT = 120
 TIGHT = {"image": 3, "kv": 4}
 
 
-def run(seed: int, placement: str | None = None) -> VirtualCluster:
-    cluster = random_cluster(seed, placement)
+def run(seed: int, placement: str | None = None, depth: int | None = None) -> VirtualCluster:
+    cluster = random_cluster(seed, placement, depth=depth)
     try:
         cluster.run()
     except BaseException as error:
-        error.add_note(f"random_cluster({seed}, {placement!r})")
+        error.add_note(f"random_cluster({seed}, {placement!r}, depth={depth})")
         raise
     return cluster
 
@@ -56,8 +56,8 @@ def test_many_more_interleavings(part: int) -> None:
 def test_the_interleavings_reach_what_they_are_for() -> None:
     """Every end, every outcome of a transfer, and the rare turns of the core; a tame generator would show here."""
     seen: Counter[str] = Counter()
-    for seed in range(400):
-        cluster = run(seed)
+    for seed in range(500):
+        cluster = run(seed, depth=1 if seed % 2 else None)
         for outcome in cluster.outcomes.values():
             assert outcome.end is not None
             seen[outcome.end.reason] += 1

@@ -228,7 +228,7 @@ class InstanceHost:
         self._thread = threading.Thread(target=self._run, name=f"trinity-{self.name}-core", daemon=True)
 
     def _make_lanes(self) -> dict[str, Lane]:
-        from trinity.core.steps import LANES
+        from trinity.core.lanes import LANES
 
         spec = self.loaded.spec
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,9 @@ class Worker:
         self.core, self.place = core, place
         self.cost = cost
         self.running: dict[str, Running] = {}
+        self.waiting: dict[str, deque[Step]] = {
+            lane: deque() for lane in core.settings.lanes
+        }  # behind the one that runs
         self.since = 0.0
         self.free_at = 0.0  # when the pulls into it that were asked for so far have ended
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
@@ -183,6 +187,8 @@ class Simulated(Engine):
         super().handle(name, event)
         if name != FRONTEND:
             self.workers[name].look()
+            if type(event) is Stepped:
+                self._follow(name, event.lane)
 
     # ------------------------------------------------------------ commands
 
@@ -215,6 +221,19 @@ class Simulated(Engine):
     # ------------------------------------------------------------ steps
 
     def start(self, name: str, step: Step) -> None:
+        worker = self.workers[name]
+        if step.lane in worker.running or worker.waiting[step.lane]:
+            worker.waiting[step.lane].append(step)
+        else:
+            self._begin(name, step)
+
+    def _follow(self, name: str, lane: str) -> None:
+        """A step has ended, and what it gave is booked: the one that waited behind it begins."""
+        worker = self.workers[name]
+        if worker.waiting[lane] and lane not in worker.running:
+            self._begin(name, worker.waiting[lane].popleft())
+
+    def _begin(self, name: str, step: Step) -> None:
         worker = self.workers[name]
         self._elapse(worker)
         running = worker.begin(step, self.now)

@@ -91,6 +91,8 @@ def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy:
         return "routing other than round_robin"
     if any(each.lease_s != inf or each.report_s != inf for each in settings):
         return "leases and reports of load"
+    if any(each.depth != 1 for each in settings):
+        return "steps decided ahead (depth 2)"
     if any(each.transfers.kv != "off" for each in settings):
         return "KV that moves while prefill runs"
     if len({_common(each) for each in settings}) > 1:

@@ -7,32 +7,33 @@ from collections.abc import Callable, Iterable, Iterator
 from trinity.blocks import blocks_for
 from trinity.core.arrival import pass_to_encode
 from trinity.core.kv_target import nothing_moved
+from trinity.core.lanes import LANES, outstanding
 from trinity.core.lifecycle import release
 from trinity.core.state import MediaSlot, PendingMedia, Phase, RequestState, State
 from trinity.core.target import ask_for_media
 from trinity.messages import IMAGE, KV, Open
 from trinity.routing import kv_tokens
-from trinity.scheduler import Batch, EncodeView, Outstanding, PrefillView, View
+from trinity.scheduler import Batch, EncodeView, PrefillView, View
 
 
 class Candidates:
     """The view of one schedule. Cached blocks that it counts on are pinned, so that no admission evicts them."""
 
-    def __init__(self, s: State, stages: str, now: float) -> None:
+    def __init__(self, s: State, lane: str, now: float) -> None:
         self.s, self.now = s, now
         self.hits: dict[str, tuple[int, ...]] = {}
         self.pins: list[tuple[str, str, tuple[int, ...]]] = []
         self.uncovered: list[RequestState] = []
-        language, vision = "P" in stages, "E" in stages
+        language, vision = "P" in LANES[lane], "E" in LANES[lane]
         self.view = View(
-            decoding=tuple(s.decoding) if language else (),
+            decoding=next_decodes(s) if language else (),
             prefilling=self._prefilling() if language else (),
             encoding=self._encoding() if vision else (),
             new_prefills=self._new_prefills() if language else (),
             new_encodes=self._new_encodes() if vision else (),
             free_kv=s.pools[KV].available if KV in s.pools and not s.kv_offers else 0,
             free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
-            outstanding=_outstanding(s),
+            outstanding=outstanding(s.lanes, lane),
         )
 
     def admit(self, batch: Batch) -> list[RequestState]:
@@ -53,7 +54,8 @@ class Candidates:
 
     def _prefilling(self) -> Iterator[PrefillView]:
         for request, state in self.s.prefilling.items():
-            yield PrefillView(request, state.done, len(state.work.prompt), _atomic(state))
+            if state.scheduled < len(state.work.prompt):
+                yield PrefillView(request, state.scheduled, len(state.work.prompt), _atomic(state))
 
     def _encoding(self) -> Iterator[EncodeView]:
         for request, state in self.s.encoding.items():
@@ -98,15 +100,21 @@ class Candidates:
         return new + before - pool.available
 
 
-def _outstanding(s: State) -> Outstanding:
-    """What other lanes are running just now."""
-    decodes = prefill = media = 0
-    for running in s.lanes.values():
-        if running is not None:
-            decodes += len(running.step.decodes)
-            prefill += sum(row.length for row in running.step.prefills)
-            media += sum(row.span.tokens for row in running.step.encodes)
-    return Outstanding(decodes, prefill, media)
+def next_decodes(s: State) -> tuple[str, ...]:
+    """Rows of the lane's next step. Behind one in flight: all that it does not surely end, a stop token aside.
+
+    A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
+    """
+    if s.settings.depth == 1:
+        return tuple(s.decoding)
+    rows = [request for request, state in s.decoding.items() if len(state.tokens) + state.steps < state.max_tokens]
+    if "D" in s.settings.roles:
+        rows += [request for request, state in s.prefilling.items() if _ends_prefill(state) and state.max_tokens > 1]
+    return tuple(rows)
+
+
+def _ends_prefill(state: RequestState) -> bool:
+    return state.scheduled == len(state.work.prompt)
 
 
 def _ordered(s: State, queue: Iterable[str], size: Callable[[RequestState], int]) -> Iterable[str]:
@@ -184,7 +192,7 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     s.kv.hold(hits)
     state.kv = hits + s.allocate(KV, _kv_blocks(s, state) - len(hits))
     state.published = len(hits)
-    state.done = state.cached = len(hits) * s.settings.kv_block
+    state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block
     if state.incoming is not None and not state.incoming.released:
         state.transfers.append(nothing_moved(s, state.incoming.offer))
         release(s, state, "cached")

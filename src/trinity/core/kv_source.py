@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trinity.blocks import blocks_for
+from trinity.core.lanes import Running
 from trinity.core.source import open_offer
-from trinity.core.state import RequestState, Running, State, Stream
+from trinity.core.state import RequestState, State, Stream
 from trinity.messages import KV, Part, Prefill, Progress, Ready, Step, Stepped
 from trinity.overlap import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers
 
@@ -45,8 +46,8 @@ def group_for(s: State, prefills: Sequence[Prefill]) -> int:
 
 def progressed(s: State, event: Progress, now: float) -> None:
     """A running step has written some more layers of its rows' KV, or must write all of them again."""
-    running = s.lanes[event.lane]
-    assert running is not None, f"{event} of a lane where nothing runs"
+    assert s.lanes[event.lane], f"{event} of a lane where nothing runs"
+    running = s.lanes[event.lane][0]
     assert running.step.id == event.step, f"{event} during step {running.step.id}"
     running.written = now if event.layers and event.layers[1] == s.settings.layers else None
     for row in running.step.prefills:

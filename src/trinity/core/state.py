@@ -11,6 +11,7 @@ from typing import Any
 
 from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.cells import Cells, Piece
+from trinity.core.lanes import Flights, Running
 from trinity.core.rates import StepRates
 from trinity.messages import (
     IMAGE,
@@ -25,7 +26,6 @@ from trinity.messages import (
     Ready,
     Revoke,
     Send,
-    Step,
     Value,
     Work,
 )
@@ -68,9 +68,10 @@ SPAN = {
 class Settings:
     """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language").
 
-    ``layers`` of a KV block. Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s`` between
-    two reports of a load that changes, ``heartbeat_s`` between two of one that does not. A report names at most
-    ``digest_keys`` cached blocks of each kind, 8 bytes each.
+    ``depth``: steps in flight on a lane, 2 where the next one is decided while one runs. ``layers`` of a KV block.
+    Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s`` between two reports of a load that
+    changes, ``heartbeat_s`` between two of one that does not. A report names at most ``digest_keys`` cached blocks of
+    each kind, 8 bytes each.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Settings:
     pools: dict[str, int]
     rules: Rules = field(default_factory=Rules)
     lanes: tuple[str, ...] = ("joint",)
+    depth: int = 1
     media_block: int = 576
     kv_block: int = 16
     image_cache: bool = True
@@ -112,6 +114,7 @@ class RequestState:
     inputs: tuple[Any, ...] = ()
     ending: Finished | None = None
     tokens: list[int] = field(default_factory=list)
+    steps: int = 0  # in flight, that have rows of it
     attempt: int = field(init=False)
     max_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -122,6 +125,7 @@ class RequestState:
     published: int = 0
     cached: int = 0
     done: int = 0
+    scheduled: int = 0  # positions of the prompt that are prefilled or in a step
     pulls: int = 0
     opened: bool = False
     skip_media: bool = False  # cached KV covers every image: none is asked for
@@ -245,21 +249,6 @@ class PendingMedia:
     in_step: bool = False
 
 
-@dataclass(slots=True)
-class Running:
-    """A step in flight on a lane."""
-
-    step: Step
-    written: float | None = None  # when it told of the last layer of its prefills' KV
-
-    @property
-    def requests(self) -> dict[str, None]:
-        """Whose rows it has, in order: a replay must not depend on hashes."""
-        step = self.step
-        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
-        return dict.fromkeys([*rows, *step.decodes])
-
-
 class State:
     """All that an instance core remembers. Commands of the event at hand collect in ``out``."""
 
@@ -281,7 +270,7 @@ class State:
         self.incoming: dict[str, str] = {}
         self.outgoing: dict[str, Outgoing] = {}
         self.tombstones: dict[str, str] = {}
-        self.lanes: dict[str, Running | None] = dict.fromkeys(settings.lanes)
+        self.lanes: Flights = {lane: deque() for lane in settings.lanes}
         self.out: list[Value] = []
         self.steps = 0
         self.offers = 0
@@ -345,7 +334,12 @@ class State:
         self.report_at = min(self.report_at, now + self.settings.report_s)
 
     def in_step(self, request: str) -> bool:
-        return any(running is not None and request in running.requests for running in self.lanes.values())
+        return self.requests[request].steps > 0
+
+    def count(self, running: Running, by: int) -> None:
+        """Its requests have one step more, or one less, in flight."""
+        for request in running.requests:
+            self.requests[request].steps += by
 
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""

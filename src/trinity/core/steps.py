@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from trinity.core.admission import Candidates, own_items
+from trinity.core.admission import Candidates, next_decodes, own_items
 from trinity.core.kv_source import chunk_done, group_for, measure, open_streams
 from trinity.core.kv_target import publish_kv
+from trinity.core.lanes import LANES, Running
 from trinity.core.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.source import announce, may_offer, offer_kv, offer_media
-from trinity.core.state import RequestState, Running, State
+from trinity.core.state import RequestState, State
 from trinity.core.target import admit_offers, start_decoding
 from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Sampled, Send, Step, Stepped
 from trinity.scheduler import Batch, schedule
 
-LANES = {"joint": "EPD", "vision": "E", "language": "PD"}
-
 
 def pump(s: State, now: float) -> None:
-    """Admit migrations and fill free lanes until nothing more can start."""
-    while True:
+    """Admit migrations and fill lanes until nothing more can start."""
+    again = True
+    while again:
         admit_offers(s, now)
-        filled = [_fill(s, lane, now) for lane, running in s.lanes.items() if running is None]
-        if not any(filled):
-            return
+        again = False
+        for lane, flight in s.lanes.items():
+            while len(flight) < s.settings.depth:
+                before = len(flight)
+                again = _fill(s, lane, now) or again
+                if len(flight) == before:
+                    break
 
 
 def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where something changed that may let more be admitted."""
     if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
-        _start(s, lane, Batch(tuple(s.decoding) if "D" in LANES[lane] else ()), now)
+        _start(s, lane, Batch(next_decodes(s) if "D" in LANES[lane] else ()), now)
         return False  # a step lets nothing more be admitted
-    candidates = Candidates(s, LANES[lane], now)
+    candidates = Candidates(s, lane, now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
     scheduled = _start(s, lane, batch, now)
@@ -46,7 +50,9 @@ def _start(s: State, lane: str, batch: Batch, now: float) -> Step | None:
     """Run the batch on the lane, if there is anything in it."""
     step = _build(s, lane, batch, now)
     if step is not None:
-        s.lanes[lane] = Running(step)
+        running = Running(step)
+        s.lanes[lane].append(running)
+        s.count(running, 1)
         s.out.append(step)
     return step
 
@@ -87,15 +93,17 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
 
 def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
     state = s.requests[request]
+    state.scheduled = start + length
     return Prefill(request, start, length, start + length == len(state.work.prompt))
 
 
 def stepped(s: State, event: Stepped, now: float) -> None:
     """A step ended: tokens go out, blocks become matchable, requests move on or end."""
-    running = s.lanes[event.lane]
-    assert running is not None
-    assert running.step.id == event.id, f"step {event.id} is not running on {event.lane}"
-    s.lanes[event.lane] = None
+    flight = s.lanes[event.lane]
+    assert flight, f"nothing runs on {event.lane}"
+    assert flight[0].step.id == event.id, f"step {event.id} is not running on {event.lane}"
+    running = flight.popleft()
+    s.count(running, -1)
     step, failed = running.step, event.failed
     s.rates.learn(step, event.seconds)
     emitted: list[Emitted] = []

@@ -212,7 +212,10 @@ def start_decoding(s: State, state: RequestState, now: float) -> None:
     """A row of every decode step from now on."""
     state.enter(Phase.DECODING, now)
     s.decoding[state.work.request] = state
-    s.fresh.append(state.work.request)
+    if state.steps:
+        state.first_decode = True  # behind its last chunk
+    else:
+        s.fresh.append(state.work.request)
 
 
 def ask_for_media(s: State, state: RequestState, now: float) -> None:

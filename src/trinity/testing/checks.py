@@ -48,20 +48,23 @@ class Bookkeeping:
 
     def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
         self.cores, self.frontend = cores, frontend
-        self._steps: dict[tuple[str, str], Step] = {}
+        self._steps: dict[tuple[str, str], list[Step]] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
         self._revoked: set[str] = set()
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
-            del self._steps[name, event.lane]
+            ended = self._steps[name, event.lane].pop(0)
+            assert ended.id == event.id, f"{name}: step {event.id} overtook {ended.id} on lane {event.lane}"
         elif isinstance(event, Pulled):
             del self._pulls[name, event.offer, event.part]
 
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Step):
-            assert (name, command.lane) not in self._steps, f"{name}: two steps at once on lane {command.lane}"
-            self._steps[name, command.lane] = command
+            flight = self._steps.setdefault((name, command.lane), [])
+            now, depth = len(flight) + 1, self.cores[name].settings.depth
+            assert now <= depth, f"{name}: {now} steps at once on lane {command.lane}"
+            flight.append(command)
         elif isinstance(command, Pull):
             self._pulls[name, command.offer, command.part] = command
         elif isinstance(command, Send) and revoked(command.message):
@@ -82,9 +85,12 @@ class Bookkeeping:
     def _check_in_flight(self, name: str) -> None:
         """Whatever a step or a pull uses is still held for the very request, and what is written cannot be matched."""
         s = self.cores[name].state
-        for (instance, _), step in self._steps.items():
+        for (instance, lane), flight in self._steps.items():
             if instance == name:
-                _check_step(s, step)
+                assert [each.step for each in s.lanes[lane]] == flight, f"{name} counts other steps on lane {lane}"
+                for step in flight:
+                    _check_step(s, step)
+                _check_order(s, flight)
         for (target, _, _), pull in self._pulls.items():
             if target == name:
                 _check_target(s, pull)
@@ -108,10 +114,25 @@ def _check_step(s: State, step: Step) -> None:
         assert state is not None, f"{prefill.request} is gone while a step prefills it"
         _check_unmatchable(s, KV, _blocks_of(s, state, prefill.start, prefill.start + prefill.length))
     for request in step.decodes:
-        state = s.requests.get(request)
-        assert state is not None, f"{request} is gone while a step decodes it"
-        position = len(state.work.prompt) + len(state.tokens) - 1
-        _check_unmatchable(s, KV, _blocks_of(s, state, position, position + 1))
+        assert request in s.requests, f"{request} is gone while a step decodes it"
+
+
+def _check_order(s: State, flight: Sequence[Step]) -> None:
+    """Of each request the steps of a lane run the prompt without a gap, then one position after the other."""
+    prompts: dict[str, int] = {}
+    sampled: Counter[str] = Counter()
+    for step in flight:
+        for row in step.prefills:
+            state = s.requests[row.request]
+            assert row.start == prompts.get(row.request, row.start), f"a step in flight leaves out some of {row}"
+            assert row.start >= state.done or state.ending is not None, f"{row} runs twice"
+            prompts[row.request] = row.start + row.length
+            sampled[row.request] += row.last
+        for request in step.decodes:
+            state = s.requests[request]
+            position = len(state.work.prompt) + len(state.tokens) + sampled[request] - 1
+            sampled[request] += 1
+            _check_unmatchable(s, KV, _blocks_of(s, state, position, position + 1))
 
 
 def _check_target(s: State, pull: Pull) -> None:
@@ -143,6 +164,8 @@ def check_state(s: State) -> None:
     for state in s.requests.values():
         _check_place(s, state)
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
+    rows = Counter(request for flight in s.lanes.values() for each in flight for request in each.requests)
+    assert rows == Counter({request: state.steps for request, state in s.requests.items() if state.steps})
     _check_pending(s)
     for offer, request in s.incoming.items():
         incoming = s.requests[request].incoming
@@ -196,7 +219,7 @@ def _right_places(state: RequestState) -> list[str]:
 
 def _check_pending(s: State) -> None:
     """Whoever waits for features holds their blocks, and somebody does."""
-    running = [row.span.content for lane in s.lanes.values() if lane for row in lane.step.encodes]
+    running = [row.span.content for flight in s.lanes.values() for each in flight for row in each.step.encodes]
     assert len(set(running)) == len(running), f"{s.settings.name}: encoded twice at once: {running}"
     for content, pending in s.pending.items():
         assert pending.providers, f"{s.settings.name}: nobody waits for {content}"

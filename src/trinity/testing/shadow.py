@@ -7,6 +7,7 @@ end. So a block handed on too early, a wrong prefix hit or a part that is read b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,7 +79,8 @@ class Shadow:
                 rows = own.kv_block if kind == KV else own.media_block
                 self.memory[name, kind] = Memory(blocks, rows, own.layers if kind == KV else 1)
         self._rows: dict[tuple[str, str], Row] = {}
-        self._steps: dict[tuple[str, int], Step] = {}
+        self._steps: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
+        self._failed: set[tuple[str, str]] = set()  # whose rows in later steps have nothing to go on from
         self._pulls: dict[tuple[str, str, int], tuple[Pull, list[list[Tag]]]] = {}
         self._again: set[tuple[str, str]] = set()  # sources and requests of which a step began anew in its middle
         self._void: set[tuple[str, str, int]] = set()
@@ -86,9 +88,12 @@ class Shadow:
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
-            self._end_step(name, self._steps.pop((name, event.id)), event)
+            flight = self._steps[name, event.lane]
+            self._end_step(name, flight.popleft(), event)
+            if flight:
+                self._start_step(name, flight[0])
         elif isinstance(event, Progress):
-            self._progress(name, self._steps[name, event.step], event)
+            self._progress(name, self._steps[name, event.lane][0], event)
         elif isinstance(event, Pulled):
             self._end_pull(name, event)
 
@@ -98,8 +103,10 @@ class Shadow:
         elif isinstance(command, Close):
             self._close(name, command.request)
         elif isinstance(command, Step):
-            self._steps[name, command.id] = command
-            self._start_step(name, command)
+            flight = self._steps.setdefault((name, command.lane), deque())
+            if not flight:
+                self._start_step(name, command)
+            flight.append(command)
         elif isinstance(command, Pull):
             self._start_pull(name, command)
 
@@ -108,7 +115,7 @@ class Shadow:
 
     def quiet(self) -> None:
         assert not self._rows, f"not closed: {sorted(self._rows)}"
-        assert not self._steps, f"steps without an end: {self._steps}"
+        assert not any(self._steps.values()), f"steps without an end: {self._steps}"
         assert not self._pulls, f"pulls without an end: {self._pulls}"
 
     def _open(self, name: str, opened: Open) -> None:
@@ -121,10 +128,12 @@ class Shadow:
         self._check_kv(name, row, there)
 
     def _close(self, name: str, request: str) -> None:
-        for (instance, _), step in self._steps.items():
-            rows = [each.request for each in step.prefills] + list(step.decodes)
-            assert instance != name or request not in rows, f"{name} closed {request} while {step} runs"
+        for (instance, _), flight in self._steps.items():
+            for step in flight:
+                rows = [each.request for each in step.prefills] + list(step.decodes)
+                assert instance != name or request not in rows, f"{name} closed {request} while {step} runs"
         del self._rows[name, request]
+        self._failed.discard((name, request))
 
     def _start_step(self, name: str, step: Step) -> None:
         self._check_reads(name, step)
@@ -158,6 +167,7 @@ class Shadow:
 
     def _end_step(self, name: str, step: Step, result: Stepped) -> None:
         self._check_reads(name, step)
+        self._failed.update((name, request) for request in result.failed if (name, request) in self._rows)
         for encode in step.encodes:
             if encode.request not in result.failed:
                 self._encode(name, encode)
@@ -176,6 +186,8 @@ class Shadow:
 
     def _check_reads(self, name: str, step: Step) -> None:
         for prefill in step.prefills:
+            if (name, prefill.request) in self._failed:
+                continue
             row = self._rows[name, prefill.request]
             self._check_kv(name, row, prefill.start)
             end = prefill.start + prefill.length
@@ -183,6 +195,8 @@ class Shadow:
                 if span.offset < end and span.end > prefill.start:
                     self._check_image(name, row, item, span)
         for request in step.decodes:
+            if (name, request) in self._failed:
+                continue
             row = self._rows[name, request]
             assert len(row.tags) > row.length, f"{name} decodes {request} before its first token"
             self._check_kv(name, row, len(row.tags) - 1)

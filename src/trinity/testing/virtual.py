@@ -170,6 +170,8 @@ class VirtualCluster(Engine):
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
+        self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
+        self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
         self.carriers = {kind: partial(self._seen, carry) for kind, carry in self.carriers.items()}
         self.observers = every_check(self.cores, self.frontend) if observers is None else observers
 
@@ -223,6 +225,8 @@ class VirtualCluster(Engine):
     def _handle(self, name: str, event: Value) -> None:
         for each in self.observers:
             each.event(name, event)
+        if isinstance(event, Stepped):
+            self._follow(name, event)
         super().handle(name, event)
         if not isinstance(event, PeerLoad):  # most events where there are heartbeats; no block or request changes
             for each in self.observers:
@@ -242,6 +246,19 @@ class VirtualCluster(Engine):
         self.post(arrival, target, command.message)
 
     def start(self, name: str, step: Step) -> None:
+        flight = self._flights.setdefault((name, step.lane), deque())
+        flight.append(step)
+        if len(flight) == 1:
+            self._begin(name, step)
+
+    def _follow(self, name: str, event: Stepped) -> None:
+        """The lane's next step begins."""
+        flight = self._flights[name, event.lane]
+        flight.popleft()
+        if flight:
+            self._begin(name, flight[0])
+
+    def _begin(self, name: str, step: Step) -> None:
         seconds = self.durations.step(self.draw, name, step)
         stepped = self._stepped(name, step, seconds)
         if step.group:
@@ -277,8 +294,9 @@ class VirtualCluster(Engine):
         failed = {
             request: Failure("StageError", f"a row of {request} failed")
             for request in dict.fromkeys(rows)
-            if self.faults.row(self.draw, name, step, request)
+            if (name, request) in self._broken or self.faults.row(self.draw, name, step, request)
         }
+        self._broken.update((name, request) for request in failed)
         sampling = [row.request for row in step.prefills if row.last] + list(step.decodes)
         sampled = {request: self._sampled(request) for request in sampling if request not in failed}
         return Stepped(step.id, step.lane, sampled, failed, seconds)

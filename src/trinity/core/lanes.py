@@ -1,0 +1,51 @@
+"""Lanes, and the steps in flight on each: the one that runs, and with depth 2 the one that follows it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trinity.messages import Step
+from trinity.scheduler import NOTHING, Outstanding
+
+LANES = {"joint": "EPD", "vision": "E", "language": "PD"}
+
+
+@dataclass(slots=True)
+class Running:
+    """A step in flight on a lane."""
+
+    step: Step
+    written: float | None = None  # when it told of the last layer of its prefills' KV
+
+    @property
+    def requests(self) -> dict[str, None]:
+        """Whose rows it has, in order: a replay must not depend on hashes."""
+        step = self.step
+        if not (step.encodes or step.prefills):  # most steps
+            return dict.fromkeys(step.decodes)
+        rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
+        return dict.fromkeys([*rows, *step.decodes])
+
+
+Flights = dict[str, deque[Running]]  # of each lane, in the order in which they run
+
+
+def outstanding(flights: Flights, own: str) -> Outstanding:
+    """The most of each stage that a step of this lane may have beside it on the others."""
+    most = NOTHING
+    for lane, flight in flights.items():
+        if lane != own and flight:
+            most = _most([most, *map(_counts, flight)])
+    return most
+
+
+def _counts(running: Running) -> Outstanding:
+    step = running.step
+    prefill = sum(row.length for row in step.prefills)
+    return Outstanding(len(step.decodes), prefill, sum(row.span.tokens for row in step.encodes))
+
+
+def _most(counts: Iterable[Outstanding]) -> Outstanding:
+    return Outstanding(*(max(each) for each in zip(*counts, strict=True)))
