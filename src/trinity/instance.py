@@ -77,9 +77,10 @@ class Instance:
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
     letters. ``threads``: intra-op threads per lane. ``cores``: processors that its threads are kept on: one for all
     lanes, or as many for each, in the lanes' order; none: wherever the system puts them. ``attention``: "auto",
-    "native" (csrc/, CPUs), "torch" and others by device, see ``trinity.stages.attention_backends``. ``address``
-    ("tcp:host:port", "unix:/path"): it runs there already, started by ``python -m trinity.instance --listen ADDRESS``;
-    for ``hosting="process"``.
+    "native" (csrc/, CPUs), "torch" and others by device, see ``trinity.stages.attention_backends``. ``depth``: steps in
+    flight on a lane; with 2 the next step is decided while one runs, so that the lane never waits for the core, and a
+    request that a stop token ends is over one step later. ``address`` ("tcp:host:port", "unix:/path"): it runs there
+    already, started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
     """
 
     roles: str
@@ -96,6 +97,7 @@ class Instance:
     image_cache: bool = True
     address: str | None = None
     attention: str = AUTO
+    depth: int = 1
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
@@ -104,6 +106,8 @@ class Instance:
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # one stream of work has nothing to run beside it
+        if self.depth not in (1, 2):
+            raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {self.depth!r}")
         self.cores = check_form(self.cores, len(self.lanes), self.threads)
 
     @property
@@ -180,6 +184,7 @@ def build(
         pools={kind: each.blocks for kind, each in memory.items()},
         rules=rules,
         lanes=spec.lanes,
+        depth=spec.depth,
         media_block=media_block,
         kv_block=kv_block,
         image_cache=spec.image_cache,

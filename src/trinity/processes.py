@@ -193,6 +193,7 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         transport=connector.scheme,
         routing=routing,
         lanes=spec.lanes,
+        depth=spec.depth,
         threads=spec.threads,
         cores=spec.cores,
         media_block=deployment.media_block,

@@ -262,6 +262,7 @@ def _load(setup: Setup) -> Loaded:
         pools=setup.pools,
         memory_bytes=setup.memory_bytes,
         lanes=setup.lanes,
+        depth=setup.depth,
         threads=setup.threads,
         cores=setup.cores,
         device=setup.device,

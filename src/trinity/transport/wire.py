@@ -82,6 +82,7 @@ class Setup(Value, frozen=True, kw_only=True):
     prefix_cache: bool = True
     image_cache: bool = True
     attention: str = "auto"
+    depth: int = 1
     slo: SLO | None = None
     budgets: Budgets | None = None
     tokens: int = 2048
