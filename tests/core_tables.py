@@ -40,6 +40,7 @@ from trinity.messages import (
     Work,
 )
 from trinity.overlap import Transfers
+from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
 from trinity.testing.checks import check_forgotten, check_state
 
@@ -64,14 +65,16 @@ def work(request: str, *pieces: int | str, text: int = 100, atomic: bool = False
     return Work(request=request, prompt=tuple(prompt), media=tuple(media), **fields)
 
 
-def make_core(name: str, image: int = 8, kv: int = 16, peers: str = "", **settings: Any) -> InstanceCore:
+def make_core(
+    name: str, image: int = 8, kv: int = 16, peers: str = "", policy: RoutingPolicy | None = None, **settings: Any
+) -> InstanceCore:
     """A core such as "EP0"; ``peers`` are the others that it knows, such as "P0 D0 D1", each with large pools."""
     roles = name.rstrip("0123456789")
     pools = {"image": image} if set(roles) & set("EP") else {}
     pools |= {"kv": kv} if set(roles) & set("PD") else {}
     settings.setdefault("rules", Rules(tokens=64, media=64))
     settings.setdefault("transfers", Transfers(early=False))  # offers ahead of encoding have tables of their own
-    core = InstanceCore(Settings(name, roles, pools, media_block=4, kv_block=4, **settings))
+    core = InstanceCore(Settings(name, roles, pools, media_block=4, kv_block=4, **settings), policy)
     for peer in [*peers.split(), name]:
         core.handle(peer_up(peer) if peer != name else core.announcement(), 0.0)
     return core

@@ -11,12 +11,32 @@ from core_tables import done, kv_offer, make_core, peer_up, sent, work
 from scenarios import Linear
 from test_paced_serving import MODEL, POOLS
 from trinity.blocks import DIGEST, BlockPool, media_keys, prefix_keys
+from trinity.core import InstanceCore
 from trinity.core.loads import load_of, queued
 from trinity.core.rates import StepRates, units
-from trinity.messages import IMAGE, KV, Encode, MediaSpan, PeerLoad, PeerLost, Prefill, Revoke, Send, Step, Submit, Tick
+from trinity.messages import (
+    IMAGE,
+    KV,
+    Encode,
+    Fetched,
+    MediaSpan,
+    Offer,
+    Part,
+    PeerLoad,
+    PeerLost,
+    Prefill,
+    Ready,
+    Release,
+    Revoke,
+    Send,
+    Step,
+    Submit,
+    Tick,
+)
+from trinity.overlap import Transfers
 from trinity.paced import PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.routing import RoundRobin, Router
+from trinity.routing import LeastLoaded, RoundRobin, Router
 from trinity.scheduler import Rules
 from trinity.transport.wire import decode, encode
 
@@ -25,8 +45,13 @@ LIVENESS_S = 30.0
 # ---------------------------------------------------------------- when
 
 
+def told(core: InstanceCore, now: float) -> list[str]:
+    """Whom a report goes to at this time."""
+    return [each.to for each in core.handle(Tick(), now) if isinstance(each, Send)]
+
+
 def test_a_busy_instance_reports_what_changes_and_an_idle_one_that_it_is_there() -> None:
-    core = make_core("D0", peers="D1", report_s=0.1, heartbeat_s=1.0)
+    core = make_core("D0", peers="D1", policy=LeastLoaded(), report_s=0.1, heartbeat_s=1.0)
     assert core.next_timer() == 0.1
     commands = core.handle(Tick(), 0.1)
     assert [each.to for each in commands if isinstance(each, Send)] == ["D1", "frontend"]
@@ -39,6 +64,51 @@ def test_a_busy_instance_reports_what_changes_and_an_idle_one_that_it_is_there()
     assert len(core.handle(Tick(), 1.6)) == 2
 
 
+def test_where_routing_reads_no_loads_peers_are_left_alone_and_the_front_end_hears_heartbeats() -> None:
+    core = make_core("D0", peers="D1 E0 P0", report_s=0.1, heartbeat_s=1.0)
+    assert told(core, 0.1) == ["frontend"]
+    core.handle(Submit(work("r", 4)), 0.5)
+    assert core.next_timer() == 1.1, "work that comes in makes nobody ask"
+    assert told(core, 1.1) == ["frontend"]
+
+
+def test_who_shares_a_lease_hears_heartbeats_until_it_ends() -> None:
+    """Any word renews a lease: without one, a target that waits for room would lose its blocks."""
+    source = make_core("P0", peers="D0 D1", report_s=0.1, heartbeat_s=1.0, image_cache=False)
+    target = make_core("D0", peers="P0 P1", report_s=0.1, heartbeat_s=1.0)
+    source.handle(Submit(work("r", 4)), 0.0)
+    (offer,) = sent(source.handle(done(1, r=9), 0.2), Offer)
+    target.handle(offer, 0.3)
+    assert [told(source, at) for at in (0.1, 1.1)] == [["D0", "frontend"]] * 2
+    assert [told(target, at) for at in (0.1, 1.1)] == [["P0", "frontend"]] * 2
+    source.handle(Release(offer.id, "pulled"), 1.2)
+    assert told(source, 2.1) == ["frontend"]
+
+
+def test_holder_and_asker_of_features_hear_each_other() -> None:
+    core = make_core("P0", peers="E0 P1 P2 D0", report_s=0.1, heartbeat_s=1.0)
+    held = Offer(
+        id="E0:1", kind="image", source="E0", work=work("r", 1, "cat*4"), parts=(Part((), holder="P1"),), route=("E0",)
+    )
+    core.handle(held, 0.0)
+    core.handle(Ready("E0:1", (0,)), 0.0)
+    assert list(core.state.fetches) == ["E0:1/0"]
+    assert told(core, 0.1) == ["E0", "P1", "frontend"]
+    core.handle(Fetched("E0:1/0", "P1", (0,), 0), 0.2)
+    assert not core.state.fetches
+    assert told(core, 1.1) == ["E0", "P1", "frontend"], "its blocks are being read"
+
+
+@pytest.mark.parametrize(
+    ("settings", "heard"), [({}, ["E0"]), ({"image_cache": False}, []), ({"transfers": Transfers(store=False)}, [])]
+)
+def test_encoders_hear_soon_what_they_need_not_encode(settings: dict[str, Any], heard: list[str]) -> None:
+    core = make_core("P0", peers="E0 EP0 D0", report_s=0.1, heartbeat_s=1.0, **settings)
+    assert told(core, 0.1) == [*heard, "frontend"]
+    core.handle(Submit(work("r", 4)), 0.2)
+    assert core.next_timer() == pytest.approx(0.3 if heard else 1.1)
+
+
 def test_heartbeats_come_more_often_than_leases_end() -> None:
     core = make_core("PD0", peers="PD1", report_s=0.1, heartbeat_s=60.0, lease_s=2.0)
     core.handle(Tick(), 0.1)
@@ -46,7 +116,6 @@ def test_heartbeats_come_more_often_than_leases_end() -> None:
 
 
 def test_one_that_knows_nobody_yet_says_nothing() -> None:
-    from trinity.core import InstanceCore
     from trinity.core.state import Settings
 
     assert InstanceCore(Settings("PD0", "PD", {"kv": 8})).next_timer() is None

@@ -19,7 +19,7 @@ from checkpoint_fixtures import checkpoint
 from examples import paced as example
 from trinity.budget import StepCost
 from trinity.errors import ConfigError, MigrationError, RequestError, StageError
-from trinity.instance import Instance
+from trinity.instance import Instance, InstanceHost
 from trinity.launching import Launcher
 from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest, TableCost
 from trinity.paced_content import expected_tokens
@@ -75,6 +75,21 @@ async def test_every_method_serves_the_tokens_that_the_content_gives(placement: 
         outputs = await serve(pipe, [again[3]])
         assert outputs[0].cached_tokens > 0, "the prompt's blocks were kept"
         check(outputs, [again[3]])
+
+
+async def test_no_instance_runs_before_all_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thirty instances the first reports, a tenth of a second after it starts, came before the last was known."""
+    start, known = InstanceHost.start, []
+
+    def watched(host: InstanceHost) -> None:
+        known.append(set(pipe._reached))
+        start(host)
+
+    monkeypatch.setattr(InstanceHost, "start", watched)
+    pipe, requests = Pipeline(MODEL, "2E1P1D", pools=POOLS), asked()[:1]
+    async with pipe:
+        assert known == [{"E0", "E1", "P0", "D0"}] * 4
+        check(await serve(pipe, requests), requests)
 
 
 async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:

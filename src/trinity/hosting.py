@@ -161,17 +161,15 @@ def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:
     return load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
 
 
-def start_hosts(
+def make_hosts(
     loaded: Sequence[Loaded], network: Network, timeline: Timeline, policy: Callable[[], RoutingPolicy]
 ) -> dict[str, InstanceHost]:
-    """Publish every pool, introduce the instances to each other, start their threads."""
+    """Publish every pool, introduce the instances to each other. Their threads start when the network knows them."""
     hosts = {each.spec.name: InstanceHost(each, network, timeline, policy()) for each in loaded}
     for host in hosts.values():
         network.connector.bind(host.name, host.loaded.memory)
         for peer in hosts.values():
             host.post(peer.announcement())
-    for host in hosts.values():
-        host.start()
     return hosts
 
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from trinity.auto import automatic
@@ -16,7 +15,7 @@ from trinity.connector import Connector, choice, make_connector
 from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.hosting import Deployment, load, make_processor, model_of, placed, profiled, start_hosts
+from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, placed, profiled
 from trinity.instance import Instance, InstanceHost, named
 from trinity.instance_process import InstanceProcess
 from trinity.integrity import Verify
@@ -136,9 +135,7 @@ class Pipeline:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property
@@ -174,8 +171,10 @@ class Pipeline:
         loaded = await asyncio.to_thread(load, self._deployment, self.instances, self._processor)
         if self._state != "starting":
             raise ClosedError("the pipeline was closed while it started")
-        self.hosts = start_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+        self.hosts = make_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
         self._reached.update(self.hosts)
+        for host in self.hosts.values():
+            host.start()
 
     async def _start_processes(self) -> None:
         setups = setups_for(self.instances, self._deployment, self.connector, str(self.routing))

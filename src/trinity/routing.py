@@ -134,6 +134,11 @@ class Router:
         self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
         self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
 
+    @property
+    def informed(self) -> bool:
+        """Whether the policy reads ``loads``."""
+        return bool(getattr(self.policy, "informed", False))
+
     def add(self, peer: PeerUp) -> None:
         self.peers[peer.name] = peer
         self.lost.pop(peer.name, None)
@@ -179,7 +184,7 @@ class Router:
         return self.choose("E" if work.media else "P", work)
 
     def _chosen(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> str:
-        if not getattr(self.policy, "informed", False):
+        if not self.informed:
             return cast(SimplePolicy, self.policy).choose(letter, work, peers).name
         name = cast(InformedPolicy, self.policy).choose(letter, work, peers, self).name
         sent = self._sent.setdefault(name, {})

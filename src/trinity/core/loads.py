@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.state import Phase, RequestState, State
-from trinity.messages import FRONTEND, PeerLoad
+from trinity.messages import FRONTEND, IMAGE, PeerLoad
 
 WAITING = {
     Phase.IMAGE_QUEUE: "E",
@@ -19,16 +19,41 @@ WAITING = {
 
 
 def report(s: State, now: float) -> None:
-    """Tell everybody how things stand: what has changed soon, what has not as a heartbeat."""
+    """Tell who listens how things stand: what has changed soon, what has not as a heartbeat."""
     own, load = s.settings, load_of(s)
     beat = min(own.heartbeat_s, own.lease_s / 4)
     if load != s.reported or now - s.reported_at >= beat:
         s.reported, s.reported_at = load, now
-        for name in [*s.router.peers, FRONTEND]:
-            if name != own.name:
-                s.send(name, load)
-    busy = bool(s.requests or s.outgoing)
-    s.report_at = now + (min(own.report_s, beat) if busy else beat)
+        for name in [*listeners(s), FRONTEND]:
+            s.send(name, load)
+    soon = (s.requests or s.outgoing) and s.followed
+    s.report_at = now + (min(own.report_s, beat) if soon else beat)
+
+
+def listeners(s: State) -> list[str]:
+    """The peers that do something with a report, in the order of their coming up.
+
+    All where routing reads loads. Else those whose leases a word from here renews, and encoders that look for features
+    here: were every instance to tell every other, 32 busy ones would send ten thousand messages a second.
+    """
+    wanted = {lease.target for lease in s.outgoing.values()} | {each.holder for each in s.fetches.values()}
+    for incoming in (s.requests[request].incoming for request in s.incoming.values()):
+        if incoming is not None:
+            wanted.add(incoming.offer.source)
+            wanted.update(each.holder for each in incoming.fetched.values())
+    wanted.update(followers(s))
+    return [name for name in s.router.peers if name in wanted]
+
+
+def followers(s: State) -> list[str]:
+    """The peers that act on what changes here: all where routing reads loads, else encoders, which do not encode what
+    they can find in an image cache."""
+    own, others = s.settings, [peer for peer in s.router.peers.values() if peer.name != s.settings.name]
+    if s.router.informed:
+        return [peer.name for peer in others]
+    if not (own.transfers.store and own.image_cache and IMAGE in s.pools):
+        return []
+    return [peer.name for peer in others if "E" in peer.roles and "P" not in peer.roles]
 
 
 def load_of(s: State) -> PeerLoad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trinity.core.leases import take_back
 from trinity.core.lifecycle import end
+from trinity.core.loads import followers
 from trinity.core.state import State, failure
 from trinity.core.store import holder_silent
 from trinity.messages import PeerLoad, PeerLost, PeerUp
@@ -12,9 +13,10 @@ from trinity.messages import PeerLoad, PeerLost, PeerUp
 def peer_up(s: State, event: PeerUp, now: float) -> None:
     """An instance is there, perhaps this one itself: from now on, say how things stand here."""
     s.router.add(event)
+    s.followed = bool(followers(s))
     if s.reported is None:
         s.reported_at = now
-        s.stir(now)
+        s.report_at = min(s.report_at, now + s.settings.report_s)
 
 
 def peer_load(s: State, event: PeerLoad, now: float) -> None:
@@ -26,6 +28,7 @@ def peer_lost(s: State, event: PeerLost, now: float) -> None:
     """End the requests whose blocks are still over there, and take back the leases. The front end ends those that
     were over there themselves: their lease here was all that is left of them."""
     s.router.drop(event.name)
+    s.followed = bool(followers(s))
     s.heard.pop(event.name, None)
     holder_silent(s, event.name, now)
     for request in list(s.incoming.values()):

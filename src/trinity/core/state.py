@@ -284,6 +284,7 @@ class State:
         self.deadlines: list[tuple[float, str]] = []
         self.report_at = self.reported_at = inf
         self.reported: PeerLoad | None = None
+        self.followed = False  # whether peers act on what changes here
         self.rates = StepRates(settings.rules, settings.roles)
         self.rest = TokenRate()  # of prefill here, what is left of a step when the last layer's KV is written
         self.pull_times: dict[str, PullTimes] = {}  # of our pulls of KV, by source
@@ -330,8 +331,9 @@ class State:
             heapq.heappush(self.deadlines, (state.deadline, state.work.request))
 
     def stir(self, now: float) -> None:
-        """Work comes in: the next report is due soon."""
-        self.report_at = min(self.report_at, now + self.settings.report_s)
+        """Work comes in: the next report is due soon, where peers act on it."""
+        if self.followed:
+            self.report_at = min(self.report_at, now + self.settings.report_s)
 
     def in_step(self, request: str) -> bool:
         return self.requests[request].steps > 0
