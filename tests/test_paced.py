@@ -347,3 +347,28 @@ def test_a_model_of_text_alone_takes_no_images() -> None:
     assert "image" not in str(model)
     with pytest.raises(BadMedia, match="text alone"):
         PacedProcessor(model).process(PacedRequest(image_tokens=(6,)))
+
+
+def test_hash_ids_name_pieces_of_512_tokens_at_their_places_in_the_prompt() -> None:
+    one, other = (work_of(600, images=(), hash_ids=("a", name)).prompt for name in "bc")
+    assert one[:512] == other[:512] == tuple(prompt_ids("a", 512, SHAPE.vocabulary))
+    assert one[512:] == tuple(prompt_ids("b", 88, SHAPE.vocabulary)) != other[512:]
+    pictured = work_of(600, hash_ids=("a", "b")).prompt
+    assert pictured[6:] == one[6:] + tuple(prompt_ids("b", 94, SHAPE.vocabulary)[88:]), "an image keeps its place"
+    assert len(work_of(9, hash_ids=("a", "b")).prompt) == 15, "as long as the counts say"
+    assert work_of(600, images=(), hash_ids=("a",)).prompt == (*one[:512], *prompt_ids("r", 88, SHAPE.vocabulary))
+
+
+@pytest.mark.parametrize("visual", [512, 513, 1030])
+def test_pieces_that_images_cover_are_left_out(visual: int) -> None:
+    shape = msgspec.structs.replace(SHAPE, image_tokens=2000)
+    request = PacedRequest(text_tokens=40, image_tokens=(visual,), hash_ids=("a", "b", "c"), text="rest")
+    prompt = PacedProcessor(msgspec.structs.replace(MODEL, shape=shape)).process(request).work.prompt
+    pieces = [token for name in "abc" for token in prompt_ids(name, 512, SHAPE.vocabulary)]
+    assert prompt[visual:] == tuple(pieces[visual : visual + 40])
+
+
+def test_a_row_s_hash_ids_are_salted_as_its_images_are() -> None:
+    row = TraceRow(timestamp=0, input_length=600, output_length=2, text_length=600, hash_ids=[7, 8])
+    assert PacedRequest.of(row, salt="x/").hash_ids == ("x/7", "x/8")
+    assert PacedRequest.of(row).hash_ids == ("7", "8")

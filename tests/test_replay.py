@@ -189,6 +189,23 @@ def stream(count: int = 30) -> Trace:
     return rows(count, gap_ms=50.0, output_length=1, images=[], text_length=8, input_length=8)
 
 
+async def test_prefixes_of_equal_hash_ids_are_cached_as_in_the_simulator() -> None:
+    """Counted in prefilled tokens, which both sides know: a live step's are in the timeline."""
+    rows = [
+        TraceRow(timestamp=400.0 * at, input_length=length, text_length=length, output_length=2, hash_ids=ids)
+        for at, (length, ids) in enumerate([(1200, [1, 2, 3]), (1100, [1, 2, 9]), (700, [1, 8]), (700, [5, 2])])
+    ]
+    async with pipeline("PD") as pipe:
+        for _ in range(2):  # nothing of the first is in caches of the second
+            before = prefilled(pipe)
+            await replay(pipe, Trace(rows))
+            assert prefilled(pipe) - before == 1200 + (1100 - 1024) + (700 - 512) + 700
+
+
+def prefilled(pipe: Pipeline) -> int:
+    return sum(int(each.args["prefill tokens"]) for each in pipe.timeline.slices() if "prefill tokens" in each.args)
+
+
 async def test_live_goodput_is_the_search_over_replays() -> None:
     one_at_a_time = Paced(shape=SHAPE, cost=OUTPUT)  # 50 prompts of 8 tokens a second
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 2.0, "tolerance": 0.9}

@@ -210,7 +210,8 @@ class PacedRequest(Request, frozen=True, kw_only=True):
 
     An image is a count of visual tokens, or (width, height) in pixels for the model's rule. ``contents`` names the
     images' contents (equal names are equal images), ``text`` that of the text: requests of equal names share prefixes.
-    Without names nothing is shared. ``max_tokens`` tokens come out.
+    Without names nothing is shared. ``hash_ids`` name the prompt's first pieces of 512 tokens instead, as Mooncake's
+    traces do; images keep their places. ``max_tokens`` tokens come out.
     """
 
     prompt: str | None = ""
@@ -218,13 +219,15 @@ class PacedRequest(Request, frozen=True, kw_only=True):
     image_tokens: tuple[int | tuple[int, int], ...] = ()
     contents: tuple[str, ...] = ()
     text: str | None = None
+    hash_ids: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, row: TraceRow, number: int = 0, salt: str = "") -> PacedRequest:
         """A request like a trace's row: as many tokens of text, of each image, and of output.
 
         An image whose tokens the row does not know is given by its pixels. ``number`` names the contents that the row
-        does not; ``salt`` goes before every name, so that one serving's contents are not in caches of another's.
+        does not; ``salt`` goes before every name, so that one serving's contents are not in caches of another's. Equal
+        ``hash_ids`` are equal text, as for a simulator.
         """
         images = tuple(image.tokens or (image.width or 1, image.height or 1) for image in row.images)
         named = tuple(f"{salt}{image.content or f'{number}.{at}'}" for at, image in enumerate(row.images))
@@ -232,6 +235,7 @@ class PacedRequest(Request, frozen=True, kw_only=True):
             text_tokens=max(1, row.text_tokens),
             image_tokens=images,
             contents=named,
+            hash_ids=tuple(f"{salt}{each}" for each in row.hash_ids),
             max_tokens=max(1, row.output_length),
             session=row.session,
         )

@@ -12,6 +12,7 @@ from trinity.paced import Paced, PacedRequest
 from trinity.paced_content import PLACEHOLDER, prompt_ids
 from trinity.processor import Processed, RequestProcessor
 from trinity.request import Request, check_request
+from trinity.workload import HASHED
 
 
 class PacedTokenizer:
@@ -90,9 +91,14 @@ class PacedProcessor(RequestProcessor):
         return images
 
     def _prompt(self, request: PacedRequest, visual: int) -> tuple[int, ...]:
-        name = request.request_id if request.text is None else request.text
-        text = prompt_ids(name, request.text_tokens, self.paced.shape.vocabulary)
-        return (PLACEHOLDER,) * visual + tuple(text)
+        """Placeholders, then what the text's names stand for."""
+        vocabulary, text = self.paced.shape.vocabulary, list[int]()
+        for at, name in enumerate(request.hash_ids):
+            text += prompt_ids(name, HASHED, vocabulary)[max(0, visual - at * HASHED) :]
+        rest = request.text_tokens - len(text)
+        if rest > 0:
+            text += prompt_ids(request.request_id if request.text is None else request.text, rest, vocabulary)
+        return (PLACEHOLDER,) * visual + tuple(text[: request.text_tokens])
 
 
 def _spans(request: PacedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
