@@ -195,7 +195,7 @@ async def test_prefixes_of_equal_hash_ids_are_cached_as_in_the_simulator() -> No
         TraceRow(timestamp=400.0 * at, input_length=length, text_length=length, output_length=2, hash_ids=ids)
         for at, (length, ids) in enumerate([(1200, [1, 2, 3]), (1100, [1, 2, 9]), (700, [1, 8]), (700, [5, 2])])
     ]
-    async with pipeline("PD") as pipe:
+    async with pipeline("EPD") as pipe:
         for _ in range(2):  # nothing of the first is in caches of the second
             before = prefilled(pipe)
             await replay(pipe, Trace(rows))
