@@ -119,12 +119,12 @@ class Scene:
 
 
 @st.composite
-def texts(draw: st.DrawFn) -> list[Text]:
+def texts(draw: st.DrawFn, most_rows: int = 40) -> list[Text]:
     found = []
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(1, 40))
         decode = draw(st.booleans())
-        rows = 1 if decode else draw(st.integers(1, length))
+        rows = 1 if decode else draw(st.integers(1, min(length, most_rows)))
         grouped = not decode and draw(st.booleans())
         found.append(Text(length, rows, decode, _some_groups(draw, length, length - rows) if grouped else None))
     return found

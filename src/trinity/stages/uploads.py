@@ -1,0 +1,17 @@
+"""Arrays and tensors of the host to a device, without waiting for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(values: np.ndarray | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``values`` on ``device``. To a GPU by way of pinned memory, which torch keeps until the copy has ended: the host
+    goes on at once, and may change ``values``.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device, dtype)
+    return tensor.to(dtype).pin_memory().to(device, non_blocking=True)
