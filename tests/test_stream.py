@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -98,6 +99,35 @@ async def test_output() -> None:
     assert 0 <= output.ttft_s <= output.ttft_s + sum(output.itl_s) <= output.latency_s
     assert desk.over == [stream]
     assert [token.id for token in await read(stream)] == [1, 2, 3]
+
+
+async def test_the_whole_output_is_waited_for_without_reading_a_token() -> None:
+    _, stream = await entered()
+    deliver(stream, 1)
+    waiting = asyncio.ensure_future(stream.whole())
+    await asyncio.sleep(0)
+    deliver(stream, 2, 26, start=1)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.end(End("r", "length", None, FINISHED))
+    output = await waiting
+    assert (output.text, output.token_ids, output.finish_reason) == ("abz", [1, 2, 26], "length")
+    assert await read(stream) == []
+
+
+async def test_waiting_for_the_whole_raises_its_error_and_stops_at_a_stop_string() -> None:
+    desk, stream = await entered(sampling=Sampling(stop=("c",)))
+    waiting = asyncio.ensure_future(stream.whole())
+    await asyncio.sleep(0)
+    deliver(stream, 1, 3, 2)
+    assert desk.posted == [Abort("r", "stop")]
+    stream.end(End("r", "error", Failure("MigrationError", "lost")))
+    with pytest.raises(MigrationError, match="lost") as caught:
+        await waiting
+    assert caught.value.output is stream.output
+    assert stream.output.text == "a"
+    with pytest.raises(RequestError, match="read inside its block"):
+        await Stream(desk, Request("hello", request_id="r")).whole()
 
 
 async def test_logprobs_where_asked_for() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trinity.text import TextStream
+from trinity.text import TextStream, _backend_decode
 
 CORPUS = ["the cat sat on the mat. héllo wörld 你好吗 🎉🎈 ça va, n'est-ce pas? the cat\nthe\tmat"] * 3
 SPECIAL = ["</s>", "<image>"]
@@ -255,3 +257,40 @@ def test_special_ids_are_read_once_per_tokenizer(monkeypatch: pytest.MonkeyPatch
     TextStream(known)
     monkeypatch.setattr(type(known), "added_tokens_decoder", property(lambda self: pytest.fail("read again")))
     assert run(TextStream(known), [known.eos_token_id, 40]) == known.decode([40])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_backend_decodes_where_transformers_only_passes_it_on(name: str) -> None:
+    known = tokenizer(name)
+    direct = _backend_decode(known)
+    assert direct is not None
+    for ids in ([5, 6, 7], [len(known) - 4, 5, len(known) + 2], []):
+        assert direct(ids) == known.decode(ids, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_does_more_decodes_itself() -> None:
+    class Own(PreTrainedTokenizerFast):
+        def decode(self, token_ids: Any, skip_special_tokens: bool = False, **rest: Any) -> Any:
+            return str(super().decode(token_ids, skip_special_tokens=skip_special_tokens, **rest)).upper()
+
+    make: Any = Own
+    own = make(tokenizer_object=tokenizer("byte_level").backend_tokenizer, clean_up_tokenization_spaces=False)
+    ids = own.encode("the cat")
+    assert run(TextStream(own), ids) == "THE CAT"
+    assert _backend_decode(own) is None
+    assert _backend_decode(Counting(own)) is None
+    make = PreTrainedTokenizerFast
+    tidy = make(tokenizer_object=tokenizer("metaspace").backend_tokenizer, clean_up_tokenization_spaces=True)
+    assert _backend_decode(tidy) is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_tokenizer_is_not_kept(wrapped: bool) -> None:
+    known = metaspace()
+    if wrapped:
+        known = Counting(known)
+    run(TextStream(known), [5, 6])
+    gone = ref(known)
+    del known
+    gc.collect()
+    assert gone() is None

@@ -149,6 +149,10 @@ class FrontendCore:
         entry = self.entries.get(emitted.request)
         if entry is None or entry.aborted or emitted.attempt != entry.work.attempt or emitted.index < entry.delivered:
             return
+        if emitted.index == entry.delivered and entry.delivered and not entry.early and entry.finished is None:
+            self._out.append(Deliver(emitted.request, entry.delivered, emitted.sampled))  # most tokens
+            entry.delivered += 1
+            return
         entry.early[emitted.index] = emitted.sampled
         while entry.delivered in entry.early:
             if not entry.delivered:

@@ -209,9 +209,7 @@ class Pipeline:
     async def complete(self, request: Request) -> Output:
         """Serve the request to its end."""
         async with self.stream(request) as tokens:
-            async for _ in tokens:
-                pass
-            return tokens.output
+            return await tokens.whole()
 
     # ------------------------------------------------------------ a request comes in
 

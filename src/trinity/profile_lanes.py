@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from trinity.core.steps import LANES
+from trinity.core.lanes import LANES
 from trinity.lane_stream import LaneStream, stream_for
 from trinity.pinning import pin_thread, shares
 

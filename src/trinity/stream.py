@@ -45,7 +45,7 @@ class Stream:
         self.arrived = time.monotonic()
         self.arrived_at = time.time()
         self._host = host
-        self._entered = False
+        self._entered = self._unread = False
         self._tokens: deque[Token] = deque()
         self._held: Token | None = None
         self._wake = asyncio.Event()
@@ -107,6 +107,15 @@ class Stream:
             await self._wake.wait()
         return self._tokens.popleft()
 
+    async def whole(self) -> Output:
+        """The output at its end. Tokens are not kept to be read, and wake nobody. Raises what iterating would."""
+        aiter(self)
+        self._unread = True
+        self._tokens.clear()
+        async for _ in self:
+            pass
+        return self.output
+
     def begin(self, processed: Processed, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
         self.processed = processed
         self._text = make_text(self.request.sampling.stop)
@@ -122,14 +131,19 @@ class Stream:
         self._ids.append(sampled.token)
         self._pieces.append(text)
         self._logprobs.append(sampled.logprob)
-        self._release("")
-        token = Token(sampled.token, text, event.index, sampled.logprob, sampled.top)
-        if self._text.stopped or text:
+        if not self._unread:
+            self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
+        if self._text.stopped:
+            self._host.post(Abort(self.request.request_id, "stop"))
+
+    def _show(self, token: Token) -> None:
+        assert self._text is not None
+        if self._held is not None:
+            self._release("")
+        if self._text.stopped or token.text:
             self._put(token)
         else:
             self._held = token  # its text, if any, goes out with it at the end
-        if self._text.stopped:
-            self._host.post(Abort(self.request.request_id, "stop"))
 
     def _release(self, text: str) -> None:
         if self._held is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -24,7 +26,32 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
 
-_specials: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
+@dataclass(slots=True)
+class Known:
+    """What is asked of a tokenizer for every token, kept in its cheapest form: a step has a token of each request.
+
+    ``decode``: ids to text, special tokens left out, where that needs no more than the tokenizer's backend. ``kinds``:
+    of each id that has come, whether its text may hang on what follows (a byte), or None where it adds nothing
+    (special, or an id that only pads the vocabulary). Holds no tokenizer, for it is kept as long as that lives.
+    """
+
+    decode: Callable[[list[int]], str] | None
+    special: frozenset[int]
+    kinds: dict[int, bool | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Known:
+        special = frozenset(token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special)
+        return cls(_backend_decode(tokenizer), special)
+
+    def kind(self, token_id: int, tokenizer: Tokenizer) -> bool | None:
+        if token_id not in self.kinds:
+            piece: str | None = None if token_id in self.special else tokenizer.convert_ids_to_tokens(token_id)
+            self.kinds[token_id] = None if piece is None else _BYTE.fullmatch(piece) is not None
+        return self.kinds[token_id]
+
+
+_known: WeakKeyDictionary[Tokenizer, Known] = WeakKeyDictionary()
 
 
 class TextStream:
@@ -40,11 +67,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._special = _special_ids(tokenizer)
+        if tokenizer not in _known:
+            _known[tokenizer] = Known.of(tokenizer)
+        self._tokenizer, self._known = tokenizer, _known[tokenizer]
+        self._text_of = self._known.decode or partial(tokenizer.decode, skip_special_tokens=True)
         self._stop = tuple(text for text in stop if text)
         self._longest = max(map(len, self._stop), default=1) - 1
-        visible = (token for token in reversed(prompt_ids) if self._piece(token) is not None)
+        visible = (token for token in reversed(prompt_ids) if self._known.kind(token, tokenizer) is not None)
         self._window = list(islice(visible, _KEEP))[::-1]
         self._shown = len(self._decode().rstrip(_INCOMPLETE))
         self._pending = ""
@@ -52,11 +81,13 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Text to release now; "" where nothing is certain yet, or after a stop string."""
-        piece = self._piece(token_id)
-        if self.stopped or piece is None:
+        byte = self._known.kind(token_id, self._tokenizer)
+        if self.stopped or byte is None:
             return ""
         self._window.append(token_id)
-        return "" if _BYTE.fullmatch(piece) else self._release(self._settled())
+        if byte:
+            return ""
+        return self._release(self._settled()) if self._stop else self._settled()
 
     def finish(self) -> str:
         """What is still held back. May itself meet a stop string."""
@@ -68,16 +99,8 @@ class TextStream:
         rest, self._pending = self._pending, ""
         return released + rest
 
-    def _piece(self, token_id: int) -> str | None:
-        """The token's own string; None where it adds nothing (special, or an id that only pads the vocabulary)."""
-        if token_id in self._special:
-            return None
-        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-        return piece
-
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._window, skip_special_tokens=True)
-        return text
+        return self._text_of(self._window)
 
     def _settled(self) -> str:
         """Text of the window that is new and final; drops old tokens from the window now and then."""
@@ -115,9 +138,14 @@ def _final_length(text: str) -> int:
     return len(text) - text.endswith(_INCOMPLETE)
 
 
-def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Kept per tokenizer: some have thousands of added tokens, and the property builds a new dict each time."""
-    if tokenizer not in _specials:
-        added = tokenizer.added_tokens_decoder
-        _specials[tokenizer] = frozenset(token for token, entry in added.items() if entry.special)
-    return _specials[tokenizer]
+def _backend_decode(tokenizer: Tokenizer) -> Callable[[list[int]], str] | None:
+    """What ``decode`` calls, where transformers only passes it on to ``tokenizers``: a third of the time."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    written = {name: getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")}
+    passed_on = written == {
+        "decode": "transformers.tokenization_utils_base",
+        "_decode": "transformers.tokenization_utils_tokenizers",
+    }
+    if backend is not None and passed_on and not getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        return partial(backend.decode, skip_special_tokens=True)
+    return None
