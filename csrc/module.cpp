@@ -12,6 +12,7 @@ using Digests = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_simulator(nb::module_ &module); // sim_bind.cpp
+void bind_attention(nb::module_ &module); // attention_bind.cpp
 
 namespace {
 
@@ -54,6 +55,7 @@ NB_MODULE(_native, module) {
     module.def("digests", &digest, "source"_a, "source_blocks"_a, "from_"_a.noconvert(), "block_bytes"_a, "offset"_a,
                "length"_a, "out"_a.noconvert(), Released());
     bind_simulator(module);
+    bind_attention(module);
 #ifdef TRINITY_WITH_CUDA
     module.attr("CUDA") = true;
     module.def("cuda_copy_blocks", &cuda_copy, "target"_a, "source"_a, "to"_a, "from_"_a, "count"_a, "block_bytes"_a,

@@ -37,7 +37,7 @@ class Extension:
     def instructions(self) -> str:
         return "test"
 
-    def paged_attention(self) -> None: ...
+    def PagedAttention(self) -> None: ...
 
 
 @pytest.fixture(params=[True, False])
@@ -63,7 +63,7 @@ def test_a_backend_that_cannot_run_says_why(built: bool, monkeypatch: pytest.Mon
     if not built:
         with pytest.raises(ConfigError, match="numpy and torch"):
             runs("native", kind())
-    monkeypatch.delattr(Extension, "paged_attention")
+    monkeypatch.delattr(Extension, "PagedAttention")
     if built:
         with pytest.raises(ConfigError, match="built without it: install trinity again"):
             runs("native", kind())

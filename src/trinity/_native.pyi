@@ -43,6 +43,35 @@ def cuda_copy_blocks(
     stream: int,
 ) -> None: ...
 
+def attention_instructions(bf16: bool, width: int) -> str: ...
+
+class PagedAttention:
+    def __init__(
+        self,
+        shape: npt.NDArray[np.int64],
+        bf16: bool,
+        blocks: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        tables: npt.NDArray[np.int64],
+        requests: npt.NDArray[np.int64],
+    ) -> None: ...
+    def write(self, cache: int, layer: int, keys: tuple[int, int, int], values: tuple[int, int, int]) -> None: ...
+    def attend(
+        self,
+        cache: int,
+        layer: int,
+        query: tuple[int, int, int],
+        out: tuple[int, int, int],
+        heads: int,
+        first: npt.NDArray[np.int64],
+        end: npt.NDArray[np.int64],
+        scale: float,
+        softcap: float,
+        sinks: int,
+        threads: int,
+        kernel: str,
+    ) -> None: ...
+
 class SimCost: ...
 class SimWorkload: ...
 

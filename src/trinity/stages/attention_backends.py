@@ -81,7 +81,7 @@ def _native_refuses(kind: CacheKind) -> str | None:
         return f"it computes in float32 and bfloat16, and the cache holds {kind.dtype}"
     if native.extension is None:
         return native.describe()
-    if not hasattr(native.extension, "paged_attention"):
+    if not hasattr(native.extension, "PagedAttention"):
         return "the extension in use was built without it: install trinity again"
     return None
 

@@ -1,0 +1,66 @@
+// Paged attention on a CPU over the block-major cache: plain C++, no Python, no torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace trinity {
+
+using Bf16 = uint16_t;
+constexpr int64_t TILE = 16; // keys that are looked at together
+
+// The cache [blocks, layers, 2, heads, height, width] of float or bf16, contiguous.
+struct PagedCache {
+    uintptr_t address;
+    int64_t blocks, layers, heads, height, width;
+    bool bf16;
+
+    int64_t head_size() const { return height * width; }
+    int64_t layer_size() const { return 2 * heads * head_size(); }
+    int64_t block_size() const { return layers * layer_size(); }
+};
+
+// Rows of heads of `width` elements that lie together: element (row, head, i) is address[row * row + head * head + i].
+struct Strided {
+    uintptr_t address;
+    int64_t row, head;
+};
+
+// One layer of one batch. `first`, `end` [rows]: each row sees the positions [first, end) of its own request.
+struct Attention {
+    PagedCache cache;
+    Strided query, out;
+    int64_t heads, layer;
+    const int64_t *first, *end;
+    const float *sinks; // [heads]: a further score of each head that has no value; or none
+    float scale, softcap; // softcap 0: none
+
+    int64_t group() const { return heads / cache.heads; }
+};
+
+// Rows [row, row + rows) of one request, for the key-value heads [head, head + heads); `table`: its blocks.
+struct AttentionTask {
+    const int64_t *table;
+    int64_t row, rows, head, heads;
+};
+
+// Computes a task. `scratch` has room for attention_scratch(...) floats and begins at a multiple of 64 bytes.
+using AttentionKernel = void (*)(const Attention &, const AttentionTask &, float *scratch);
+size_t attention_scratch(const Attention &, const AttentionTask &);
+
+AttentionKernel attention_portable(const PagedCache &cache);
+// nullptr: not on this processor, or not of this width. `dots`: with its bf16 dot products, if it has them.
+AttentionKernel attention_avx512(const PagedCache &cache, bool dots);
+
+// Reads a task's keys and values and computes nothing: the limit that benchmarks show; nullptr without AVX-512.
+AttentionKernel attention_loads();
+
+// Copies rows of keys and values [rows, cache.heads, width] into their places of one layer.
+void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided values, const int64_t *blocks,
+                const int64_t *offsets, int64_t rows);
+
+// Tasks on at most `threads` threads, the caller's among them.
+void run_attention(const Attention &attention, AttentionKernel kernel, const AttentionTask *tasks, size_t count,
+                   int threads);
+
+} // namespace trinity

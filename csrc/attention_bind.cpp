@@ -1,0 +1,154 @@
+// Attention as Python calls it: a plan for each batch, then one call for each layer. Pointers are ints.
+#include "attention.hpp"
+
+#include <algorithm>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using trinity::Attention;
+using trinity::AttentionKernel;
+using trinity::AttentionTask;
+using trinity::PagedCache;
+using trinity::Strided;
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Requests = nb::ndarray<const int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Rows = std::tuple<uintptr_t, int64_t, int64_t>; // address; elements from row to row and from head to head
+
+namespace {
+
+constexpr int64_t QUERIES = 48; // rows times heads that share a pass over a tile: its keys are turned once for them
+
+[[noreturn]] void refuse(const std::string &why) { throw std::invalid_argument(why); }
+
+// "best" of this processor; "avx512" without bf16 dot products; "portable"; "loads" reads and computes nothing.
+AttentionKernel kernel_of(const std::string &name, const PagedCache &cache) {
+    AttentionKernel found = nullptr;
+    if (name == "best" || name == "avx512") found = trinity::attention_avx512(cache, name == "best");
+    if (name == "loads") found = trinity::attention_loads();
+    if (found == nullptr && name == "loads") refuse("no AVX-512 here: no pass to compare with");
+    return found != nullptr ? found : trinity::attention_portable(cache);
+}
+
+Strided strided(const Rows &rows) { return {std::get<0>(rows), std::get<1>(rows), std::get<2>(rows)}; }
+
+// Where the rows of a batch live: checked once, used for every layer.
+class Plan {
+  public:
+    Plan(const Numbers &shape, bool bf16, const Numbers &blocks, const Numbers &offsets, const Numbers &tables,
+         const Requests &requests)
+        : blocks_(blocks.data(), blocks.data() + blocks.size()),
+          offsets_(offsets.data(), offsets.data() + offsets.size()),
+          tables_(tables.data(), tables.data() + tables.size()),
+          requests_(requests.data(), requests.data() + requests.size()) {
+        if (shape.size() != 5) refuse("a cache is [blocks, layers, 2, kv_heads, block_rows, head_dim]");
+        const int64_t *size = shape.data();
+        cache_ = {0, size[0], size[1], size[2], size[3], size[4], bf16};
+        if (*std::min_element(size, size + 5) < 1) refuse("a cache without blocks, layers, heads, rows or width");
+        check();
+    }
+
+    void write(uintptr_t cache, int64_t layer, const Rows &keys, const Rows &values) const {
+        trinity::write_rows(at(cache, layer), layer, strided(keys), strided(values), blocks_.data(), offsets_.data(),
+                            rows());
+    }
+
+    void attend(uintptr_t cache, int64_t layer, const Rows &query, const Rows &out, int64_t heads,
+                const Numbers &first, const Numbers &end, float scale, float softcap, uintptr_t sinks, int threads,
+                const std::string &kernel) const {
+        const PagedCache here = at(cache, layer);
+        if (heads < here.heads || heads % here.heads != 0) refuse("query heads must be a multiple of kv_heads");
+        check_seen(first, end);
+        const Attention attention{here,        strided(query), strided(out), heads, layer, first.data(), end.data(),
+                                  reinterpret_cast<const float *>(sinks), scale, softcap};
+        const AttentionKernel compute = kernel_of(kernel, here);
+        const std::vector<AttentionTask> tasks = tasks_for(attention, threads);
+        nb::gil_scoped_release released;
+        trinity::run_attention(attention, compute, tasks.data(), tasks.size(), threads);
+    }
+
+  private:
+    int64_t rows() const { return static_cast<int64_t>(blocks_.size()); }
+    size_t requests() const { return requests_.size() / 4; }
+
+    PagedCache at(uintptr_t cache, int64_t layer) const {
+        if (layer < 0 || layer >= cache_.layers) refuse("layer " + std::to_string(layer) + " is not in the cache");
+        PagedCache here = cache_;
+        here.address = cache;
+        return here;
+    }
+
+    void check() const {
+        if (offsets_.size() != blocks_.size()) refuse("as many offsets as blocks");
+        for (const int64_t block : blocks_) check_block(block);
+        for (const int64_t block : tables_) check_block(block);
+        for (const int64_t offset : offsets_)
+            if (offset < 0 || offset >= cache_.height) refuse("offset " + std::to_string(offset) + " is not in a block");
+        for (size_t i = 0; i < requests(); i++) {
+            const int64_t *at = &requests_[4 * i], all = static_cast<int64_t>(tables_.size());
+            if (at[0] < 0 || at[1] < 1 || at[0] > rows() - at[1]) refuse("a request's rows are not in the batch");
+            if (at[2] < 0 || at[3] < 1 || at[2] > all - at[3]) refuse("a request's table is not in the tables");
+        }
+    }
+
+    void check_block(int64_t block) const {
+        if (block < 0 || block >= cache_.blocks)
+            refuse("block " + std::to_string(block) + " of a cache of " + std::to_string(cache_.blocks));
+    }
+
+    void check_seen(const Numbers &first, const Numbers &end) const {
+        if (static_cast<int64_t>(first.size()) != rows() || first.size() != end.size()) refuse("one range for each row");
+        for (size_t i = 0; i < requests(); i++) {
+            const int64_t *at = &requests_[4 * i];
+            for (int64_t row = at[0]; row < at[0] + at[1]; row++)
+                if (first.data()[row] < 0 || first.data()[row] >= end.data()[row] ||
+                    end.data()[row] > at[3] * cache_.height)
+                    refuse("row " + std::to_string(row) + " sees nothing, or more than its blocks hold");
+        }
+    }
+
+    // A request's rows in pieces that share tiles. One row goes through all heads of a block, which lie together, at
+    // once; where that leaves threads idle, and of more rows, each head is a task of its own.
+    std::vector<AttentionTask> tasks_for(const Attention &attention, int threads) const {
+        std::vector<AttentionTask> tasks;
+        const bool alone = requests() >= 2 * static_cast<size_t>(std::max(threads, 1)) || threads < 2;
+        const int64_t most = std::max<int64_t>(1, QUERIES / attention.group());
+        for (size_t i = 0; i < requests(); i++) {
+            const int64_t *at = &requests_[4 * i], *table = tables_.data() + at[2];
+            const int64_t together = at[1] == 1 && alone ? cache_.heads : 1;
+            for (int64_t head = 0; head < cache_.heads; head += together)
+                for (int64_t row = 0; row < at[1]; row += most)
+                    tasks.push_back({table, at[0] + row, std::min(most, at[1] - row), head, together});
+        }
+        return tasks;
+    }
+
+    PagedCache cache_{};
+    std::vector<int64_t> blocks_, offsets_, tables_, requests_;
+};
+
+} // namespace
+
+void bind_attention(nb::module_ &module) {
+    nb::class_<Plan>(module, "PagedAttention")
+        .def(nb::init<const Numbers &, bool, const Numbers &, const Numbers &, const Numbers &, const Requests &>(),
+             "shape"_a.noconvert(), "bf16"_a, "blocks"_a.noconvert(), "offsets"_a.noconvert(), "tables"_a.noconvert(),
+             "requests"_a.noconvert())
+        .def("write", &Plan::write, "cache"_a, "layer"_a, "keys"_a, "values"_a)
+        .def("attend", &Plan::attend, "cache"_a, "layer"_a, "query"_a, "out"_a, "heads"_a, "first"_a.noconvert(),
+             "end"_a.noconvert(), "scale"_a, "softcap"_a, "sinks"_a, "threads"_a, "kernel"_a);
+    module.def(
+        "attention_instructions",
+        [](bool bf16, int64_t width) {
+            const PagedCache cache{0, 1, 1, 1, 1, width, bf16};
+            return std::string(trinity::attention_avx512(cache, true) != nullptr ? "avx512" : "portable");
+        },
+        "bf16"_a, "width"_a);
+}
