@@ -30,11 +30,13 @@ void compute(void *state, size_t index) {
     shared->kernel(*shared->attention, task, scratch_of(attention_scratch(*shared->attention, task)));
 }
 
+const char *at(const Strided &rows, int64_t bytes) { return reinterpret_cast<const char *>(rows.address) + bytes; }
+
 } // namespace
 
 size_t attention_scratch(const Attention &attention, const AttentionTask &task) {
-    const auto rows = static_cast<size_t>(task.rows * attention.group()), width = static_cast<size_t>(attention.cache.width);
-    return static_cast<size_t>(task.heads) * rows * (2 * width + 3 * TILE) + width * TILE;
+    const int64_t rows = task.rows * attention.group(), width = attention.cache.width;
+    return static_cast<size_t>(task.heads * rows * (2 * width + 3 * TILE) + width * TILE);
 }
 
 void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided values, const int64_t *blocks,
@@ -45,8 +47,7 @@ void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided va
         char *place = start + (blocks[row] * cache.block_size() + offsets[row] * cache.width) * bytes;
         for (const Strided &part : {keys, values})
             for (int64_t head = 0; head < cache.heads; head++, place += cache.head_size() * bytes)
-                std::memcpy(place, reinterpret_cast<const char *>(part.address) + (row * part.row + head * part.head) * bytes,
-                            static_cast<size_t>(width));
+                std::memcpy(place, at(part, (row * part.row + head * part.head) * bytes), static_cast<size_t>(width));
     }
 }
 

@@ -47,20 +47,28 @@ inline Vector hyperbolic_tangent(Vector x) {
     return _mm512_or_ps(found, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
 }
 
+inline Vector low_pairs(Vector a, Vector b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+inline Vector high_pairs(Vector a, Vector b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+inline Vector paired(Vector a, Vector b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+inline Vector quartered(Vector a, Vector b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
 // The sums of 16 vectors as one.
 inline Vector sums_of(const Vector *of) {
     Vector twos[8], fours[4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
-        twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(of[2 * i], of[2 * i + 1]), _mm512_unpackhi_ps(of[2 * i], of[2 * i + 1]));
+        twos[i] = paired(of[2 * i], of[2 * i + 1]);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        fours[i] = _mm512_add_ps(low_pairs(twos[2 * i], twos[2 * i + 1]), high_pairs(twos[2 * i], twos[2 * i + 1]));
     }
-    const Vector low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-    const Vector high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+    return quartered(quartered(fours[0], fours[1]), quartered(fours[2], fours[3]));
 }
 
 // A square of 16 x 16 words, turned.
@@ -74,9 +82,8 @@ inline void turn(Vector *of) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 2; k++) {
-            const __m512d x = _mm512_castps_pd(a[4 * i + k]), y = _mm512_castps_pd(a[4 * i + 2 + k]);
-            of[4 * i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-            of[4 * i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+            of[4 * i + 2 * k] = low_pairs(a[4 * i + k], a[4 * i + 2 + k]);
+            of[4 * i + 2 * k + 1] = high_pairs(a[4 * i + k], a[4 * i + 2 + k]);
         }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
@@ -168,7 +175,8 @@ template <class Kind> struct Wide : Kind {
             const Vector part = load(query + at);
             if (count == TILE) {
 #pragma GCC unroll 16
-                for (int64_t k = 0; k < TILE; k++) sums[k] = Kind::joined(sums[k], Kind::words(keys + k * width, at), part);
+                for (int64_t k = 0; k < TILE; k++)
+                    sums[k] = Kind::joined(sums[k], Kind::words(keys + k * width, at), part);
             } else {
 #pragma GCC unroll 16
                 for (int64_t k = 0; k < TILE; k++)
@@ -234,7 +242,8 @@ template <class Kind> struct Wide : Kind {
     }
 
     static void scaled(float *seen, int64_t width, float by) {
-        for (int64_t i = 0; i < width; i += 16) _mm512_storeu_ps(seen + i, _mm512_mul_ps(load(seen + i), _mm512_set1_ps(by)));
+        for (int64_t i = 0; i < width; i += 16)
+            _mm512_storeu_ps(seen + i, _mm512_mul_ps(load(seen + i), _mm512_set1_ps(by)));
     }
 
     static void weigh(const float *weights, int64_t rows, int64_t width, const T *values, int64_t ahead, int64_t count,
@@ -286,10 +295,11 @@ template <class Kind> struct Wide : Kind {
 void load_only(const Attention &a, const AttentionTask &task, float *scratch) {
     const PagedCache &cache = a.cache;
     const int64_t bytes = cache.bf16 ? 2 : 4, half = cache.heads * cache.head_size() * bytes;
-    const auto *layer = reinterpret_cast<const char *>(cache.address) + a.layer * cache.layer_size() * bytes;
+    const int64_t head = a.layer * cache.layer_size() + task.head * cache.head_size();
+    const auto *start = reinterpret_cast<const char *>(cache.address) + head * bytes;
     __m512i sums[4] = {};
     for (int64_t block = a.first[task.row] / cache.height; block * cache.height < a.end[task.row]; block++) {
-        const char *keys = layer + task.table[block] * cache.block_size() * bytes + task.head * cache.head_size() * bytes;
+        const char *keys = start + task.table[block] * cache.block_size() * bytes;
         for (const char *from : {keys, keys + half})
             for (int64_t at = 0; at + 256 <= task.heads * cache.head_size() * bytes; at += 256)
                 for (int i = 0; i < 4; i++) sums[i] = _mm512_xor_si512(sums[i], _mm512_loadu_si512(from + at + 64 * i));

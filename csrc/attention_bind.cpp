@@ -90,7 +90,8 @@ class Plan {
         for (const int64_t block : blocks_) check_block(block);
         for (const int64_t block : tables_) check_block(block);
         for (const int64_t offset : offsets_)
-            if (offset < 0 || offset >= cache_.height) refuse("offset " + std::to_string(offset) + " is not in a block");
+            if (offset < 0 || offset >= cache_.height)
+                refuse("offset " + std::to_string(offset) + " is not in a block");
         for (size_t i = 0; i < requests(); i++) {
             const int64_t *at = &requests_[4 * i], all = static_cast<int64_t>(tables_.size());
             if (at[0] < 0 || at[1] < 1 || at[0] > rows() - at[1]) refuse("a request's rows are not in the batch");
@@ -104,7 +105,8 @@ class Plan {
     }
 
     void check_seen(const Numbers &first, const Numbers &end) const {
-        if (static_cast<int64_t>(first.size()) != rows() || first.size() != end.size()) refuse("one range for each row");
+        if (static_cast<int64_t>(first.size()) != rows() || first.size() != end.size())
+            refuse("one range for each row");
         for (size_t i = 0; i < requests(); i++) {
             const int64_t *at = &requests_[4 * i];
             for (int64_t row = at[0]; row < at[0] + at[1]; row++)

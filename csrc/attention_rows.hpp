@@ -93,7 +93,8 @@ template <class Ops> void attend(const Attention &a, const AttentionTask &task, 
         if (a.end[row] > end) end = a.end[row];
     }
     const int64_t head_size = cache.head_size(), values = cache.heads * head_size;
-    const auto *layer = reinterpret_cast<const T *>(cache.address) + a.layer * cache.layer_size() + task.head * head_size;
+    const auto *layer = reinterpret_cast<const T *>(cache.address) + a.layer * cache.layer_size();
+    layer += task.head * head_size;
     for (int64_t block = first / cache.height; block * cache.height < end; block++) {
         const T *here = layer + task.table[block] * cache.block_size();
         const bool last = (block + AHEAD) * cache.height >= end;
