@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from test_attention import LAYER, Scene, Text, asks, texts
 from trinity import native
 from trinity.errors import ConfigError
-from trinity.stages.attention import LayerAsk, PagedRows
+from trinity.stages.attention import ChunkRows, LayerAsk, PagedRows
 from trinity.stages.attention_backends import CacheKind, runs
-from trinity.stages.attention_native import NativeAttention
+from trinity.stages.attention_native import LONG, NativeAttention
 from trinity.stages.attention_torch import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
@@ -161,6 +162,25 @@ def test_very_large_scores_do_not_overflow(backend: NativeAttention) -> None:
 def test_groups_that_are_no_runs_are_left_to_torch(backend: NativeAttention) -> None:
     groups = torch.tensor([0, 1, 0, 1, -1, 2, 2])
     check(Scene([Text(7, 7, False, groups), Text(9, 1, True)], (4, 2), WIDE, 16, seed=5), backend, PLAIN)
+
+
+@pytest.mark.parametrize(("dtype", "left"), [(torch.float32, []), (torch.bfloat16, [LONG])])
+def test_long_chunks_in_bfloat16_are_left_to_torch(
+    backend: NativeAttention, dtype: torch.dtype, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = []
+
+    def chunk(self: object, rows: PagedRows, one: ChunkRows, *given: Any) -> torch.Tensor:
+        chunks.append(one.length)
+        return plain(self, rows, one, *given)
+
+    plain: Any = TorchAttention._chunk
+    monkeypatch.setattr(TorchAttention, "_chunk", chunk)
+    found = [Text(80, 1, True), Text(90, LONG, False), Text(60, LONG - 1, False)]
+    scene = Scene(found, (4, 2), WIDE, 16, seed=7)
+    scene = halved(scene) if dtype is torch.bfloat16 else scene
+    torch.testing.assert_close(scene.run(backend, PLAIN).float(), scene.oracle(PLAIN), atol=0.03, rtol=0.03)
+    assert chunks == left
 
 
 def test_keys_and_values_may_lie_anyhow(backend: NativeAttention) -> None:

@@ -2,7 +2,7 @@
 
 Decode rows and chunks read their blocks in place, with the query heads of one key-value head as rows of one matrix.
 What a row sees is a range of positions: causal, windows, runs and images that see each other in both directions.
-Where torch is faster, or a chunk's groups are no ranges, torch does the chunk.
+Long chunks in bfloat16, where torch is faster, and chunks whose groups are no ranges are left to torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trinity.stages.attention import ChunkRows, LayerAsk, PagedRows
 from trinity.stages.attention_torch import TorchAttention
 
 Ints = np.ndarray
+LONG = 32  # rows of a chunk in bfloat16 from which torch, whose products use oneDNN, is faster: AMX is not in csrc/
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,13 @@ def _planned(rows: PagedRows, cache: Tensor) -> _Plan:
     ours, torches, start = [requests], [], decodes * across
     for chunk in rows.chunks:
         table, at = chunk.table.numpy(), np.arange(chunk.start, chunk.end)
-        ends = _ahead(chunk)
+        ends = None if cache.dtype == torch.bfloat16 and chunk.length >= LONG else _ahead(chunk)
         positions.append(at)
-        ahead.append(at + 1 if ends is None else ends)
         if ends is None:
+            ahead.append(at + 1)
             torches.append(chunk)
         else:
+            ahead.append(ends)
             ours.append(np.array([[chunk.first, chunk.length, start, len(table)]], np.int64))
             tables.append(table)
             start += len(table)
