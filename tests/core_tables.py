@@ -20,6 +20,7 @@ from trinity.messages import (
     Failure,
     Finished,
     Forget,
+    Grow,
     MediaSpan,
     Moved,
     Offer,
@@ -148,6 +149,8 @@ def _line(value: Value) -> str:
         cached = f" cached {value.cached}" if value.cached else ""
         tokens = f" after {_numbers(value.tokens)}" if value.tokens else ""
         return f"open {value.work.request} kv {_numbers(value.blocks)}{images}{cached}{tokens}"
+    if isinstance(value, Grow):
+        return "grow " + ", ".join(f"{request} {_numbers(blocks)}" for request, blocks in value.blocks.items())
     if isinstance(value, Close):
         return f"close {value.request}"
     if isinstance(value, Deliver):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from msgspec.structs import replace as replace_work
+
 from trinity.blocks import blocks_for
 from trinity.core.state import Settings
 from trinity.messages import MediaSpan, Work
@@ -191,4 +193,50 @@ def random_cluster(
             cluster.abort(work.request, at + draw.uniform(0.0, patience), reason)
     if leases:
         random_silence(aside, cluster)
+    return cluster
+
+
+def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
+    """Optimistic reservation where it is put to the test: long outputs, pools of one to three requests, many cancels.
+
+    Every request has its own seeded lengths. Instances that stand still, faults and short leases come now and then.
+    """
+    draw = Random(seed + 2_000_000_011)
+    placement = placement or draw.choice(PLACEMENTS)
+    works = [
+        replace_work(work, max_tokens=draw.choice([1, 4, 20, 40, 60]), stop_ids=frozenset(), deadline_s=None)
+        for work in random_works(draw, draw.choice([3, 6, 12]))
+    ]
+    leases = random_patience(draw)
+    slack = draw.choice([1.0, 1.0, 1.5, 2.0, 3.0])
+    settings = settings_of(
+        placement,
+        {kind: int(count * slack) for kind, count in largest_need(works).items()},
+        rules=random_rules(draw),
+        lanes=draw.choice([("joint",), ("vision", "language")]),
+        media_block=MEDIA_BLOCK,
+        kv_block=KV_BLOCK,
+        image_cache=draw.random() < 0.7,
+        prefix_cache=draw.random() < 0.7,
+        transfers=random_transfers(draw),
+        layers=draw.choice([1, 3]),
+        depth=draw.choice([1, 2]),
+        reservation="optimistic",
+        **leases,
+    )
+    calm = draw.random() < 0.7
+    cluster = VirtualCluster(
+        settings,
+        durations=random_durations(draw),
+        faults=Faults() if calm else random_faults(draw),
+        seed=seed,
+    )
+    cancels = draw.choice([0.0, 0.0, 0.3, 0.6])
+    for work in works:
+        at = draw.uniform(0.0, 1.0)
+        cluster.submit(work, at)
+        if draw.random() < cancels:
+            cluster.abort(work.request, at + draw.uniform(0.0, 5.0), draw.choice(["cancelled", "stop"]))
+    if leases and not calm:
+        random_silence(draw, cluster)
     return cluster

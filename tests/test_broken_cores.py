@@ -264,22 +264,22 @@ def image_blocks_are_kept_after_prefill(monkeypatch: pytest.MonkeyPatch) -> None
 
 @broken
 def the_front_end_forgets_before_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(result: Any, self: FrontendCore, event: Any) -> None:
+    def hasty(result: Any, self: FrontendCore, event: Any, now: float) -> None:
         entry = self.entries.get(event.request)
         if entry is not None:
             entry.delivered = max(entry.delivered, event.count)
-            self._settle(entry)
+            self._settle(entry, now)
 
     around(monkeypatch, FrontendCore, "_finished", hasty)
 
 
 @broken
 def the_front_end_does_not_order_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def any_order(self: FrontendCore, emitted: Any) -> None:
+    def any_order(self: FrontendCore, emitted: Any, now: float) -> None:
         entry = self.entries.get(emitted.request)
         if entry is not None and not entry.aborted:
             entry.delivered = emitted.index
-            old(self, emitted)
+            old(self, emitted, now)
 
     old = FrontendCore._emitted
     monkeypatch.setattr(FrontendCore, "_emitted", any_order)

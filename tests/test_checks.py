@@ -193,8 +193,8 @@ def test_shadow_sees_chunks_that_are_none() -> None:
     request = work("r", 1, "cat", 3, atomic=True)
     for chunk, message in (
         (Prefill("r", 0, 0, False), "is empty"),
-        (Prefill("r", 0, 8, False), "of a prompt of 8"),
-        (Prefill("r", 0, 1, True), "of a prompt of 8"),
+        (Prefill("r", 0, 8, False), "of a text of 8"),
+        (Prefill("r", 0, 1, True), "of a text of 8"),
         (Prefill("r", 0, 3, False), "cuts"),
     ):
         shadow = shadow_of("EPD")

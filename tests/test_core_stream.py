@@ -314,7 +314,7 @@ def test_the_sound_core_passes() -> None:
 
 def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = kv_source._whole
-    monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.prompt_blocks(state)))
+    monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.text_blocks(state)))
     settings = settings_of("P+D", {"kv": 12}, kv_block=4, layers=3, transfers=LAYER, rules=Rules(tokens=5))
     cluster = VirtualCluster(settings)
     cluster.submit(work("r", 11))

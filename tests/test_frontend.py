@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from msgspec.structs import replace
 
 from core_tables import Row, brief, peer_up, sent, work
 from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.messages import Emit, Emitted, Failure, Finished, Sampled, Submit, Tick, Value
+from trinity.messages import (
+    Emit,
+    Emitted,
+    Failure,
+    Finished,
+    Sampled,
+    Submit,
+    Tick,
+    Value,
+)
 from trinity.routing import RoundRobin
 
 
@@ -51,7 +61,8 @@ def test_media_go_to_an_encode_instance_and_text_past_it() -> None:
 def test_the_submit_is_passed_on_with_its_inputs() -> None:
     core = make_frontend()
     submit = Submit(work("r", "cat", 1), ("pixels",))
-    assert sent(core.handle(submit, 0.0), Submit) == [submit]
+    numbered = replace(submit, work=replace(submit.work, number=1))
+    assert sent(core.handle(submit, 0.0), Submit) == [numbered]
 
 
 def test_tokens_are_delivered_in_order_then_the_end_then_all_is_forgotten() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
 from trinity.frontend import Deliver, End, FrontendCore
-from trinity.messages import FRONTEND, Close, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
+from trinity.messages import FRONTEND, Close, Grow, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
 from trinity.routing import RoutingPolicy
 
 STALLED = 20_000  # events in a row that are but timers and heartbeats
@@ -51,6 +51,7 @@ class Engine:
             End: self.end,
             Open: self.skip,
             Close: self.skip,
+            Grow: self.skip,
         }
         for announced in self.cores.values():
             for core in self._all.values():

@@ -9,8 +9,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
 
 from trinity.messages import (
+    PREEMPTED,
     Cancel,
     Emit,
     Emitted,
@@ -68,6 +72,10 @@ class Entry:
     aborted: str | None = None
     ended: bool = False
     finished: Finished | None = None
+    tokens: list[int] = field(default_factory=list)
+    inputs: tuple[Any, ...] = ()
+    past: Finished | None = None  # of what it went through before it was sent back
+    base: int = 0  # tokens that it had then
 
 
 class FrontendCore:
@@ -80,7 +88,7 @@ class FrontendCore:
         self.router = Router(policy)
         self.max_waiting = max_waiting
         self.entries: dict[str, Entry] = {}
-        self.waiting = 0
+        self.waiting = self.taken = 0
         self._deadlines: list[tuple[float, str]] = []
         self._out: list[Value] = []
 
@@ -88,23 +96,23 @@ class FrontendCore:
         self._out = []
         if isinstance(event, Emit):
             for emitted in event.tokens:
-                self._emitted(emitted)
+                self._emitted(emitted, now)
         elif isinstance(event, Finished):
-            self._finished(event)
+            self._finished(event, now)
         elif isinstance(event, Submit):
             self._submit(event, now)
         elif isinstance(event, Abort):
-            self._abort(event)
+            self._abort(event, now)
         elif isinstance(event, Tick):
             self._expire(now)
         elif isinstance(event, Moved):
-            self._moved(event)
+            self._moved(event, now)
         elif isinstance(event, PeerLoad):
             self.router.take(event)
         elif isinstance(event, PeerUp):
             self.router.add(event)
         elif isinstance(event, PeerLost):
-            self._lost(event)
+            self._lost(event, now)
         return self._out
 
     def next_timer(self) -> float | None:
@@ -117,7 +125,8 @@ class FrontendCore:
         return None
 
     def _submit(self, event: Submit, now: float) -> None:
-        work = event.work
+        self.taken += 1
+        work = replace(event.work, number=self.taken)
         problem = self._problem(work)
         if problem is not None:
             self._out.append(End(work.request, "error", problem))
@@ -125,11 +134,12 @@ class FrontendCore:
         first = self.router.enter(work)
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
-        self.entries[work.request] = Entry(work, first, deadline, route=[first])
+        inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
+        self.entries[work.request] = Entry(work, first, deadline, route=[first], inputs=inputs)
         self.waiting += 1
         if work.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline, work.request))
-        self._out.append(Send(first, event))
+        self._out.append(Send(first, Submit(work, event.inputs)))
 
     def _problem(self, work: Work) -> Failure | None:
         if work.request in self.entries:  # its reader may be gone, but steps in flight still end
@@ -145,12 +155,13 @@ class FrontendCore:
                 return _too_large(self.router, work, letter)
         return None
 
-    def _emitted(self, emitted: Emitted) -> None:
+    def _emitted(self, emitted: Emitted, now: float) -> None:
         entry = self.entries.get(emitted.request)
         if entry is None or entry.aborted or emitted.attempt != entry.work.attempt or emitted.index < entry.delivered:
             return
         if emitted.index == entry.delivered and entry.delivered and not entry.early and entry.finished is None:
             self._out.append(Deliver(emitted.request, entry.delivered, emitted.sampled))  # most tokens
+            entry.tokens.append(emitted.sampled.token)
             entry.delivered += 1
             return
         entry.early[emitted.index] = emitted.sampled
@@ -159,24 +170,25 @@ class FrontendCore:
                 self.waiting -= 1
             sampled = entry.early.pop(entry.delivered)
             self._out.append(Deliver(emitted.request, entry.delivered, sampled))
+            entry.tokens.append(sampled.token)
             entry.delivered += 1
-        self._settle(entry)
+        self._settle(entry, now)
 
-    def _moved(self, event: Moved) -> None:
+    def _moved(self, event: Moved, now: float) -> None:
         entry = self.entries.get(event.request)
         if entry is not None and event.attempt == entry.work.attempt:
             entry.route.extend([""] * (event.hop + 1 - len(entry.route)))
             entry.route[event.hop] = event.to
             if event.to in self.router.lost:  # said before its loss was known there
-                self._gone(entry, self.router.lost[event.to])
+                self._gone(entry, self.router.lost[event.to], now)
 
-    def _lost(self, event: PeerLost) -> None:
+    def _lost(self, event: PeerLost, now: float) -> None:
         """An instance is gone: the requests that are there have failed. What others hold of them, they drop."""
         peer = self.router.drop(event.name) or PeerUp(event.name, "")
         for entry in list(self.entries.values()):
-            self._gone(entry, peer)
+            self._gone(entry, peer, now)
 
-    def _gone(self, entry: Entry, peer: PeerUp) -> None:
+    def _gone(self, entry: Entry, peer: PeerUp, now: float) -> None:
         if self._is_lost(entry, peer):
             text = f"instance {peer.name} was lost while the request was there; send it again"
             entry.finished = Finished(
@@ -187,28 +199,28 @@ class FrontendCore:
                 count=entry.delivered,
                 route=tuple(name for name in entry.route if name),
             )
-            self._settle(entry)
+            self._settle(entry, now)
 
     def _is_lost(self, entry: Entry, peer: PeerUp) -> bool:
         """Whether the request was there, or the first token was and cannot come any more: what an instance said before
         its end has been heard."""
         if entry.route[-1] == peer.name:
             return entry.finished is None
-        if entry.delivered or "P" not in peer.roles or peer.name not in entry.route:
+        if entry.delivered > entry.base or "P" not in peer.roles or peer.name not in entry.route:
             return False
         after = entry.route[entry.route.index(peer.name) + 1]
         known = self.router.peers.get(after) or self.router.lost.get(after)
         return known is not None and "D" in known.roles
 
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: Finished, now: float) -> None:
         entry = self.entries.get(event.request)
         if entry is None:  # it was given up when an instance was lost
             self._forget(event.request, event.route)
         if entry is not None and event.attempt == entry.work.attempt:
             entry.finished = entry.finished or event  # a source whose lease ran out may report what ended well
-            self._settle(entry)
+            self._settle(entry, now)
 
-    def _abort(self, event: Abort) -> None:
+    def _abort(self, event: Abort, now: float) -> None:
         entry = self.entries.get(event.request)
         if entry is None or entry.aborted or entry.ended:
             return
@@ -216,22 +228,44 @@ class FrontendCore:
         self._out.append(Send(entry.first, Cancel(event.request)))
         if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
             self._end(entry, event.reason)
-        self._settle(entry)  # it may have finished already, and waited for a token on a slower channel
+        self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
 
     def _expire(self, now: float) -> None:
         while (due := self.next_timer()) is not None and due <= now:
             _, request = heapq.heappop(self._deadlines)
-            self._abort(Abort(request, "deadline"))
+            self._abort(Abort(request, "deadline"), now)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: Entry, now: float) -> None:
         """End the request once its Finished and every token before it are here; then nothing of it is left."""
         finished = entry.finished
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
+        if finished.reason == PREEMPTED and not entry.aborted:
+            nowhere = self._again(entry, finished, now)
+            if nowhere is None:
+                return
+            finished = entry.finished = nowhere
+        if entry.past is not None:
+            finished = entry.finished = _joined(entry.past, finished)
         if not entry.ended:
             self._end(entry, entry.aborted or _reason(finished))
         self._forget(finished.request, (entry.first, *finished.route))
         del self.entries[finished.request]
+
+    def _again(self, entry: Entry, finished: Finished, now: float) -> Finished | None:
+        """It was preempted where it cannot be recomputed: from its first stage on, with its tokens so far. The
+        end of the request, where no instance has that stage any more."""
+        left = entry.deadline - now if entry.work.deadline_s is not None else None
+        work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left)
+        first = self.router.enter(work)
+        if first is None:
+            text = "the request was preempted, and no instance is up at its first stage just now; send it again"
+            return replace(finished, reason="error", failure=Failure("Overloaded", text))
+        entry.past = finished if entry.past is None else _joined(entry.past, finished)
+        entry.work, entry.first, entry.route, entry.base = work, first, [first], entry.delivered
+        entry.finished = None
+        self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
+        return None
 
     def _forget(self, request: str, route: Sequence[str]) -> None:
         for name in dict.fromkeys(route):
@@ -252,6 +286,19 @@ def _reason(finished: Finished) -> str:
     """An instance keeps the deadline too, for when the front end is slow; the reader sees one kind of end."""
     late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
     return "deadline" if late else finished.reason
+
+
+def _joined(past: Finished, last: Finished) -> Finished:
+    """The end of a request with all that it went through."""
+    spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
+    return replace(
+        last,
+        spans=spans,
+        cached_tokens=past.cached_tokens,
+        transfers=past.transfers + last.transfers,
+        route=past.route + last.route,
+        preemptions=past.preemptions + last.preemptions,
+    )
 
 
 def _too_large(router: Router, work: Work, letter: str) -> Failure:

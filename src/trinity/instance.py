@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
-from trinity.core.state import Settings
+from trinity.core.settings import Reservation, Settings, check_reservation
 from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
 from trinity.lane_stream import stream_for
 from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import FRONTEND, IMAGE, KV, Close, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
+from trinity.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
 from trinity.own_stages import own_stages
 from trinity.paced import Paced
 from trinity.pinning import check_form, check_there, pin_thread, shares
@@ -75,12 +75,14 @@ class Instance:
     included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
-    letters. ``threads``: intra-op threads per lane. ``cores``: processors that its threads are kept on: one for all
-    lanes, or as many for each, in the lanes' order; none: wherever the system puts them. ``attention``: "auto",
-    "native" (csrc/, CPUs), "torch" and others by device, see ``trinity.stages.attention_backends``. ``depth``: steps in
-    flight on a lane; with 2 the next step is decided while one runs, so that the lane never waits for the core, and a
-    request that a stop token ends is over one step later. ``address`` ("tcp:host:port", "unix:/path"): it runs there
-    already, started by ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
+    letters. ``reservation`` of KV blocks: "full", for prompt and ``max_tokens`` at once, or "optimistic", as a request
+    decodes; where there are none, the youngest is preempted and recomputed. ``threads``: intra-op threads per lane.
+    ``cores``: processors that its threads are kept on: one for all lanes, or as many for each, in the lanes' order;
+    none: wherever the system puts them. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by device,
+    see ``trinity.stages.attention_backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
+    while one runs, so that the lane never waits for the core, and a request that a stop token ends is over one step
+    later. ``address`` ("tcp:host:port", "unix:/path"): it runs there already, started by ``python -m trinity.instance
+    --listen ADDRESS``; for ``hosting="process"``.
     """
 
     roles: str
@@ -95,6 +97,7 @@ class Instance:
     device: str | None = None
     prefix_cache: bool = True
     image_cache: bool = True
+    reservation: Reservation = "full"
     address: str | None = None
     attention: str = AUTO
     depth: int = 1
@@ -102,6 +105,7 @@ class Instance:
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
         check_name(self.attention)
+        check_reservation(self.reservation)
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
@@ -188,6 +192,7 @@ def build(
         media_block=media_block,
         kv_block=kv_block,
         image_cache=spec.image_cache,
+        reservation=spec.reservation,
         prefix_cache=spec.prefix_cache,
         layers=memory[KV].shape.shape[0] if KV in memory else 1,
     )
@@ -345,7 +350,7 @@ class InstanceHost:
             elif isinstance(command, Revoke):
                 generations = self.loaded.memory[command.kind].generations
                 generations[list(command.blocks)] = command.generation
-            elif isinstance(command, (Open, Close)):
+            elif isinstance(command, (Open, Grow, Close)):
                 self._lanes["language" if "language" in self._lanes else "joint"].post(command)
         if to_frontend:
             self._network.to_frontend(to_frontend)

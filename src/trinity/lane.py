@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from trinity.lane_stream import LaneStream
-from trinity.messages import Close, Failure, Open, Progress, Sampled, Step, Stepped, Value
+from trinity.messages import Close, Failure, Grow, Open, Progress, Sampled, Step, Stepped, Value
 from trinity.pinning import pin_thread
-from trinity.stages.base import Reporting, Stage
+from trinity.stages.base import Growing, Reporting, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 
 
 class Lane:
-    """Runs Open, Close and Step commands in order; each Step is answered by one Stepped through ``post``.
+    """Runs Open, Grow, Close and Step commands in order; each Step is answered by one Stepped through ``post``.
 
     ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
     is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
@@ -88,6 +88,8 @@ class Lane:
             try:
                 if isinstance(command, Open):
                     stage.open(command)
+                elif isinstance(command, Grow) and isinstance(stage, Growing):
+                    stage.grow(command)
                 elif isinstance(command, Close):
                     stage.close(command.request)
             except BaseException:  # its rows will fail in the next step, and that is reported

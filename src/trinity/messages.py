@@ -10,81 +10,27 @@ from typing import Any
 
 import msgspec
 
-from trinity.request import Sampling
-
-
-class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Base of all values here."""
-
-
-FRONTEND = "frontend"  # the name under which every instance reaches the front end
-IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
-
-
-class MediaSpan(Value, frozen=True):
-    """One media item as the cores see it.
-
-    ``tokens`` rows in the image cache; ``offset`` and ``length`` in prompt positions (a span may hold separator
-    tokens besides its placeholders). ``content`` identifies the features: content hash, processor fingerprint
-    and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
-    ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``. ``width`` and ``height``
-    are the image's own, in pixels, for traces; 0 where there are none.
-    """
-
-    kind: str
-    tokens: int
-    offset: int
-    length: int
-    content: str
-    atomic: bool = False
-    meta: dict[str, Any] = {}
-    width: int = 0
-    height: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-class Work(Value, frozen=True, kw_only=True):
-    """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set."""
-
-    request: str
-    prompt: tuple[int, ...]
-    media: tuple[MediaSpan, ...] = ()
-    max_tokens: int = 256
-    sampling: Sampling = Sampling()
-    stop_ids: frozenset[int] = frozenset()
-    deadline_s: float | None = None
-    attempt: int = 0
-
-
-class Failure(Value, frozen=True):
-    """An error in plain words: ``error`` names a class of trinity.errors, ``fields`` its attributes."""
-
-    error: str
-    message: str
-    fields: dict[str, str] = {}
-
-
-class Sampled(Value, frozen=True):
-    """What the sampler chose for one row."""
-
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] | None = None
-
+from trinity.values import FRONTEND as FRONTEND
+from trinity.values import IMAGE as IMAGE
+from trinity.values import KV as KV
+from trinity.values import PREEMPTED as PREEMPTED
+from trinity.values import Failure as Failure
+from trinity.values import MediaSpan as MediaSpan
+from trinity.values import Sampled as Sampled
+from trinity.values import Value as Value
+from trinity.values import Work as Work
 
 # ---------------------------------------------------------------- front end → instance
 
 
 class Submit(Value, frozen=True):
     """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: the
-    instances that it has come by."""
+    instances that it has come by. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed."""
 
     work: Work
     inputs: tuple[Any, ...] = ()
     route: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 class Cancel(Value, frozen=True):
@@ -146,7 +92,7 @@ class Ready(Value, frozen=True):
 
 
 class Commit(Value, frozen=True):
-    """Source to target, once: no part will follow. ``tokens`` are the outputs so far (KV offers).
+    """Source to target, once: no part will follow. ``tokens`` are the outputs so far.
 
     ``ending``: the request ended with them, stop or length; the target drains its pulls, reports and releases.
     """
@@ -154,7 +100,7 @@ class Commit(Value, frozen=True):
     id: str
     tokens: tuple[int, ...] = ()
     cached_tokens: int = 0
-    spans: dict[str, float] = {}
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
     transfers: tuple[dict[str, Any], ...] = ()
     deadline_s: float | None = None
     ending: str = ""
@@ -197,26 +143,29 @@ class Fetched(Value, frozen=True):
 
 
 class PeerUp(Value, frozen=True):
-    """An instance is there, with these roles ("EP") and pools (blocks by kind)."""
+    """An instance is there, with these roles ("EP") and pools. ``returns``: it may send preempted requests back."""
 
     name: str
     roles: str
     epoch: int = 0
-    pools: dict[str, int] = {}
+    pools: dict[str, int] = msgspec.field(default_factory=dict)
     media_block: int = 576
     kv_block: int = 16
+    returns: bool = False
 
 
 class PeerLoad(Value, frozen=True):
     """An instance of itself, and its heartbeat: ``free`` blocks by kind; ``predicted_s`` of work by stage (D: a step);
-    ``unit_s`` of one more visual token, prompt position or row; ``cached``: 8 bytes of each key, by kind."""
+    ``unit_s`` of one more visual token, prompt position or row; ``cached``: 8 bytes of each key, by kind;
+    ``preemptions`` so far."""
 
     name: str
     epoch: int = 0
-    free: dict[str, int] = {}
-    predicted_s: dict[str, float] = {}
-    unit_s: dict[str, float] = {}
-    cached: dict[str, bytes] = {}
+    free: dict[str, int] = msgspec.field(default_factory=dict)
+    predicted_s: dict[str, float] = msgspec.field(default_factory=dict)
+    unit_s: dict[str, float] = msgspec.field(default_factory=dict)
+    cached: dict[str, bytes] = msgspec.field(default_factory=dict)
+    preemptions: int = 0
 
 
 class PeerLost(Value, frozen=True):
@@ -246,8 +195,8 @@ class Stepped(Value, frozen=True):
 
     id: int
     lane: str
-    sampled: dict[str, Sampled] = {}
-    failed: dict[str, Failure] = {}
+    sampled: dict[str, Sampled] = msgspec.field(default_factory=dict)
+    failed: dict[str, Failure] = msgspec.field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -268,7 +217,7 @@ class Pulled(Value, frozen=True):
     offer: str
     part: int
     failure: Failure | None = None
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- core → shell
@@ -286,7 +235,7 @@ class Open(Value, frozen=True, kw_only=True):
 
     ``images[i]`` are the image-cache blocks of media item i (empty where its features are not needed, because
     cached KV covers it). ``cached`` tokens of the prompt are already in ``blocks``. ``tokens`` are the outputs
-    so far (a migrated request): all KV but the last token's is then in ``blocks``.
+    so far: all KV but the last token's is then in ``blocks``; with ``again`` they are prefilled behind the prompt.
     """
 
     work: Work
@@ -294,6 +243,13 @@ class Open(Value, frozen=True, kw_only=True):
     images: tuple[tuple[int, ...], ...] = ()
     cached: int = 0
     tokens: tuple[int, ...] = ()
+    again: bool = False
+
+
+class Grow(Value, frozen=True):
+    """Append these blocks to the block tables of open requests, before any later step."""
+
+    blocks: dict[str, tuple[int, ...]]
 
 
 class Close(Value, frozen=True):
@@ -384,9 +340,8 @@ class Emit(Value, frozen=True):
 
 
 class Finished(Value, frozen=True, kw_only=True):
-    """A request ended here and holds nothing here: ``reason`` is stop, length, cancelled or error.
-
-    ``count`` is the number of tokens it emitted: the first came from another instance, on another channel.
+    """A request ended here and holds nothing here: ``reason`` is stop, length, cancelled, error, or preempted, where it
+    has to be recomputed elsewhere. ``count`` of tokens, the first of which came from elsewhere, on another channel.
     """
 
     request: str
@@ -394,7 +349,8 @@ class Finished(Value, frozen=True, kw_only=True):
     reason: str
     failure: Failure | None = None
     count: int = 0
-    spans: dict[str, float] = {}
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
     cached_tokens: int = 0
     transfers: tuple[dict[str, Any], ...] = ()
     route: tuple[str, ...] = ()
+    preemptions: int = 0

@@ -38,7 +38,7 @@ class Metrics:
         self._refused: Counter[str] = Counter()
         self._met: Counter[str] = Counter()
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
-        self._prefix_hits = self._emulated = 0
+        self._prefix_hits = self._emulated = self._preemptions = 0
         self._moved: dict[str, Counter[str]] = {}
         self._spans = dict.fromkeys(SPANS, 0.0)
         self._values: dict[str, deque[float]] = {
@@ -56,6 +56,7 @@ class Metrics:
         """Count a request that has ended."""
         self._finished[output.finish_reason or "error"] += 1
         self._emulated += output.emulated
+        self._preemptions += output.preemptions
         self._count_tokens(output)
         self._keep_latencies(output)
         for transfer in output.transfers:
@@ -96,7 +97,7 @@ class Metrics:
         ``attainment`` is by rule (``SLO.met``) over all requests. ``spans_s`` are means over requests served to their
         end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind what was
         pulled, and what needed no transfer because the target had it. ``emulated`` requests were served
-        by paced stages.
+        by paced stages. ``preemptions`` of all requests.
         """
         served = sum(self._finished[reason] for reason in COMPLETE)
         return {
@@ -106,6 +107,7 @@ class Metrics:
             "refused": dict(self._refused),
             "tokens": dict(self._tokens),
             "prefix_hits": self._prefix_hits,
+            "preemptions": self._preemptions,
             **{name: distribution(values) for name, values in self._values.items()},
             "slo": None if self.slo is None else {"ttft": self.slo.ttft, "tbt": self.slo.tbt},
             "attainment": self._attainment(),
@@ -129,6 +131,7 @@ def _tables(summary: dict[str, Any]) -> list[Table]:
     """The summary as tables without empty ones: counts, latencies, attainment, spans, migrations."""
     emulated = {"of them emulated, by paced stages": summary["emulated"]} if summary["emulated"] else {}
     counts = {"requests": summary["requests"], **emulated, **summary["finished"], "prefix hits": summary["prefix_hits"]}
+    counts |= {"preemptions": summary["preemptions"]} if summary["preemptions"] else {}
     counts.update({f"{name} tokens": number for name, number in summary["tokens"].items()})
     tables = [Table(("count", ""), [(name, f"{number:,}") for name, number in counts.items()])]
     measured = {title: summary[name] for name, title in _LATENCIES.items() if summary[name]}

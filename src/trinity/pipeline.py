@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from trinity.auto import automatic
 from trinity.budget import Budgets
 from trinity.connector import Connector, choice, make_connector
+from trinity.core.settings import Reservation
 from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
@@ -61,11 +62,10 @@ class Pipeline:
     EPD, and a plan of what comes, told and not applied (``pipe.auto``). ``slo`` (TTFT and TBT, seconds) has the budgets
     of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
     ``rules`` has the scheduler's policy, queue order and switches. ``pools`` (blocks by kind) or ``memory_bytes``
-    (weights included) size every instance that says nothing itself. ``observe(request_id, index, logits)`` sees every
-    row of logits before sampling. ``transfers`` says when blocks start to move; ``verify`` ("always", "network",
-    "never"; of a Connector its own) which are compared with the source's digests on arrival. ``secret`` (or
-    TRINITY_SECRET) proves this pipeline to instances that run already (``Instance(address=...)``). A process that says
-    nothing for ``silence_s`` seconds is killed and started again.
+    (weights included) size every instance that says nothing itself; ``reservation`` of KV blocks: see ``Instance``.
+    ``observe(request_id, index, logits)`` sees all logits before sampling. ``transfers`` says when blocks start to
+    move; ``verify`` ("always", "network", "never") which are compared with the source's digests on arrival. ``secret``
+    (or TRINITY_SECRET) is shown to instances that run already. A process that is silent for ``silence_s`` is restarted.
 
     ::
 
@@ -104,6 +104,7 @@ class Pipeline:
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         image_cache: bool = True,
+        reservation: Reservation = "full",
         media_block: int = 576,
         kv_block: int = 16,
         observe: Callable[..., None] | None = None,
@@ -113,14 +114,13 @@ class Pipeline:
         instances: int | None = None,
     ) -> None:
         self.auto, placement = automatic(model_of(model), placement, instances, slo, memory_bytes)
-        common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device}
-        common |= {"prefix_cache": prefix_cache, "image_cache": image_cache}
-        self.instances = named(placed(placement, common))
+        common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device, "reservation": reservation}
+        self.instances = named(placed(placement, common | {"prefix_cache": prefix_cache, "image_cache": image_cache}))
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self.hosting = slo, routing, check_hosting(hosting, connector, self.instances)
+        self.slo, self.routing, self._limits = slo, routing, limits or Limits()
+        self.hosting = check_hosting(hosting, connector, self.instances)
         self.connector = make_connector(choice(connector, hosting), verify)
-        self._limits, self._silence_s = limits or Limits(), check_silence(silence_s)
-        self._secret = check_secret(self.instances, secret)
+        self._silence_s, self._secret = check_silence(silence_s), check_secret(self.instances, secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules or Rules(), *rest)

@@ -202,6 +202,7 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         memory_bytes=spec.memory_bytes or deployment.memory_bytes,
         prefix_cache=spec.prefix_cache,
         image_cache=spec.image_cache,
+        reservation=spec.reservation,
         attention=spec.attention,
         slo=deployment.slo,
         budgets=deployment.budgets,

@@ -90,7 +90,8 @@ class Output(msgspec.Struct, kw_only=True):
     ``finish_reason`` is stop, length, cancelled, deadline or error. ``spans`` has the eight spans of TriInfer's
     figure 11 in seconds. ``itl_s`` are the gaps between tokens. ``max_tokens`` is the limit in force after
     clipping to the context (``clipped`` says whether it was). ``emulated``: stages waited in place of computing, so
-    that tokens mean nothing and times are a cost model's (paced).
+    that tokens mean nothing and times are a cost model's (paced). ``preemptions``: how often it gave up its KV blocks
+    for an older request and was computed again (``Instance(reservation="optimistic")``).
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Output(msgspec.Struct, kw_only=True):
     attempts: int = 1
     logprobs: list[float | None] = msgspec.field(default_factory=list)
     emulated: bool = False
+    preemptions: int = 0
 
     @property
     def tpot_s(self) -> float | None:

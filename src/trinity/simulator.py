@@ -19,6 +19,7 @@ import msgspec
 from trinity import twin
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
+from trinity.core.settings import Reservation, check_reservation
 from trinity.core.state import Settings
 from trinity.cost import Cost, cost_on, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
@@ -73,9 +74,9 @@ class Simulator:
     instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
     ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
     ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
-    of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``engine``: "python",
-    the cores themselves, "compiled", their twin in C++ with the same results, or "auto": the twin for all that it can
-    do (``why_python``).
+    of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
+    KV blocks: as an ``Instance``'s. ``engine``: "python", the cores themselves, "compiled", their twin in C++ with the
+    same results, or "auto": the twin for all that it can do (``why_python``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -95,12 +96,13 @@ class Simulator:
         transfers: Transfers | None = None,
         memory_share: float = 0.9,
         max_waiting: int = 1024,
+        reservation: Reservation = "full",
         engine: str = "auto",
     ) -> None:
         self.model = model_named(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or Rules(), transfers or Transfers()
-        self.lanes, self.engine = tuple(lanes), engine
+        self.lanes, self.engine, self.reservation = tuple(lanes), engine, reservation
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
@@ -117,6 +119,7 @@ class Simulator:
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
+        check_reservation(self.reservation)
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is at least 1, got {self.max_waiting}")
         self._informed = bool(getattr(routing_policy(self.routing), "informed", False))
@@ -151,6 +154,7 @@ class Simulator:
             image_cache=shared,
             prefix_cache=shared,
             layers=self.model.language.layers,
+            reservation=self.reservation,
             transfers=self.transfers,
             lease_s=inf,
             report_s=Settings.report_s if self._informed else inf,

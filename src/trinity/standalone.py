@@ -268,6 +268,7 @@ def _load(setup: Setup) -> Loaded:
         device=setup.device,
         prefix_cache=setup.prefix_cache,
         image_cache=setup.image_cache,
+        reservation=setup.reservation,
         attention=setup.attention,
     )
     deployment = Deployment(

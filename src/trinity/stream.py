@@ -205,6 +205,7 @@ class Stream:
             latency_s=time.monotonic() - self.arrived,
             spans=_all_spans(finished),
             transfers=list(finished.transfers) if finished else [],
+            preemptions=finished.preemptions if finished else 0,
             route=list(finished.route) if finished else [],
             logprobs=self._logprobs if self.request.sampling.logprobs is not None else [],
             emulated=self.processed.emulated if self.processed else False,

@@ -93,6 +93,8 @@ def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy:
         return "leases and reports of load"
     if any(each.depth != 1 for each in settings):
         return "steps decided ahead (depth 2)"
+    if any(each.reservation != "full" for each in settings):
+        return "KV blocks reserved as requests decode"
     if any(each.transfers.kv != "off" for each in settings):
         return "KV that moves while prefill runs"
     if len({_common(each) for each in settings}) > 1:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from trinity.blocks import blocks_for
 from trinity.core.arrival import pass_to_encode
 from trinity.core.kv_target import nothing_moved
 from trinity.core.lanes import LANES, outstanding
-from trinity.core.lifecycle import release
+from trinity.core.lifecycle import prefill_queue, release
+from trinity.core.preemption import in_order, recompute
+from trinity.core.reservation import need, spare
 from trinity.core.state import MediaSlot, PendingMedia, Phase, RequestState, State
 from trinity.core.target import ask_for_media
 from trinity.messages import IMAGE, KV, Open
-from trinity.routing import kv_tokens
 from trinity.scheduler import Batch, EncodeView, PrefillView, View
 
 
 class Candidates:
     """The view of one schedule. Cached blocks that it counts on are pinned, so that no admission evicts them."""
 
-    def __init__(self, s: State, lane: str, now: float) -> None:
+    def __init__(self, s: State, lane: str, decodes: tuple[str, ...], now: float) -> None:
         self.s, self.now = s, now
         self.hits: dict[str, tuple[int, ...]] = {}
         self.pins: list[tuple[str, str, tuple[int, ...]]] = []
         self.uncovered: list[RequestState] = []
         language, vision = "P" in LANES[lane], "E" in LANES[lane]
         self.view = View(
-            decoding=next_decodes(s) if language else (),
+            decoding=decodes,
             prefilling=self._prefilling() if language else (),
             encoding=self._encoding() if vision else (),
             new_prefills=self._new_prefills() if language else (),
             new_encodes=self._new_encodes() if vision else (),
-            free_kv=s.pools[KV].available if KV in s.pools and not s.kv_offers else 0,
+            free_kv=self._free_kv() if language else 0,
             free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
             outstanding=outstanding(s.lanes, lane),
         )
@@ -48,14 +48,21 @@ class Candidates:
             _back_to_media(self.s, state, self.now)
         return admitted
 
+    def _free_kv(self) -> int:
+        """Migrations that wait for blocks go first, and preempted requests ahead of them."""
+        s = self.s
+        if KV not in s.pools or (s.kv_offers and not s.preempted):
+            return 0
+        return max(0, s.kv.available - spare(s))
+
     def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
         for _, kind, blocks in pins:
             self.s.pools[kind].drop(blocks)
 
     def _prefilling(self) -> Iterator[PrefillView]:
         for request, state in self.s.prefilling.items():
-            if state.scheduled < len(state.work.prompt):
-                yield PrefillView(request, state.scheduled, len(state.work.prompt), _atomic(state))
+            if state.scheduled < state.text and request not in self.s.paused:
+                yield PrefillView(request, state.scheduled, state.text, _atomic(state))
 
     def _encoding(self) -> Iterator[EncodeView]:
         for request, state in self.s.encoding.items():
@@ -65,15 +72,16 @@ class Candidates:
 
     def _new_prefills(self) -> Iterator[PrefillView]:
         s = self.s
-        for request in [*s.migrated_queue, *_ordered(s, s.prefill_queue, _prompt_left)]:
+        waiting = [*s.migrated_queue, *_ordered(s, s.prefill_queue, _prompt_left)]
+        for request in [*in_order(s), *waiting] if not s.kv_offers else in_order(s):
             state = s.requests[request]
             if state.skip_media and s.needs_media(state):
                 self.uncovered.append(state)
                 continue
             hits = s.prefix_hits(state)
-            need = self._pin(request, KV, hits, _kv_blocks(s, state) - len(hits))
+            blocks = self._pin(request, KV, hits, need(s, state, s.text_blocks(state)) - len(hits))
             self.hits[request] = hits
-            yield PrefillView(request, len(hits) * s.settings.kv_block, len(state.work.prompt), _atomic(state), need)
+            yield PrefillView(request, len(hits) * s.settings.kv_block, state.text, _atomic(state), blocks)
 
     def _new_encodes(self) -> Iterator[EncodeView]:
         s = self.s
@@ -109,12 +117,12 @@ def next_decodes(s: State) -> tuple[str, ...]:
         return tuple(s.decoding)
     rows = [request for request, state in s.decoding.items() if len(state.tokens) + state.steps < state.max_tokens]
     if "D" in s.settings.roles:
-        rows += [request for request, state in s.prefilling.items() if _ends_prefill(state) and state.max_tokens > 1]
+        rows += [request for request, state in s.prefilling.items() if _decodes_next(state)]
     return tuple(rows)
 
 
-def _ends_prefill(state: RequestState) -> bool:
-    return state.scheduled == len(state.work.prompt)
+def _decodes_next(state: RequestState) -> bool:
+    return state.scheduled == state.text and len(state.tokens) + 1 < state.max_tokens
 
 
 def _ordered(s: State, queue: Iterable[str], size: Callable[[RequestState], int]) -> Iterable[str]:
@@ -137,11 +145,6 @@ def _media_left(state: RequestState) -> int:
 
 def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
     return tuple((span.offset, span.end) for span in state.work.media if span.atomic)
-
-
-def _kv_blocks(s: State, state: RequestState) -> int:
-    stays = "D" in s.settings.roles
-    return blocks_for(kv_tokens(state.work, decodes=stays), s.settings.kv_block)
 
 
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
@@ -185,19 +188,22 @@ def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
 
 
 def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
-    """Reserve the whole KV need, keep what is cached, and let the source of covered images go."""
+    """Reserve the KV need, keep what is cached, and let the source of covered images go."""
     state = s.requests[request]
-    queue = s.migrated_queue if state.incoming is not None else s.prefill_queue
-    queue.remove(request)
+    prefill_queue(s, state).remove(request)
     s.kv.hold(hits)
-    state.kv = hits + s.allocate(KV, _kv_blocks(s, state) - len(hits))
+    state.kv = hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits))
     state.published = len(hits)
     state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block
+    if state.reused is None:
+        state.reused = state.cached
     if state.incoming is not None and not state.incoming.released:
         state.transfers.append(nothing_moved(s, state.incoming.offer))
         release(s, state, "cached")
     images = tuple(slot.blocks for slot in state.media)
-    s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached))
+    tokens = tuple(state.tokens)
+    again = bool(tokens)
+    s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again))
     state.opened = True
     state.enter(Phase.PREFILLING, now)
     s.prefilling[request] = state
@@ -205,11 +211,13 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
 
 def _back_to_media(s: State, state: RequestState, now: float) -> None:
     """The cached KV that covered the images was evicted while the request waited."""
-    if state.incoming is not None:
-        s.migrated_queue.remove(state.work.request)
+    prefill_queue(s, state).remove(state.work.request)
+    if state.incoming is not None and not state.incoming.released:
         ask_for_media(s, state, now)
         return
-    s.prefill_queue.remove(state.work.request)
+    if state.preemptions:
+        recompute(s, state, now)
+        return
     state.skip_media = False
     if "E" not in s.settings.roles:
         pass_to_encode(s, state, now)

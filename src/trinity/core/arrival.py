@@ -14,7 +14,9 @@ def submit(s: State, event: Submit, now: float) -> None:
     """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
     work = event.work
     assert work.request not in s.requests, f"{work.request} is here already"
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, route=(*event.route, s.settings.name))
+    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, tokens=list(event.tokens))
+    state.route = (*event.route, s.settings.name)
+    s.tombstones.pop(work.request, None)  # it may have been here before it was preempted elsewhere
     s.set_deadline(state, work.deadline_s, now)
     s.stir(now)
     state.media = s.slots(work)
@@ -83,7 +85,7 @@ def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     if target is None:
         end(s, state, now, "error", failure("MigrationError", "no instance with stage E is up just now", source=name))
         return
-    s.send(target, Submit(work, state.inputs, state.route))
+    s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
     s.send(FRONTEND, Moved(work.request, work.attempt, target, len(state.route)))
     s.tombstones[work.request] = target
     del s.requests[work.request]

@@ -91,7 +91,8 @@ class InstanceCore:
     def announcement(self) -> PeerUp:
         """What the other cores must know of this one."""
         own = self.settings
-        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.media_block, own.kv_block)
+        returns = own.reservation == "optimistic"
+        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.media_block, own.kv_block, returns)
 
     def check(self) -> None:
         """Assert the invariants of the pools and of what is held; for tests and after failures."""

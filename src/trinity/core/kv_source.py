@@ -22,7 +22,7 @@ def open_streams(s: State, step: Step, now: float) -> None:
     for row in step.prefills:
         state = s.requests[row.request]
         if state.outgoing is None and state.ending is None and streams(s, state):
-            blocks = state.kv[: s.prompt_blocks(state)]
+            blocks = state.kv[: s.text_blocks(state)]
             if open_offer(s, state, now, "D", KV, (Part(blocks),)):
                 state.stream = Stream(state.cached // s.settings.kv_block)
                 _tell(s, state, None, (0, state.stream.announced))
@@ -85,7 +85,7 @@ def measure(s: State, running: Running, event: Stepped, now: float) -> None:
 def _whole(s: State, state: RequestState, row: Prefill) -> tuple[int, int]:
     """The blocks that are full after this chunk and were not before; with the last one the rest of the prompt."""
     assert state.stream is not None
-    end = s.prompt_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block
+    end = s.text_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block
     return state.stream.announced, end
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from trinity.blocks import blocks_for
 from trinity.core.cells import Cells, Piece
+from trinity.core.reservation import need, spare
 from trinity.core.state import Incoming, Phase, RequestState, State
 from trinity.messages import KV, Failure, Offer, Pull, Pulled, Ready
 from trinity.overlap import PullTimes, merged, overlap_ratio
-from trinity.routing import kv_tokens
 
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     """The whole need of a request that will decode here, less what is cached; False where it does not fit."""
     if len(s.decoding) + s.arriving(Phase.KV_PULL) >= s.settings.rules.tokens:
         return False
-    total = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block)
+    assert state.incoming is not None
+    total = need(s, state, len(state.incoming.offer.parts[0].blocks))
     hits = s.kv.match(s.prefix_keys(state))
-    if not s.kv.fits(total - len(hits), hits):
+    if s.preempted or not s.kv.fits(total - len(hits) + spare(s), hits):
         return False
     s.kv.hold(hits)
     state.kv = hits + s.allocate(KV, total - len(hits))

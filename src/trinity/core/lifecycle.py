@@ -24,8 +24,14 @@ from trinity.messages import (
 def queue_prefill(s: State, state: RequestState, now: float) -> None:
     """Its features are here, or not needed: wait for prefill, ahead of new arrivals if it was migrated."""
     state.enter(Phase.KV_QUEUE, now)
-    queue = s.migrated_queue if state.incoming is not None else s.prefill_queue
-    queue.append(state.work.request)
+    prefill_queue(s, state).append(state.work.request)
+
+
+def prefill_queue(s: State, state: RequestState) -> deque[str]:
+    """Where a request waits for prefill."""
+    if state.preemptions or state.attempt:
+        return s.preempted
+    return s.migrated_queue if state.incoming is not None else s.prefill_queue
 
 
 def cancel(s: State, event: Cancel, now: float) -> None:
@@ -103,7 +109,7 @@ def commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
     offer = state.outgoing
     assert offer is not None
     left = state.deadline - now if state.work.deadline_s is not None else None
-    said = Commit(offer, tuple(state.tokens), state.cached, state.spans, tuple(state.transfers), left, ending)
+    said = Commit(offer, tuple(state.tokens), state.reused or 0, state.spans, tuple(state.transfers), left, ending)
     lease = s.outgoing[offer]
     lease.count = len(state.tokens)
     s.send(lease.target, said)
@@ -117,9 +123,10 @@ def _report(state: RequestState, ending: Finished) -> Finished:
         failure=ending.failure,
         count=len(state.tokens),
         spans=state.spans,
-        cached_tokens=state.cached,
+        cached_tokens=state.reused or 0,
         transfers=tuple(state.transfers),
         route=state.route,
+        preemptions=state.preemptions,
     )
 
 
@@ -168,7 +175,10 @@ def drop_media(s: State, state: RequestState) -> None:
 
 
 def _leave_queues(s: State, request: str) -> None:
-    queues: tuple[deque[str], ...] = (s.encode_queue, s.prefill_queue, s.migrated_queue, s.image_offers, s.kv_offers)
+    queues: tuple[deque[str], ...] = (
+        *(s.encode_queue, s.prefill_queue, s.preempted, s.migrated_queue),
+        *(s.image_offers, s.kv_offers),
+    )
     for queue in queues:
         if request in queue:
             queue.remove(request)

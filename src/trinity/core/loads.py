@@ -66,6 +66,7 @@ def load_of(s: State) -> PeerLoad:
         predicted_s={letter: rates.seconds(letter, count) for letter, count in queued(s).items()},
         unit_s={letter: rates.unit(letter) for letter in own.roles},
         cached={kind: pool.digest(own.digest_keys) for kind, pool in s.pools.items()},
+        preemptions=s.preemptions,
     )
 
 
@@ -77,11 +78,11 @@ def queued(s: State) -> dict[str, int]:
         if state.ending is None:
             counts[letter] += _left(state, letter)
             if letter == "E" and "P" in counts:
-                counts["P"] += len(state.work.prompt)
+                counts["P"] += state.text
     return counts
 
 
 def _left(state: RequestState, letter: str) -> int:
     if letter == "E":
         return sum(slot.span.tokens for slot in state.media if not slot.ready)
-    return len(state.work.prompt) - state.done if letter == "P" else 1
+    return state.text - state.done if letter == "P" else 1

@@ -42,7 +42,7 @@ def offer_kv(s: State, state: RequestState, now: float) -> None:
     if state.stream is not None:
         _commit(s, state, now)
         return
-    blocks = state.kv[: s.prompt_blocks(state)]
+    blocks = state.kv[: s.text_blocks(state)]
     if open_offer(s, state, now, "D", KV, (Part(blocks),)):
         announce(s, state, (0,))
         _commit(s, state, now)

@@ -13,6 +13,7 @@ from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.cells import Cells, Piece
 from trinity.core.lanes import Flights, Running
 from trinity.core.rates import StepRates
+from trinity.core.settings import Settings as Settings
 from trinity.messages import (
     IMAGE,
     KV,
@@ -29,9 +30,8 @@ from trinity.messages import (
     Value,
     Work,
 )
-from trinity.overlap import PullTimes, TokenRate, Transfers
+from trinity.overlap import PullTimes, TokenRate
 from trinity.routing import Router
-from trinity.scheduler import Rules
 
 MISSING = "missing"  # how a target ends an offer whose features are not where it said
 
@@ -62,35 +62,6 @@ SPAN = {
     Phase.KV_PULL: "pd_migration",
     Phase.DECODING: "decode",
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language").
-
-    ``depth``: steps in flight on a lane, 2 where the next one is decided while one runs. ``layers`` of a KV block.
-    Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s`` between two reports of a load that
-    changes, ``heartbeat_s`` between two of one that does not. A report names at most ``digest_keys`` cached blocks of
-    each kind, 8 bytes each.
-    """
-
-    name: str
-    roles: str
-    pools: dict[str, int]
-    rules: Rules = field(default_factory=Rules)
-    lanes: tuple[str, ...] = ("joint",)
-    depth: int = 1
-    media_block: int = 576
-    kv_block: int = 16
-    image_cache: bool = True
-    prefix_cache: bool = True
-    epoch: int = 0
-    layers: int = 1
-    transfers: Transfers = field(default_factory=Transfers)
-    lease_s: float = 30.0
-    report_s: float = 0.1
-    heartbeat_s: float = 1.0
-    digest_keys: int = 512
 
 
 @dataclass(slots=True)
@@ -124,8 +95,11 @@ class RequestState:
     keys: list[Key] = field(default_factory=list)
     published: int = 0
     cached: int = 0
+    reused: int | None = None  # as ``cached``, of the first time
     done: int = 0
-    scheduled: int = 0  # positions of the prompt that are prefilled or in a step
+    scheduled: int = 0  # positions of the text that are prefilled or in a step
+    text: int = field(init=False)  # positions that a prefill fills: the prompt, and outputs that are recomputed
+    preemptions: int = 0
     pulls: int = 0
     opened: bool = False
     skip_media: bool = False  # cached KV covers every image: none is asked for
@@ -139,6 +113,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
+        self.text = len(self.work.prompt) + len(self.tokens)
 
     def enter(self, phase: Phase, now: float) -> None:
         self.book(now)
@@ -226,6 +201,7 @@ class Spared:
     inputs: tuple[Any, ...]
     route: tuple[str, ...]
     deadline: float
+    tokens: list[int]
     cancelled: bool = False
 
 
@@ -258,6 +234,8 @@ class State:
         self.requests: dict[str, RequestState] = {}
         self.encode_queue: deque[str] = deque()
         self.prefill_queue: deque[str] = deque()
+        self.paused: set[str] = set()  # have no row in the next step: they are to be preempted when none is in flight
+        self.preempted: deque[str] = deque()  # ahead of all others, the oldest first
         self.migrated_queue: deque[str] = deque()  # after an image migration: ahead of new arrivals, first in first out
         self.image_offers: deque[str] = deque()
         self.kv_offers: deque[str] = deque()
@@ -274,6 +252,7 @@ class State:
         self.out: list[Value] = []
         self.steps = 0
         self.offers = 0
+        self.preemptions = 0
         self.generation = 0
         self.doubtful: dict[str, set[int]] = {kind: set() for kind in settings.pools}  # a former target may read these
         self.spared: dict[str, Spared] = {}
@@ -360,16 +339,17 @@ class State:
         return hits if len(hits) == len(keys) else ()
 
     def prefix_keys(self, state: RequestState) -> list[Key]:
-        """Keys of the prompt's full blocks, computed once per request and instance."""
+        """Keys of the text's full blocks, computed once per request and instance."""
         if not state.keys and self.settings.prefix_cache:
-            state.keys = prefix_keys(state.work.prompt, state.work.media, self.settings.kv_block)
+            text = (*state.work.prompt, *state.tokens)[: state.text]
+            state.keys = prefix_keys(text, state.work.media, self.settings.kv_block)
         return state.keys
 
     def prefix_hits(self, state: RequestState) -> tuple[int, ...]:
-        """Cached KV blocks a prefill can start from: whole blocks, at most prompt - 1 tokens, no atomic span cut."""
+        """Cached KV blocks a prefill can start from: whole blocks, at most text - 1 tokens, no atomic span cut."""
         keys = self.prefix_keys(state)
         block = self.settings.kv_block
-        hits = self.kv.match(keys[: (len(state.work.prompt) - 1) // block])
+        hits = self.kv.match(keys[: (state.text - 1) // block])
         usable = len(hits)
         for span in reversed(state.work.media):
             if span.atomic and span.offset < usable * block < span.end:
@@ -381,8 +361,8 @@ class State:
         covered = len(self.prefix_hits(state)) * self.settings.kv_block
         return any(span.end > covered for span in state.work.media)
 
-    def prompt_blocks(self, state: RequestState) -> int:
-        return blocks_for(len(state.work.prompt), self.settings.kv_block)
+    def text_blocks(self, state: RequestState) -> int:
+        return blocks_for(state.text, self.settings.kv_block)
 
 
 def failure(error: str, message: str, **fields: str) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.admission import Candidates, next_decodes, own_items
+from trinity.core.growth import placed
 from trinity.core.kv_source import chunk_done, group_for, measure, open_streams
 from trinity.core.kv_target import publish_kv
 from trinity.core.lanes import LANES, Running
@@ -30,11 +31,12 @@ def pump(s: State, now: float) -> None:
 
 def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where something changed that may let more be admitted."""
-    if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue):
+    preempted, rows = s.preemptions, placed(s, next_decodes(s), now) if "D" in LANES[lane] else ()
+    if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue or s.preempted):
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
-        _start(s, lane, Batch(next_decodes(s) if "D" in LANES[lane] else ()), now)
+        _start(s, lane, Batch(rows), now)
         return False  # a step lets nothing more be admitted
-    candidates = Candidates(s, lane, now)
+    candidates = Candidates(s, lane, rows, now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
     scheduled = _start(s, lane, batch, now)
@@ -43,7 +45,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     if scheduled is not None:
         _announce_media(s, scheduled, now)
         open_streams(s, scheduled, now)
-    return bool(admitted or candidates.uncovered)
+    return bool(admitted or candidates.uncovered or s.preemptions > preempted)
 
 
 def _start(s: State, lane: str, batch: Batch, now: float) -> Step | None:
@@ -94,7 +96,7 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
 def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
     state = s.requests[request]
     state.scheduled = start + length
-    return Prefill(request, start, length, start + length == len(state.work.prompt))
+    return Prefill(request, start, length, start + length == state.text)
 
 
 def stepped(s: State, event: Stepped, now: float) -> None:

@@ -29,7 +29,7 @@ def spare(s: State, state: RequestState) -> None:
 def keep(s: State, state: RequestState) -> None:
     """Its offer names holders: keep what encoding after all would need, until the Release."""
     if any(slot.holder for slot in state.media):
-        s.spared[state.work.request] = Spared(state.work, state.inputs, state.route, state.deadline)
+        s.spared[state.work.request] = Spared(state.work, state.inputs, state.route, state.deadline, state.tokens)
 
 
 def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
@@ -42,7 +42,7 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
     if spared.cancelled:
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, spared.inputs, route=route)
+    state = RequestState(work, Phase.IMAGE_QUEUE, now, spared.inputs, tokens=spared.tokens, route=route)
     state.deadline = spared.deadline
     if work.deadline_s is not None:
         heapq.heappush(s.deadlines, (state.deadline, work.request))

@@ -61,7 +61,9 @@ def committed(s: State, event: Commit, now: float) -> None:
     if state.incoming.prefilled is None:
         state.incoming.prefilled = now
     state.tokens = list(event.tokens)
-    state.cached = event.cached_tokens
+    state.reused = event.cached_tokens if state.incoming.offer.kind == KV else None
+    if event.tokens and state.incoming.offer.kind == IMAGE:
+        state.text, state.keys = len(state.work.prompt) + len(event.tokens), []
     state.transfers.extend(event.transfers)
     for name, seconds in event.spans.items():
         state.spans[name] = state.spans.get(name, 0.0) + seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from trinity.messages import Open, Sampled, Step
+from trinity.messages import Grow, Open, Sampled, Step
 
 
 @runtime_checkable
@@ -16,7 +16,8 @@ class Stage(Protocol):
     one step are then one ragged batch). ``consumes`` and ``produces`` are kinds of block ("image", "kv").
     All calls come from the lane's thread, one at a time.
 
-    A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``).
+    A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``), and one whose
+    requests get blocks as they decode a method ``grow`` (``Growing``).
     """
 
     letters: str
@@ -47,3 +48,12 @@ class Reporting(Protocol):
     """
 
     on_layers: Callable[[int, int], None] | None
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A stage whose requests get blocks as they decode: what ``Instance(reservation="optimistic")`` asks for."""
+
+    def grow(self, more: Grow) -> None:
+        """Append blocks to the tables of open requests; those that are not open are left out."""
+        ...

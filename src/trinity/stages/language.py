@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, KV, Open, Sampled, Step
+from trinity.messages import IMAGE, KV, Grow, Open, Sampled, Step
 from trinity.stages.attention import AttentionBackend
 from trinity.stages.attention_backends import AUTO, choose
 from trinity.stages.attention_told import OnLayers, ToldAttention
@@ -49,6 +49,11 @@ class LanguageStage:
     def open(self, request: Open) -> None:
         """Take a request in. Raises ``StageError`` where it is open already or its media do not fit its prompt."""
         self._rows.open(request)
+
+    def grow(self, more: Grow) -> None:
+        """Append blocks to the tables of open requests."""
+        for request, blocks in more.blocks.items():
+            self._rows.grow(request, blocks)
 
     @torch.inference_mode()
     def close(self, request: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from trinity.cost import Cost
 from trinity.errors import StageError
 from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Sampled, Step
+from trinity.messages import IMAGE, KV, Encode, Grow, Open, Prefill, Sampled, Step
 from trinity.overlap import FEED_FORWARD
 from trinity.paced import Paced
 from trinity.paced_content import (
@@ -107,6 +107,12 @@ class PacedStage:
         row = PacedRow(request, table, np.concatenate((sums, room)), np.concatenate((words, room)))
         row.tokens.extend(request.tokens)
         self._rows[work.request] = row
+
+    def grow(self, more: Grow) -> None:
+        for request, blocks in more.blocks.items():
+            if request in self._rows:
+                row = self._rows[request]
+                row.table = np.concatenate((row.table, np.array(blocks, dtype=np.int64)))
 
     def close(self, request: str) -> None:
         self._rows.pop(request, None)

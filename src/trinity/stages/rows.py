@@ -121,8 +121,20 @@ class RowTable:
         self.limit[slot] = len(table) * self.block_rows
         self.delta[slot] = row.rope.delta
         self.length[slot] = row.held - 1
-        self.token[slot] = opened.tokens[-1] if opened.tokens else _NO_TOKEN
+        self.token[slot] = opened.tokens[-1] if opened.tokens and not opened.again else _NO_TOKEN
         self.rows[work.request] = row
+
+    def grow(self, request: str, blocks: Sequence[int]) -> None:
+        """Append blocks to the table of a request, if it is open."""
+        row = self.rows.get(request)
+        if row is None:
+            return
+        held = len(row.table)
+        row.table = np.concatenate((row.table, np.array(blocks, dtype=np.int64)))
+        self._widen(len(row.table))
+        self.tables[row.slot, held:] = row.table[-1]
+        self.tables[row.slot, held : len(row.table)] = row.table[held:]
+        self.limit[row.slot] = len(row.table) * self.block_rows
 
     def close(self, request: str) -> Row | None:
         row = self.rows.pop(request, None)

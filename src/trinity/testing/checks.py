@@ -188,6 +188,7 @@ def _check_place(s: State, state: RequestState) -> None:
     queues = {
         "encode_queue": s.encode_queue,
         "prefill_queue": s.prefill_queue,
+        "preempted": s.preempted,
         "migrated_queue": s.migrated_queue,
         "image_offers": s.image_offers,
         "kv_offers": s.kv_offers,
@@ -204,6 +205,8 @@ def _right_places(state: RequestState) -> list[str]:
         return []
     if state.phase is Phase.IMAGE_OFFER and state.skip_media:
         return []  # waits for Commit alone
+    if state.phase is Phase.KV_QUEUE and (state.preemptions or state.attempt):
+        return ["preempted"]
     if state.phase is Phase.KV_QUEUE:
         return ["prefill_queue" if state.incoming is None else "migrated_queue"]
     places = {
@@ -241,7 +244,7 @@ def check_forgotten(name: str, s: State) -> None:
         "spared": s.spared,
         "fetches": s.fetches,
         "steps": {lane: running for lane, running in s.lanes.items() if running},
-        "queues": [*s.encode_queue, *s.prefill_queue, *s.migrated_queue, *s.image_offers, *s.kv_offers],
+        "queues": [*s.encode_queue, *s.prefill_queue, *s.preempted, *s.migrated_queue, *s.image_offers, *s.kv_offers],
         "batches": [*s.encoding, *s.prefilling, *s.decoding],
         "blocks": {kind: pool.held for kind, pool in s.pools.items() if pool.held},
     }

@@ -12,6 +12,7 @@ from trinity.frontend import Abort, Deliver, End
 from trinity.messages import (
     FRONTEND,
     KV,
+    PREEMPTED,
     Cancel,
     Commit,
     Emit,
@@ -56,6 +57,7 @@ class Conversation:
         self.submitted: set[str] = set()
         self.aborted: set[str] = set()
         self.admitted: set[str] = set()
+        self.sent_back: set[str] = set()  # preempted, and not taken in again: its reader left meanwhile
         self.visited: set[tuple[str, str]] = set()
         self.over: set[tuple[str, str]] = set()
         self.finished: Counter[str] = Counter()
@@ -88,7 +90,8 @@ class Conversation:
         elif isinstance(command, Step):
             self._steps(name, command)
         elif isinstance(command, Open):
-            assert not command.tokens or self._arrived(name, command.work.request), f"{command} before all was there"
+            there = not command.tokens or command.again or self._arrived(name, command.work.request)
+            assert there, f"{command} before all was there"
         elif isinstance(command, Deliver):
             self._delivers(command)
         elif isinstance(command, End):
@@ -106,7 +109,9 @@ class Conversation:
         assert not hanging, f"no end of {sorted(hanging)}"
         twice = {request for request, count in self.finished.items() if count > 1} - self.silenced
         assert not twice, f"Finished again: {sorted(twice)}"
-        assert set(self.finished) == self.admitted, f"Finished {self.finished} of {sorted(self.admitted)}"
+        assert set(self.finished) | self.sent_back == self.admitted, (
+            f"Finished {self.finished} of {sorted(self.admitted)}"
+        )
         missing = self.visited - set(self.forgotten)
         assert not missing, f"no Forget for {sorted(missing)}"
         for request, end in self.ends.items():
@@ -117,7 +122,10 @@ class Conversation:
     def _sent(self, name: str, to: str, message: Value) -> None:
         if isinstance(message, Submit):
             self.admitted.add(message.work.request)
+            self.sent_back.discard(message.work.request)
             self.visited.add((to, message.work.request))
+        elif isinstance(message, Finished) and message.reason == PREEMPTED:
+            self.sent_back.add(message.request)
         elif isinstance(message, Finished):
             self.finished[message.request] += 1
             if message.failure is not None and message.failure.fields.get("cause") == "LeaseExpired":

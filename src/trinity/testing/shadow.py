@@ -17,6 +17,7 @@ from trinity.messages import (
     KV,
     Close,
     Encode,
+    Grow,
     MediaSpan,
     Open,
     Prefill,
@@ -40,10 +41,19 @@ class Row:
 
     opened: Open
     tags: list[Tag] = field(default_factory=list)
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.blocks = self.opened.blocks
 
     @property
     def length(self) -> int:
-        return len(self.opened.work.prompt)
+        """Positions that are prefilled: the prompt, and outputs where they are computed again."""
+        return len(self.opened.work.prompt) + (len(self.opened.tokens) if self.opened.again else 0)
+
+    def grow(self, blocks: tuple[int, ...]) -> None:
+        assert not set(blocks) & set(self.blocks), f"{self.opened.work.request} got {blocks} and has {self.blocks}"
+        self.blocks += blocks
 
 
 class Memory:
@@ -100,6 +110,9 @@ class Shadow:
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Open):
             self._open(name, command)
+        elif isinstance(command, Grow):
+            for request, blocks in command.blocks.items():
+                self._rows[name, request].grow(blocks)
         elif isinstance(command, Close):
             self._close(name, command.request)
         elif isinstance(command, Step):
@@ -124,7 +137,7 @@ class Shadow:
         row = self._rows[key] = Row(opened, list(self._prompt(opened.work)))
         for token in opened.tokens:
             row.tags.append(_next(row.tags, token, ()))
-        there = row.length + len(opened.tokens) - 1 if opened.tokens else opened.cached
+        there = row.length + len(opened.tokens) - 1 if opened.tokens and not opened.again else opened.cached
         self._check_kv(name, row, there)
 
     def _close(self, name: str, request: str) -> None:
@@ -140,7 +153,7 @@ class Shadow:
         for encode in step.encodes:
             self.memory[name, IMAGE].write(encode.blocks, 0, [[TORN] * encode.span.tokens])
         for prefill in step.prefills:
-            _check_chunk(self._rows[name, prefill.request].opened.work, prefill)
+            _check_chunk(self._rows[name, prefill.request], prefill)
             self._write_kv(name, prefill.request, prefill.start, [TORN] * prefill.length)
         for request in step.decodes:
             row = self._rows[name, request]
@@ -158,7 +171,7 @@ class Shadow:
     def _begin_again(self, name: str, prefill: Prefill) -> None:
         """What is being read of these rows is neither the old nor the new."""
         size = self.memory[name, KV].rows
-        blocks = self._rows[name, prefill.request].opened.blocks
+        blocks = self._rows[name, prefill.request].blocks
         torn = set(blocks[prefill.start // size : -(-(prefill.start + prefill.length) // size)])
         self._again.add((name, prefill.request))
         for key, (pull, _) in self._pulls.items():
@@ -202,7 +215,7 @@ class Shadow:
             self._check_kv(name, row, len(row.tags) - 1)
 
     def _check_kv(self, name: str, row: Row, end: int) -> None:
-        there = self.memory[name, KV].read(row.opened.blocks, 0, end)
+        there = self.memory[name, KV].read(row.blocks, 0, end)
         right = all(tags == row.tags[:end] for tags in there)
         assert right, f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
 
@@ -216,7 +229,7 @@ class Shadow:
     def _write_kv(self, name: str, request: str, start: int, tags: list[Tag], layers: Layers = None) -> None:
         memory = self.memory[name, KV]
         count = memory.layers if layers is None else layers[1] - layers[0]
-        memory.write(self._rows[name, request].opened.blocks, start, [tags] * count, layers)
+        memory.write(self._rows[name, request].blocks, start, [tags] * count, layers)
 
     def _start_pull(self, name: str, pull: Pull) -> None:
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
@@ -255,10 +268,10 @@ def _features(span: MediaSpan) -> list[Tag]:
     return [("image", span.content, row) for row in range(span.tokens)]
 
 
-def _check_chunk(work: Work, chunk: Prefill) -> None:
+def _check_chunk(row: Row, chunk: Prefill) -> None:
     end = chunk.start + chunk.length
     assert chunk.length > 0, f"{chunk} is empty"
-    assert chunk.last == (end == len(work.prompt)), f"{chunk} of a prompt of {len(work.prompt)}"
-    for span in work.media:
+    assert chunk.last == (end == row.length), f"{chunk} of a text of {row.length}"
+    for span in row.opened.work.media:
         for border in (chunk.start, end):
             assert not (span.atomic and span.offset < border < span.end), f"{chunk} cuts {span}"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from trinity.budget import Budgets
+from trinity.core.settings import Reservation
 from trinity.errors import HandshakeError
 from trinity.integrity import Verify
 from trinity.messages import (
@@ -81,6 +82,7 @@ class Setup(Value, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     prefix_cache: bool = True
     image_cache: bool = True
+    reservation: Reservation = "full"
     attention: str = "auto"
     depth: int = 1
     slo: SLO | None = None
