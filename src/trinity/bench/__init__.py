@@ -1,0 +1,1 @@
+"""Benchmarks of one's own: trinity beside other engines, in open loop and by the CPU second."""

@@ -1,0 +1,1 @@
+"""On the path of Pythons that must start with something done."""

@@ -1,0 +1,121 @@
+"""What a run came to: tables for a reader, JSON for a program, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity.bench.machine import FOREIGN
+from trinity.bench.measure import Burst, Swept, calm, paired
+from trinity.bench.search import Found, Goal, Trial, counted, ratios
+from trinity.pictures.drawing import MARKERS, SERIES, drawn
+from trinity.tables import Table, as_text, distribution
+
+
+def sweep_table(swept: dict[str, Sequence[Swept]]) -> Table:
+    rows = [
+        (name, f"{each.tokens}", *((f"{each.per_cpu_s:.2f}", f"{each.per_s:.2f}") if not each.problem else ("-", "-")))
+        for name, settings in swept.items()
+        for each in settings
+    ]
+    return Table(("sweep of tokens a step", "tokens", "req/CPU s", "req/s"), rows)
+
+
+def cpu_table(found: dict[str, list[Burst]], ours: str, exact: dict[str, int], asked: int) -> Table:
+    """Requests per CPU second, median with lowest and highest; trinity's over each, round by round."""
+    rows = []
+    for name, bursts in found.items():
+        kept, quiet = calm(bursts)
+        seen = distribution(each.per_cpu_s for each in kept) or {}
+        low = min(each.per_cpu_s for each in kept)
+        middle, least, most = paired(found[ours], bursts)
+        rows.append(
+            (
+                name + ("" if quiet else " (disturbed)"),
+                f"{seen['p50']:.2f} ({low:.2f} to {seen['max']:.2f})",
+                "" if name == ours else f"{middle:.2f} ({least:.2f} to {most:.2f})",
+                f"{exact[name]} of {asked}" if name in exact else "not checked",
+            )
+        )
+    return Table(("engine", "requests per CPU second", f"{ours} / engine", "tokens of generate()"), rows)
+
+
+def goodput_table(found: Sequence[Found], goals: Sequence[Goal], engines: Sequence[str], against: str) -> Table:
+    """A row for each engine and SLO: goodput under both rules, and over that of the engine ``against``."""
+    cells = {(each.engine, each.goal): each for each in found}
+    rows = []
+    for slo in dict.fromkeys(goal.slo for goal in goals):
+        for engine in engines:
+            own = [cells[engine, goal.key].said() for goal in goals if goal.slo == slo]
+            over = [ratios(found, goal.key, engine, against) for goal in goals if goal.slo == slo]
+            told = ["" if engine == against or each is None else _told(each) for each in over]
+            rows.append((f"{slo.ttft:.3g} s, {slo.tbt * 1e3:.3g} ms: {engine}", *own, *told))
+    rules = [goal.rule for goal in goals if goal.slo == goals[0].slo]
+    return Table(
+        ("TTFT, TBT: engine", *(f"{rule}, req/s" for rule in rules), *(f"{r} / {against}" for r in rules)), rows
+    )
+
+
+def _told(ratio: tuple[float, float, float]) -> str:
+    return f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})"
+
+
+def trials_table(trials: Sequence[Trial]) -> Table:
+    """Every trial: what came of it, and whether it counts."""
+    rows = [
+        (
+            f"{each.engine} at {each.rate:.3g} req/s, seed {each.seed}",
+            f"{each.requests}",
+            f"{each.failed}",
+            _percentiles(each.ttft_s),
+            _percentiles(each.tbt_s),
+            f"{each.late_p95_s * 1e3:.0f}",
+            f"{each.cpu_s / each.wall_s:.2f}",
+            _verdict(each),
+        )
+        for each in sorted(trials, key=lambda each: (each.engine, each.seed, each.rate))
+    ]
+    header = ("trial", "judged", "failed", "TTFT ms p50/90/95/99", "TBT ms p50/90/95/99", "client late p95 ms")
+    return Table((*header, "CPUs", "counts"), rows)
+
+
+def _percentiles(seen: dict[str, float] | None) -> str:
+    return "/".join(f"{seen[each] * 1e3:.0f}" for each in ("p50", "p90", "p95", "p99")) if seen else "-"
+
+
+def _verdict(each: Trial) -> str:
+    if each.late:
+        return "INVALID: client late"
+    return f"discarded: others {each.foreign:.0%}" if each.foreign > FOREIGN else "yes"
+
+
+def text(tables: Sequence[Table], notes: Sequence[str] = ()) -> str:
+    return "\n\n".join([*map(as_text, tables), *notes])
+
+
+def save(path: str | Path, content: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@drawn
+def picture(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
+    """Attainment over the rate, an axis for each goal, a line for each engine; points are trials that count."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(goals), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(goals), squeeze=False)[0]
+    engines = list(dict.fromkeys(each.engine for each in trials))
+    for goal, axis in zip(goals, axes, strict=True):
+        for number, engine in enumerate(engines):
+            points = sorted((each.rate, each.attainment[goal.key]) for each in counted(trials) if each.engine == engine)
+            style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
+            axis.plot(*zip(*points, strict=True), label=engine, **style)
+        axis.axhline(0.9, color="black", linewidth=0.8, linestyle=":")
+        axis.set(
+            title=f"TTFT {goal.slo.ttft:g} s, TBT {goal.slo.tbt:g} s, {goal.rule}", xlabel="requests/s", ylim=(0, 1.05)
+        )
+    axes[0].set_ylabel("share in time")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path)
