@@ -12,6 +12,7 @@ not tried or met no SLO is said in words. All raise ``ConfigError`` where matplo
 
 from __future__ import annotations
 
+from trinity.pictures.costs import saturation as saturation
 from trinity.pictures.drawing import png as png
 from trinity.pictures.drawing import svg as svg
 from trinity.pictures.plans import attainment as attainment
