@@ -146,17 +146,19 @@ def block_shapes(
 def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     """The stages of trinity for every letter of the roles that no own stage serves."""
     from trinity.stages.encode import EncodeStage
+    from trinity.stages.graphs import graphs_for
     from trinity.stages.language import LanguageStage
 
     letters = "".join(letter for letter in setup.roles if letter not in taken)
     made: list[Stage] = []
     if "E" in letters and IMAGE in setup.memory:
-        made.append(EncodeStage(setup.model, setup.memory[IMAGE]))
+        made.append(EncodeStage(setup.model, setup.memory[IMAGE], graphs_for(setup.model.device)))
     language = letters.replace("E", "")
     if language:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
         backend = choose(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
-        made.append(LanguageStage(setup.model, kv, image, language, setup.observe, backend))
+        graphs = graphs_for(setup.model.device)
+        made.append(LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs))
     return made
 
 

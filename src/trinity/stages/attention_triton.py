@@ -62,7 +62,8 @@ class TritonAttention:
         plan = rows.kept.get("triton")
         if plan is None:
             group = query.shape[1] // cache.shape[3]
-            plan = rows.kept["triton"] = triton_rows(varlen_rows(rows, cache.device), rows, group)
+            varlen = rows.kept.get("varlen") or varlen_rows(rows, cache.device)
+            plan = rows.kept["triton"] = triton_rows(varlen, rows, group)
         out = query.new_empty(query.shape)
         for wave in plan.waves:
             self._attend(plan.varlen, wave, cache, query, ask, out)
@@ -139,10 +140,10 @@ def triton_rows(varlen: VarlenRows, rows: PagedRows, group: int) -> TritonRows:
     """Tiles for the sequences of a batch whose KV heads have ``group`` query heads each."""
     waves = []
     if rows.decodes:
-        tiles = torch.stack((torch.arange(rows.decodes), torch.zeros(rows.decodes, dtype=torch.long)))
+        numbers = torch.arange(rows.decodes, device=varlen.tables.device)  # nothing from the host, for CUDA graphs
         packed = max(DECODE_ROWS, power_of_two(group))
         longest = int(rows.lengths.max())
-        waves.append(Wave(upload(tiles, varlen.tables.device), 0, rows.decodes, packed, longest))
+        waves.append(Wave(torch.stack((numbers, torch.zeros_like(numbers))), 0, rows.decodes, packed, longest))
     if rows.chunks:
         packed = max(CHUNK_ROWS, power_of_two(group))
         each = packed // group

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention import ChunkRows, PagedRows
+from trinity.stages.uploads import upload
 
 Ints = np.ndarray  # int64 throughout
 
@@ -82,7 +83,7 @@ def build_batch(
     """
 
     def put(array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return upload(array, device)
 
     blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
     if len(blocks):

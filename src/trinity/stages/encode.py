@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,12 @@ from torch import Tensor
 from trinity.errors import StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.stages.graphs import Graphs, Tensors
 from trinity.stages.models import LoadedModel
+from trinity.stages.models.base import Inputs
+
+FEW = 4  # items of a step that are recorded
+MOST_NUMBERS = 64
 
 
 class EncodeStage:
@@ -24,8 +30,8 @@ class EncodeStage:
     consumes: tuple[str, ...] = ()
     produces: tuple[str, ...] = (IMAGE,)
 
-    def __init__(self, model: LoadedModel, image: BlockMemory) -> None:
-        self.model, self.image = model, image
+    def __init__(self, model: LoadedModel, image: BlockMemory, graphs: Graphs | None = None) -> None:
+        self.model, self.image, self._graphs = model, image, graphs
 
     def open(self, request: Open) -> None:
         """Nothing is kept of a request here."""
@@ -40,10 +46,28 @@ class EncodeStage:
             kinds[item.span.kind].append(item)
         for kind, items in kinds.items():
             counts = [item.span.tokens for item in items]
-            features = self.model.encode(kind, [item.inputs for item in items], counts)
+            features = self._encode(kind, [item.inputs for item in items], counts)
             for item, rows in zip(items, features, strict=True):
                 self._store(rows, item)
         return {}
+
+    @torch.inference_mode()
+    def _encode(self, kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> Sequence[Tensor]:
+        key = None if self._graphs is None else recorded_as(kind, items, counts)
+        if self._graphs is None or key is None:
+            return self.model.encode(kind, items, counts)
+        places = [
+            (i, name) for i, item in enumerate(items) for name, value in item.items() if isinstance(value, Tensor)
+        ]
+
+        def run(inputs: Tensors) -> Tensors:
+            given: list[dict[str, Tensor]] = [{} for _ in items]
+            for (i, name), value in zip(places, inputs, strict=True):
+                given[i][name] = value
+            return self.model.encode(kind, given, counts)
+
+        found = self._graphs.call(key, run, [items[i][name] for i, name in places])
+        return self.model.encode(kind, items, counts) if found is None else found
 
     @torch.inference_mode()
     def _store(self, features: Tensor, item: Encode) -> None:
@@ -53,3 +77,16 @@ class EncodeStage:
             raise StageError(problem, item.request, "E")
         for block, rows in zip(item.blocks, torch.split(features, height), strict=False):
             self.image.tensor[block, : len(rows)] = rows
+
+
+def recorded_as(kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> Hashable | None:
+    """What items must have in common to be one recorded call; None where they are not to be recorded.
+
+    Numbers that are no pixels (grids, sizes) are part of it by value: encoders look at them on the host.
+    """
+    tensors = [(name, value) for item in items for name, value in item.items() if isinstance(value, Tensor)]
+    numbers = [value for _, value in tensors if not value.is_floating_point()]
+    if len(items) > FEW or sum(value.numel() for value in numbers) > MOST_NUMBERS:
+        return None
+    shapes = tuple((name, value.shape, value.dtype) for name, value in tensors)
+    return ("encode", kind, tuple(counts), shapes, tuple(str(value.tolist()) for value in numbers))

@@ -12,7 +12,9 @@ from trinity.messages import IMAGE, KV, Grow, Open, Sampled, Step
 from trinity.stages.attention import AttentionBackend
 from trinity.stages.attention_backends import AUTO, choose
 from trinity.stages.attention_told import OnLayers, ToldAttention
-from trinity.stages.batch import NO_DECODES, build_batch
+from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
+from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.graphs import Graphs
 from trinity.stages.models import LoadedModel
 from trinity.stages.rows import Row, RowTable
 from trinity.stages.sampling import sample
@@ -26,6 +28,7 @@ class LanguageStage:
     ``letters``: "P" runs prefill chunks, "D" decodes, "PD" both in one batch. ``kv`` holds blocks
     [layers, 2, kv_heads, rows, head_dim]; ``image`` (None where nothing is prefilled or the model is text only)
     [rows, width]. ``observe`` is called with (request, output index, logits [vocabulary]) of every sampled token.
+    ``graphs``: recorded calls, for steps of decodes alone, where the backend can run in them.
     What is kept of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
     """
 
@@ -37,11 +40,15 @@ class LanguageStage:
         letters: str = "PD",
         observe: Observe | None = None,
         backend: AttentionBackend | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
         self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
         self.produces: tuple[str, ...] = (KV,)
         self._backend = backend or choose(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        self._graphs: DecodeGraphs | None = None
+        if graphs is not None and getattr(self._backend, "graphs", False):
+            self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs)
         self.on_layers: OnLayers | None = None
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
@@ -81,15 +88,23 @@ class LanguageStage:
         wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
         for row in (*decoded, *filled):
             row.suspect = True
+        logits = None if self._graphs is None or chunks else self._graphs.run(decodes)
+        if logits is None:
+            logits = self._eager(decodes, chunks, step.group)
+        elif self.observe is not None:
+            logits = logits.clone()  # the next step writes into the same memory
+        return self._finish(wanted, filled, logits)
+
+    def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
         image = None if self.image is None else self.image.tensor
         backend = self._backend
-        if filled and step.group and self.on_layers is not None:
-            backend = ToldAttention(self._backend, step.group, self.kv.shape.shape[0], self.on_layers)
+        if chunks and group and self.on_layers is not None:
+            backend = ToldAttention(self._backend, group, self.kv.shape.shape[0], self.on_layers)
         logits = self.model.forward(batch, self.kv.tensor, image, backend)
         if isinstance(backend, ToldAttention):
             backend.finish()
-        return self._finish(wanted, filled, logits)
+        return logits
 
     @torch.inference_mode()
     def _finish(self, wanted: Sequence[Row], filled: Sequence[Row], logits: Tensor) -> dict[str, Sampled]:

@@ -15,6 +15,7 @@ from trinity.messages import IMAGE, KV
 from trinity.stages.attention import AttentionBackend, PagedBatch
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.models.base import Inputs, ModelAdapter
+from trinity.stages.uploads import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class LoadedModel:
 
     def _placed(self, item: Inputs) -> dict[str, Tensor]:
         return {
-            name: value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+            name: upload(value, self.device, self.dtype if value.is_floating_point() else value.dtype)
             for name, value in item.items()
             if isinstance(value, Tensor)
         }

@@ -1,0 +1,78 @@
+"""Decode steps as recorded calls: batches are padded to a few sizes, tables to a few widths.
+
+A padded row has length 0 and block -1: the backend writes it nowhere and gives zeros for it, and nobody looks at its
+logits. All of a step's numbers go to the device as one array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.stages.attention import AttentionBackend, PagedRows
+from trinity.stages.batch import Decodes, RaggedBatch
+from trinity.stages.graphs import Graphs, Tensors
+from trinity.stages.models import LoadedModel
+from trinity.stages.varlen import VarlenRows
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_WIDTH = 64  # blocks of a table: 1,024 tokens of 16; wider ones are the next power of two
+_COLUMNS = 5  # ids, rope, blocks, offsets, lengths
+
+
+@dataclass(slots=True)
+class DecodeGraphs:
+    """Decodes of one stage. ``kv`` is its cache; ``backend`` must take padded rows and static tables (``graphs``)."""
+
+    model: LoadedModel
+    kv: Tensor
+    backend: AttentionBackend
+    graphs: Graphs
+
+    def run(self, decodes: Decodes) -> Tensor | None:
+        """Logits [n, vocabulary], good until the next call; None where this batch must run eagerly."""
+        size = next((each for each in SIZES if each >= len(decodes.ids)), None)
+        if size is None:
+            return None
+        width = max(LEAST_WIDTH, 1 << (decodes.tables.shape[1] - 1).bit_length())
+        given = torch.from_numpy(pack(decodes, size, width, self.kv.shape[4]))
+        with torch.inference_mode():
+            found = self.graphs.call(
+                ("decode", size, width), lambda inputs: self._forward(inputs, size, width), [given]
+            )
+        return None if found is None else found[0][: len(decodes.ids)]
+
+    def _forward(self, inputs: Tensors, size: int, width: int) -> Tensors:
+        ids, rope, blocks, offsets, lengths = inputs[0][: _COLUMNS * size].view(_COLUMNS, size)
+        tables = inputs[0][_COLUMNS * size :].view(size, width)
+        axes = self.model.adapter.axes
+        position_ids = rope[None] if axes == 1 else rope.expand(axes, 1, size)
+        rows = static_rows(blocks, offsets, tables, lengths, self.kv.shape[4])
+        batch = RaggedBatch(ids, position_ids, rows, None)
+        return [self.model.forward(batch, self.kv, None, self.backend)]
+
+
+def pack(decodes: Decodes, size: int, width: int, block_rows: int) -> np.ndarray:
+    """Everything that a step tells the device, int64 [5 * size + size * width]."""
+    n = len(decodes.ids)
+    columns = np.zeros((_COLUMNS, size), dtype=np.int64)
+    columns[2] = -1
+    blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
+    taken = decodes.tables[np.arange(n), blocks]
+    columns[:, :n] = decodes.ids, decodes.rope, taken, offsets, decodes.lengths
+    tables = np.zeros((size, width), dtype=np.int64)
+    tables[:n, : decodes.tables.shape[1]] = decodes.tables
+    return np.concatenate((columns.ravel(), tables.ravel()))
+
+
+def static_rows(blocks: Tensor, offsets: Tensor, tables: Tensor, lengths: Tensor, block_rows: int) -> PagedRows:
+    """Decode rows whose places, tables and lengths are read on the device at each run. For the host every row is as
+    long as its table."""
+    size, width = tables.shape
+    begins = torch.arange(size + 1, device=tables.device)
+    kept = {"varlen": VarlenRows(tables, begins, lengths)}
+    longest = np.full(size, width * block_rows, dtype=np.int64)
+    return PagedRows(blocks, offsets, np.zeros((size, 0), dtype=np.int64), longest, kept=kept)

@@ -1,0 +1,58 @@
+"""A stand-in for CUDA graphs on a CPU: a tape of the operators that ran, replayed on the very same tensors.
+
+As with a CUDA graph, nothing of the Python code runs at a replay: a number that the host knew while recording is in the
+tape for good, and a look at a tensor's value cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in LOOKS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        made = func(*args, **(kwargs or {}))
+        self.tape.append((func, args, kwargs or {}, tree_leaves(made)))
+        return made
+
+
+class TapeRecorder:
+    """``graphs.Recorder``. ``recordings`` and ``replays`` count; ``memory``: how many recordings there is room for."""
+
+    def __init__(self, memory: int = 1000) -> None:
+        self.recordings = self.replays = 0
+        self.memory = memory
+
+    def room(self) -> bool:
+        return self.recordings < self.memory
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        run()
+        with _Recording() as recording:
+            outputs = run()
+        assert recording.tape
+        self.recordings += 1
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.inference_mode():
+                for func, args, kwargs, before in recording.tape:
+                    for old, new in zip(before, tree_leaves(func(*args, **kwargs)), strict=True):
+                        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                            old.copy_(new)
+
+        return replay, outputs
