@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.instance import Instance, StageSetup, own_stages
+from trinity.instance import Instance, StageSetup
+from trinity.own_stages import own_stages
 from trinity.messages import Open, Sampled, Step
 
 
