@@ -11,8 +11,8 @@ import pytest
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.instance import Instance, StageSetup
-from trinity.own_stages import own_stages
 from trinity.messages import Open, Sampled, Step
+from trinity.own_stages import own_stages
 
 
 class Own:
