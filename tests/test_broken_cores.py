@@ -319,7 +319,8 @@ def test_reserving_features_one_by_one_would_hang(monkeypatch: pytest.MonkeyPatc
                     return False
                 slot.blocks = s.image.allocate(len(slot.keys))
         if not all(slot.blocks for slot in state.media):
-            s.image_offers.rotate(-1)
+            s.image_offers.remove(state.work.request)
+            s.image_offers.append(state.work.request)
             return False
         state.enter(Phase.IMAGE_PULL, now)
         return True

@@ -42,7 +42,6 @@ def cuda_copy_blocks(
     length: int,
     stream: int,
 ) -> None: ...
-
 def attention_instructions(bf16: bool, width: int) -> str: ...
 
 class PagedAttention:

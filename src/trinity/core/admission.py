@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 
 from trinity.core.arrival import pass_to_encode
 from trinity.core.kv_target import nothing_moved
 from trinity.core.lanes import LANES, outstanding
 from trinity.core.lifecycle import prefill_queue, release
-from trinity.core.preemption import in_order, recompute
+from trinity.core.preemption import recompute
 from trinity.core.reservation import need, spare
 from trinity.core.state import MediaSlot, PendingMedia, Phase, RequestState, State
 from trinity.core.target import ask_for_media
@@ -72,8 +73,7 @@ class Candidates:
 
     def _new_prefills(self) -> Iterator[PrefillView]:
         s = self.s
-        waiting = [*s.migrated_queue, *_ordered(s, s.prefill_queue, _prompt_left)]
-        for request in [*in_order(s), *waiting] if not s.kv_offers else in_order(s):
+        for request in s.preempted if s.kv_offers else chain(s.preempted, s.migrated_queue, s.prefill_queue):
             state = s.requests[request]
             if state.skip_media and s.needs_media(state):
                 self.uncovered.append(state)
@@ -85,7 +85,7 @@ class Candidates:
 
     def _new_encodes(self) -> Iterator[EncodeView]:
         s = self.s
-        for request in list(_ordered(s, s.encode_queue, _media_left)):
+        for request in s.encode_queue:
             items: list[tuple[int, int]] = []
             need = 0
             for item, slot in enumerate(s.requests[request].media):
@@ -123,24 +123,6 @@ def next_decodes(s: State) -> tuple[str, ...]:
 
 def _decodes_next(state: RequestState) -> bool:
     return state.scheduled == state.text and len(state.tokens) + 1 < state.max_tokens
-
-
-def _ordered(s: State, queue: Iterable[str], size: Callable[[RequestState], int]) -> Iterable[str]:
-    """The waiting queue in the order of the rules: first come, shortest job, or earliest deadline first."""
-    order = s.settings.rules.order
-    if order == "fcfs":
-        return list(queue)
-    if order == "sjf":
-        return sorted(queue, key=lambda request: size(s.requests[request]))
-    return sorted(queue, key=lambda request: s.requests[request].deadline)
-
-
-def _prompt_left(state: RequestState) -> int:
-    return len(state.work.prompt)
-
-
-def _media_left(state: RequestState) -> int:
-    return sum(span.tokens for span in state.work.media)
 
 
 def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ from trinity.overlap import PullTimes, merged, overlap_ratio
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     """The whole need of a request that will decode here, less what is cached; False where it does not fit."""
-    if len(s.decoding) + s.arriving(Phase.KV_PULL) >= s.settings.rules.tokens:
+    if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.tokens:
         return False
     assert state.incoming is not None
     total = need(s, state, len(state.incoming.offer.parts[0].blocks))
@@ -28,6 +28,7 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     assert incoming is not None
     incoming.cells = Cells(len(incoming.offer.parts[0].blocks), s.settings.layers, len(hits))
     state.enter(Phase.KV_PULL, now)
+    s.arriving[Phase.KV_PULL] += 1
     return True
 
 

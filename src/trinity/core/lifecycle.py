@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-
+from trinity.core.queues import Queue
 from trinity.core.state import MISSING, Phase, RequestState, State
 from trinity.messages import (
     FRONTEND,
@@ -27,7 +26,7 @@ def queue_prefill(s: State, state: RequestState, now: float) -> None:
     prefill_queue(s, state).append(state.work.request)
 
 
-def prefill_queue(s: State, state: RequestState) -> deque[str]:
+def prefill_queue(s: State, state: RequestState) -> Queue:
     """Where a request waits for prefill."""
     if state.preemptions or state.attempt:
         return s.preempted
@@ -147,6 +146,8 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     assert not incoming.released
     incoming.released = True
     del s.incoming[incoming.offer.id]
+    if state.phase in s.arriving:
+        s.arriving[state.phase] -= 1
     streams = incoming.offer.kind == KV and s.settings.transfers.kv != "off"
     times = s.pull_times.get(incoming.offer.source) if streams else None
     s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times else None))
@@ -175,11 +176,8 @@ def drop_media(s: State, state: RequestState) -> None:
 
 
 def _leave_queues(s: State, request: str) -> None:
-    queues: tuple[deque[str], ...] = (
-        *(s.encode_queue, s.prefill_queue, s.preempted, s.migrated_queue),
-        *(s.image_offers, s.kv_offers),
-    )
-    for queue in queues:
+    waiting = (s.encode_queue, s.prefill_queue, s.preempted, s.migrated_queue)
+    for queue in (*waiting, s.image_offers, s.kv_offers):
         if request in queue:
             queue.remove(request)
     for running in (s.encoding, s.prefilling, s.decoding):

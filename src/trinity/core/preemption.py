@@ -6,8 +6,6 @@ It comes back as its prompt followed by its outputs, ahead of all that wait, the
 
 from __future__ import annotations
 
-from collections import deque
-
 from trinity.core.kv_target import publish_kv
 from trinity.core.lifecycle import drop_media, end, queue_prefill
 from trinity.core.state import Phase, RequestState, State
@@ -16,7 +14,7 @@ from trinity.messages import PREEMPTED, Close
 
 def age(state: RequestState) -> tuple[int, str]:
     """Less is older."""
-    return state.work.number, state.work.request
+    return state.age
 
 
 def preempt(s: State, state: RequestState, now: float) -> None:
@@ -67,8 +65,3 @@ def hold_features(s: State, state: RequestState) -> bool:
         s.image.hold(blocks)
         slot.blocks, slot.ready = blocks, True
     return True
-
-
-def in_order(s: State) -> deque[str]:
-    """Those that wait to be recomputed, the oldest first."""
-    return deque(sorted(s.preempted, key=lambda request: age(s.requests[request])))

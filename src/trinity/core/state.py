@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -12,6 +13,7 @@ from typing import Any
 from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.cells import Cells, Piece
 from trinity.core.lanes import Flights, Running
+from trinity.core.queues import Queue
 from trinity.core.rates import StepRates
 from trinity.core.settings import Settings as Settings
 from trinity.messages import (
@@ -114,6 +116,10 @@ class RequestState:
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
         self.text = len(self.work.prompt) + len(self.tokens)
+
+    @property
+    def age(self) -> tuple[int, str]:
+        return self.work.number, self.work.request
 
     def enter(self, phase: Phase, now: float) -> None:
         self.book(now)
@@ -232,13 +238,14 @@ class State:
         self.settings, self.router = settings, router
         self.pools = {kind: BlockPool(kind, size) for kind, size in settings.pools.items()}
         self.requests: dict[str, RequestState] = {}
-        self.encode_queue: deque[str] = deque()
-        self.prefill_queue: deque[str] = deque()
+        self.encode_queue = Queue(self._order(lambda state: sum(span.tokens for span in state.work.media)))
+        self.prefill_queue = Queue(self._order(lambda state: len(state.work.prompt)))
         self.paused: set[str] = set()  # have no row in the next step: they are to be preempted when none is in flight
-        self.preempted: deque[str] = deque()  # ahead of all others, the oldest first
-        self.migrated_queue: deque[str] = deque()  # after an image migration: ahead of new arrivals, first in first out
-        self.image_offers: deque[str] = deque()
-        self.kv_offers: deque[str] = deque()
+        self.preempted = Queue(lambda request: self.requests[request].age)  # ahead of all others, the oldest first
+        self.migrated_queue = Queue()  # after an image migration: ahead of new arrivals, first in first out
+        self.image_offers = Queue()
+        self.kv_offers = Queue()
+        self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
@@ -268,6 +275,14 @@ class State:
         self.rest = TokenRate()  # of prefill here, what is left of a step when the last layer's KV is written
         self.pull_times: dict[str, PullTimes] = {}  # of our pulls of KV, by source
         self.pull_cost: tuple[float, float] | None = None  # of others' pulls from here, as last reported
+
+    def _order(self, size: Callable[[RequestState], float]) -> Callable[[str], float] | None:
+        """The waiting queue in the order of the rules: first come, shortest job, or earliest deadline first."""
+        order = self.settings.rules.order
+        if order == "fcfs":
+            return None
+        key = size if order == "sjf" else lambda state: state.deadline
+        return lambda request: key(self.requests[request])
 
     @property
     def image(self) -> BlockPool:
@@ -325,10 +340,6 @@ class State:
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""
         return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
-
-    def arriving(self, phase: Phase) -> int:
-        """Requests whose features, or KV, are on their way; those of KV_PULL will be rows of the decode batch."""
-        return sum(1 for request in self.incoming.values() if self.requests[request].phase is phase)
 
     def slots(self, work: Work) -> list[MediaSlot]:
         return [MediaSlot(span, media_keys(span, self.settings.media_block)) for span in work.media]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from trinity.blocks import blocks_for
 from trinity.core.kv_target import ask_kv, conclude_record, kv_here, kv_pulled, ready_kv, reserve_kv
 from trinity.core.lifecycle import conclude_if_quiet, end, queue_prefill, release
+from trinity.core.queues import Queue
 from trinity.core.state import MISSING, Incoming, Phase, RequestState, State
 from trinity.core.store import ask_holder, pull_ended, spared_record
 from trinity.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
@@ -92,9 +92,9 @@ def admit_offers(s: State, now: float) -> None:
     _admit(s, s.kv_offers, reserve_kv, now)
 
 
-def _admit(s: State, queue: deque[str], reserve: Callable[[State, RequestState, float], bool], now: float) -> None:
-    while queue and reserve(s, s.requests[queue[0]], now):
-        state = s.requests[queue.popleft()]
+def _admit(s: State, queue: Queue, reserve: Callable[[State, RequestState, float], bool], now: float) -> None:
+    while queue and reserve(s, state := s.requests[next(iter(queue))], now):
+        queue.remove(state.work.request)
         _ask(s, state, now)
         _complete(s, state, now)
 
@@ -114,12 +114,13 @@ def _reserve_media(s: State, state: RequestState, now: float) -> bool:
         slot.blocks = found or s.allocate(IMAGE, len(slot.keys))
         slot.ready = bool(found)
     state.enter(Phase.IMAGE_PULL, now)
+    s.arriving[Phase.IMAGE_PULL] += 1
     return True
 
 
 def _others_ahead(s: State) -> bool:
     """Without prefetch, features move for one request at a time, and only when no migrated one is ahead of it."""
-    return bool(s.prefilling or s.migrated_queue) or s.arriving(Phase.IMAGE_PULL) > 0
+    return bool(s.prefilling or s.migrated_queue) or s.arriving[Phase.IMAGE_PULL] > 0
 
 
 def _ask(s: State, state: RequestState, now: float) -> None:

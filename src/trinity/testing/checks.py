@@ -7,7 +7,7 @@ every block. Each raises ``AssertionError`` in plain words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from trinity.core import InstanceCore
@@ -166,6 +166,8 @@ def check_state(s: State) -> None:
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
     rows = Counter(request for flight in s.lanes.values() for each in flight for request in each.requests)
     assert rows == Counter({request: state.steps for request, state in s.requests.items() if state.steps})
+    coming = Counter(s.requests[request].phase for request in s.incoming.values())
+    assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
     for offer, request in s.incoming.items():
         incoming = s.requests[request].incoming
@@ -185,7 +187,7 @@ def _holders(s: State, kind: str) -> Counter[int]:
 
 def _check_place(s: State, state: RequestState) -> None:
     """A request stands in the one queue or batch of its phase; in none once it is ending."""
-    queues = {
+    queues: dict[str, Iterable[str]] = {
         "encode_queue": s.encode_queue,
         "prefill_queue": s.prefill_queue,
         "preempted": s.preempted,
