@@ -34,6 +34,7 @@ NAMES = (
     "rank",
     "figures",
     "plan_speed",
+    "scale",
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"

@@ -1,0 +1,250 @@
+"""The benchmark of scale: which rates it tries, what it keeps, that live and simulated sides are set alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scale, scale_live, scale_tables
+from benchmarks.scale import SMALL, Board, Crew, Kept, Row, bracket, rate_at, wanted
+from benchmarks.scale_live import LIMITS, Task, bounds, paced, passed, pipeline, requests, served, simulator, slowed
+from benchmarks.scale_tables import Line, Workload, aims, differs, tabled
+from benchmarks.setting import Setting
+from trinity.cost import DEVICES
+from trinity.pipeline import Pipeline
+
+ROW = Row("best EPD", "2EPD", True, 20.0, 50)
+CALM = dict.fromkeys(LIMITS, 0.0)
+
+# ---------------------------------------------------------------- which rates
+
+
+@pytest.mark.parametrize(
+    ("known", "next_ones"),
+    [
+        ({}, [0, 1]),
+        ({0: True}, [1]),
+        ({1: False}, [0]),
+        ({0: True, 1: False}, []),
+        ({0: True, 1: True}, [2]),
+        ({0: False, 1: False}, [-1]),
+        ({0: False, 1: False, -1: True}, []),
+        ({0: False, 1: True}, [-1]),  # what holds above one that does not is no lower limit
+        ({-2: True, 1: False}, [-1]),
+        (dict.fromkeys(range(6), True), []),  # far enough
+        (dict.fromkeys(range(-5, 2), False), []),
+    ],
+)
+def test_rates_are_tried_until_the_limit_is_between_neighbours(known: dict[int, bool], next_ones: list[int]) -> None:
+    assert wanted(known) == next_ones
+
+
+def test_the_bracket_is_below_the_lowest_rate_that_does_not_hold() -> None:
+    assert bracket({0: True, 1: False, 2: True}) == (0, 1)
+    assert bracket({}) == (None, None)
+    low, high = rate_at(ROW, 0), rate_at(ROW, 1)
+    assert low < ROW.rate < high
+    assert high / low == pytest.approx(scale.STEP)
+
+
+# ---------------------------------------------------------------- records and what is missing
+
+
+def record(step: int, holds: bool, late: tuple[str, ...] = (), row: Row = ROW) -> dict[str, Any]:
+    task = Task("POPE", row.placement, row.scheduled, row.asked, rate_at(row, step), 1)
+    share = 0.95 if holds else 0.5
+    return {
+        "step": step,
+        "task": list(task),
+        "holds": holds,
+        "late": list(late),
+        "signs": {**CALM, "cpu": 0.2},
+        "cpu_s": 0.1,
+        "attainment": {"guard": share},
+        "simulated": {"guard": share - 0.01},
+        "latency": {"TTFT p50": 0.1 + 0.001 * step},
+        "failed": 0,
+        "exact": True,
+        **dict.fromkeys(("pulls", "verified", "blocks", "bytes"), 10),
+    }
+
+
+def board(kept: Kept, *rows: Row) -> Board:
+    kept.add("rows", "POPE", {"rows": [list(row) for row in rows or (ROW,)]})
+    with ThreadPoolExecutor(1) as pool:
+        return Board("POPE", kept, SMALL, pool)
+
+
+def test_what_is_missing_follows_from_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    made = board(Kept(path, SMALL), ROW, Row("none", "1E1PD", True, 0.0, 50))
+    assert made.next() == [(ROW, 0), (ROW, 1)], "a goodput of 0 has no rates"
+    made.kept.add("replay", "POPE", record(0, True))
+    assert made.next() == [(ROW, 1)]
+    again = board(Kept(path, SMALL))
+    assert again.next() == [(ROW, 1)]
+    again.kept.add("replay", "POPE", record(1, False))
+    assert again.next() == []
+    assert Kept(path, SMALL._replace(instances=5)).records == [], "of other sizes"
+    line = again.shown().lines[0]
+    assert (line.low, line.high, line.agrees) == (rate_at(ROW, 0), rate_at(ROW, 1), True)
+
+
+def test_a_saturated_rate_judges_nothing_and_is_tried_twice_in_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    made = board(Kept(path, SMALL))
+    made.kept.add("replay", "POPE", record(1, False))
+    for left in ([(ROW, 0)], []):
+        made.kept.add("replay", "POPE", record(0, False, late=("cpu",)))
+        assert made.next() == left
+    line = made.shown().lines[0]
+    assert line.agrees is None
+    assert "19 (cpu)" in line.cells()
+    assert board(Kept(path, SMALL)).next() == [(ROW, 0)], "another run may find the machine at rest"
+
+
+def test_dilation_is_the_same_for_all_rows_and_leaves_each_room(tmp_path: Path) -> None:
+    slow, fast = (board(Kept(None, SMALL), ROW, ROW._replace(rate=rate)) for rate in (20.0, 2000.0))
+    assert slow.dilation == 1
+    assert fast.dilation in (8, 16, 32)
+    assert 2000.0 * scale.STEP / fast.dilation * fast.cpu_s(ROW) <= scale.ALONE
+    fast.kept.add("replay", "POPE", {**record(0, True), "cpu_s": 5.0})
+    assert fast.cpu_s(ROW) == 0.1, "as measured, once it was"
+
+
+def test_signs_of_a_saturated_cpu() -> None:
+    assert passed(CALM) == []
+    assert passed({name: limit * 1.01 for name, limit in LIMITS.items()}) == list(LIMITS)
+
+
+def test_a_crew_takes_no_more_than_there_is_room_and_time_for() -> None:
+    crew = Crew(time.monotonic() + 100)
+    crew.pool.shutdown()
+    release: Future[None] = Future()
+    with ThreadPoolExecutor(2) as pool:
+        crew.pool = pool  # type: ignore[assignment]
+        found: list[Any] = []
+        assert not crew.offer(0.1, 200, found.append, int), "it would end too late"
+        assert crew.offer(9.0, 1, found.append, release.result), "what is alone may take all"
+        assert not crew.offer(0.1, 1, found.append, int)
+        release.set_result(None)
+        crew.settle()
+        assert crew.offer(0.1, 1, found.append, int)
+        crew.settle()
+    assert found == [None, 0]
+
+
+# ---------------------------------------------------------------- both sides
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+async def test_live_instances_have_the_budgets_pools_and_rules_of_simulated_ones(scheduled: bool) -> None:
+    task = Task("POPE", "1E1P1ED", scheduled, 10, 5.0, 4)
+    async with pipeline(task) as pipe:
+        live = [host.loaded.settings for host in pipe.hosts.values()]
+    for one, other in zip(live, simulator("POPE", "1E1P1ED", scheduled).settings("1E1P1ED", shared=False), strict=True):
+        assert (one.name, one.roles, dict(one.pools)) == (other.name, other.roles, dict(other.pools))
+        assert (one.rules.tokens, one.rules.media) == (other.rules.tokens, other.rules.media)
+        assert one.rules.policy == other.rules.policy
+        assert other.rules.limit_s is not None
+        assert one.rules.limit_s == pytest.approx(4 * other.rules.limit_s)
+        assert (one.image_cache, one.prefix_cache) == (other.image_cache, other.prefix_cache) == (False, False)
+
+
+def test_every_cost_is_dilated() -> None:
+    one, slow = paced(1.0).cost, paced(4.0).cost
+    for rows in ((3, 0, 0), (0, 600, 0), (0, 0, 576), (40, 300, 1152)):
+        assert slow.seconds(*rows) == pytest.approx(4 * one.seconds(*rows))
+    assert bounds("POPE", 0.9, 4).tbt == pytest.approx(0.9 * 4 * bounds("POPE").tbt)
+    assert "4 times" in slowed(DEVICES["H20"], 4).name
+
+
+async def test_a_replay_says_what_it_came_to() -> None:
+    found = await asyncio.to_thread(served, Task("POPE", "1E1P1D", True, 12, 12.0, 1))
+    assert found["exact"]
+    assert found["failed"] == 0
+    assert found["verified"] == found["pulls"] == 2 * (12 + 4), "an image and KV of each request, and of those checked"
+    assert found["completed"] > 0
+    assert set(found["signs"]) == set(LIMITS)
+    assert found["tokens"] == sum(row.output_length for row in requests("POPE", 12))
+    assert found["latency"]["TTFT p50"] > paced(1.0).cost.seconds(0, 590, 0)
+
+
+async def test_wrong_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task("POPE", "1EPD", True, 12, 12.0, 1)
+    async with pipeline(task) as pipe:
+        assert await scale_live.right_tokens(pipe, "POPE", 1)
+        monkeypatch.setattr(scale_live, "expected_tokens", lambda *_: [8])
+        assert not await scale_live.right_tokens(pipe, "POPE", 1)
+
+
+@pytest.mark.slow
+def test_blocks_of_full_size_arrive_as_they_left() -> None:
+    found = scale_live.full_size("POPE", 2, 3)
+    assert (found["requests"], found["right"], found["verified"], found["pulls"]) == (2, 2, 4, 4)
+    assert found["bytes"] > 2 * 590 * 512 * 1024
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def shown(*lines: Line, dilations: tuple[dict[str, Any], ...] = ()) -> Workload:
+    full = {"requests": 20, "bytes": 2**30, "gb_s": 7.0, "pulls": 40, "verified": 40}
+    return Workload("POPE", 2, list(lines), full, list(dilations))
+
+
+def test_tables_name_the_emulation_and_aims_judge_what_is_bracketed() -> None:
+    ours = Line("best EPD", "2EPD", 20.0, 19.1, 21.0, [record(0, True), record(1, False)])
+    theirs = Line("EPDServe's", "1E1PD", 12.0, 12.6, 13.9, [record(0, True)])
+    result = tabled([shown(ours, theirs)], 2)
+    assert result.method.startswith("EMULATION: 2 instances")
+    assert "2048 times (KV)" in result.method
+    assert "roofline" in result.method
+    assert "2 times slower" in result.tables[0].title
+    assert [row[-1] for row in result.tables[0].rows] == ["agrees", "differs"]
+    verdicts = [aim.met for aim in result.aims]
+    assert verdicts == [False, True, True, True]
+    assert "2EPD 19, 1E1PD 13" in result.aims[-1].measured
+
+
+def test_nothing_is_judged_before_anything_was_replayed() -> None:
+    nothing = Workload("POPE", 1, [Line("best EPD", "2EPD", 20.0, None, None, [])], None, [])
+    assert [aim.met for aim in aims([], [nothing])] == [None, None, None]
+
+
+@pytest.mark.parametrize("wrong", [{"failed": 1}, {"exact": False}, {"verified": 9}])
+def test_a_block_that_was_not_verified_falls_short(wrong: dict[str, Any]) -> None:
+    line = Line("best EPD", "2EPD", 20.0, 19.1, 21.0, [{**record(0, True), **wrong}])
+    assert aims([shown(line)], [shown(line)])[2].met is False
+
+
+def test_dilations_are_compared_with_the_least_and_only_valid_ones() -> None:
+    def at(dilation: int, seconds: float, late: tuple[str, ...] = ()) -> dict[str, Any]:
+        made = record(0, True, late)
+        made["task"][5], made["latency"] = dilation, {"TTFT p50": seconds}
+        return made
+
+    assert differs([at(1, 0.1), at(2, 0.103), at(4, 0.2, ("cpu",))]) == pytest.approx(0.03)
+    assert differs([at(1, 0.1), at(2, 0.1, ("cpu",))]) is None
+    table = scale_tables.dilated(shown(dilations=(at(1, 0.1), at(2, 0.11))))
+    assert [row[1] for row in table.rows] == ["100 (+0.0%)", "110 (+10.0%)"]
+
+
+@pytest.mark.slow
+def test_it_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    result = scale.run(Setting(quick=True, minutes=3, kept=tmp_path))
+    replays = [each for each in Kept(tmp_path / "scale-replays.jsonl", SMALL).records if each["kind"] == "replay"]
+    assert replays
+    assert all(each["exact"] and each["verified"] == each["pulls"] for each in replays)
+    assert result.tables
+    assert scale.run(Setting(quick=True, minutes=0, kept=tmp_path)).tables
+
+
+def test_a_pipeline_of_the_benchmark_says_that_it_is_emulated() -> None:
+    assert isinstance(pipeline(Task("POPE", "1EPD", True, 1, 1.0, 1)), Pipeline)
+    assert str(paced(2.0)).startswith("emulation of llava-1.5-7b (stages wait: a roofline of H20 slowed 2 times")
