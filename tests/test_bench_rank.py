@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rank, rank_tables, ranking
+from benchmarks import rank, rank_goodputs, rank_sources, rank_tables, ranking
+from benchmarks.rank_goodputs import SMALL
 from benchmarks.ranking import Setup, drawn
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import EVERY, PAPER, placements
-from trinity.planner.race import Entry
+from trinity.planner.entries import Entry
 from trinity.trace import SLO
 
 RATES = {"8EPD": 10.2, "4EP4D": 10.0, "1E3P4D": 10.0, "4ED4P": 8.0, "6PD2E": 10.5, "7EP1D": 0.0}
@@ -113,16 +114,16 @@ def entry(name: str) -> Entry:
 @pytest.mark.parametrize("off", [*range(-9, 10), -60, 60])
 def test_goodput_is_found_near_that_of_another_trace(off: int) -> None:
     trials = Limited({"8EPD": 200})
-    assert rank.near(trials, entry("8EPD"), 1.02 ** (200 + off)) == pytest.approx(1.02**200)  # type: ignore[arg-type]
+    assert rank_goodputs.near(trials, entry("8EPD"), 1.02 ** (200 + off)) == pytest.approx(1.02**200)  # type: ignore[arg-type]
     assert trials.asked <= 2 + 2 * math.log2(abs(off) + 1) + 2
 
 
 def test_what_served_nothing_elsewhere_is_searched_from_its_bound() -> None:
     trials = Limited({"8EPD": 30, "4EP4D": None})
-    assert rank.near(trials, entry("8EPD"), 0.0) == pytest.approx(1.02**30)  # type: ignore[arg-type]
-    assert rank.near(trials, entry("4EP4D"), 0.0) == 0.0  # type: ignore[arg-type]
+    assert rank_goodputs.near(trials, entry("8EPD"), 0.0) == pytest.approx(1.02**30)  # type: ignore[arg-type]
+    assert rank_goodputs.near(trials, entry("4EP4D"), 0.0) == 0.0  # type: ignore[arg-type]
     assert trials.asked == 200
-    assert rank.near(trials, entry("4EP4D"), 5.0) == 0.0  # type: ignore[arg-type]
+    assert rank_goodputs.near(trials, entry("4EP4D"), 5.0) == 0.0  # type: ignore[arg-type]
 
 
 def test_a_held_out_trace_grows_until_it_has_an_answer() -> None:
@@ -135,19 +136,19 @@ def test_a_held_out_trace_grows_until_it_has_an_answer() -> None:
         hardware = SimpleNamespace(names=())
         return SimpleNamespace(trials=trials, trace=rows, hardware=hardware, entries=lambda names: [entry("8EPD")])
 
-    count, rates = rank.held_out(case_of, 1000, {"8EPD": 1.0})
+    count, rates = rank_goodputs.held_out(case_of, 1000, {"8EPD": 1.0})
     assert count == 2600
     assert rates["8EPD"] == pytest.approx(1.02**10)
     assert asked == [1000, math.ceil(1.3 * 1000 * 2)]
 
 
 def test_a_case_stops_when_the_time_is_over() -> None:
-    with pytest.raises(rank.OutOfTimeError):
-        rank.ranked_case(drawn()[0], rank.SMALL, time.monotonic())
+    with pytest.raises(rank_goodputs.OutOfTimeError):
+        rank_goodputs.searched_case(drawn()[0], SMALL, time.monotonic())
 
 
 def test_no_case_begins_when_the_time_is_over() -> None:
-    assert list(rank.spread(drawn()[:2], rank.SMALL, time.monotonic())) == []
+    assert list(rank.spread([(each, None) for each in drawn()[:2]], SMALL, time.monotonic())) == []
 
 
 # ---------------------------------------------------------------- what is kept
@@ -160,34 +161,62 @@ def record(setup: Setup, chosen: str = "8EPD", runs: int = 20, **changed: Any) -
     return {**made, **changed}
 
 
-def test_records_are_kept_and_read_back_for_the_same_code_and_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_kept_and_read_back_for_the_same_key(tmp_path: Path) -> None:
     path, (one, two, *_) = tmp_path / "new" / "cases.jsonl", drawn()
-    kept = rank.Kept(path, rank.SMALL)
+    kept = rank.Kept(path, "a")
     kept.add(record(one))
     kept.add(record(two))
+    kept.add(record(two, "4EP4D"))
     assert [json.loads(line)["setup"] for line in path.read_text().splitlines()] == [list(one), list(two)]
-    assert set(rank.Kept(path, rank.SMALL).records) == {one, two}
-    assert not rank.Kept(path, rank.Sizes()).records
-    monkeypatch.setattr(rank, "sources", lambda: "others")
-    assert not rank.Kept(path, rank.SMALL).records
+    assert set(rank.Kept(path, "a").records) == {one, two}
+    assert not rank.Kept(path, "b").records
 
 
-def test_the_digest_of_sources_changes_with_them(tmp_path: Path) -> None:
-    before = rank.sources(tmp_path)
-    (tmp_path / "src" / "trinity" / "planner").mkdir(parents=True)
-    (tmp_path / "src" / "trinity" / "planner" / "race.py").write_text("x = 1\n")
-    assert rank.sources(tmp_path) != before
-    assert rank.sources() == rank.sources()
+def package(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / "src" / "trinity" / "/".join(name.split("__"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".py").write_text(text)
+
+
+def test_sources_are_what_is_imported_directly_or_not(tmp_path: Path) -> None:
+    package(
+        tmp_path,
+        a="from trinity.deep import b\nimport os\n",
+        deep__b="def later():\n    from trinity.c import thing\n",
+        c="import trinity.d\n",
+        d="from trinity import a\n",
+        e="",
+    )
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "sim_a.cpp").write_text("int x;")
+    names = [path.name for path in rank_sources.behind(["trinity.a"], (), tmp_path)]
+    assert names == ["a.py", "c.py", "d.py", "b.py", "sim_a.cpp"]
+    assert len(rank_sources.behind(["trinity.a"], ["trinity.c"], tmp_path)) == 3
+    before = rank_sources.digest(rank_sources.behind(["trinity.a"], (), tmp_path))
+    package(tmp_path, e="x = 1\n")
+    assert rank_sources.digest(rank_sources.behind(["trinity.a"], (), tmp_path)) == before
+    package(tmp_path, d="x = 1\n")
+    assert rank_sources.digest(rank_sources.behind(["trinity.a"], (), tmp_path)) != before
+
+
+def test_goodputs_do_not_hang_on_the_race_and_choices_do() -> None:
+    searching = {path.name for path in rank_sources.behind(rank.SEARCH, rank.CHOICE)}
+    assert {"trials.py", "bounds.py", "simulator.py", "goodput.py", "scheduler.py", "sim_world.hpp"} <= searching
+    assert not {"race.py", "lacking.py", "hybrid.py", "pipeline.py"} & searching
+    choosing = {path.name for path in rank_sources.behind((*rank.SEARCH, *rank.CHOICE))}
+    assert choosing - searching == {"race.py", "lacking.py"}
+    assert rank.keys(SMALL) != rank.keys(rank.Sizes())
 
 
 def test_a_run_goes_on_from_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[Setup]] = []
+    asked: list[list[rank.Job]] = []
 
-    def spread(setups: list[Setup], sizes: rank.Sizes, until: float) -> list[dict[str, Any]]:
-        asked.append(setups)
-        return [record(setups[0])]
+    def spread(jobs: list[rank.Job], sizes: rank.Sizes, until: float) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        asked.append(jobs)
+        both = record(jobs[0][0])
+        picks = both.pop("picks")
+        return [(both, {"setup": both["setup"], "picks": picks})]
 
     monkeypatch.setattr(rank, "spread", spread)
     setting = Setting(kept=tmp_path, minutes=1.0)
@@ -196,8 +225,12 @@ def test_a_run_goes_on_from_what_was_done(tmp_path: Path, monkeypatch: pytest.Mo
     assert [len(each) for each in asked] == [180, 179]
     assert result.values["cases"][1]["setup"] == list(drawn()[1])
     assert "2 of 180 cases" in result.notes[0]
-    assert "267 minutes" not in result.notes[0]
     assert f"about {178 * 3 / 2 / 60:.0f} minutes" in result.notes[0]
+    searching, _ = rank.keys(rank.Sizes())
+    monkeypatch.setattr(rank, "keys", lambda sizes: (searching, "another race"))
+    rank.run(setting)
+    assert [job[0] for job in asked[2] if job[1] is not None] == drawn()[:2], "goodputs are known"
+    assert len(asked[2]) == 180
 
 
 # ---------------------------------------------------------------- tables and aims
@@ -246,8 +279,13 @@ def test_a_case_that_trinity_refuses_is_told_and_does_not_count(monkeypatch: pyt
     def refuses(*_: object) -> None:
         raise TraceTooShort("too short", 7.0)
 
-    monkeypatch.setattr(rank, "ranked_case", refuses)
-    refused = rank.tried(drawn()[1], rank.SMALL, math.inf)
+    monkeypatch.setattr(rank, "searched_case", refuses)
+    refused, choice = rank.tried((drawn()[1], None), SMALL, math.inf)
+    assert choice == refused
+    assert rank.tried((drawn()[1], refused), SMALL, math.inf) == (refused, refused)
+    monkeypatch.setattr(rank, "choices", refuses)
+    goodputs = record(drawn()[1])
+    assert rank.tried((drawn()[1], goodputs), SMALL, math.inf) == (goodputs, refused)
     made = result_of([record(drawn()[0], "6PD2E"), refused])
     assert "1 refused" in made.notes[0]
     assert "TraceTooShort: too short" in made.notes[0]
@@ -267,7 +305,8 @@ def test_it_runs() -> None:
     for each in result.values["cases"]:
         assert len(each["plan"]) == len(each["held"]) == 8  # 2 + 2 + 1 of the paper's at N = 3, PD+E twice, 3 x EPD
         assert each["picks"]["race"][0] in each["plan"]
-        assert each["picks"]["race"][1] >= each["picks"]["paper"][1] > 0
-        assert each["exhaustive_runs"] >= each["picks"]["race"][1]
+        assert 0 < each["picks"]["race"][1] < each["exhaustive_runs"]
+        assert each["picks"]["paper"][1] > 0
+        assert ranking.regret(each["plan"], each["picks"]["race"][0]) == 0
         assert each["plan"][each["picks"]["race"][0]] > 0
     assert "open: race" in result.text()

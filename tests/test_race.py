@@ -6,17 +6,19 @@ import math
 import random
 from collections.abc import Callable
 from itertools import accumulate
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import TraceTooShort
-from trinity.goodput import Outcome, Serve, goodput
+from trinity.goodput import Outcome, Point, Serve, goodput
 from trinity.planner.candidates import Deployment, deployments
-from trinity.planner.race import Entry, Found, _Left, by_nominal, exhaustive, race, reaches
+from trinity.planner.entries import Entry, exhaustive, likely_first
+from trinity.planner.race import race, reaches
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.trace import RULES, SLO, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
 FIVE = deployments(["A"] * 3)[:5]
@@ -95,9 +97,12 @@ def test_a_limit_far_below_the_guess_is_found_as_well() -> None:
     assert not made.holds(FIVE[0], step + 1)
 
 
-def test_from_a_step_that_holds_it_is_not_replayed_again() -> None:
-    made = trials(lambda _: 0.1)
-    assert made.limit(FIVE[0], 1e9, least=step_of(5)) == trials(lambda _: 0.1).limit(FIVE[0], 10)
+@pytest.mark.parametrize("guess", [2.0, 300.0, 1500.0])
+def test_its_first_steps_are_those_that_it_asks_while_none_holds(guess: float) -> None:
+    made = trials(lambda _: 3.0)
+    assert made.limit(FIVE[0], guess) is None
+    first = made.first_steps(guess)
+    assert [step_of(point.rate * 1.001) for point in made.points(FIVE[0])][:0:-1] == list(first)
 
 
 def test_a_rate_that_holds_in_too_short_a_time_is_no_answer() -> None:
@@ -166,7 +171,7 @@ def test_progress_is_told_of_every_replay() -> None:
 
 def test_it_finds_the_best_and_asks_the_others_once() -> None:
     made, entries = known([0.2, 0.1, 0.11, 0.15, 0.101])
-    found = race(made, by_nominal(entries))
+    found = race(made, likely_first(entries))
     assert found[0].entry is entries[1]
     assert found[0].rate == pytest.approx(10, rel=0.03)
     assert [each.exact for each in found] == [True, False, False, False, False]
@@ -176,63 +181,102 @@ def test_it_finds_the_best_and_asks_the_others_once() -> None:
 
 def test_one_whose_upper_bound_is_lower_is_not_asked() -> None:
     made, entries = known([0.1, 0.5])
-    found = race(made, by_nominal(entries))
+    found = race(made, likely_first(entries))
     assert made.points(entries[1].deployment) == ()
     assert found[1].bound == pytest.approx(2.4)
 
 
-def test_one_whose_nominal_bound_is_lower_by_more_than_the_margin_is_not_asked() -> None:
-    made, entries = known([0.1, 0.18])
-    loose = [entry._replace(upper=100.0) for entry in entries]
-    found = race(made, loose, margin=1.4)
-    assert made.points(entries[1].deployment) == ()
-    assert found[1].bound == 100.0
-    race(made, loose, margin=2.0)
-    assert len(made.points(entries[1].deployment)) == 1
-
-
-def test_what_nominal_bounds_were_worth_for_a_method_decides_who_is_next() -> None:
-    """EP+D reaches a third of its nominal bounds here: after one of them, the other method comes first."""
+def test_what_guesses_were_worth_for_a_method_decides_who_is_next() -> None:
+    """The first of EP+D comes to a third of its guess: the others of it, guessed higher than ED+P, come after that."""
     placed = [*deployments(["A"] * 4, ["EP+D"]), *deployments(["A"] * 4, ["ED+P"])]
-    seconds = {each: 0.3 if each.method == "EP+D" else 0.12 for each in placed}
-    entries = [Entry(each, 100.0, 10.0 if each.method == "EP+D" else 8.0) for each in placed]
     asked: list[str] = []
 
     def serve(deployment: Deployment) -> Serve:
         asked.append(deployment.method)
-        return queue(seconds[deployment])
+        return queue(0.3 if deployment.method == "EP+D" else 0.12)
 
-    found = race(Trials(serve, evenly(), LOOSE), by_nominal(entries), margin=10.0)
+    guesses = dict(zip(placed, (10.0, 9.4, 9.4, 8.0, 8.0, 8.0), strict=True))
+    first = race(made := Trials(serve, evenly(), LOOSE), [Entry(placed[0], 100.0, 10.0)])
+    found = race(made, [Entry(each, 100.0, guess) for each, guess in guesses.items()], first)
     assert asked[:2] == ["EP+D", "ED+P"]
     assert found[0].entry.deployment.method == "ED+P"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_who_is_next_is_the_likely_best_of_all_that_are_left(seed: int) -> None:
-    """By the definition: nominal bound times worth, times the mean of what was reached over it for its method."""
-    draw = random.Random(seed)
-    entries = [
-        Entry(each, 99.0, draw.choice([5.0, 10.0, draw.uniform(1, 20)]), draw.choice([1.0, 0.5]))
-        for each in deployments(["A"] * 6)
-    ]
-    left, order, ratios = list(entries), _Left(entries, (), learns=True), dict[str, list[float]]()
-    while left:
-        means = {method: sum(each) / len(each) for method, each in ratios.items()}
-        values = [each.nominal * each.worth * means.get(each.deployment.method, 1.0) for each in left]
-        best = left.pop(values.index(max(values)))
-        assert order.next() == best
-        found = Found(best, draw.random() < 0.5, draw.choice([20, 40, 90]), draw.uniform(1, 20))
-        order.learn(found)
-        reached = found.rate if found.exact else min(found.bound, best.nominal)
-        ratios.setdefault(best.deployment.method, []).append(reached / best.nominal)
-    assert order.next() is None
-    usual = _Left(entries, (), learns=False)
-    assert [usual.next() for _ in entries] == entries, "without a margin: as they are given"
+def test_who_is_thought_worse_than_its_stages_say_comes_later_and_is_searched_from_there() -> None:
+    made, entries = known([0.5, 0.1])
+    entries[0] = entries[0]._replace(nominal=40.0, upper=50.0, likely=2.0)
+    assert likely_first(entries) == [entries[1], entries[0]]
+    alone = trials(lambda _: 0.5)
+    assert exhaustive(made, entries[:1])[0].step == alone.limit(entries[0].deployment, 2.0)
+    assert made.runs == alone.runs
+
+
+def test_until_one_holds_nobody_is_searched_to_the_end() -> None:
+    """Three are guessed twenty times too high; the fourth is as it says, and the first that is searched."""
+    made, entries = known([2.0, 1.0, 1.0, 0.2])
+    wrong = [each._replace(nominal=20.0 * each.nominal, upper=100.0) for each in entries[:3]]
+    found = race(made, [*wrong, entries[3]])
+    assert found[0].entry is entries[3]
+    assert sum(each.exact for each in found) <= 2
+    all_of_them, _ = known([2.0, 1.0, 1.0, 0.2])
+    exhaustive(all_of_them, [*wrong, entries[3]])
+    assert made.runs < all_of_them.runs
+
+
+def test_a_winners_goodput_is_that_of_a_search_alone() -> None:
+    """Where rates that fail lie between such that hold, the race may not see another one than ``exhaustive``."""
+
+    def serve(trace: Trace) -> list[Outcome]:
+        at = [row.timestamp / 1000 for row in trace]
+        rate = (len(at) - 1) / (at[-1] - at[0])
+        return [Outcome(9.0 if 10 < rate < 12 or rate > 14 else 0.1)] * len(at)
+
+    holed, even = deployments(["A"] * 3, ["EP+D"])
+    entries = [Entry(even, 100.0, 12.5), Entry(holed, 100.0, 10.0)]
+    made, alone = (
+        Trials(lambda deployment: serve if deployment == holed else queue(0.08), evenly(), LOOSE) for _ in range(2)
+    )
+    found = race(made, entries)
+    fresh = exhaustive(alone, entries)
+    assert [(each.entry, each.rate) for each in found if each.exact] == [(each.entry, each.rate) for each in fresh]
+    assert found[0].entry is entries[0]
+
+
+class Short:
+    """What a rate above that of its fewest instances looks like: those are at work all the time."""
+
+    def __init__(self, deployment: Deployment, each: dict[str, float]) -> None:
+        self.counts = {group.roles: group.count for group in deployment.placement.groups}
+        self.each = each
+
+    def __call__(self, trace: Trace) -> list[Outcome]:
+        raise AssertionError
+
+    def point(self, trace: Trace, slo: SLO, rate: float | None) -> Point:
+        assert rate is not None
+        load = {roles: rate / (count * self.each[roles]) for roles, count in self.counts.items()}
+        decodes = next(roles for roles in load if "D" in roles)
+        first = 0.1 if any(share > 1 for roles, share in load.items() if roles != decodes) else 1.0
+        kept = 0.0 if load[decodes] > 1 else first
+        met: dict[str, float] = dict.fromkeys(RULES, kept)
+        return Point(rate=rate, duration_s=1e4, attainment=met, completed=1.0, first=first, load=load)
+
+
+@pytest.mark.parametrize("best", [({"EP": 2.0, "D": 10.0}), ({"EP": 10.0, "D": 2.0}), ({"EP": 3.0, "D": 3.0})])
+def test_those_that_lack_what_another_lacked_are_not_asked(best: dict[str, float]) -> None:
+    """Bounds that say nothing, and a guess that is the same for all: what failed must tell who else will."""
+    placed = deployments(["A"] * 16, ["EP+D"])
+    made = Trials(lambda each: Short(each, best), evenly(), LOOSE)
+    entries = [Entry(each, inf, 9.0) for each in random.Random(3).sample(placed, len(placed))]
+    found = race(made, entries)
+    alone = exhaustive(Trials(lambda each: Short(each, best), evenly(), LOOSE), entries)
+    assert found[0].rate == alone[0].rate
+    assert sum(bool(made.points(each.entry.deployment)) for each in found) <= 11 < len(placed)
 
 
 def test_a_bad_order_costs_replays_and_nothing_else() -> None:
     made, entries = known([0.2, 0.1, 0.11, 0.15, 0.101])
-    assert race(made, reversed(by_nominal(entries)))[0].entry is entries[1]
+    assert race(made, reversed(likely_first(entries)))[0].entry is entries[1]
 
 
 def test_of_equal_ones_the_first_stays() -> None:
@@ -246,7 +290,7 @@ def test_what_is_known_is_not_searched_again_and_must_be_beaten() -> None:
     made, entries = known([0.1, 0.2, 0.05])
     first = race(made, entries[:2])
     runs = made.runs
-    found = race(made, by_nominal(entries), first)
+    found = race(made, likely_first(entries), first)
     assert found[0].entry is entries[2]
     assert made.runs - runs <= 8
     assert len(found) == 3
@@ -255,7 +299,7 @@ def test_what_is_known_is_not_searched_again_and_must_be_beaten() -> None:
 def test_worth_turns_rates_into_scores() -> None:
     made, entries = known([0.1, 0.05])
     dear = [entries[0]._replace(worth=1.0), entries[1]._replace(worth=0.4)]  # 10 against 20 · 0.4
-    found = race(made, by_nominal(dear))
+    found = race(made, likely_first(dear))
     assert found[0].entry is dear[0]
     assert found[0].score == pytest.approx(10, rel=0.03)
 
@@ -279,7 +323,7 @@ def test_its_winner_is_the_exhaustive_winner(seconds: list[float], seed: int) ->
 
 def test_who_reaches_a_rate() -> None:
     made, entries = known([0.2, 0.1, 0.05])
-    assert reaches(made, by_nominal(entries), 15.0) is entries[2]
+    assert reaches(made, likely_first(entries), 15.0) is entries[2]
     assert reaches(made, entries, 8.0) is entries[1]
     runs = made.runs
     assert reaches(made, entries, 100.0) is None  # beyond every upper bound

@@ -18,8 +18,9 @@ from simulating import row, simulator
 from trinity import serving, twin
 from trinity.blocks import prefix_keys
 from trinity.errors import ConfigError, TraceError
-from trinity.goodput import Outcome, measure, point
+from trinity.goodput import Outcome, Point, measure, point
 from trinity.overlap import Transfers
+from trinity.placement import Placement
 from trinity.serving import Serving, requests_of
 from trinity.simulator import Replay, Simulator
 from trinity.testing.virtual import settings_of
@@ -64,6 +65,11 @@ def alike(replay: Replay) -> Replay:
     return msgspec.structs.replace(replay, engine="")
 
 
+def told(point: Point) -> Point:
+    """Without what only the compiled engine says."""
+    return msgspec.structs.replace(point, load={})
+
+
 @needs_twin
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("contents", [0, 6])
@@ -96,7 +102,15 @@ def test_a_point_is_what_measuring_outcomes_gives(placement: str, rate: float | 
     expected = point(offered, python.replay(offered, placement).outcomes, slo)
     served = compiled.serve(placement)
     assert isinstance(served, Serving)
-    assert served.point(trace, slo, rate) == measure(served, trace, slo, rate) == expected
+    found = served.point(trace, slo, rate)
+    assert found is not None
+    assert found == measure(served, trace, slo, rate)
+    assert told(found) == expected
+    utilisation = compiled.replay(offered, placement).utilisation.values()
+    for roles, share in found.load.items():
+        worked = [sum(own.values()) for own in utilisation if own.keys() == set(roles)]
+        assert share == pytest.approx(sum(worked) / len(worked))
+    assert list(found.load) == [group.roles for group in Placement.parse(placement).groups]
 
 
 @needs_twin
@@ -127,7 +141,7 @@ def test_what_the_short_way_does_not_know_goes_the_long_way() -> None:
     with pytest.raises(TraceError, match="no rate"):
         measure(served, Trace([row(1.0, 16, 2)] * 3), slo, 5.0)
     one = Trace([row(1.0, 16, 2)])
-    assert measure(served, one, slo) == measure(python.serve("8EPD"), one, slo)
+    assert told(measure(served, one, slo)) == measure(python.serve("8EPD"), one, slo)
     assert math.isinf(measure(served, one, slo).rate)
 
 

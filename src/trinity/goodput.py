@@ -39,13 +39,17 @@ Searching = Generator[Trace, Sequence[Served], "Goodput"]  # asks for a trace to
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen at one rate (requests a second): attainment by rule, completions a second over arrivals a second.
 
-    ``duration_s`` is how long the requests took to arrive.
+    ``duration_s`` is how long the requests took to arrive; ``first`` is the share of them that were completed and had
+    their first token in time, whatever became of the others (-1: not known). ``load``: the mean share of the time that
+    the instances of each roles were at work, where the engine says so.
     """
 
     rate: float
     duration_s: float
     attainment: dict[str, float]
     completed: float
+    first: float = -1.0
+    load: dict[str, float] = {}
 
     @property
     def stable(self) -> bool:
@@ -184,7 +188,12 @@ def point(offered: Trace, outcomes: Sequence[Served], slo: SLO) -> Point:
         duration_s=times[-1] - times[0] if times else 0.0,
         attainment={rule: sum(slo.met(each, rule) for each in outcomes) / max(1, len(outcomes)) for rule in RULES},
         completed=completed_share(arrivals, outcomes),
+        first=sum(_first_met(each, slo) for each in outcomes) / max(1, len(outcomes)),
     )
+
+
+def _first_met(served: Served, slo: SLO) -> bool:
+    return served.finish_reason in COMPLETE and served.ttft_s is not None and served.ttft_s < slo.ttft
 
 
 def completed_share(arrivals: Sequence[float], outcomes: Sequence[Served]) -> float:

@@ -123,6 +123,8 @@ class Serving:
             duration_s=span,
             attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
             completed=completions(at.tolist(), found.finishes.tolist()),
+            first=twin.firsts(raw, work, at, slo.ttft) / len(at),
+            load=twin.load(raw, deployed.settings, float(at[0])),
         )
 
 

@@ -218,6 +218,22 @@ def judged(raw: Raw, work: Workload, arrivals: Floats, ttft: float, tbt: float) 
     return Judged(*extension.sim_judged(raw.times, work.first, raw.counts, raw.reasons, arrivals, ttft, tbt))
 
 
+def firsts(raw: Raw, work: Workload, arrivals: Floats, ttft: float) -> int:
+    """Complete requests whose first token was in time."""
+    whole = np.flatnonzero((raw.reasons == REASONS.index("length")) & (raw.counts > 0))
+    return int(np.count_nonzero(raw.times[work.first[whole]] - arrivals[whole] < ttft))
+
+
+def load(raw: Raw, settings: Sequence[Settings], began: float) -> dict[str, float]:
+    """Mean share of the time that the instances of each roles were at work; with two lanes it may exceed 1."""
+    span = raw.ended - began if raw.ended > began else inf
+    worked = (raw.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
+    groups: dict[str, list[float]] = {}
+    for share, each in zip(worked, settings, strict=True):
+        groups.setdefault("".join(each.roles), []).append(share)
+    return {roles: sum(shares) / len(shares) for roles, shares in groups.items()}
+
+
 def _kind_of(cost: StepTime) -> Any:
     return _COSTS.get(type(cost))
 

@@ -10,8 +10,8 @@ from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import partition
 from trinity.planner.candidates import Deployment
 from trinity.planner.case import Case
+from trinity.planner.entries import Found, ranked
 from trinity.planner.knobs import Space, knobs_of
-from trinity.planner.race import Found, ranked
 
 _LEAST_SHARE = 0.01  # of a group, so that no weights are all zero
 
@@ -65,7 +65,7 @@ def _tried(case: Case, space: Space, study: Any) -> Found | None:
         study.tell(trial, state=import_module("optuna").trial.TrialState.FAIL)
         return None
     entry = case.entry(deployment)
-    step = case.trials.limit(deployment, entry.nominal)
+    step = case.trials.limit(deployment, entry.guess)
     found = valued(case, Found(entry, True, step, entry.upper), space)
     study.tell(trial, found.score)
     return found

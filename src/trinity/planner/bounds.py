@@ -21,6 +21,7 @@ from trinity.model_shapes import Model
 from trinity.placement import STAGES
 from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
+from trinity.planner.collisions import interrupted, waiting
 from trinity.scheduler import latency_bound
 from trinity.trace import SLO, Rule, Trace
 from trinity.workload import HASHED, Job, jobs_of
@@ -73,8 +74,9 @@ class Bounds:
         interference: float = 1.0,
         offline: bool = False,
     ) -> None:
-        self.slo, self.model, self.kinds = slo, model, kinds
+        self.slo, self.model, self.kinds, self.rule = slo, model, kinds, rule
         self.load, jobs = workload(trace, model), jobs_of(trace, model)
+        self._gaps = Counter(max(0, job.max_tokens - 1) for job in jobs if not job.refused)
         self.need = _need(jobs, 1.0 if order == "fcfs" else share)
         self.share = share if order == "fcfs" else 1.0
         self.both_lanes = min(2.0, max(1.0, 2 / interference)) if len(lanes) > 1 else 1.0
@@ -83,6 +85,7 @@ class Bounds:
         self._tail = 0.0 if offline else _tail(jobs, slo) / len(trace)
         self.least = cache(self._least)
         self.usual = cache(self._usual)
+        self._asked, self._collisions = share, cache(self._colliding)
 
     # ------------------------------------------------------------ what cannot be exceeded
 
@@ -167,6 +170,26 @@ class Bounds:
     def nominal(self, deployment: Deployment) -> float:
         """Requests a second at the budgets: by the group of instances that is slowest."""
         return min(self._group_rates(deployment).values(), default=0.0)
+
+    def likely(self, deployment: Deployment) -> float:
+        """Requests a second at which short outputs meet too many steps in progress; inf where they may."""
+        served = [each for each in self._serving(deployment, "D") if each[0] in ("D", "ED")]
+        if not served or not self.need.decode:
+            return inf
+        roles, name = max(served, key=lambda each: self._steps(each[1])[1])
+        count = sum(n for n, own, _ in deployment.groups if own == roles)
+        return self._collisions(roles, name, count)
+
+    def _steps(self, name: str) -> tuple[float, float]:
+        """Seconds to encode an image, and of a step that decodes one request."""
+        encode, _, decode = stage_seconds(self.load, self.kinds[name].cost)
+        return encode(ceil(self.load.image)) if self.load.image else 0.0, decode(1)
+
+    def _colliding(self, roles: str, name: str, count: int) -> float:
+        encode, step = self._steps(name)
+        if roles == "D":
+            return waiting(count, step, self._gaps, self.slo, self.rule, self._asked)
+        return interrupted(count, encode, step, self._gaps, self.slo, self._asked)
 
     def bottleneck(self, deployment: Deployment) -> str:
         """The letter of the stage that takes most in the slowest group of instances."""

@@ -11,12 +11,12 @@ from trinity.planner import algorithm2
 from trinity.planner.algorithm2 import Profile, Split, profiled
 from trinity.planner.bounds import Bounds
 from trinity.planner.candidates import Deployment, deployments, methods_for
+from trinity.planner.entries import Entry, Found, exhaustive, likely_first
 from trinity.planner.hardware import Hardware
-from trinity.planner.race import Entry, Found, by_nominal, exhaustive, race
+from trinity.planner.race import race
 from trinity.planner.trials import Progress, Trials
 from trinity.trace import SLO, Rule, Trace
 
-MARGIN = 1.4  # times its nominal bound that a goodput may come to: in 15 searches of all 43 the best had at most 1.03
 FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
 
 
@@ -79,11 +79,12 @@ class Case:
         return self.hardware.simulator(deployment, self.asked.slo).serve(deployment.placement)
 
     def entry(self, deployment: Deployment, worth: float = 1.0) -> Entry:
-        return Entry(deployment, self.bounds.upper(deployment), self.bounds.nominal(deployment), worth)
+        bounds = self.bounds
+        return Entry(deployment, bounds.upper(deployment), bounds.nominal(deployment), worth, bounds.likely(deployment))
 
     def entries(self, devices: Sequence[str], step: int = 1, worth: float = 1.0) -> list[Entry]:
         """Every deployment on these devices that holds the model, the likely best first."""
-        return by_nominal(self._fitting(deployments(devices, self.methods, step), worth))
+        return likely_first(self._fitting(deployments(devices, self.methods, step), worth))
 
     def _fitting(self, found: Iterable[Deployment], worth: float) -> Iterator[Entry]:
         return (self.entry(each, worth) for each in found if not self.hardware.misfit(each))
@@ -105,11 +106,11 @@ class Case:
 
     # ------------------------------------------------------------ strategies by goodput
 
-    def searched(self, strategy: str, entries: Sequence[Entry], known: Sequence[Found]) -> list[Found]:
+    def searched(self, strategy: str, entries: Sequence[Entry], known: Sequence[Found] = ()) -> list[Found]:
         """By "exhaustive" or "race", from what is ``known``."""
         if strategy == "exhaustive":
             return exhaustive(self.trials, entries)
-        return race(self.trials, entries, known, margin=MARGIN)
+        return race(self.trials, entries, known)
 
     def refined(self, found: list[Found], devices: Sequence[str], step: int) -> list[Found]:
         """Placements of the best one's method nearer and nearer to it, down to every ratio."""
@@ -122,7 +123,7 @@ class Case:
                 for each in deployments(devices, [best.method], step)
                 if all(abs(group.count - groups[group.roles]) <= near for group in each.placement.groups)
             ]
-            found = self.searched("race", by_nominal(self._fitting(close, found[0].entry.worth)), found)
+            found = self.searched("race", likely_first(self._fitting(close, found[0].entry.worth)), found)
         return found
 
 

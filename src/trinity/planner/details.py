@@ -15,8 +15,8 @@ from trinity.messages import IMAGE, KV
 from trinity.placement import STAGES
 from trinity.planner.candidates import Deployment
 from trinity.planner.case import Case
+from trinity.planner.entries import Found
 from trinity.planner.plan import Candidate
-from trinity.planner.race import Found
 from trinity.planner.trials import rate_of
 from trinity.simulator import Replay
 from trinity.trace import RULES, SLO, Rule, Trace

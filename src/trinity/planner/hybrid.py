@@ -18,11 +18,12 @@ from trinity.planner.candidates import Deployment, subsets
 from trinity.planner.case import Case, Question, coarse
 from trinity.planner.details import candidate, detailed, seen_in, verified
 from trinity.planner.draw import Drawn, long_enough
+from trinity.planner.entries import Entry, Found, likely_first, ranked
 from trinity.planner.hardware import Devices, Hardware, cluster_of
 from trinity.planner.knobs import Space
 from trinity.planner.plan import OBJECTIVES, STRATEGIES, Candidate, Objective, Plan, Strategy
 from trinity.planner.progress import Progress, Report
-from trinity.planner.race import Entry, Found, by_nominal, race, ranked, reaches
+from trinity.planner.race import race, reaches
 from trinity.planner.replays import Scored, at_once, effective, replayed, throughput
 from trinity.trace import RULES, SLO, Rule, Trace
 
@@ -48,11 +49,18 @@ class Options(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """What a strategy found: best first, Algorithm 2's own choice, and what to say."""
+    """What a strategy found, best first, in how many replays; Algorithm 2's own choice, and what to say."""
 
     found: list[Found]
     paper: Found | None
+    runs: int
     notes: tuple[str, ...] = ()
+
+    def beside(self, known: Sequence[Found], paper: Found | None) -> Searched:
+        """With what Algorithm 2 found, which was searched to the end."""
+        exact = {each.entry.deployment: each for each in (*known, *self.found) if each.exact}
+        bounded = [each for each in self.found if each.entry.deployment not in exact]
+        return self._replace(found=ranked([*exact.values(), *bounded]), paper=paper)
 
 
 class HybridPlanner:
@@ -168,25 +176,24 @@ class HybridPlanner:
         offline = self.options.objective == "throughput"
         case = Case(self.hardware, drawn.trace, self.asked, progress, offline)
         searched = self._search(case)
-        runs = case.trials.runs
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
-        return self._written(case, searched, drawn, runs)
+        return self._written(case, searched, drawn)
 
     def _search(self, case: Case) -> Searched:
         own = self.options
         if own.strategy == "bayesian":
             found, notes = tuned(case, own.space, own.seed)
-            paper = self._paper(case)[1]
-            return Searched(found, paper and valued(case, paper, own.space), notes)
+            runs, paper = case.trials.runs, self._paper(case)[1]
+            return Searched(found, paper and valued(case, paper, own.space), runs, notes)
         if own.objective in REPLAYED:
             return self._replayed(case)
         if own.objective == "fewest_instances":
             return self._fewest(case, own.rate or 0.0)
-        known, paper = self._paper(case)
         if own.strategy == "paper":
-            return Searched(known, paper)
-        return self._raced(case, known, paper)
+            known, paper = self._paper(case)
+            return Searched(known, paper, case.trials.runs)
+        return self._raced(case).beside(*self._paper(case))
 
     def _paper(self, case: Case, names: Sequence[str] | None = None) -> tuple[list[Found], Found | None]:
         """Algorithm 2's candidates, and the first of them that is strictly greater than the others."""
@@ -203,34 +210,34 @@ class HybridPlanner:
         per_cost = self.options.objective == "goodput_per_cost"
         return 3600 / self.hardware.needed_price(names) if per_cost else 1.0
 
-    def _raced(self, case: Case, known: list[Found], paper: Found | None) -> Searched:
+    def _raced(self, case: Case) -> Searched:
+        """Without Algorithm 2's choice, whose replays do not count as the race's."""
         step = coarse(self.most)
         if self.options.objective == "goodput_per_cost":
-            entries = self._any_devices(case)
-            return Searched(case.searched(self.options.strategy, entries, known), paper)
-        entries = case.entries(self._chosen, step)
-        found = case.searched(self.options.strategy, entries, known)
-        if step == 1 or not found:
-            return Searched(found, paper)
+            return self._searched(case, self._any_devices(case))
+        searched = self._searched(case, case.entries(self._chosen, step))
+        if step == 1 or not searched.found:
+            return searched
         note = f"For {self.most} instances ratios were tried in steps of {step}, then all near the best one."
-        return Searched(case.refined(found, self._chosen, step), paper, (note,))
+        return Searched(case.refined(searched.found, self._chosen, step), None, case.trials.runs, (note,))
+
+    def _searched(self, case: Case, entries: Sequence[Entry]) -> Searched:
+        return Searched(case.searched(self.options.strategy, entries), None, case.trials.runs)
 
     def _any_devices(self, case: Case) -> list[Entry]:
         """Every deployment on any choice of the devices."""
         chosen = subsets(self.hardware.available, self.most)
-        return by_nominal(each for names in chosen for each in case.entries(names, worth=self._worth(names)))
+        return likely_first(each for names in chosen for each in case.entries(names, worth=self._worth(names)))
 
     def _fewest(self, case: Case, rate: float) -> Searched:
         by_size: dict[int, list[Entry]] = {}
         for names in subsets(self.hardware.available, self.most):
             by_size.setdefault(len(names), []).extend(case.entries(names, coarse(len(names))))
         for entries in by_size.values():
-            if reaches(case.trials, by_nominal(entries), rate):
+            if reaches(case.trials, likely_first(entries), rate):
                 names = entries[0].deployment.devices
-                known, paper = self._paper(case, names)
-                return Searched(case.searched(self.options.strategy, by_nominal(entries), known), paper)
-        known, paper = self._paper(case)
-        searched = self._raced(case, known, paper)
+                return self._searched(case, likely_first(entries)).beside(*self._paper(case, names))
+        searched = self._raced(case).beside(*self._paper(case))
         note = f"No placement on up to {self.most} instances serves {rate:g} requests/s: this is the best there is."
         return searched._replace(notes=(note, *searched.notes))
 
@@ -241,10 +248,11 @@ class HybridPlanner:
         first = replayed(case, offered, case.paper(self._chosen, own.split), every=True, **shared)
         paper = first[0] if first else None
         if own.strategy == "paper":
-            return Searched(first, paper)
+            return Searched(first, paper, case.trials.runs)
         own_choice = own.objective == "effective_throughput"
         entries = self._any_devices(case) if own_choice else case.entries(self._chosen, coarse(self.most))
-        return Searched(replayed(case, offered, entries, every=every, known=first, **shared), paper)
+        found = replayed(case, offered, entries, every=every, known=first, **shared)
+        return Searched(found, paper, case.trials.runs)
 
     def _by_replay(self, case: Case) -> tuple[Trace, Scored, Callable[[Entry], float]]:
         """The trace as it is offered, what a replay of it scores, and what an entry's score cannot exceed."""
@@ -262,7 +270,7 @@ class HybridPlanner:
 
     # ------------------------------------------------------------ the plan is written
 
-    def _written(self, case: Case, searched: Searched, drawn: Drawn, runs: int) -> Plan:
+    def _written(self, case: Case, searched: Searched, drawn: Drawn) -> Plan:
         own, met = self.options, searched.found[0].score > 0 or searched.found[0].step is not None
         kept = searched.found[:KEPT]
         best = (
@@ -294,8 +302,8 @@ class HybridPlanner:
             paper=as_chosen,
             trace=drawn.trace.statistics(),
             seeds=seeds,
-            runs=runs,
-            more_runs=case.trials.runs - runs,
+            runs=searched.runs,
+            more_runs=case.trials.runs - searched.runs,
             met=met,
             engine=engine,
             notes=tuple(notes),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from trinity.goodput import Outcome
 from trinity.planner.candidates import Deployment
 from trinity.planner.case import Case
-from trinity.planner.race import Entry, Found, ranked
+from trinity.planner.entries import Entry, Found, ranked
 from trinity.simulator import Replay
 from trinity.trace import COMPLETE, SLO, Rule, Trace
 

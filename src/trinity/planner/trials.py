@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NoReturn
 
 from trinity.errors import TraceTooShort
@@ -121,31 +122,34 @@ class Trials:
             needed,
         )
 
-    def limit(
-        self, deployment: Deployment, guess: float, rule: Rule | None = None, *, least: int | None = None
-    ) -> int | None:
+    def limit(self, deployment: Deployment, guess: float, rule: Rule | None = None) -> int | None:
         """The highest step that holds, from a guess of the rate; None where none does.
 
-        ``least``: a step that holds, as was seen before.
+        Where steps that fail lie between such that hold, it is the guess that says which of them is found: the same
+        guess finds the same step, whatever else was tried before.
         """
-        low, high = self._bracket(deployment, guess, rule, least)
+        low, high = self._bracket(deployment, guess, rule)
         while low is not None and high - low > 1:
             middle = max((low + high) // 2, high - 8 * _STRIDE)
             low, high = (middle, high) if self.holds(deployment, middle, rule) else (low, middle)
         return low
 
-    def _bracket(
-        self, deployment: Deployment, guess: float, rule: Rule | None, least: int | None
-    ) -> tuple[int | None, int]:
+    def first_steps(self, guess: float) -> tuple[int, ...]:
+        """The steps at which ``limit`` asks first, as long as none holds."""
+        start = step_of(_START * guess)
+        return (start, start - _STRIDE, start - 3 * _STRIDE)
+
+    def _bracket(self, deployment: Deployment, guess: float, rule: Rule | None) -> tuple[int | None, int]:
         """(a step that holds or None, a higher one that does not)."""
-        start = step_of(_START * guess) if least is None else least
-        if least is not None or self.holds(deployment, start, rule):
+        tried = self.first_steps(guess)
+        start = tried[0]
+        if self.holds(deployment, start, rule):
             low, high = start, start + _STRIDE
             while self.holds(deployment, high, rule):
                 low, high = high, high + _STRIDE
             return low, high
-        for low, high in ((start - _STRIDE, start), (start - 3 * _STRIDE, start - _STRIDE)):
+        for high, low in pairwise(tried):
             if self.holds(deployment, low, rule):
                 return low, high
-        deepest = start - _DEEPEST  # one that cannot be in time at all is refuted here
+        high, deepest = tried[-1], start - _DEEPEST  # one that cannot be in time at all is refuted here
         return (deepest, high) if self.holds(deployment, deepest, rule) else (None, high)
