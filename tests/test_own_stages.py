@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors import ConfigError, UnknownName, UnsupportedModel
 from trinity.instance import Instance, StageSetup
-from trinity.messages import Open, Sampled, Step
+from trinity.messages import Grow, Open, Sampled, Step
 from trinity.own_stages import own_stages
 
 
@@ -90,3 +90,19 @@ def test_wrong(roles: str, factories: list[Callable[[StageSetup], Any]], says: s
     with pytest.raises(ConfigError) as caught:
         made(roles, *factories)
     assert re.search(says, str(caught.value))
+
+
+def test_one_that_decodes_must_grow_where_blocks_come_as_requests_decode() -> None:
+    class Grows(Own):
+        def grow(self, more: Grow) -> None: ...
+
+    setup = StageSetup("PD", SimpleNamespace(), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="grow"):
+        own_stages(Instance("PD", "mine", stages=[own("PD")], reservation="optimistic"), setup)
+    assert own_stages(Instance("PD", "mine", stages=[lambda _: Grows("PD")], reservation="optimistic"), setup)
+    assert own_stages(Instance("EP", "mine", stages=[own("E")], reservation="optimistic"), setup)
+
+
+def test_an_unknown_reservation_is_refused() -> None:
+    with pytest.raises(UnknownName, match="optimistic"):
+        Instance("PD", reservation="greedy")  # type: ignore[arg-type]

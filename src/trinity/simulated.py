@@ -6,7 +6,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from trinity.cluster import Cluster
 from trinity.core import InstanceCore
@@ -37,6 +40,7 @@ from trinity.workload import Job, work_of
 
 Counts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
 SAMPLED = Sampled(0)  # every token of every request: its value means nothing
+STOP = Sampled(1)  # the last one of those that asked for more
 
 
 @dataclass(slots=True)
@@ -128,7 +132,8 @@ class Simulated(Engine):
 
     A message takes ``cluster.message_s``. A step takes what its instance's cost says; while both lanes of an instance
     are busy each is ``interference`` times slower. A pull takes what the link between the two devices says of its whole
-    blocks, and the pulls into one instance are served one after the other. Arrivals have the first numbers, so that
+    blocks, and the pulls into one instance are served one after the other. Requests ask for ``ask`` tokens, and a stop
+    token ends them. Arrivals have the first numbers, so that
     at equal times they come first.
     """
 
@@ -145,10 +150,12 @@ class Simulated(Engine):
         interference: float,
         shared: bool,
         record: bool,
+        ask: int = 0,
     ) -> None:
         super().__init__(instances, routing, max_waiting)
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
+        self.ask, self.context = ask, model.context
         self.workers = {
             name: Worker(core, place, cost, model)
             for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
@@ -171,7 +178,9 @@ class Simulated(Engine):
 
     def work(self, number: int) -> Work:
         """What the front end is told of the job of this number."""
-        return work_of(self.jobs[number], number, self.shared)
+        work = work_of(self.jobs[number], number, self.shared)
+        most = max(work.max_tokens, min(self.ask, self.context - len(work.prompt)))
+        return work if most == work.max_tokens else replace(work, max_tokens=most, stop_ids=frozenset({STOP.token}))
 
     def take(self, number: int, name: str, event: Any) -> Value | None:
         if name == FRONTEND and type(event) is int:
@@ -295,8 +304,14 @@ class Simulated(Engine):
             else:
                 sampling = [row.request for row in step.prefills if row.last]
                 sampled = dict.fromkeys([*sampling, *step.decodes], SAMPLED)
+                if self.ask:
+                    sampled |= dict.fromkeys(filter(partial(self._stops, name), sampled), STOP)
                 event = Stepped(step.id, step.lane, sampled, {}, at - running.started)
             running.numbers.add(self.post(at, name, event))
+
+    def _stops(self, name: str, request: str) -> bool:
+        """Whether the request's next token is the last one of its output."""
+        return len(self.workers[name].core.state.requests[request].tokens) + 1 == self.jobs[int(request)].max_tokens
 
 
 def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:

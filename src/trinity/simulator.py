@@ -47,6 +47,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     ``outcomes``: one for each row, in the trace's order. ``duration_s``: from the first arrival to the last end.
     ``busy_s``: seconds that each instance worked at each of its stages. ``peak_blocks`` held of ``pools`` by kind.
     ``moved_bytes`` by kind. ``timeline``: steps and migrations, where it was recorded.
+    ``preemptions`` of all requests.
     """
 
     outcomes: list[Outcome]
@@ -58,6 +59,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     events: int
     engine: str
     timeline: tuple[Slice, ...] = ()
+    preemptions: int = 0
 
     @property
     def utilisation(self) -> dict[str, dict[str, float]]:
@@ -75,7 +77,8 @@ class Simulator:
     ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
     ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
     of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
-    KV blocks: as an ``Instance``'s. ``engine``: "python", the cores themselves, "compiled", their twin in C++ with the
+    KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for, though it stops after its output
+    (0: no more than that). ``engine``: "python", the cores themselves, "compiled", their twin in C++ with the
     same results, or "auto": the twin for all that it can do (``why_python``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
@@ -97,12 +100,13 @@ class Simulator:
         memory_share: float = 0.9,
         max_waiting: int = 1024,
         reservation: Reservation = "full",
+        ask: int = 0,
         engine: str = "auto",
     ) -> None:
         self.model = model_named(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or Rules(), transfers or Transfers()
-        self.lanes, self.engine, self.reservation = tuple(lanes), engine, reservation
+        self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
@@ -120,6 +124,8 @@ class Simulator:
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
         check_reservation(self.reservation)
+        if self.ask < 0:
+            raise ConfigError(f"ask is a number of tokens, got {self.ask}")
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is at least 1, got {self.max_waiting}")
         self._informed = bool(getattr(routing_policy(self.routing), "informed", False))
@@ -211,7 +217,7 @@ class Simulator:
         settings = self.settings(placement)
         costs = [self.cost_of(place) for place in range(len(settings))]
         why = twin.missing() or twin.unsupported(settings, costs, routing_policy(self.routing))
-        why = why or ("timelines" if record else "")
+        why = why or ("timelines" if record else "requests that ask for more than they use" if self.ask else "")
         if why and self.engine == "compiled":
             raise ConfigError(
                 f"the compiled engine cannot do this ({why}): take engine='auto', which replays in Python"
@@ -258,6 +264,7 @@ class Simulator:
             interference=self.interference,
             shared=shared,
             record=record,
+            ask=self.ask,
         )
 
     def _policy(self) -> Callable[[], RoutingPolicy]:
@@ -302,6 +309,7 @@ def _replay_of(run: Simulated) -> Replay:
         events=run.events,
         engine="python",
         timeline=tuple(run.timeline or ()),
+        preemptions=sum(core.state.preemptions for core in run.cores.values()),
     )
 
 
