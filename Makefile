@@ -13,7 +13,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all check style types layers sizes format bench docs mutants clean
+.PHONY: setup demo plan test test-all check style types layers sizes format bench asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -62,6 +62,17 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(ONE_THREAD) $(PY) benchmarks/run.py $(ARGS)
+
+# Native code under AddressSanitizer and UBSan: a wheel of its own, unpacked, and the tests of what csrc/ does.
+ASAN := build/asan
+SANITIZED := LD_PRELOAD=$$($(or $(CXX),c++) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN)/site
+asan: $(STAMP)
+	rm -rf $(ASAN)
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \
+		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
+	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
+	$(SANITIZED) $(PY) -c 'import sys, trinity.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
+	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider tests/test_attention_native.py tests/test_native.py tests/test_twin.py $(ARGS)
 
 # pdoc finds modules by __all__, which at the root has the public names alone; packages bring their own modules.
 PARTS = $(filter-out __init__.py __pycache__ py.typed errors.py _native%,$(notdir $(wildcard src/trinity/*)))

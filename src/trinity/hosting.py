@@ -108,7 +108,7 @@ def load(deployment: Deployment, instances: Sequence[Instance], processor: Reque
     """Load weights (of each instance's roles only), allocate pools, search budgets. Blocks: run it on a thread."""
     loaded: list[Loaded] = []
     for spec in instances:
-        spec = replace(spec, device=spec.device or deployment.device)
+        spec = _settled(deployment, spec, instances)
         model = _model(deployment, spec)
         pools = _pools(deployment, spec, model, len(instances))
         blocks = (deployment.media_block, deployment.kv_block)
@@ -140,17 +140,23 @@ def profiled(
     if away or len(devices) > 1:
         why = f"{', '.join(away)} run elsewhere" if away else f"they run on {', '.join(sorted(devices))}"
         raise ConfigError(f"one table is of one device, and these instances are not on one here: {why}; profile alone")
-    tables = profile_tables([_copy(deployment, spec, hosts, len(instances)) for spec in instances], processor, **counts)
+    copies = [_copy(deployment, _settled(deployment, spec, instances), hosts, len(instances)) for spec in instances]
+    tables = profile_tables(copies, processor, **counts)
     if path is not None:
         tables.save(path)
     return tables
 
 
 def _copy(deployment: Deployment, spec: Instance, hosts: Mapping[str, InstanceHost], count: int) -> Loaded:
-    spec = replace(spec, device=spec.device or deployment.device)
     model = hosts[spec.name].loaded.model if spec.name in hosts else _model(deployment, spec)
     pools = {kind: min(blocks, PROBED[kind]) for kind, blocks in _pools(deployment, spec, model, count).items()}
     return build(spec, model, pools, deployment.rules, (deployment.media_block, deployment.kv_block), None)
+
+
+def _settled(deployment: Deployment, spec: Instance, here: Sequence[Instance]) -> Instance:
+    """What the instance leaves open. Weights are packed where somebody of this process decodes: all share one copy."""
+    pack = any("D" in each.roles for each in here) if spec.pack is None else spec.pack
+    return replace(spec, device=spec.device or deployment.device, pack=pack)
 
 
 def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:
@@ -158,7 +164,8 @@ def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:
         return deployment.model
     from trinity.stages.models import load_model
 
-    return load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=spec.device or "cpu")
+    device, packed = spec.device or "cpu", bool(spec.pack)
+    return load_model(deployment.model, spec.roles, dtype=deployment.dtype, device=device, packed=packed)
 
 
 def make_hosts(

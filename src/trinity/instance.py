@@ -81,8 +81,10 @@ class Instance:
     none: wherever the system puts them. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by device,
     see ``trinity.stages.attention_backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
     while one runs, so that the lane never waits for the core, and a request that a stop token ends is over one step
-    later. ``address`` ("tcp:host:port", "unix:/path"): it runs there already, started by ``python -m trinity.instance
-    --listen ADDRESS``; for ``hosting="process"``.
+    later. ``pack``: whether linear layers on a CPU get a copy of their weights in the order of oneDNN, of this process
+    alone; decode steps are faster so; none: where somebody in the process decodes. ``address`` ("tcp:host:port",
+    "unix:/path"): it runs there already, started by ``python -m trinity.instance --listen ADDRESS``; for
+    ``hosting="process"``.
     """
 
     roles: str
@@ -101,6 +103,7 @@ class Instance:
     address: str | None = None
     attention: str = AUTO
     depth: int = 1
+    pack: bool | None = None
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles

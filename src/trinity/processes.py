@@ -204,6 +204,7 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         image_cache=spec.image_cache,
         reservation=spec.reservation,
         attention=spec.attention,
+        pack=spec.pack,
         slo=deployment.slo,
         budgets=deployment.budgets,
         tokens=rules.tokens,

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from trinity import native
 from trinity.blocks import blocks_for
 from trinity.budget import (
     MOST_IMAGES,
@@ -28,7 +29,7 @@ from trinity.budget import (
 )
 from trinity.cost import Tables
 from trinity.errors import TrinityWarning
-from trinity.instance import Loaded
+from trinity.instance import Instance, Loaded
 from trinity.lane_stream import LaneStream
 from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
 from trinity.paced import Paced
@@ -63,6 +64,11 @@ def profile_budgets(
         text = f"not even one item keeps a step of {loaded.spec.name} within {limit_s:.4g} s: its SLO will be missed"
         warnings.warn(text, TrinityWarning, stacklevel=2)
     return known
+
+
+def _ways(spec: Instance) -> str:
+    """What else makes a step faster or slower here."""
+    return f"{native.describe()}, attention {spec.attention}, {'packed' if spec.pack else 'plain'} weights"
 
 
 def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> Tables:
@@ -122,7 +128,7 @@ def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
         threads=spec.threads,
         roles=spec.roles,
         limit_s=limit_s,
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_ways(spec)}",
         lanes=spec.lanes,
         cores=spec.cores,
     )

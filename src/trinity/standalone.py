@@ -270,6 +270,7 @@ def _load(setup: Setup) -> Loaded:
         image_cache=setup.image_cache,
         reservation=setup.reservation,
         attention=setup.attention,
+        pack=setup.pack,
     )
     deployment = Deployment(
         model=setup.paced or Path(setup.model),

@@ -84,6 +84,7 @@ class Setup(Value, frozen=True, kw_only=True):
     image_cache: bool = True
     reservation: Reservation = "full"
     attention: str = "auto"
+    pack: bool | None = None
     depth: int = 1
     slo: SLO | None = None
     budgets: Budgets | None = None

@@ -15,6 +15,7 @@ from trinity.messages import IMAGE, KV
 from trinity.stages.attention import AttentionBackend, PagedBatch
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.models.base import Inputs, ModelAdapter
+from trinity.stages.models.linear import packed_bytes
 from trinity.stages.uploads import upload
 
 
@@ -49,12 +50,15 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of this instance's weights, shared ones included, each tensor once."""
-        tensors = {}
+        tensors: dict[tuple[int, torch.Size], int] = {}
+        packed = 0
         for part in (self.vision, self.language):
             if part is not None:
+                packed += packed_bytes(part)
                 for tensor in (*part.parameters(), *part.buffers()):
-                    tensors[tensor.data_ptr(), tensor.shape] = tensor.nbytes
-        return sum(tensors.values())
+                    if not tensor.is_meta:
+                        tensors[tensor.data_ptr(), tensor.shape] = tensor.nbytes
+        return packed + sum(tensors.values())
 
     def image_shape(self, rows: int = 576) -> BlockShape | None:
         """An image-cache block: ``rows`` feature rows of hidden * (1 + deepstack layers); None for text only."""

@@ -16,7 +16,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
-from trinity.stages.models.linear import quicken
+from trinity.stages.models.linear import pack, quicken
 from trinity.stages.models.loaded import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models
 
@@ -32,12 +32,15 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     threads: int | None = None,
+    packed: bool = False,
 ) -> LoadedModel:
     """Load what an instance with the roles ``letters`` ("E", "P", "D" or any mix) needs, and no other weight.
 
     ``dtype`` None or "auto" is the checkpoint's own; with it, CPU weights are memory-mapped and shared by all
-    processes of a host. ``threads`` sets torch's threads for this process. Raises ``ConfigError`` where there is no
-    such checkpoint or it lacks weights, ``UnsupportedModel`` where no adapter fits it or a paged cache cannot serve it.
+    processes of a host. ``packed``: linear layers of the language part get a copy of their weights, of this process
+    alone, where decode steps on its CPU are faster so. ``threads`` sets torch's threads for this process. Raises
+    ``ConfigError`` where there is no such checkpoint or it lacks weights, ``UnsupportedModel`` where no adapter fits it
+    or a paged cache cannot serve it.
     """
     directory = Path(model_dir)
     if not letters or set(letters) - set("EPD"):
@@ -56,7 +59,11 @@ def load_model(
     }
     with _lock:
         register_attention()
-        held = {name: _part(directory, name, kind, place) for name, asked in parts.items() if asked}
+        held = {
+            name: _part(directory, name, kind, place, packed and name == "language")
+            for name, asked in parts.items()
+            if asked
+        }
         model = LoadedModel(directory, letters, config, adapter, kind, place, _fingerprint(directory, kind), **held)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
@@ -91,11 +98,13 @@ def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    key = (directory.resolve(), name, dtype, device, _stamp(directory))
+def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool) -> Any:
+    key = (directory.resolve(), name, dtype, device, packed, _stamp(directory))
     part = _parts.get(key)
     if part is None:
         part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
+        if packed:
+            pack(part)
         quicken(part)
     return part
 
