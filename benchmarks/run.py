@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of benchmarks with two threads, as instance processes have it
 
 from benchmarks import report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts

@@ -67,13 +67,13 @@ def _slower(own: Timed, other: Timed, rounds: int) -> float:
     beside: list[float] = []
     for _ in range(rounds):
         alone += [own() for _ in range(STEPS)]
-        with _busy(other):
+        with busy(other):
             beside += [own() for _ in range(STEPS)]
     return median(beside) / max(median(alone), 1e-12)
 
 
 @contextmanager
-def _busy(step: Timed) -> Iterator[None]:
+def busy(step: Timed) -> Iterator[None]:
     """The other lane runs one step after another, from before the block begins until it ends."""
     over, begun = threading.Event(), threading.Event()
     failed: list[BaseException] = []
