@@ -41,22 +41,29 @@ def test_every_part_of_a_step_is_measured_at_every_number_of_requests(quick: Cal
     found = quick("step").values["microseconds"]
     assert list(found) == ["1", "4"]
     for parts in found.values():
-        assert set(parts) == {*step_overhead.PARTS, "core_warm"}
+        assert set(parts) == {*step_overhead.PARTS, "gap", "core_warm"}
         assert all(0 < value < 1e7 for value in parts.values())
 
 
 def test_notes_keep_full_steps_alone() -> None:
     notes = step_overhead.Notes(running=2)
-    for part in step_overhead.PARTS:
+    for part in (*step_overhead.PARTS, "gap"):
         for rows, seconds in ((1, 9.0), (2, 5.0), (2, 1e-6), (2, 3e-6), (0, 9.0)):
             notes.add(part, seconds, rows)
-    assert notes.medians(skip=1) == pytest.approx(dict.fromkeys(step_overhead.PARTS, 2.0))
+    assert notes.medians(skip=1) == pytest.approx(dict.fromkeys((*step_overhead.PARTS, "gap"), 2.0))
 
 
 def test_the_aims_of_a_step_are_judged_by_the_largest_batch() -> None:
-    fast, slow = (dict.fromkeys([*step_overhead.PARTS, "core_warm"], each) for each in (10.0, 200.0))
-    assert [aim.met for aim in step_overhead.result({1: fast, 64: fast}, 1, 1).aims] == [True, True]
-    assert [aim.met for aim in step_overhead.result({1: fast, 64: slow}, 1, 1).aims] == [False, False]
+    fast, slow = (dict.fromkeys([*step_overhead.PARTS, "gap", "core_warm"], each) for each in (10.0, 200.0))
+    model = {**fast, "model": 1e4}
+
+    def met(*at: dict[str, float], larger: dict[str, float], waiting: float) -> list[bool | None]:
+        depth = dict(zip((1, 64), at, strict=True))
+        found = step_overhead.Found({1: depth, 2: depth}, {8: larger}, {10: 10.0, 10_000: waiting})
+        return [aim.met for aim in step_overhead.result(found, 1, 1).aims]
+
+    assert met(fast, fast, larger=model, waiting=11.0) == [True] * 5
+    assert met(fast, slow, larger=fast, waiting=13.0) == [False] * 5
 
 
 def test_generate_batch_and_trinity_serve_the_same_tokens(quick: Callable[[str], Result]) -> None:
