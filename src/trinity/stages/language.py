@@ -17,7 +17,7 @@ from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.graphs import Graphs
 from trinity.stages.models import LoadedModel
 from trinity.stages.rows import Row, RowTable
-from trinity.stages.sampling import sample
+from trinity.stages.sampling import greedy, sample
 
 Observe = Callable[[str, int, Tensor], None]
 
@@ -76,24 +76,27 @@ class LanguageStage:
 
         Raises ``StageError`` where a row cannot be run as asked or its logits hold NaN.
         """
-        decoded = [self._rows.row(name) for name in step.decodes] if "D" in self.letters else []
+        decoded, decodes = list[Row](), NO_DECODES
+        if step.decodes and "D" in self.letters:
+            decoded, decodes = self._rows.decodes(step.decodes)
         prefills = step.prefills if "P" in self.letters else ()
         filled = [self._rows.row(prefill.request) for prefill in prefills]
         if not decoded and not filled:
             return {}
-        decodes = NO_DECODES
-        if decoded:
-            decoded, decodes = self._rows.decodes(decoded)
         chunks = [row.chunk(prefill) for row, prefill in zip(filled, prefills, strict=True)]
-        wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
-        for row in (*decoded, *filled):
-            row.suspect = True
+        wanted = decoded
+        if filled:
+            wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
+        ran = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
+        self._rows.suspects |= ran
         logits = None if self._graphs is None or chunks else self._graphs.run(decodes)
         if logits is None:
             logits = self._eager(decodes, chunks, step.group)
         elif self.observe is not None:
             logits = logits.clone()  # the next step writes into the same memory
-        return self._finish(wanted, filled, logits)
+        sampled = self._finish(wanted, logits)
+        self._rows.suspects -= ran
+        return sampled
 
     def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
@@ -107,12 +110,15 @@ class LanguageStage:
         return logits
 
     @torch.inference_mode()
-    def _finish(self, wanted: Sequence[Row], filled: Sequence[Row], logits: Tensor) -> dict[str, Sampled]:
-        sampled = sample(logits, [row.sampler() for row in wanted]) if wanted else []
+    def _finish(self, wanted: Sequence[Row], logits: Tensor) -> dict[str, Sampled]:
+        if not wanted:
+            return {}
+        if all(row.fixed_sampler is not None for row in wanted):
+            sampled = greedy(logits)
+        else:
+            sampled = sample(logits, [row.sampler() for row in wanted])
         if self.observe is not None:
             for row, scores in zip(wanted, logits, strict=True):
                 self.observe(row.request, row.index, scores)
-        for row in filled:
-            row.suspect = False
         self._rows.commit(wanted, sampled)
         return {row.request: one for row, one in zip(wanted, sampled, strict=True)}

@@ -20,9 +20,11 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class Row:
-    """One open request. ``ids`` holds prompt and outputs, ``held`` of them; ``fed`` has 0 in place of placeholders."""
+    """One open request. ``ids`` holds prompt and outputs, ``held`` of them, where its sampler asks for them (else the
+    prompt alone); ``fed`` has 0 in place of placeholders. ``suspect``, once closed: its last step failed."""
 
     opened: Open
+    request: str
     slot: int
     ids: np.ndarray
     held: int
@@ -36,10 +38,6 @@ class Row:
     suspect: bool = False
 
     @property
-    def request(self) -> str:
-        return self.opened.work.request
-
-    @property
     def index(self) -> int:
         """Index of the next output."""
         return self.held - len(self.opened.work.prompt)
@@ -50,9 +48,10 @@ class Row:
         return SamplerRow(self.opened.work.sampling, self.index, self.ids[: self.held])
 
     def append(self, token: int) -> None:
-        if self.held == len(self.ids):
-            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
-        self.ids[self.held] = token
+        if self.fixed_sampler is None:
+            if self.held == len(self.ids):
+                self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
+            self.ids[self.held] = token
         self.held += 1
 
     def chunk(self, asked: Prefill) -> Chunk:
@@ -90,9 +89,21 @@ class Row:
         return self.groups[start:end]
 
 
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The decode rows of a step: as they were ``asked`` for, and in the order of the batch."""
+
+    asked: Sequence[str]
+    rows: list[Row]
+    slots: np.ndarray
+
+
 @dataclass(slots=True)
 class RowTable:
-    """Rows of all open requests. Arrays are indexed by slot; ``tables`` is padded with each row's own last block."""
+    """Rows of all open requests. Arrays are indexed by slot; ``tables`` is padded with each row's own last block.
+
+    ``suspects``: whose step has not succeeded yet. ``picked``: of the last step; the next one mostly decodes the same.
+    """
 
     model: LoadedModel
     block_rows: int
@@ -104,6 +115,8 @@ class RowTable:
     delta: np.ndarray = field(default_factory=lambda: _NO_IDS)
     limit: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions that the blocks can hold
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
+    suspects: set[str] = field(default_factory=set)
+    picked: Picked | None = None
 
     def open(self, opened: Open) -> None:
         """Give the request a slot. Raises ``StageError`` where it is open already or its media do not add up."""
@@ -140,6 +153,9 @@ class RowTable:
         row = self.rows.pop(request, None)
         if row is not None:
             self.free.append(row.slot)
+            row.suspect = request in self.suspects
+            self.suspects.discard(request)
+            self.picked = None
         return row
 
     def row(self, request: str) -> Row:
@@ -147,27 +163,34 @@ class RowTable:
             raise StageError("not open on this stage", request)
         return self.rows[request]
 
-    def decodes(self, rows: Sequence[Row]) -> tuple[list[Row], Decodes]:
-        """``rows`` in the order of the batch, and their host arrays."""
-        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
-        lengths = self.length[slots] + 1
-        order = np.argsort(lengths, kind="stable")
-        slots, lengths = slots[order], lengths[order]
+    def decodes(self, requests: Sequence[str]) -> tuple[list[Row], Decodes]:
+        """Their rows in the order of the batch, and the host arrays of these."""
+        picked = self.picked
+        if picked is None or picked.asked != requests:
+            picked = self.picked = self._pick(requests)
+        slots = picked.slots
+        lengths = self.length[slots] + 1  # still ascending: each row of a step that succeeded is one longer
         ids = self.token[slots]
         if ((ids == _NO_TOKEN) | (lengths > self.limit[slots])).any():
-            raise _bad_decode([rows[i] for i in order], ids, lengths, self.limit[slots])
+            raise _bad_decode(picked.rows, ids, lengths, self.limit[slots])
         blocks = -(-int(lengths[-1]) // self.block_rows)
-        found = Decodes(ids, lengths - 1 + self.delta[slots], lengths, self.tables[slots, :blocks])
-        return [rows[i] for i in order.tolist()], found
+        return picked.rows, Decodes(ids, lengths - 1 + self.delta[slots], lengths, self.tables[slots, :blocks])
+
+    def _pick(self, requests: Sequence[str]) -> Picked:
+        rows = [self.row(request) for request in requests]
+        slots = _slots(rows)
+        order = np.argsort(self.length[slots], kind="stable")
+        return Picked(requests, [rows[i] for i in order.tolist()], slots[order])
 
     def commit(self, rows: Sequence[Row], sampled: Sequence[Sampled]) -> None:
         """Take over one sampled token for each of ``rows``."""
-        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
-        self.token[slots] = [one.token for one in sampled]
-        for row, one in zip(rows, sampled, strict=True):
-            row.append(one.token)
-            row.suspect = False
-        self.length[slots] = np.fromiter((row.held for row in rows), dtype=np.int64, count=len(rows)) - 1
+        picked = self.picked
+        slots = picked.slots if picked is not None and picked.rows is rows else _slots(rows)
+        tokens = [one.token for one in sampled]
+        self.token[slots] = tokens
+        self.length[slots] += 1
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
 
     def _row(self, opened: Open, table: np.ndarray) -> Row:
         work = opened.work
@@ -181,6 +204,7 @@ class RowTable:
         plain = work.sampling.greedy and work.sampling.repetition_penalty == 1.0 and work.sampling.logprobs is None
         return Row(
             opened=opened,
+            request=work.request,
             slot=-1,
             ids=np.concatenate((given, np.zeros(work.max_tokens, dtype=np.int64))),
             held=len(given),
@@ -228,6 +252,10 @@ class RowTable:
         lacking = blocks - self.tables.shape[1]
         if lacking > 0:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
+
+
+def _slots(rows: Sequence[Row]) -> np.ndarray:
+    return np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
 
 
 def _bad_decode(rows: Sequence[Row], ids: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> StageError:

@@ -48,12 +48,17 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     slow = [i for i, row in enumerate(rows) if _needs_scores(row.sampling)]
     if len(slow) == len(rows):
         return _sample_parts(logits, rows)
-    chosen = [Sampled(token) for token in _argmax(logits)]
+    chosen = greedy(logits)
     if slow:
         picked = logits[torch.tensor(slow, device=logits.device)]
         for i, sampled in zip(slow, _sample_parts(picked, [rows[i] for i in slow]), strict=True):
             chosen[i] = sampled
     return chosen
+
+
+def greedy(logits: Tensor) -> list[Sampled]:
+    """As ``sample``, of rows of which each asks for its largest logit and nothing else."""
+    return [Sampled(token) for token in _argmax(logits)]
 
 
 def _needs_scores(sampling: Sampling) -> bool:
@@ -90,14 +95,14 @@ def _sample_parts(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 def _sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     scores = warp(logits, rows)
-    greedy = _argmax(scores)  # also refuses NaN before noise could hide it
+    best = _argmax(scores)  # also refuses NaN before noise could hide it
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     if drawn:
         some = [rows[i] for i in drawn]
         kept = truncate(scores[torch.tensor(drawn, device=scores.device)], some)
         for i, token in zip(drawn, _argmax(_perturb(kept, some)), strict=True):
-            greedy[i] = token
-    return _with_logprobs(scores, rows, greedy)
+            best[i] = token
+    return _with_logprobs(scores, rows, best)
 
 
 def warp(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
