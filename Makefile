@@ -13,7 +13,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all check style types layers sizes format bench asan docs mutants clean
+.PHONY: setup demo plan test test-all check style types layers sizes format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -73,6 +73,10 @@ asan: $(STAMP)
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
 	$(SANITIZED) $(PY) -c 'import sys, trinity.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
 	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider tests/test_attention_native.py tests/test_native.py tests/test_twin.py $(ARGS)
+
+# Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).
+bench-peers: $(STAMP)
+	$(PY) benchmarks/install_peers.py $(ARGS)
 
 # pdoc finds modules by __all__, which at the root has the public names alone; packages bring their own modules.
 PARTS = $(filter-out __init__.py __pycache__ py.typed errors.py _native%,$(notdir $(wildcard src/trinity/*)))

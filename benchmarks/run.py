@@ -36,6 +36,8 @@ NAMES = (
     "figures",
     "plan_speed",
     "scale",
+    "cpu_second",
+    "served",
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -63,7 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models, few repetitions: does it run at all?")
     parser.add_argument("--write-docs", action="store_true", help="write docs/performance.md from the results")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds a round may wait for a quiet machine")
-    parser.add_argument("--minutes", type=float, default=5.0, help="that a benchmark of many cases may take (rank)")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="that a benchmark of many cases may take (rank; served: 12 at least)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes")
     asked = parser.parse_args(arguments)
     if asked.quick and asked.write_docs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ import msgspec
 
 from trinity import traces
 from trinity.bench import outcome
-from trinity.bench.load import Maker, burst, drawn, fitted
+from trinity.bench.load import Make, Maker, burst, drawn, fitted, made
 from trinity.bench.machine import facts
-from trinity.bench.measure import Make, best, exactness, rounds, started, sweep, trial_of
+from trinity.bench.measure import best, exactness, rounds, started, sweep, trial_of
 from trinity.bench.search import RULES, Goal, Trial, checked_rates, goodputs, plain, turns
 from trinity.bench.servers import DTYPES, Asked, Engine, python_of
 from trinity.trace import SLO, Trace
@@ -60,9 +61,9 @@ async def cpu(asked: Namespace) -> None:
         for dtype in asked.dtype or DTYPES
         for caches in cached(asked)
     ]
-    with Maker(asked.checkpoint, "cpu") as make:
+    with await asyncio.to_thread(Maker, asked.checkpoint, "cpu") as make:
         row = burst(images_of(make, asked), asked.prompt, asked.output)
-        requests = [make(row, number) for number in range(asked.requests)]
+        requests = await made(make, [row] * asked.requests)
     for name, engines in runs:
         content["runs"][name] = await cpu_run(engines, asked.checkpoint, requests, asked)
     if asked.json:
@@ -99,12 +100,12 @@ def goals_of(slos: Sequence[SLO]) -> list[Goal]:
 async def serve(asked: Namespace) -> None:
     """Goodput of every engine for every SLO under both rules."""
     rates, goals = checked_rates(asked.rates), goals_of(asked.slo)
-    trace = loaded(asked.trace)
+    trace = await asyncio.to_thread(loaded, asked.trace)
     placements = asked.placement or ["EPD"]
     engines = [each for on in cached(asked) for each in engines_of(asked, placements, asked.dtype, on)]
-    with Maker(asked.checkpoint, "serve") as make:
+    with await asyncio.to_thread(Maker, asked.checkpoint, "serve") as make:
         served = fitted(trace, text=asked.prompt, output=asked.output, images=images_of(make, asked))
-        some = [make(row, number) for number, row in enumerate(drawn(served, max(4, EXACT), 0))]
+        some = await made(make, drawn(served, max(4, EXACT), 0))
         chosen, swept = await tuned(engines, asked.checkpoint, some, asked.sweep, wall=True)
         exact = await exactness(chosen, asked.checkpoint, some[:EXACT])
         trials, about = await _trials(chosen, asked, served, make, goals, rates)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +20,7 @@ from trinity.request import Request
 from trinity.trace import Trace, TraceImage, TraceRow
 
 SIDE = 336  # pixels, where images are made small: what engines do to a photograph's size is not what is measured
+Make = Callable[[TraceRow, int], Asked]
 _MARKER, _APART = "<image>", "<image>\n"  # as LLaVA's prompts have it; some engines put the line break there anyway
 
 
@@ -43,12 +45,17 @@ class Maker:
 
     def __call__(self, row: TraceRow, number: int) -> Asked:
         """Raises what the processor says of a request that the model does not take."""
-        made = self._make(row, number)
-        text = (made.prompt or "").replace(_MARKER, _APART)
-        work = self._processor.process(Request(text, media=made.media, max_tokens=made.max_tokens)).work
+        like = self._make(row, number)
+        text = (like.prompt or "").replace(_MARKER, _APART)
+        work = self._processor.process(Request(text, media=like.media, max_tokens=like.max_tokens)).work
         spans = [(span.offset, span.length) for span in work.media]
-        images = [base64.b64encode(each.source).decode() for each in made.media]
-        return Asked(text, list(work.prompt), spans, images, made.max_tokens)
+        images = [base64.b64encode(each.source).decode() for each in like.media]
+        return Asked(text, list(work.prompt), spans, images, like.max_tokens)
+
+
+async def made(make: Make, rows: Iterable[TraceRow]) -> list[Asked]:
+    """The rows' requests, made on a thread."""
+    return await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(rows)])
 
 
 def fitted(trace: Trace, *, text: int, output: int, images: int, side: int = SIDE) -> Trace:

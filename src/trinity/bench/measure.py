@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,15 +11,14 @@ from statistics import median
 import msgspec
 
 from trinity.bench.client import replayed
-from trinity.bench.load import drawn
+from trinity.bench.load import Make, drawn, made
 from trinity.bench.machine import FOREIGN, Load
 from trinity.bench.search import Goal, Trial, trial
 from trinity.bench.servers import Answer, Asked, Engine, Peer, Server, installed
 from trinity.errors import ConfigError, PeerLost
-from trinity.trace import Trace, TraceRow
+from trinity.trace import Trace
 
 Starter = Callable[[Engine, Path], Server]
-Make = Callable[[TraceRow, int], Asked]
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +148,7 @@ async def trial_of(
 ) -> Trial:
     """One stretch of the trace at one rate. Requests are made before the first is sent."""
     offered = drawn(trace, requests, seed).scaled(rate=rate)
-    asked = await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(offered)])
+    asked = await made(make, offered)
     gc.collect()
     with Load(server.sessions) as load:
         served = await replayed(server, offered, asked)

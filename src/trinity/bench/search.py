@@ -159,14 +159,21 @@ def counted(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def goodputs(
-    trials: Sequence[Trial], engines: Sequence[str], goals: Sequence[Goal], rates: Sequence[float], seeds: Sequence[int]
+    trials: Sequence[Trial],
+    engines: Sequence[str],
+    goals: Sequence[Goal],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    tolerance: float = TOLERANCE,
 ) -> list[Found]:
     """Of every engine and goal, from the seeds whose bisection has come to its end."""
     usable = counted(trials)
     found = []
     for engine in engines:
         own = {seed: [each for each in usable if (each.engine, each.seed) == (engine, seed)] for seed in seeds}
-        ended = {seed: own[seed] for seed in seeds if own[seed] and next_rate(own[seed], goals, rates) is None}
+        ended = {
+            seed: own[seed] for seed in seeds if own[seed] and next_rate(own[seed], goals, rates, tolerance) is None
+        }
         for goal in goals:
             ends = {seed: bracket(each, goal) for seed, each in ended.items()}
             rate = {seed: each.low for seed, each in ends.items()}
@@ -176,7 +183,12 @@ def goodputs(
 
 
 def turns(
-    trials: list[Trial], engines: Sequence[str], goals: Sequence[Goal], rates: Sequence[float], seeds: Sequence[int]
+    trials: list[Trial],
+    engines: Sequence[str],
+    goals: Sequence[Goal],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    tolerance: float = TOLERANCE,
 ) -> Iterator[tuple[str, float, int]]:
     """(engine, rate, seed) to try next, engines in turn (A B A B), seed by seed; whoever asks appends to ``trials``.
 
@@ -184,21 +196,26 @@ def turns(
     """
     for seed in seeds:
         while True:
-            asked = [each for engine in engines if (each := _next(trials, engine, goals, rates, seed)) is not None]
+            asked = [each for engine in engines if (each := _next(trials, engine, goals, rates, seed, tolerance))]
             if not asked:
                 break
             yield from asked
 
 
 def _next(
-    trials: Sequence[Trial], engine: str, goals: Sequence[Goal], rates: Sequence[float], seed: int
+    trials: Sequence[Trial],
+    engine: str,
+    goals: Sequence[Goal],
+    rates: Sequence[float],
+    seed: int,
+    tolerance: float,
 ) -> tuple[str, float, int] | None:
     own = [each for each in trials if (each.engine, each.seed) == (engine, seed)]
     for each in own:
         same = [other for other in own if other.rate == each.rate]
         if len(same) < TRIES and all(other.disturbed for other in same):
             return engine, each.rate, seed
-    rate = next_rate(counted(own), goals, rates)
+    rate = next_rate(counted(own), goals, rates, tolerance)
     return None if rate is None else (engine, rate, seed)
 
 
