@@ -40,9 +40,9 @@ STEP = 1.1  # between two rates that are tried live; the two around the simulate
 FARTHEST = 5  # steps away from it, where a search gives up
 TRIES = 2  # of a rate at which the CPU was saturated
 LOAD = 0.6  # of the cores, that replays may take together by what is expected of them
-ALONE = 0.45  # of a core, that one may take: what dilation is for
+ALONE = 0.5  # of a core, that one may take: what dilation is for
 AT_ONCE = 6
-CPU_S = (3e-3, 6e-5)  # of a request, and of each of its tokens, before anything was measured
+CPU_S = (2e-3, 5e-5)  # of a request, and of each of its tokens, before anything was measured
 SPARE = 1.02  # times the shortest trace that has an answer, at the rate above the simulated goodput
 FULL_EVERY = 50  # of the requests: one whose blocks are moved at full size
 FULL_OF = 1000
@@ -292,7 +292,7 @@ def served(board: Board, crew: Crew) -> None:
     under_way: set[Task] = set()
     if not kept.of("full", dataset):
         crew.offer(
-            1.0,
+            0.6,
             30.0,
             lambda found: kept.add("full", dataset, found),
             scale_live.full_size,
