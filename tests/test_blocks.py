@@ -46,9 +46,10 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: len(self.free) < SIZE)
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(set(range(SIZE)) - self.free)))
-        self.runs.give(block)
-        self.free.add(block)
+        taken = sorted(set(range(SIZE)) - self.free)
+        blocks = data.draw(st.lists(st.sampled_from(taken), unique=True) | st.just(taken))
+        self.runs.give(blocks)
+        self.free.update(blocks)
 
     @invariant()
     def same(self) -> None:
@@ -141,7 +142,7 @@ def test_consecutive_blocks_are_handed_out_together() -> None:
     runs = FreeRuns(10)
     assert runs.take(10) == list(range(10))
     for block in (0, 1, 4, 5, 6, 8):
-        runs.give(block)
+        runs.give((block,))
     assert runs.take(1) == [8], "the smallest run that fits"
     assert runs.take(2) == [0, 1]
     assert runs.take(3) == [4, 5, 6]
@@ -156,7 +157,7 @@ def test_runs_that_touch_become_one_from_either_side() -> None:
         runs = FreeRuns(3)
         runs.take(3)
         for block in order:
-            runs.give(block)
+            runs.give((block,))
         assert runs.take(3) == [0, 1, 2]
 
 
@@ -164,7 +165,7 @@ def test_the_longest_run_is_taken_first_where_none_fits() -> None:
     runs = FreeRuns(9)
     runs.take(9)
     for block in (0, 2, 3, 5, 6, 8):
-        runs.give(block)
+        runs.give((block,))
     assert runs.take(5) == [2, 3, 5, 6, 0]
 
 

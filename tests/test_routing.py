@@ -8,13 +8,12 @@ import pytest
 
 from core_tables import peer_up, work
 from trinity.errors import UnknownName
-from trinity.messages import Work
+from trinity.messages import PeerUp, Work
 from trinity.routing import (
     RandomChoice,
     RoundRobin,
     Router,
     RoutingPolicy,
-    fits,
     kv_tokens,
     needs,
     number_of,
@@ -117,10 +116,16 @@ def test_a_stage_needs_blocks_for_itself_and_for_those_that_follow_here(
     request = work("r", 1, "cat*5", "dog*6", 1, max_tokens=6)
     assert needs(letter, request, roles, 4, 4) == expected
     peer = peer_up(f"{roles}0", image=expected.get("image", 0), kv=expected.get("kv", 0))
-    assert fits(peer, letter, request)
+
+    def fitting(peer: PeerUp) -> list[PeerUp]:
+        router = Router(RoundRobin())
+        router.add(peer)
+        return list(router.fitting(letter, request))
+
+    assert fitting(peer)
     for kind in expected:
         smaller = {**peer.pools, kind: peer.pools[kind] - 1}
-        assert not fits(peer_up(f"{roles}0", **smaller), letter, request)
+        assert not fitting(peer_up(f"{roles}0", **smaller))
 
 
 def test_text_alone_needs_no_image_blocks() -> None:
@@ -136,3 +141,12 @@ def test_kv_is_kept_for_every_output_but_the_last_and_where_it_is_decoded() -> N
 def test_a_router_knows_which_stages_there_are() -> None:
     router = make_router("EP0")
     assert [router.has(letter) for letter in "EPD"] == [True, True, False]
+
+
+def test_instances_of_a_kind_are_asked_for_the_same_and_each_by_its_own_pools() -> None:
+    router, request = Router(RoundRobin()), work("r", 10, max_tokens=1)
+    sizes = {"P0": 2, "P1": 99, "PD0": 99, "PD1": 3, "D0": 99, "P2": 3}
+    for name, kv in sizes.items():
+        router.add(peer_up(name, kv=kv))
+    assert [peer.name for peer in router.fitting("P", request)] == ["P1", "PD0", "PD1", "P2"]
+    assert [peer.name for peer in router.fitting("D", work("r", 10, max_tokens=9))] == ["PD0", "D0"]

@@ -44,16 +44,29 @@ class FreeRuns:
         self.count -= count
         return taken
 
-    def give(self, block: int) -> None:
-        start, end = block, block + 1
+    def give(self, blocks: Iterable[int]) -> None:
+        """Blocks come back; neighbours that follow each other do so as one run."""
+        start = end = -1
+        for block in blocks:
+            if block != end:
+                self._give(start, end)
+                start = block
+            end = block + 1
+        self._give(start, end)
+
+    def _give(self, first: int, last: int) -> None:
+        """[first, last), nothing where that is empty."""
+        if first == last:
+            return
+        start, end = first, last
         if start in self._start:
             start = self._start[start]
-            self._remove(start, block)
+            self._remove(start, first)
         if end in self._end:
             after, end = end, self._end[end]
             self._remove(after, end)
         self._insert(start, end)
-        self.count += 1
+        self.count += last - first
 
     def __contains__(self, block: int) -> bool:
         return block in self.blocks()
@@ -130,11 +143,17 @@ class BlockPool:
 
     def drop(self, blocks: Iterable[int]) -> None:
         """One reference less to each; at none, a published block stays cached and any other is free."""
+        free: list[int] = []
         for block in blocks:
             assert self._references[block] > 0, f"pool {self.kind}: block {block} has no reference to drop"
             self._references[block] -= 1
-            if not self._references[block]:
-                self._retire(block)
+            if self._references[block]:
+                continue
+            if block in self._key:
+                self._cached[block] = None
+            else:
+                free.append(block)
+        self._free.give(free)
 
     def publish(self, block: int, key: Key) -> None:
         """Make the content of a held block matchable. The first block published under a key keeps it."""
@@ -172,16 +191,10 @@ class BlockPool:
         self._key.clear()
         self._changes += 1
 
-    def _retire(self, block: int) -> None:
-        if block in self._key:
-            self._cached[block] = None
-        else:
-            self._free.give(block)
-
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
         del self._block[self._key.pop(block)]
-        self._free.give(block)
+        self._free.give((block,))
         self.evictions += 1
         self._changes += 1
 

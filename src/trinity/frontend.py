@@ -32,7 +32,7 @@ from trinity.messages import (
     Value,
     Work,
 )
-from trinity.routing import Router, RoutingPolicy, fits, needs
+from trinity.routing import Router, RoutingPolicy, needs
 
 
 class Abort(Value, frozen=True):
@@ -151,7 +151,7 @@ class FrontendCore:
         for letter in path if work.max_tokens > 1 else path[:-1]:
             if self.router.misses(letter):
                 return Failure("Overloaded", f"no instance is up at stage {letter} just now; try again in a while")
-            if not any(letter in peer.roles and fits(peer, letter, work) for peer in self.router.peers.values()):
+            if next(self.router.fitting(letter, work), None) is None:
                 return _too_large(self.router, work, letter)
         return None
 

@@ -7,7 +7,7 @@ what instances publish of themselves (``Router.loads``), so that they choose ali
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from trinity.blocks import DIGEST, blocks_for, media_keys, prefix_keys
@@ -171,14 +171,28 @@ class Router:
 
     def choose(self, letter: str, work: Work) -> str | None:
         """Name of the instance for stage ``letter``; None where none has both the stage and the blocks."""
-        fitting = [peer for peer in self.peers.values() if letter in peer.roles and fits(peer, letter, work)]
-        return self._chosen(letter, work, fitting) if fitting else None
+        peers = list(self.fitting(letter, work))
+        return self._chosen(letter, work, peers) if peers else None
+
+    def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
+        """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
+        known: dict[tuple[str, int, int], dict[str, int]] = {}
+        for peer in self.peers.values():
+            if letter in peer.roles:
+                kind = (peer.roles, peer.media_block, peer.kv_block)
+                need = known.get(kind)
+                if need is None:
+                    need = known[kind] = needs(letter, work, *kind)
+                for wanted, count in need.items():
+                    if count > peer.pools.get(wanted, 0):
+                        break
+                else:
+                    yield peer
 
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
         if work.media and getattr(self.policy, "straight", False):
-            peers = [peer for peer in self.peers.values() if "P" in peer.roles and fits(peer, "P", work)]
-            having = [peer for peer in peers if self._has_media(peer, work)]
+            having = [peer for peer in self.fitting("P", work) if self._has_media(peer, work)]
             if having and not any("E" in peer.roles for peer in having):
                 return self._chosen("P", work, having)
         return self.choose("E" if work.media else "P", work)
@@ -217,7 +231,8 @@ class Router:
 
     def holder(self, span: MediaSpan, but: str) -> str:
         """Another instance that said it has these features, a prefill instance first; "" where none did."""
-        having = [peer for peer in self.peers.values() if peer.name != but and self._has_span(peer, span)]
+        reported = [peer for peer in self.peers.values() if peer.name != but and peer.name in self.loads]
+        having = [peer for peer in reported if self._has_span(peer, span)]
         return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
 
     def _prefix_tokens(self, peer: PeerUp, work: Work) -> int:
@@ -250,12 +265,6 @@ def _units(letter: str, work: Work) -> int:
     if letter == "E":
         return sum(span.tokens for span in work.media)
     return len(work.prompt) if letter == "P" else 1
-
-
-def fits(peer: PeerUp, letter: str, work: Work) -> bool:
-    """Whether the whole need of a request at this stage could ever be had from an instance's pools."""
-    need = needs(letter, work, peer.roles, peer.media_block, peer.kv_block)
-    return all(count <= peer.pools.get(kind, 0) for kind, count in need.items())
 
 
 def needs(letter: str, work: Work, roles: str, media_block: int, kv_block: int) -> dict[str, int]:
