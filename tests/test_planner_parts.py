@@ -12,17 +12,17 @@ from analytic import Analytic
 from trinity.cluster import Cluster
 from trinity.cost import DEVICES, Roofline, Tables
 from trinity.errors import ConfigError
-from trinity.goodput import Outcome
+from trinity.goodput import Outcome, point
 from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, details
 from trinity.planner.candidates import Deployment
-from trinity.planner.details import busiest, limiting
+from trinity.planner.details import busiest, limiting, missed
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.progress import Progress, seen
 from trinity.planner.replays import at_once, effective, throughput
 from trinity.simulator import Replay
-from trinity.trace import SLO, Trace
+from trinity.trace import SLO, Trace, TraceRow
 from trinity.traces import synthesise
 
 LLAVA = MODELS["llava-1.5-7b"]
@@ -52,7 +52,10 @@ def placed(text: str) -> Deployment:
     ],
 )
 def test_which_bound_is_missed_says_which_stages_limit(outcomes: list[Outcome], stages: str) -> None:
-    assert limiting(outcomes, SECOND, "guard") == stages
+    assert limiting(*missed(outcomes, SECOND, "guard")) == stages
+    rows = [TraceRow(timestamp=n, input_length=1, output_length=2) for n in range(len(outcomes))]
+    found = point(Trace(rows), outcomes, SECOND)
+    assert limiting(1 - found.attainment["guard"], 1 - found.first) == stages, "as a point says it"
 
 
 def test_of_those_stages_the_one_that_works_most_in_the_busiest_group() -> None:

@@ -30,10 +30,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class TrinityError(Exception):
-    """Base of every error that trinity raises on purpose."""
+    """Base of every error that trinity raises on purpose. All can be pickled, so that they come back from a process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args), dict(self.__dict__)
 
 
 class ConfigError(TrinityError, ValueError):
@@ -160,3 +164,8 @@ class ClosedError(TrinityError):
 
 class TrinityWarning(UserWarning):
     """Something is served otherwise than asked, and what to change: not an error, since requests are still served."""
+
+
+def _remade(kind: type[TrinityError], args: tuple[Any, ...]) -> TrinityError:
+    """With its message as it was: what it was made from is not kept."""
+    return kind.__new__(kind, *args)

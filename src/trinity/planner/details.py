@@ -23,8 +23,8 @@ from trinity.trace import RULES, SLO, Rule, Trace
 from trinity.traces import resampled
 
 IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
-VERIFIED = 2000  # requests of the winner that both engines replay
-VERIFIED_EACH = 32_000  # at most, times instances: the Python cores take longer for more of them
+VERIFIED = 500  # requests of the winner that both engines replay
+VERIFIED_EACH = 16_000  # at most, times instances: the Python cores take longer for more of them
 VERIFIED_LEAST = 200
 
 
@@ -63,24 +63,26 @@ def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate,
     goodput = every_rule(case, found)
     spread = tuple(_redrawn(case, found, seed) for seed in seeds) if found.step is not None else ()
     made = candidate(case, found)
-    lowest = min((point.rate for point in made.attainment), default=found.entry.nominal)
-    replay = _replay(case, found.entry.deployment, case.trace.scaled(rate=found.rate or lowest))
+    seen = min(made.attainment, key=lambda point: point.rate)
+    if found.step is not None:
+        seen = case.trials.point(found.entry.deployment, found.step)
+    replay = _replay(case, found.entry.deployment, case.trace.scaled(rate=found.rate or seen.rate))
     sure = tuple(each for each in spread if each is not None)
-    seen = figures(case, found.entry.deployment, replay)
-    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **seen), replay.engine
+    late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.first)
+    figured = figures(case, found.entry.deployment, replay, late)
+    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), replay.engine
 
 
 def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
     """With utilisation, memory and bottleneck of one replay, where there is no goodput; and the engine."""
     replay = _replay(case, found.entry.deployment, offered)
-    return msgspec.structs.replace(
-        candidate(case, found), **figures(case, found.entry.deployment, replay)
-    ), replay.engine
+    late = limiting(*missed(replay.outcomes, case.asked.slo, case.asked.rule))
+    figured = figures(case, found.entry.deployment, replay, late)
+    return msgspec.structs.replace(candidate(case, found), **figured), replay.engine
 
 
-def figures(case: Case, deployment: Deployment, replay: Replay) -> dict[str, Any]:
-    """Utilisation, memory and bottleneck as seen in a replay."""
-    late = limiting(replay.outcomes, case.asked.slo, case.asked.rule)
+def figures(case: Case, deployment: Deployment, replay: Replay, late: str) -> dict[str, Any]:
+    """Utilisation, memory and bottleneck as seen in a replay; this among the stages that are ``late``."""
     return {
         "utilisation": replay.utilisation,
         "memory": _memory(case, deployment, replay),
@@ -88,13 +90,17 @@ def figures(case: Case, deployment: Deployment, replay: Replay) -> dict[str, Any
     }
 
 
-def limiting(outcomes: Sequence[Outcome], slo: SLO, rule: Rule) -> str:
-    """The stages by which most of the requests that are not in time miss it: before the first token, or after."""
-    missed = [each for each in outcomes if not slo.met(each, rule)]
-    first = sum(each.ttft_s is None or each.ttft_s >= slo.ttft for each in missed)
-    if not missed:
+def missed(outcomes: Sequence[Outcome], slo: SLO, rule: Rule) -> tuple[float, float]:
+    """How many requests are not in time, and how many of them by their first token already."""
+    late = [each for each in outcomes if not slo.met(each, rule)]
+    return len(late), sum(each.ttft_s is None or each.ttft_s >= slo.ttft for each in late)
+
+
+def limiting(late: float, first: float) -> str:
+    """The stages by which most of the ``late`` miss it: before the first token, as ``first`` of them do, or after."""
+    if not late:
         return STAGES
-    return "EP" if 2 * first >= len(missed) else "D"
+    return "EP" if 2 * first >= late else "D"
 
 
 def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str = STAGES) -> str:

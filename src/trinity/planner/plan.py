@@ -70,9 +70,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a planner found. ``candidates`` are sorted best first; ``paper`` is Algorithm 2's own choice.
 
     ``slo`` is None where the objective has none. ``met`` is False where no candidate meets the SLO at any rate: then
-    ``best`` has the highest attainment seen. ``runs`` counts the replays of the search, ``more_runs`` those behind the
-    figures of the best and of Algorithm 2's choice; ``seeds`` are those of the redrawn traces behind ``spread``;
-    ``notes`` say what was done otherwise than asked.
+    ``best`` has the highest attainment seen. ``runs`` counts the replays of the search, ``more_runs`` those of
+    Algorithm 2 after it and behind the figures of both choices; ``seeds`` are those of the redrawn traces behind
+    ``spread``; ``notes`` say what was done otherwise than asked.
     """
 
     model: str

@@ -125,7 +125,7 @@ def _busiest(best: Candidate) -> float:
 def _searched(plan: Plan) -> Iterator[str]:
     exact = sum(each.exact for each in plan.candidates)
     rest = len(plan.candidates) - exact
-    more = f", and {plan.more_runs} for the figures of the best" if plan.more_runs else ""
+    more = f", and {plan.more_runs} for Algorithm 2 and the figures of the best" if plan.more_runs else ""
     yield f"Strategy {plan.strategy!r}: {plan.runs} replays over {len(plan.candidates)} candidates{more}."
     if rest:
         yield f"{rest} were not searched to the end: each failed at the rate of a better one, or cannot reach it."
