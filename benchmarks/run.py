@@ -38,6 +38,7 @@ NAMES = (
     "scale",
     "cpu_second",
     "served",
+    "gpu",
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs" / "performance.md"

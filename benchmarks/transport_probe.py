@@ -30,16 +30,17 @@ LEAST, MOST = 5, 200  # rounds of a case
 Copy = Callable[[int], Awaitable[Any]]  # of so many bytes in one piece
 
 
-def pool(blocks: int, block_bytes: int, fill: int) -> BlockMemory:
+def pool(blocks: int, block_bytes: int, fill: int, device: str = "cpu") -> BlockMemory:
     """A pool whose every page has been written."""
-    memory = BlockMemory(BlockShape("kv", (block_bytes // 8,), torch.int64), blocks, shared=True)
+    memory = BlockMemory(BlockShape("kv", (block_bytes // 8,), torch.int64), blocks, device, shared=True)
     memory.tensor.copy_(torch.arange(fill, fill + blocks * block_bytes // 8).view(blocks, -1))
     return memory
 
 
 async def lend(transport: Transport) -> None:
     order = json.loads(sys.stdin.readline())
-    memories = [pool(blocks, block_bytes, 7) for blocks, block_bytes in order["pools"]]
+    device = order.get("device", "cpu")
+    memories = [pool(blocks, block_bytes, 7, device) for blocks, block_bytes in order["pools"]]
     print(json.dumps([transport.publish(memory).hex() for memory in memories]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await transport.aclose()

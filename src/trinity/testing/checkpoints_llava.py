@@ -29,6 +29,14 @@ def llava_500m() -> Recipe:
     return _midsize(vision=(768, 12), text=(1280, 22), intermediate=3456)
 
 
+def llava_7b() -> Recipe:
+    """The shape of LLaVA-1.5-7B: 14 GB in 16 bit, so benchmarks make up weights on the GPU."""
+    text = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    text |= {"num_key_value_heads": 32, "vocab_size": 32064, "max_position_embeddings": 4096, "head_dim": 128}
+    tower = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    return _llava({**TEXT, **text}, {**tower, "image_size": 336})
+
+
 def _midsize(vision: tuple[int, int], text: tuple[int, int], intermediate: int) -> Recipe:
     """A ViT at 336 px and a language model of (width, layers), heads of 64, four of which share a KV head."""
     heads = text[0] // 64
