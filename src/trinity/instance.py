@@ -257,6 +257,7 @@ class InstanceHost:
                 0 if isinstance(self.loaded.model, Paced) else spec.threads,
                 cores,
                 stream_for(spec.device, lane),
+                self.loaded.settings.depth,
             )
             for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
         }

@@ -5,16 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from trinity.lane_stream import LaneStream
 from trinity.messages import Close, Failure, Grow, Open, Progress, Sampled, Step, Stepped, Value
 from trinity.pinning import pin_thread
-from trinity.stages.base import Growing, Reporting, Stage
+from trinity.stages.base import Growing, Launching, Pending, Reporting, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
+LOOK_S = 0.0002  # between two looks at a launched step, while a command may come that would be launched behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that a stage has begun and whose tokens nobody has read; ``since`` its launch."""
+
+    step: Step
+    pending: Pending
+    since: float
 
 
 class Lane:
@@ -22,7 +34,8 @@ class Lane:
 
     ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
     is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
-    ``stream``: its own queue on a GPU.
+    ``stream``: its own queue on a GPU. ``depth``: of stages that launch steps, so many are begun before the first is
+    waited for.
     """
 
     def __init__(
@@ -36,10 +49,13 @@ class Lane:
         threads: int = 1,
         cores: Sequence[int] = (),
         stream: LaneStream | None = None,
+        depth: int = 1,
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
         self.cpu_s = 0.0
+        self._depth, self._flight = depth, deque[Launched]()
+        self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
         self._telling: Step | None = None  # whose progress is told
         self._told = False
@@ -76,12 +92,58 @@ class Lane:
 
             torch.set_num_threads(self._threads)
         with self._stream:
-            while (command := self._queue.get()) is not None:
-                if isinstance(command, Step):
+            while (command := self._next()) is not None:
+                if not isinstance(command, Step):
+                    self._tell(command)
+                elif not self._launch(command):
                     self._post(self._step(command))
                     self.cpu_s = time.thread_time()
-                else:
-                    self._tell(command)
+
+    def _next(self) -> Value | None:
+        """The next command. Launched steps are waited for as soon as nothing more is to be launched behind them."""
+        while self._flight:
+            if len(self._flight) < self._depth and not self._flight[0].pending.ready():
+                try:
+                    command = self._queue.get(timeout=LOOK_S)
+                except Empty:
+                    continue
+                if command is not None:
+                    return command
+                self._queue.put(None)  # the end comes after what is in flight
+            self._finish()
+        return self._queue.get()
+
+    def _launch(self, step: Step) -> bool:
+        """Begin a step of one stage that can. Where this is False, nothing is in flight any more."""
+        rows = [(stage, found) for stage in self.stages if (found := rows_for(step, stage.letters)) is not None]
+        stage, only = rows[0] if len(rows) == 1 else (None, step)
+        if isinstance(stage, Launching) and not step.group:
+            try:
+                self._stream.begin()
+                self._flight.append(Launched(step, stage.launch(only), time.perf_counter()))
+                return True
+            except BaseException:  # running it as any other step tells whose fault it is
+                logger.exception("step %d of %s could not be launched", step.id, self.name)
+        while self._flight:
+            self._finish()
+        return False
+
+    def _finish(self) -> None:
+        """Answer the oldest launched step. Where it failed, it and all behind it run again, one after the other."""
+        first = self._flight.popleft()
+        try:
+            sampled = complete(first.step, checked(first.pending.wait() or {}))
+        except BaseException:
+            logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
+            again = [first, *self._flight]
+            self._flight.clear()
+            for each in reversed(again):
+                each.pending.drop()
+            for each in again:
+                self._post(self._step(each.step))
+        else:
+            self._post(self._answer(first.step, max(first.since, self._free_at), sampled, {}))
+        self.cpu_s = time.thread_time()
 
     def _tell(self, command: Value) -> None:
         for stage in self.stages:
@@ -116,7 +178,11 @@ class Lane:
             if self._told:
                 self._post(Progress(step.id, self.name, None))
             sampled, failed = self._alone(step)
-        seconds = time.perf_counter() - started
+        return self._answer(step, started, sampled, failed)
+
+    def _answer(self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]) -> Stepped:
+        self._free_at = time.perf_counter()
+        seconds = self._free_at - started
         self._timeline.add(self.instance, self.name, self._shown(step), started, seconds, self._arguments(step))
         return Stepped(step.id, self.name, sampled, failed, seconds)
 
@@ -145,10 +211,7 @@ class Lane:
                     sampled.update(checked(stage.forward(rows) or {}))
         finally:
             self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
-        missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
-        if missing:
-            raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
-        return sampled
+        return complete(step, sampled)
 
     def _alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
         """Every request's rows by themselves: one that fails alone has failed; the others go on."""
@@ -171,8 +234,18 @@ def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     return sampled
 
 
+def complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """Tokens of every row that asks for one. Raises ``RuntimeError`` where some are missing."""
+    missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
+    if missing:
+        raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
+    return sampled
+
+
 def rows_for(step: Step, letters: str) -> Step | None:
     """The rows of a step that a stage with these letters runs; None where there are none."""
+    if step.decodes and not (step.encodes or step.prefills) and "D" in letters:
+        return step  # most steps
     encodes = step.encodes if "E" in letters else ()
     prefills = step.prefills if "P" in letters else ()
     decodes = step.decodes if "D" in letters else ()

@@ -17,7 +17,8 @@ class Stage(Protocol):
     All calls come from the lane's thread, one at a time.
 
     A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``), and one whose
-    requests get blocks as they decode a method ``grow`` (``Growing``).
+    requests get blocks as they decode a method ``grow`` (``Growing``). One that can start a step without waiting for it
+    may have ``launch`` (``Launching``).
     """
 
     letters: str
@@ -56,4 +57,34 @@ class Growing(Protocol):
 
     def grow(self, more: Grow) -> None:
         """Append blocks to the tables of open requests; those that are not open are left out."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that was launched. Calls come from the lane's thread; of several steps in the order of their launches."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        ...
+
+    def wait(self) -> dict[str, Sampled]:
+        """What ``forward`` would have returned or raised, once the device has ended the step."""
+        ...
+
+    def drop(self) -> None:
+        """In place of ``wait``, or after it has raised: the step counts as never launched, and nothing of it runs any
+        more. Steps that were launched after it were dropped before it."""
+        ...
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """A stage whose steps run on a device of their own: with ``Instance(depth=2)`` a step is launched behind one whose
+    tokens nobody has read. A row that decodes then feeds the token that its row of that step samples, on the device.
+
+    Between a launch and its end other requests may be opened, grown and closed; never one that has a row in it.
+    """
+
+    def launch(self, step: Step) -> Pending:
+        """Begin what ``forward`` does. May raise as that does; then nothing was begun."""
         ...
