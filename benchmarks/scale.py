@@ -8,6 +8,7 @@ until ``minutes`` are over; what is done is kept, and the next run goes on from 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -20,11 +21,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import scale_live
 from benchmarks.claims import lengthened, more_than, nominal
-from benchmarks.rank import sources
 from benchmarks.report import Result
 from benchmarks.scale_live import DEVICE, MODEL, PER_HOST, Task, bounds, requests, simulator
 from benchmarks.scale_tables import Line, Workload, tabled
-from benchmarks.setting import Setting
+from benchmarks.setting import ROOT, Setting
 from trinity.cluster import Cluster
 from trinity.errors import TraceTooShort
 from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure
@@ -194,6 +194,15 @@ class Kept:
         return [each for each in self.records if each["kind"] == kind and each["dataset"] == dataset]
 
 
+def sources(root: Path = ROOT) -> str:
+    """A digest of the code that a record hangs on."""
+    digest = hashlib.sha256()
+    for pattern in ("src/trinity/**/*.py", "csrc/*.?pp", "benchmarks/scale.py", "benchmarks/scale_live.py"):
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Board:
     """One workload: its rows, what was replayed, what is to be done next."""
 
@@ -286,20 +295,20 @@ class Crew:
             done(each.result())
 
 
-def served(board: Board, crew: Crew) -> None:
-    """All that one workload lacks, as far as there is time."""
-    dataset, kept = board.dataset, board.kept
+class Job(NamedTuple):
+    """Something besides the rows' replays: ``kind`` of its record, its load of a core, seconds that it may take."""
+
+    kind: str
+    load: float
+    seconds: float
+    call: Callable[..., Record]
+    given: tuple[Any, ...]
+
+
+def served(board: Board, crew: Crew, *, first: bool) -> None:
+    """All that one workload lacks, as far as there is time; of the first one other dilations too."""
     under_way: set[Task] = set()
-    if not kept.of("full", dataset):
-        crew.offer(
-            0.6,
-            30.0,
-            lambda found: kept.add("full", dataset, found),
-            scale_live.full_size,
-            dataset,
-            FULL_EVERY,
-            min(FULL_OF, 10 * board.sizes.least_requests),
-        )
+    jobs = [*full_size(board), *(dilations(board) if first else ())]
     while True:
         for row, step in board.next():
             task = board.task(row, step)
@@ -308,14 +317,47 @@ def served(board: Board, crew: Crew) -> None:
 
             def done(found: Record, row: Row = row, step: int = step, task: Task = task) -> None:
                 under_way.discard(task)
-                kept.add("replay", dataset, {"step": step, **found, "simulated": expected(row, step, dataset)})
+                known = {"step": step, **found, "simulated": expected(row, step, board.dataset)}
+                board.kept.add("replay", board.dataset, known)
 
             load = board.cpu_s(row) * task.rate / task.dilation
             if crew.offer(load, seconds_of(task), done, scale_live.served, task):
                 under_way.add(task)
+        jobs = [job for job in jobs if not offered(job, board, crew)]
         if not crew.running:
             return
         crew.settle()
+
+
+def offered(job: Job, board: Board, crew: Crew) -> bool:
+    """Whether it was started."""
+
+    def done(found: Record) -> None:
+        board.kept.add(job.kind, board.dataset, found)
+
+    return crew.offer(job.load, job.seconds, done, job.call, *job.given)
+
+
+def full_size(board: Board) -> list[Job]:
+    """The sample of requests whose blocks are moved at the model's own size."""
+    if board.kept.of("full", board.dataset):
+        return []
+    asked = (board.dataset, FULL_EVERY, min(FULL_OF, 10 * board.sizes.least_requests))
+    return [Job("full", 0.6, 30.0, scale_live.full_size, asked)]
+
+
+def dilations(board: Board, share: float = 0.8) -> list[Job]:
+    """The same requests at a rate that the machine carries undilated, on the row that asks for the least CPU."""
+    rows = [row for row in board.rows if row.rate > 0]
+    known = [each["task"] for each in board.kept.of("dilation", board.dataset)]
+    made = []
+    for times in (1, 2, 4) if rows else ():
+        row = min(rows, key=lambda each: each.rate * board.cpu_s(each))
+        task = board.task(row, 0)._replace(rate=share * row.rate, dilation=times)
+        if list(task) not in known:
+            load = board.cpu_s(row) * task.rate / times
+            made.append(Job("dilation", load, seconds_of(task), scale_live.served, (task,)))
+    return made
 
 
 def seconds_of(task: Task) -> float:
@@ -330,27 +372,6 @@ def expected(row: Row, step: int, dataset: str) -> dict[str, float]:
     return {**seen.attainment, "completed": seen.completed}
 
 
-def check_dilation(board: Board, crew: Crew, share: float = 0.8) -> None:
-    """The same requests at a rate that the machine carries, dilated by one, two and four times as much."""
-    row = min(board.rows, key=lambda each: each.rate * board.cpu_s(each))
-    for times in (1, 2, 4):
-        task = board.task(row, 0)._replace(rate=share * row.rate, dilation=times)
-        if any(each["task"] == list(task) for each in board.kept.of("dilation", board.dataset)):
-            continue
-        while not crew.offer(
-            board.cpu_s(row) * task.rate / times,
-            seconds_of(task),
-            lambda found: board.kept.add("dilation", board.dataset, found),
-            scale_live.served,
-            task,
-        ):
-            if not crew.running:
-                return
-            crew.settle()
-    while crew.running:
-        crew.settle()
-
-
 def run(setting: Setting) -> Result:
     sizes, until = SMALL if setting.quick else Sizes(), time.monotonic() + 60 * setting.minutes
     kept = Kept(setting.kept and setting.kept / "scale-replays.jsonl", sizes)
@@ -359,6 +380,5 @@ def run(setting: Setting) -> Result:
         for dataset in sizes.workloads:
             if time.monotonic() < until or kept.of("rows", dataset):
                 boards.append(Board(dataset, kept, sizes, crew.pool))
-                served(boards[-1], crew)
-        check_dilation(boards[0], crew)
+                served(boards[-1], crew, first=dataset == sizes.workloads[0])
     return tabled([board.shown() for board in boards], sizes.instances)

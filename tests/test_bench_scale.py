@@ -95,6 +95,16 @@ def test_what_is_missing_follows_from_what_is_kept(tmp_path: Path) -> None:
     assert (line.low, line.high, line.agrees) == (rate_at(ROW, 0), rate_at(ROW, 1), True)
 
 
+def test_records_of_other_code_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "src" / "trinity" / "core").mkdir(parents=True)
+    file = tmp_path / "src" / "trinity" / "core" / "steps.py"
+    file.write_text("a = 1")
+    before = scale.sources(tmp_path)
+    assert scale.sources(tmp_path) == before
+    file.write_text("a = 2")
+    assert scale.sources(tmp_path) != before
+
+
 def test_a_saturated_rate_judges_nothing_and_is_tried_twice_in_a_run(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     made = board(Kept(path, SMALL))
@@ -115,6 +125,18 @@ def test_dilation_is_the_same_for_all_rows_and_leaves_each_room(tmp_path: Path) 
     assert 2000.0 * scale.STEP / fast.dilation * fast.cpu_s(ROW) <= scale.ALONE
     fast.kept.add("replay", "POPE", {**record(0, True), "cpu_s": 5.0})
     assert fast.cpu_s(ROW) == 0.1, "as measured, once it was"
+
+
+def test_other_dilations_are_of_the_first_workload_and_each_is_made_once() -> None:
+    made = board(Kept(None, SMALL), ROW, ROW._replace(name="even", rate=9.0), Row("none", "1E1PD", True, 0.0, 50))
+    tasks = [job.given[0] for job in scale.dilations(made)]
+    assert [task.dilation for task in tasks] == [1, 2, 4]
+    assert {task.rate for task in tasks} == {0.8 * 9.0}
+    made.kept.add("dilation", "POPE", {"task": list(tasks[1])})
+    assert [job.given[0].dilation for job in scale.dilations(made)] == [1, 4]
+    assert len(scale.full_size(made)) == 1
+    made.kept.add("full", "POPE", {})
+    assert scale.full_size(made) == []
 
 
 def test_signs_of_a_saturated_cpu() -> None:
