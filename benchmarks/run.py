@@ -35,6 +35,7 @@ NAMES = (
     "rank",
     "figures",
     "plan_speed",
+    "reservation",
     "scale",
     "cpu_second",
     "served",
