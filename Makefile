@@ -13,7 +13,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all check style types layers sizes format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-gpu check style types layers sizes format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -40,6 +40,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -m "" --hypothesis-profile=thorough $(ARGS)
+
+# On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs.
+test-gpu:
+	PYTHONPATH=src $(ONE_THREAD) HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m gpu $(ARGS)
 
 check: $(STAMP) style types layers sizes
 

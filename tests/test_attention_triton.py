@@ -29,6 +29,7 @@ from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.graphs import Graphs
 from trinity.stages.varlen import varlen_rows
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ONE, MANY = 1, 1000  # multiprocessors to keep busy: no split, as many as there can be
 

@@ -243,6 +243,7 @@ def test_runs_of_whole_blocks_are_one_copy() -> None:
 no_gpu = not torch.cuda.is_available()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(no_gpu, reason="needs an NVIDIA GPU: cuda_ipc between two processes on it")
 @pytest.mark.parametrize("scheme", ["cuda_ipc", "nixl", "nixl-push"])
 async def test_two_processes_on_a_gpu(scheme: str) -> None:
@@ -257,6 +258,7 @@ async def test_two_processes_on_a_gpu(scheme: str) -> None:
         await transport.aclose()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(no_gpu, reason="needs an NVIDIA GPU: the contract of cuda_ipc on its memory")
 async def test_contract_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(shape: BlockShape, blocks: int, *, shared: bool = False) -> BlockMemory:
