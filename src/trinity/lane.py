@@ -57,6 +57,7 @@ class Lane:
         self._depth, self._flight = depth, deque[Launched]()
         self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
+        self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
         self._telling: Step | None = None  # whose progress is told
         self._told = False
         for stage in self.stages:
@@ -188,11 +189,7 @@ class Lane:
 
     def _shown(self, step: Step) -> str:
         """The step's name in the timeline; what stages emulate must not pass for computed."""
-        return (
-            f"emulated {_title(step)}"
-            if any(getattr(stage, "emulated", False) for stage in self.stages)
-            else _title(step)
-        )
+        return f"emulated {_title(step)}" if self._emulated else _title(step)
 
     def _arguments(self, step: Step) -> dict[str, float]:
         """What the timeline says of a step: its rows, and what a stage remarks on it."""
@@ -229,13 +226,16 @@ class Lane:
 
 def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """What a stage returned. Raises ``TypeError`` where it is not tokens by request: the core must not trip over it."""
-    if not isinstance(sampled, dict) or not all(isinstance(one, Sampled) for one in sampled.values()):
+    kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
+    if not all(issubclass(kind, Sampled) for kind in kinds):
         raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
     return sampled
 
 
 def complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """Tokens of every row that asks for one. Raises ``RuntimeError`` where some are missing."""
+    if not step.prefills and all(map(sampled.__contains__, step.decodes)):
+        return sampled  # most steps
     missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
     if missing:
         raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
@@ -278,11 +278,15 @@ def _letters(step: Step) -> str:
 
 
 def _title(step: Step) -> str:
+    if not (step.encodes or step.prefills):
+        return "decode"  # most steps
     names = {"E": "encode", "P": "prefill", "D": "decode"}
     return "+".join(names[letter] for letter in _letters(step))
 
 
 def _sizes(step: Step) -> dict[str, int]:
+    if not (step.encodes or step.prefills):
+        return {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
     return {
         "media tokens": sum(row.span.tokens for row in step.encodes),
         "prefill tokens": sum(row.length for row in step.prefills),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from trinity.messages import Step
@@ -20,11 +20,11 @@ class Running:
     written: float | None = None  # when it told of the last layer of its prefills' KV
 
     @property
-    def requests(self) -> dict[str, None]:
+    def requests(self) -> Collection[str]:
         """Whose rows it has, in order: a replay must not depend on hashes."""
         step = self.step
         if not (step.encodes or step.prefills):  # most steps
-            return dict.fromkeys(step.decodes)
+            return step.decodes
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
         return dict.fromkeys([*rows, *step.decodes])
 

@@ -334,8 +334,9 @@ class State:
 
     def count(self, running: Running, by: int) -> None:
         """Its requests have one step more, or one less, in flight."""
+        requests = self.requests
         for request in running.requests:
-            self.requests[request].steps += by
+            requests[request].steps += by
 
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""

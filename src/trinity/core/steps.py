@@ -211,10 +211,7 @@ def _took(s: State, request: str, state: RequestState, sampled: Sampled, emitted
     tokens, token = state.tokens, sampled.token
     emitted.append(Emitted(request, state.attempt, len(tokens), sampled))
     tokens.append(token)
-    if token in state.stop_ids:
-        end(s, state, now, "stop")
-    elif len(tokens) >= state.max_tokens:
-        end(s, state, now, "length")
-    else:
-        return False
+    if token not in state.stop_ids and len(tokens) < state.max_tokens:
+        return False  # most tokens
+    end(s, state, now, "stop" if token in state.stop_ids else "length")
     return True
