@@ -61,7 +61,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """The highest ``rate`` at which the rule held, in requests a second, and every ``point`` that was tried.
 
     0 where none did: ``best`` is the highest attainment then seen. The rule is that ``share`` of the requests are in
-    time by ``rule`` and, where ``stable``, that completions keep up with arrivals.
+    time by ``rule`` and, where ``stable``, that completions keep up with arrivals (``piles_up``).
     """
 
     rate: float
@@ -228,6 +228,24 @@ def _middle_rate(seconds: Sequence[float]) -> float:
     return (high - low) / span if span > 0 else math.inf
 
 
+def steady_s(trace: Trace, slo: SLO) -> float:
+    """Seconds in which a trace must come for completions to keep up, though the last outputs end after its end: one
+    that is just in time may then be missing."""
+    gaps = sum(max(0, row.output_length - 1) for row in trace) / max(1, len(trace))
+    return (slo.ttft + gaps * slo.tbt) / (1 - STABLE)
+
+
+def piles_up(point: Point, rule: str, share: float, steady: float) -> bool:
+    """Whether completions fall behind arrivals because work piles up.
+
+    In a trace that comes in less than ``steady`` seconds (``steady_s``) long outputs that are still in time lower the
+    rate of completions as well. Guard and mean TPOT bound the end of a request, so where enough keep one of them it
+    decides alone; else it takes a longer trace.
+    """
+    bounded = rule == "tpot" or point.attainment["guard"] >= share
+    return not point.stable and (point.duration_s >= steady or not bounded)
+
+
 def own_rate(trace: Trace, least_requests: int = LEAST_REQUESTS) -> float:
     """Requests a second of a trace. Raises ``TraceTooShort`` where it has none, or fewer requests than that."""
     times = sorted(row.timestamp / 1000 for row in trace)
@@ -256,7 +274,7 @@ class _Search:
         self.least_ttfts = LEAST_TTFTS if least_ttfts is None else least_ttfts
         self._check(least_requests)
         self.points: list[Point] = []
-        self.own = own_rate(trace, least_requests)
+        self.own, self.steady = own_rate(trace, least_requests), steady_s(trace, slo)
 
     def _check(self, least_requests: int) -> None:
         if self.rule not in RULES:
@@ -305,7 +323,7 @@ class _Search:
         seen = point(offered, (yield offered), self.slo)
         self.points.append(seen)
         in_time = seen.attainment[self.rule] >= self.share
-        if not in_time or (self.stable and not seen.stable):
+        if not in_time or (self.stable and piles_up(seen, self.rule, self.share, self.steady)):
             return False
         if seen.duration_s < self.least_s:
             needed = self.least_s * seen.rate / self.own

@@ -12,13 +12,14 @@ from trinity.goodput import (
     LEAST_REQUESTS,
     LEAST_TTFTS,
     SHARE,
-    STABLE,
     STEP,
     TOLERANCE,
     Point,
     Serve,
     measure,
     own_rate,
+    piles_up,
+    steady_s,
 )
 from trinity.planner.candidates import Deployment
 from trinity.trace import SLO, Rule, Trace
@@ -45,8 +46,7 @@ class Trials:
     """Asks ``serve_of`` for what serves a deployment, and remembers what was seen at each rate.
 
     A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
-    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart; save that in a trace which is
-    over before outputs are, completions count only for rules that do not bound them. Raises ``TraceTooShort`` as it
+    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises ``TraceTooShort`` as it
     does. ``runs`` counts replays.
     """
 
@@ -66,8 +66,7 @@ class Trials:
         self.serve_of, self.trace, self.slo = serve_of, trace, slo
         self.rule, self.stable, self.share = rule, stable, share
         self.least_s = least_ttfts * slo.ttft
-        gaps = sum(max(0, row.output_length - 1) for row in trace) / max(1, len(trace))
-        self.steady_s = (slo.ttft + gaps * slo.tbt) / (1 - STABLE)  # of which an output in time is what may be missing
+        self.steady_s = steady_s(trace, slo)
         self.runs, self._progress = 0, progress
         self._points: dict[Deployment, dict[int, Point]] = {}
         self._serves: dict[Deployment, Serve] = {}
@@ -98,20 +97,11 @@ class Trials:
         point = self.point(deployment, step)
         if point.attainment[rule or self.rule] < self.share:
             return False
-        if self.stable and not point.stable and self._tells(point, rule or self.rule):
+        if self.stable and piles_up(point, rule or self.rule, self.share, self.steady_s):
             return False
         if point.duration_s < self.least_s:
             self._too_short(deployment, point, self.least_s)
         return True
-
-    def _tells(self, point: Point, rule: Rule) -> bool:
-        """Whether completions that fall behind arrivals mean that work piles up.
-
-        In a short trace long outputs that are still in time lower the rate of completions as well. Guard and mean TPOT
-        bound the end of a request, so where enough keep one of them it decides alone; else it takes a longer trace.
-        """
-        bounded = rule == "tpot" or point.attainment["guard"] >= self.share
-        return point.duration_s >= self.steady_s or not bounded
 
     def _too_short(self, deployment: Deployment, point: Point, least_s: float) -> NoReturn:
         needed = least_s * point.rate / self.own
