@@ -69,7 +69,7 @@ bench: $(STAMP)
 
 # Native code under AddressSanitizer and UBSan: a wheel of its own, unpacked, and the tests of what csrc/ does.
 ASAN := build/asan
-SANITIZED := LD_PRELOAD=$$($(or $(CXX),c++) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN)/site
+SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN)/site
 asan: $(STAMP)
 	rm -rf $(ASAN)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \

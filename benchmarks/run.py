@@ -19,6 +19,8 @@ from benchmarks import report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
 
 NAMES = (
+    "kernels",
+    "steps",
     "step_overhead",
     "versus_generate_batch",
     "memory",
