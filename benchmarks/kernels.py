@@ -5,6 +5,7 @@ All layers of the language part of llava-110m, one after the other, as a decode 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -88,7 +89,7 @@ def _measured(decode: Decode, batch: int, context: int, rounds: int) -> dict[str
 
     rows, qkv = decode.case(batch, context)
     with torch.inference_mode():
-        return alternate({way: (lambda way=way: decode.step(way, rows, qkv)) for way in decode.backends}, rounds)
+        return alternate({way: partial(decode.step, way, rows, qkv) for way in decode.backends}, rounds)
 
 
 def _difference(decode: Decode, batch: int, context: int) -> float:

@@ -197,8 +197,8 @@ def result(figures: dict[Figure, dict[str, float]], limits: dict[str, float], ex
         "steps",
         "Steps of a small LLaVA on one thread",
         f"llava-110m: decode at a context of {CONTEXT}, prefill of {PROMPT} tokens a request, encode of images of 336 "
-        "pixels; thread CPU time, medians of alternating runs. At best: bytes of weights and KV over the bandwidth of a "
-        "buffer that is summed (decode), operations over the rate of the best large product (prefill, encode), both "
+        "pixels; thread CPU time, medians of alternating runs. At best: bytes of weights and KV over the bandwidth of "
+        "a buffer that is summed (decode), operations over the rate of the best large product (prefill, encode), all "
         "measured in this process. Torch alone: plain weights, torch's attention, the same model otherwise.",
         tables,
         [

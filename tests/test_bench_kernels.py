@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from benchmarks import kernels, limits, steps
@@ -14,7 +16,7 @@ QUICK = Setting(quick=True, checkpoint=checkpoint)
 
 def test_runs_alternate_and_the_first_of_each_does_not_count() -> None:
     order: list[str] = []
-    found = limits.alternate({name: (lambda name=name: order.append(name)) for name in "ab"}, 2)
+    found = limits.alternate({name: partial(order.append, name) for name in "ab"}, 2)
     assert "".join(order) == "ababab"
     assert list(found) == ["a", "b"]
     assert all(seconds >= 0 for seconds in found.values())
