@@ -70,9 +70,11 @@ def run(setting: Setting) -> Result:
 # ---------------------------------------------------------------- what it came to
 
 
-def table(title: str, cells: Cells, missing: Sequence[str] = ()) -> Table:
+def table(title: str, cells: Cells, missing: Sequence[str] = (), idle: Sequence[str] = ()) -> Table:
+    """With a row for every engine that is not installed, and for every one of which no setting ran."""
     blank = [""] * (len(cells.header) - 2)
     absent = [[name, "not installed: make bench-peers", *blank] for name in missing]
+    absent += [[name, "no setting ran: see below", *blank] for name in idle]
     return Table(title, cells.header, [*map(list, cells.rows), *absent])
 
 
@@ -81,7 +83,7 @@ def result(found: Sequence[Found], exact: dict[str, int], missing: Sequence[str]
     tables = []
     for each in found:
         cells = outcome.cpu_table(each.bursts, ours, exact, EXACT)
-        tables += [table(f"{each.dtype}, one thread: median (lowest to highest)", cells, missing)]
+        tables += [table(f"{each.dtype}, one thread: median (lowest to highest)", cells, missing, idle(each))]
     tables += [table(f"Sweeps, {each.dtype}", outcome.sweep_table(dict(each.swept))) for each in found]
     return Result(
         name="cpu_second",
@@ -99,6 +101,10 @@ def result(found: Sequence[Found], exact: dict[str, int], missing: Sequence[str]
         notes=problems(found),
         values={"exact": exact, "missing": list(missing), "found": [msgspec.to_builtins(each) for each in found]},
     )
+
+
+def idle(found: Found) -> list[str]:
+    return [name for name in found.swept if name not in found.bursts]
 
 
 def problems(found: Sequence[Found]) -> list[str]:

@@ -52,6 +52,17 @@ def test_the_aim_is_a_figure_and_to_be_ahead_of_every_peer(ours: float, met: lis
     assert found.notes == ["vllm in float32 with 2 tokens a step: too small"]
 
 
+def test_an_engine_of_which_no_setting_ran_has_a_row_that_says_so() -> None:
+    swept = {"vllm": [Swept(tokens=1, problem="no such kernel")]}
+    one = cpu_second.Found(dtype="float32", swept=swept, bursts={"trinity EPD": of(1.5)})
+    found = cpu_second.result([one], {}, ["openvino"], "605 + 32")
+    assert [row[:2] for row in found.tables[0].rows[1:]] == [
+        ["openvino", "not installed: make bench-peers"],
+        ["vllm", "no setting ran: see below"],
+    ]
+    assert found.notes == ["vllm in float32 with 1 tokens a step: no such kernel"]
+
+
 # ---------------------------------------------------------------- served
 
 
