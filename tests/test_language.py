@@ -255,6 +255,20 @@ def test_nan_stays_with_its_request() -> None:
     assert tokens == expected
 
 
+def test_a_row_that_goes_well_behind_one_that_failed_clears_no_suspicion() -> None:
+    """Two steps in flight: the second chunk runs although the first has left NaN, and samples nothing to show it."""
+    solo = Solo(backend=(backend := Failing()))
+    opened = solo.open(work("bad", tuple(range(60, 100))))
+    backend.broken = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        solo.step(Prefill("bad", 0, 16, False))
+    backend.broken = False
+    solo.pool.memory.tensor[opened.blocks[0]] = torch.nan
+    solo.step(Prefill("bad", 16, 8, False))
+    solo.stage.close("bad")
+    assert solo.pool.memory.tensor.isfinite().all()
+
+
 def test_padding_reads_no_block_of_anybody_else() -> None:
     """Tables of short rows are padded to the longest; NaN in every block but their own shows where it reads."""
     short, long = work("short", PROMPT[:5], 8), work("long", tuple(range(5, 105)), 8)

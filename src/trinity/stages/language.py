@@ -88,6 +88,7 @@ class LanguageStage:
         if filled:
             wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
         ran = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
+        ran -= self._rows.suspects  # they stay so: a later chunk may go well behind one that left NaN
         self._rows.suspects |= ran
         logits = None if self._graphs is None or chunks else self._graphs.run(decodes)
         if logits is None:
