@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 from benchmarks.live import (
     BOTH,
     EASY,
+    POOLS,
     UNCACHED,
     Rounds,
     Way,
@@ -32,16 +33,18 @@ from benchmarks.live import (
 )
 from benchmarks.report import Result, Table
 from benchmarks.setting import FOREIGN, Setting, disturbed
-from trinity.budget import Budgets
+from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline
-from trinity.instance import Instance
+from trinity.cost import DEVICES, Roofline, Tables
+from trinity.hosting import Deployment, load, make_processor
+from trinity.instance import Instance, named
 from trinity.model_config import read
 from trinity.model_shapes import model as model_named
 from trinity.paced import ModelShape, Paced
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
-from trinity.scheduler import Rules
+from trinity.profile import profile_tables
+from trinity.scheduler import Rules, latency_bound
 from trinity.trace import SLO, Trace
 from trinity.traces.synthetic import synthesise
 
@@ -62,6 +65,8 @@ PACED = Paced(shape=ModelShape.of(NEXT), cost=COST, scale=2048)
 PACED_SLO = SLO(ttft=2.0, tbt=0.15)
 BUDGETED = SLO(ttft=2.0, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 INSTANCES = 6
+COUNTS: dict[str, Any] = {"contexts": (1, 512), "rows": (1, 4, 16), "tokens": (1, 64, 256, 1024), "images": (1, 2, 4)}
+QUICKLY: dict[str, Any] = {"contexts": (1,), "rows": (1, 4), "tokens": (1, 32), "images": (1,), "repeats": 1}
 PLANNED = 1200  # requests of the trace that the planner is given
 
 
@@ -88,6 +93,30 @@ def variants(name: str, instances: tuple[Instance, ...]) -> list[Way]:
 # ---------------------------------------------------------------- a real model on two cores
 
 
+def measured(model: Path, quick: bool) -> Tables:
+    """Seconds of a step of one instance on one core, from which budgets are searched: once, and not by every way."""
+    counts = QUICKLY if quick else COUNTS
+    processor = make_processor(model)
+    try:
+        (loaded,) = load(Deployment(model, "bfloat16", pools=POOLS), named(placed("EPD")), None)
+        return profile_tables([loaded], processor, **counts)
+    finally:
+        processor.close()
+
+
+def budgeted(way: Way, tables: Tables, slo: SLO, image_tokens: int) -> Way:
+    """With each instance's budgets by its roles (Algorithm 1, lines 1 to 6), where the way asks for searched ones."""
+    if way.budgets is not None:
+        return way
+
+    def rules(roles: str) -> Rules:
+        limit = latency_bound(roles, slo.ttft, slo.tbt)
+        found = predicted_budgets(tables.seconds, roles, limit, image_tokens, warn=False)
+        return replace(way.rules, tokens=found.tokens, media=found.media)
+
+    return replace(way, instances=tuple(replace(each, rules=rules(each.roles)) for each in way.instances))
+
+
 def real_ways() -> list[Way]:
     """All of two instances under Algorithm 1; E, P and D on what cores there are; the ablations of two of them."""
     chosen = [variants(each, placed(each)) for each in ("2EPD", *DISAGGREGATED)]
@@ -100,11 +129,13 @@ async def real(model: Path, setting: Setting) -> Seen:
     image_tokens, outputs = read(model).image_tokens, 4 if setting.quick else OUTPUTS
     ways = real_ways()[:1] + real_ways()[-1:] if setting.quick else real_ways()
     row = next(iter(traffic(1, image_tokens, outputs)))
-    told = await exact(model, [Way(each.name, each.instances, each.rules, EASY) for each in ways[:3]], row)
+    tables = await asyncio.to_thread(measured, model, setting.quick)
+    told = await exact(model, [Way(each.name, each.instances, each.rules, EASY) for each in ways[:2]], row)
     async with opened(model, [Way("alone", placed("EPD"), budgets=EASY)]) as pipes:
         ttft, gap = await at_rest(pipes["alone"], row, 1 if setting.quick else 3)
     slo = SLO(ttft=math.ceil(10 * EASE[0] * ttft) / 10, tbt=math.ceil(200 * EASE[1] * gap) / 200)
-    async with opened(model, ways, slo) as pipes:
+    ways = [budgeted(way, tables, slo, image_tokens) for way in ways]
+    async with opened(model, ways) as pipes:
         burst = await capacity(pipes[ways[0].name], traffic(6, image_tokens, outputs))
         for pipe in pipes.values():
             await capacity(pipe, traffic(2, image_tokens, 4), turns=1)  # code for new shapes is made, pages are touched
@@ -112,8 +143,10 @@ async def real(model: Path, setting: Setting) -> Seen:
         seconds = SPENT * (until - time.monotonic()) / (len(ways) * sum(1 / rate for rate in rates))
         count = 3 if setting.quick else max(8, int(seconds))
         found, foreign = await in_turns(pipes, traffic(count, image_tokens, outputs), rates, 1, until)
-    cells = len(ways) * len(rates)
-    return Seen(slo, rates, found, foreign, {"exact": told, "burst": burst, "count": count, "cells": cells})
+    facts = {"exact": told, "burst": burst, "count": count, "cells": len(ways) * len(rates)}
+    budgets = {f"{way.name}, {each.name or each.roles}": each.rules for way in ways for each in way.instances}
+    facts["budgets"] = {name: [rules.tokens, rules.media] for name, rules in budgets.items() if rules is not None}
+    return Seen(slo, rates, found, foreign, facts)
 
 
 # ---------------------------------------------------------------- paced: six instances of LLaVA-NeXT-7B
@@ -175,9 +208,10 @@ def result(kinds: dict[str, Seen], name: str) -> Result:
             f"Emulated: {NEXT.name}, {PACED}; {INSTANCES} instances, requests like TextCaps' at random times, "
             f"{emulated.facts['count']} at each rate, SLO {words(emulated.slo)}; the planner chose "
             f"{emulated.facts['plan']} on other requests (simulated goodput {emulated.facts['simulated']:.2f}). "
-            "Algorithm 1 has budgets searched under the SLO; no budgets: decodes first, whole prompts, any number of "
-            "images; no stage-level batching: besides, decodes wait while there is anything to prefill or encode. "
-            "Goodput in requests a second, between two rates on the line; wall time, caches off, ways in turns."
+            "Algorithm 1 has budgets searched under the SLO on costs measured before; no budgets: decodes first, whole "
+            "prompts, any number of images; no stage-level batching: besides, decodes wait while there is anything to "
+            "prefill or encode. Goodput in requests a second, between two rates on the line; wall time, caches off, "
+            "ways in turns."
         ),
         tables=[table for kind, each in kinds.items() for table in (goodputs(kind, each), attainments(kind, each))],
         notes=[

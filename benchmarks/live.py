@@ -152,7 +152,7 @@ async def in_turns(
         for rate in known:
             for name, pipe in pipes.items():
                 if time.monotonic() < until:
-                    with ForeignLoad(member.process for member in pipe.processes.values()) as load:
+                    with ForeignLoad() as load:
                         rows = await served(pipe, trace, rate)
                     foreign = max(foreign, load.share)
                     found.setdefault((name, rate), []).append(rows)

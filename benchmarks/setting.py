@@ -8,7 +8,7 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,26 +98,17 @@ def prompt_of(tokenizer: Any, tokens: int, seed: int) -> str:
 
 
 class ForeignLoad:
-    """The share of the machine's CPU time that other processes took within the block: ``.share``, 0 to 1.
-
-    ``processes``: further ones that are ours, such as instances, which are nobody's children here.
-    """
+    """The share of the machine's CPU time that other processes took within the block: ``.share``, 0 to 1."""
 
     share = 0.0
 
-    def __init__(self, processes: Iterable[int] = ()) -> None:
-        self._processes = tuple(processes)
-
     def __enter__(self) -> ForeignLoad:
-        self._busy, self._own, self._wall = _busy_seconds(), self._ours(), time.monotonic()
+        self._busy, self._own, self._wall = _busy_seconds(), _own_seconds(), time.monotonic()
         return self
-
-    def _ours(self) -> float:
-        return _own_seconds() + sum(map(cpu_seconds, self._processes))
 
     def __exit__(self, *_: object) -> None:
         room = (time.monotonic() - self._wall) * (os.cpu_count() or 1)
-        foreign = (_busy_seconds() - self._busy) - (self._ours() - self._own)
+        foreign = (_busy_seconds() - self._busy) - (_own_seconds() - self._own)
         self.share = min(1.0, max(0.0, foreign / room)) if room > 0 else 0.0
 
 
@@ -134,18 +125,30 @@ def disturbed(which: Sequence[object]) -> list[str]:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """CPU seconds of this process and of all that descend from it: a launcher's instances are children's children."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + _descendants_seconds()
 
 
-def cpu_seconds(process: int) -> float:
-    """CPU seconds of another process so far; 0 where it is gone or the system does not say."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _descendants_seconds() -> float:
+    """Of those that run, with the children of theirs that have ended; 0 where the system does not say."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+
+    def ours(process: int) -> bool:
+        while process in parents:
+            process = parents[process]
+            if process == os.getpid():
+                return True
+        return False
+
+    return sum(ticks[each] for each in parents if ours(each)) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy_seconds() -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, dual_stream, live, saturation, stalls
+from benchmarks import ablation, dual_stream, live, saturation, setting, stalls
 from benchmarks.live import Rounds, Way, attained, goodput, in_turns, placed, seen, span, traffic
 from benchmarks.report import Result
-from benchmarks.setting import Setting, cpu_seconds
+from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
 from drawn import axes, legend, lines, words
+from trinity.budget import StepCost
+from trinity.cost import Tables
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
@@ -147,10 +150,19 @@ async def test_ways_take_turns_at_every_rate_until_the_time_is_over(monkeypatch:
     assert await in_turns(pipes, asked, [1.0], 2, time.monotonic() - 1) == ({}, 0.0)
 
 
-def test_a_process_of_ours_is_known_by_its_cpu_time() -> None:
-    used = cpu_seconds(os.getpid())
-    assert used == pytest.approx(sum(os.times()[:2]), abs=1.0)
-    assert cpu_seconds(1 << 30) == 0
+BURNING = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
+BELOW = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURNING!r}])"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not say what processes have used")
+def test_the_time_of_children_s_children_is_our_own_while_they_run_and_afterwards() -> None:
+    before = setting._own_seconds()
+    with subprocess.Popen([sys.executable, "-c", BELOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        running = setting._own_seconds()
+    assert running - before > 0.2, "0.3 s, in ticks"
+    assert setting._own_seconds() >= running
 
 
 # ---------------------------------------------------------------- saturation
@@ -311,6 +323,19 @@ def test_each_ablation_takes_one_thing_away() -> None:
     names = [each.name for each in ablation.real_ways()]
     assert len(set(names)) == len(names) == 9
     assert {name.partition(", ")[0] for name in names} == {"2EPD", "EP+D", "ED+P", "PD+E", "E+P+D"}
+
+
+def test_budgets_are_searched_for_each_instance_by_its_roles() -> None:
+    cost = StepCost.measured(decodes={1: 0.01, 64: 0.05}, prefill={1: 0.01, 1024: 0.5}, media={576: 0.1, 2304: 0.4})
+    tables = Tables(model="m", device="d", dtype="t", source="test", costs=((1, cost),))
+    full, unbounded, _ = ablation.variants("EP+D", placed("EP+D"))
+    first, second = ablation.budgeted(full, tables, SLO(1.0, 0.05), 576).instances
+    assert first.rules is not None
+    assert second.rules is not None
+    for found, limit, rows in ((first, 0.5, (0, first.rules.tokens, 0)), (second, 0.05, (second.rules.tokens, 0, 0))):
+        assert tables.seconds(*rows) <= limit, found
+    assert first.rules.media % 576 == 0
+    assert ablation.budgeted(unbounded, tables, SLO(1.0, 0.05), 576) is unbounded
 
 
 def test_the_emulated_ones_are_the_chosen_and_as_many_of_each() -> None:
