@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ WORKLOADS = ("POPE", "MME", "TextVQA", "VizWiz", "TextCaps")  # from few tokens 
 STEP = 1.1  # between two rates that are tried live; the two around the simulated goodput are its neighbours
 FARTHEST = 5  # steps away from it, where a search gives up
 TRIES = 2  # of a rate at which the CPU was saturated
-LOAD = 0.6  # of the cores, that replays may take together by what is expected of them
+PLANNING_S = 60.0  # that a workload's rows take before anything is served
+LOAD = 0.5  # of the cores, that replays may take together by what is expected of them
 ALONE = 0.5  # of a core, that one may take: what dilation is for
 AT_ONCE = 6
 CPU_S = (2e-3, 5e-5)  # of a request, and of each of its tokens, before anything was measured
@@ -69,6 +71,7 @@ class Row(NamedTuple):
     scheduled: bool
     rate: float
     asked: int
+    expected: tuple[dict[str, float], ...] = ()  # at the rates of steps 0 and 1
 
 
 # ---------------------------------------------------------------- before anything is served
@@ -90,8 +93,7 @@ def planned(dataset: str, sizes: Sizes, pool: Executor) -> list[Row]:
     """Every method's best ratio and the baselines, with their simulated goodput."""
     best = pool.submit(best_ratios, dataset, sizes).result()
     found = [*((f"best {method}", placement, True) for method, placement in best.items()), *baselines(sizes.instances)]
-    rates = [pool.submit(simulated, dataset, placement, scheduled, sizes) for _, placement, scheduled in found]
-    return [Row(*each, *rate.result()) for each, rate in zip(found, rates, strict=True)]
+    return list(pool.map(simulated, repeat(dataset), found, repeat(sizes)))
 
 
 def best_ratios(dataset: str, sizes: Sizes) -> dict[str, str]:
@@ -117,8 +119,9 @@ def best_ratios(dataset: str, sizes: Sizes) -> dict[str, str]:
     return lengthened(search, 4 * sizes.least_requests)
 
 
-def simulated(dataset: str, placement: str, scheduled: bool, sizes: Sizes) -> tuple[float, int]:
-    """(goodput in requests/s, how many requests it takes to see a rate above it)."""
+def simulated(dataset: str, found: tuple[str, str, bool], sizes: Sizes) -> Row:
+    """Its goodput, on as many requests as it takes to see a rate above it."""
+    name, placement, scheduled = found
     engine, slo = simulator(dataset, placement, scheduled), bounds(dataset)
 
     def search(count: int, bound: float | None = None, ttfts: float = sizes.least_ttfts) -> float:
@@ -139,7 +142,9 @@ def simulated(dataset: str, placement: str, scheduled: bool, sizes: Sizes) -> tu
     near = lengthened(lambda count: search(count, ttfts=sizes.least_ttfts / 10), 2 * sizes.least_requests)
     count = max(sizes.least_requests, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * near * STEP**0.5))
     rate = lengthened(lambda count: search(count, near), count) if near else 0.0
-    return rate, max(count, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * rate * STEP**0.5))
+    asked = max(count, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * rate * STEP**0.5))
+    row = Row(name, placement, scheduled, rate, asked)
+    return row._replace(expected=tuple(expected(row, step, dataset) for step in (0, 1) if rate))
 
 
 # ---------------------------------------------------------------- which rates
@@ -211,7 +216,7 @@ class Board:
         known = kept.of("rows", dataset)
         if not known:
             kept.add("rows", dataset, {"rows": [list(row) for row in planned(dataset, sizes, pool)]})
-        self.rows = [Row(*each) for each in kept.of("rows", dataset)[0]["rows"]]
+        self.rows = [Row(*each[:-1], tuple(each[-1])) for each in kept.of("rows", dataset)[0]["rows"]]
         self.dilation = self._dilation()
         self.earlier = len(kept.of("replay", dataset))  # of former runs, when the machine may have been busier
 
@@ -317,8 +322,8 @@ def served(board: Board, crew: Crew, *, first: bool) -> None:
 
             def done(found: Record, row: Row = row, step: int = step, task: Task = task) -> None:
                 under_way.discard(task)
-                known = {"step": step, **found, "simulated": expected(row, step, board.dataset)}
-                board.kept.add("replay", board.dataset, known)
+                near = row.expected[step] if step in range(len(row.expected)) else expected(row, step, board.dataset)
+                board.kept.add("replay", board.dataset, {"step": step, **found, "simulated": near})
 
             load = board.cpu_s(row) * task.rate / task.dilation
             if crew.offer(load, seconds_of(task), done, scale_live.served, task):
@@ -378,7 +383,10 @@ def run(setting: Setting) -> Result:
     crew, boards = Crew(until), list[Board]()
     with crew.pool:
         for dataset in sizes.workloads:
-            if time.monotonic() < until or kept.of("rows", dataset):
-                boards.append(Board(dataset, kept, sizes, crew.pool))
+            missing = bool(boards) and bool(boards[-1].next())
+            if not kept.of("rows", dataset) and (missing or time.monotonic() + PLANNING_S > until):
+                continue
+            boards.append(Board(dataset, kept, sizes, crew.pool))
+            if not missing:
                 served(boards[-1], crew, first=dataset == sizes.workloads[0])
     return tabled([board.shown() for board in boards], sizes.instances)

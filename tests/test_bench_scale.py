@@ -257,9 +257,25 @@ def test_dilations_are_compared_with_the_least_and_only_valid_ones() -> None:
     assert [row[1] for row in table.rows] == ["100 (+0.0%)", "110 (+10.0%)"]
 
 
+def test_without_time_nothing_is_planned_and_what_is_kept_is_shown(tmp_path: Path) -> None:
+    assert scale.run(Setting(quick=True, minutes=0, kept=tmp_path)).values == {}
+    made = board(Kept(tmp_path / "scale-replays.jsonl", SMALL))
+    made.kept.add("replay", "POPE", record(0, True))
+    result = scale.run(Setting(quick=True, minutes=0, kept=tmp_path))
+    assert result.tables[0].rows[0][3] == "19.1"
+
+
+def test_a_row_knows_what_the_simulator_expects_at_the_rates_around_its_goodput() -> None:
+    row = scale.simulated("POPE", ("even", "1E2P1D", True), SMALL)
+    assert row.rate > 0
+    assert [len(row.expected), row.asked] == [2, max(60, row.asked)]
+    assert row.expected == tuple(scale.expected(row, step, "POPE") for step in (0, 1))
+    assert row.asked >= SMALL.least_ttfts * bounds("POPE").ttft * rate_at(row, 1)
+
+
 @pytest.mark.slow
 def test_it_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    result = scale.run(Setting(quick=True, minutes=3, kept=tmp_path))
+    result = scale.run(Setting(quick=True, minutes=4, kept=tmp_path))
     replays = [each for each in Kept(tmp_path / "scale-replays.jsonl", SMALL).records if each["kind"] == "replay"]
     assert replays
     assert all(each["exact"] and each["verified"] == each["pulls"] for each in replays)
