@@ -112,11 +112,13 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_as_one_array() -> None:
-    decodes = Decodes(np.array([7, 8]), np.array([20, 31]), np.array([17, 32]), np.array([[5, 3], [9, 2]]))
+    decodes = Decodes(
+        np.array([7, 8]), np.array([20, 31]), np.array([17, 32]), np.array([[5, 3], [9, 2]]), np.array([6, 1])
+    )
     flat = torch.from_numpy(pack(decodes, 4, 3, 16))
-    columns, tables = flat[:20].view(5, 4), flat[20:].view(4, 3)
-    assert columns[:, :2].T.tolist() == [[7, 20, 3, 0, 17], [8, 31, 2, 15, 32]]
-    assert columns[:, 2:].T.tolist() == [[0, 0, -1, 0, 0]] * 2
+    columns, tables = flat[:24].view(6, 4), flat[24:].view(4, 3)
+    assert columns[:, :2].T.tolist() == [[7, 20, 3, 0, 17, 6], [8, 31, 2, 15, 32, 1]]
+    assert columns[:, 2:].T.tolist() == [[0, 0, -1, 0, 0, 0]] * 2
     assert tables.tolist() == [[5, 3, 0], [9, 2, 0], [0, 0, 0], [0, 0, 0]]
     rows = static_rows(columns[2], columns[3], tables, columns[4], 16)
     assert (rows.decodes, rows.lengths.max(), rows.kept["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])

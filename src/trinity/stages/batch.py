@@ -50,13 +50,15 @@ class Chunk:
 class Decodes:
     """Decode rows on the host, by ascending ``lengths`` (KV positions, the row's own included).
 
-    ``ids``, ``rope`` [n]: the token fed and its rotary position; ``tables`` [n, width]: see ``PagedRows``.
+    ``ids``, ``rope`` [n]: the token fed (-1: it is on the device alone) and its rotary position; ``tables`` [n, width]:
+    see ``PagedRows``; ``slots`` [n]: where a row's newest token lies on the device.
     """
 
     ids: Ints
     rope: Ints
     lengths: Ints
     tables: Ints
+    slots: Ints = field(default_factory=_none)
 
 
 NO_DECODES = Decodes(_none(), _none(), _none(), np.empty((0, 0), dtype=np.int64))

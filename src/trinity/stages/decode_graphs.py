@@ -15,12 +15,13 @@ from torch import Tensor
 from trinity.stages.attention import AttentionBackend, PagedRows
 from trinity.stages.batch import Decodes, RaggedBatch
 from trinity.stages.graphs import Graphs, Tensors
+from trinity.stages.launches import DeviceTokens
 from trinity.stages.models import LoadedModel
 from trinity.stages.varlen import VarlenRows
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_WIDTH = 64  # blocks of a table: 1,024 tokens of 16; wider ones are the next power of two
-_COLUMNS = 5  # ids, rope, blocks, offsets, lengths
+_COLUMNS = 6  # ids, rope, blocks, offsets, lengths, slots
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class DecodeGraphs:
     kv: Tensor
     backend: AttentionBackend
     graphs: Graphs
+    tokens: DeviceTokens | None = None
 
     def run(self, decodes: Decodes) -> Tensor | None:
         """Logits [n, vocabulary], good until the next call; None where this batch must run eagerly."""
@@ -46,23 +48,26 @@ class DecodeGraphs:
         return None if found is None else found[0][: len(decodes.ids)]
 
     def _forward(self, inputs: Tensors, size: int, width: int) -> Tensors:
-        ids, rope, blocks, offsets, lengths = inputs[0][: _COLUMNS * size].view(_COLUMNS, size)
+        ids, rope, blocks, offsets, lengths, slots = inputs[0][: _COLUMNS * size].view(_COLUMNS, size)
         tables = inputs[0][_COLUMNS * size :].view(size, width)
         axes = self.model.adapter.axes
         position_ids = rope[None] if axes == 1 else rope.expand(axes, 1, size)
         rows = static_rows(blocks, offsets, tables, lengths, self.kv.shape[4])
+        if self.tokens is not None:
+            ids = self.tokens.fed(ids, slots)
         batch = RaggedBatch(ids, position_ids, rows, None)
         return [self.model.forward(batch, self.kv, None, self.backend)]
 
 
 def pack(decodes: Decodes, size: int, width: int, block_rows: int) -> np.ndarray:
-    """Everything that a step tells the device, int64 [5 * size + size * width]."""
+    """Everything that a step tells the device, int64 [6 * size + size * width]."""
     n = len(decodes.ids)
     columns = np.zeros((_COLUMNS, size), dtype=np.int64)
     columns[2] = -1
     blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
     taken = decodes.tables[np.arange(n), blocks]
-    columns[:, :n] = decodes.ids, decodes.rope, taken, offsets, decodes.lengths
+    slots = decodes.slots if len(decodes.slots) else np.zeros(n, dtype=np.int64)
+    columns[:, :n] = decodes.ids, decodes.rope, taken, offsets, decodes.lengths, slots
     tables = np.zeros((size, width), dtype=np.int64)
     tables[:n, : decodes.tables.shape[1]] = decodes.tables
     return np.concatenate((columns.ravel(), tables.ravel()))

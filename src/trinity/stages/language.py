@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.errors import StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Grow, Open, Sampled, Step
 from trinity.stages.attention import AttentionBackend
 from trinity.stages.attention_backends import AUTO, choose
 from trinity.stages.attention_told import OnLayers, ToldAttention
+from trinity.stages.base import Pending
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.graphs import Graphs
+from trinity.stages.launches import MOST_SLOTS, DeviceTokens, Done, Launch
 from trinity.stages.models import LoadedModel
 from trinity.stages.rows import Row, RowTable
-from trinity.stages.sampling import greedy, sample
+from trinity.stages.sampling import draw, drawn_on_device, greedy, sample
+from trinity.stages.uploads import upload
 
 Observe = Callable[[str, int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step's rows: ``wanted`` get a token, ``ran`` are the requests of all."""
+
+    decodes: Decodes
+    chunks: list[Chunk]
+    wanted: list[Row]
+    ran: set[str]
 
 
 class LanguageStage:
@@ -46,9 +63,12 @@ class LanguageStage:
         self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
         self.produces: tuple[str, ...] = (KV,)
         self._backend = backend or choose(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[Launch]()
+        if kv.tensor.is_cuda:
+            self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
         if graphs is not None and getattr(self._backend, "graphs", False):
-            self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs)
+            self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
         self.on_layers: OnLayers | None = None
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
@@ -76,31 +96,66 @@ class LanguageStage:
 
         Raises ``StageError`` where a row cannot be run as asked or its logits hold NaN.
         """
+        asked = self._asked(step)
+        if not asked.ran:
+            return {}
+        ran = asked.ran - self._rows.suspects  # they stay so: a later chunk may go well behind one that left NaN
+        self._rows.suspects |= ran
+        sampled = self._finish(asked.wanted, self._logits(asked, step.group))
+        self._rows.suspects -= ran
+        return sampled
+
+    @torch.inference_mode()
+    def launch_on_device(self, step: Step) -> Pending:
+        """``stages.base.Launching.launch``, offered as such on a GPU alone.
+
+        Where the host must know tokens to sample the next, or logits are observed, the step is run at once.
+        """
+        while self._flight and self._flight[0].over:
+            self._flight.popleft()
+        asked = self._asked(step)
+        near = all(row.slot < MOST_SLOTS and drawn_on_device(row.opened.work.sampling) for row in asked.wanted)
+        if not near or self.observe is not None or not asked.ran:
+            for each in self._flight:
+                each.settle()
+            if not all(each.over for each in self._flight):
+                raise StageError("a step before it has failed")
+            return Done(self.forward(step))
+        ran = asked.ran - self._rows.suspects
+        self._rows.suspects |= ran
+        logits = self._logits(asked, 0)
+        tokens = draw(logits, [row.sampler() for row in asked.wanted])
+        self._tokens.keep(np.array([row.slot for row in asked.wanted], dtype=np.int64), tokens)
+        launch = Launch(self._rows, asked.wanted, tokens, ran)
+        self._flight.append(launch)
+        return launch
+
+    def _asked(self, step: Step) -> Asked:
+        """This stage's rows of the step. Raises ``StageError`` where one cannot be run as asked."""
         decoded, decodes = list[Row](), NO_DECODES
         if step.decodes and "D" in self.letters:
             decoded, decodes = self._rows.decodes(step.decodes)
         prefills = step.prefills if "P" in self.letters else ()
         filled = [self._rows.row(prefill.request) for prefill in prefills]
-        if not decoded and not filled:
-            return {}
         chunks = [row.chunk(prefill) for row, prefill in zip(filled, prefills, strict=True)]
         wanted = decoded
         if filled:
             wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
         ran = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
-        ran -= self._rows.suspects  # they stay so: a later chunk may go well behind one that left NaN
-        self._rows.suspects |= ran
-        logits = None if self._graphs is None or chunks else self._graphs.run(decodes)
+        return Asked(decodes, chunks, wanted, ran)
+
+    def _logits(self, asked: Asked, group: int) -> Tensor:
+        logits = None if self._graphs is None or asked.chunks else self._graphs.run(asked.decodes)
         if logits is None:
-            logits = self._eager(decodes, chunks, step.group)
-        elif self.observe is not None:
-            logits = logits.clone()  # the next step writes into the same memory
-        sampled = self._finish(wanted, logits)
-        self._rows.suspects -= ran
-        return sampled
+            return self._eager(asked.decodes, asked.chunks, group)
+        return logits if self.observe is None else logits.clone()  # the next step writes into the same memory
 
     def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
+        if self._rows.flying and len(decodes.ids):
+            own, slots = len(decodes.ids), upload(decodes.slots, batch.ids.device)
+            fed = torch.cat((self._tokens.fed(batch.ids[:own], slots), batch.ids[own:]))
+            batch = replace(batch, ids=fed)
         image = None if self.image is None else self.image.tensor
         backend = self._backend
         if chunks and group and self.on_layers is not None:

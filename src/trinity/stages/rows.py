@@ -48,11 +48,15 @@ class Row:
         return SamplerRow(self.opened.work.sampling, self.index, self.ids[: self.held])
 
     def append(self, token: int) -> None:
-        if self.fixed_sampler is None:
-            if self.held == len(self.ids):
-                self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
-            self.ids[self.held] = token
+        self.put(token, self.held)
         self.held += 1
+
+    def put(self, token: int, place: int) -> None:
+        """Keep the token at this place of the text, where the sampler asks for what is there."""
+        if self.fixed_sampler is None:
+            if place == len(self.ids):
+                self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
+            self.ids[place] = token
 
     def chunk(self, asked: Prefill) -> Chunk:
         """The chunk's host arrays. Raises ``StageError`` where it leaves the text, lacks features or cuts an image."""
@@ -113,6 +117,8 @@ class RowTable:
     token: np.ndarray = field(default_factory=lambda: _NO_IDS)  # last token, not yet fed
     length: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions held
     delta: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    flown: np.ndarray = field(default_factory=lambda: _NO_IDS)  # steps that it is in and nobody has read
+    flying: int = 0  # such steps
     limit: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions that the blocks can hold
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
     suspects: set[str] = field(default_factory=set)
@@ -171,10 +177,14 @@ class RowTable:
         slots = picked.slots
         lengths = self.length[slots] + 1  # still ascending: each row of a step that succeeded is one longer
         ids = self.token[slots]
-        if ((ids == _NO_TOKEN) | (lengths > self.limit[slots])).any():
-            raise _bad_decode(picked.rows, ids, lengths, self.limit[slots])
+        if self.flying:
+            ids = np.where(self.flown[slots] > 0, _NO_TOKEN, ids)
+        unknown = (ids == _NO_TOKEN) & (self.flown[slots] == 0)
+        if (unknown | (lengths > self.limit[slots])).any():
+            raise _bad_decode(picked.rows, unknown, lengths, self.limit[slots])
         blocks = -(-int(lengths[-1]) // self.block_rows)
-        return picked.rows, Decodes(ids, lengths - 1 + self.delta[slots], lengths, self.tables[slots, :blocks])
+        rope = lengths - 1 + self.delta[slots]
+        return picked.rows, Decodes(ids, rope, lengths, self.tables[slots, :blocks], slots)
 
     def _pick(self, requests: Sequence[str]) -> Picked:
         rows = [self.row(request) for request in requests]
@@ -191,6 +201,34 @@ class RowTable:
         self.length[slots] += 1
         for row, token in zip(rows, tokens, strict=True):
             row.append(token)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """The next token of ``rows`` is on its way: they are longer by it, and nobody here knows it yet."""
+        slots = _slots(rows)
+        self.flown[slots] += 1
+        self.length[slots] += 1
+        self.flying += 1
+        for row in rows:
+            row.held += 1
+
+    def end(self, rows: Sequence[Row], tokens: Sequence[int]) -> None:
+        """It is known. Of several steps that were begun the oldest ends first."""
+        slots = _slots(rows)
+        self.token[slots] = tokens
+        places = [row.held - int(flown) for row, flown in zip(rows, self.flown[slots], strict=True)]
+        for row, token, place in zip(rows, tokens, places, strict=True):
+            row.put(token, place)
+        self.flown[slots] -= 1
+        self.flying -= 1
+
+    def undo(self, rows: Sequence[Row]) -> None:
+        """It was never begun. Of several steps the youngest is undone first."""
+        slots = _slots(rows)
+        self.flown[slots] -= 1
+        self.length[slots] -= 1
+        self.flying -= 1
+        for row in rows:
+            row.held -= 1
 
     def _row(self, opened: Open, table: np.ndarray) -> Row:
         work = opened.work
@@ -243,7 +281,7 @@ class RowTable:
     def _grow(self) -> None:
         old = len(self.token)
         more = max(8, old)
-        for name in ("token", "length", "delta", "limit"):
+        for name in ("token", "length", "delta", "limit", "flown"):
             setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, dtype=np.int64))))
         self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))
@@ -258,9 +296,9 @@ def _slots(rows: Sequence[Row]) -> np.ndarray:
     return np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
 
 
-def _bad_decode(rows: Sequence[Row], ids: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> StageError:
-    for row, token, length, limit in zip(rows, ids.tolist(), lengths.tolist(), limits.tolist(), strict=True):
-        if token == _NO_TOKEN:
+def _bad_decode(rows: Sequence[Row], unknown: np.ndarray, lengths: np.ndarray, limits: np.ndarray) -> StageError:
+    for row, lacks, length, limit in zip(rows, unknown.tolist(), lengths.tolist(), limits.tolist(), strict=True):
+        if lacks:
             return StageError("decoded before its prefill ended", row.request, "D")
         if length > limit:
             return StageError(f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, "D")

@@ -61,17 +61,42 @@ def greedy(logits: Tensor) -> list[Sampled]:
     return [Sampled(token) for token in _argmax(logits)]
 
 
+def draw(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """As ``sample``, of rows that are ``drawn_on_device``: tokens [n] where the logits are, -1 for none."""
+    if all(row.sampling.greedy for row in rows):
+        return _best(logits)
+    size = max(1, _MOST_ELEMENTS // logits.shape[1])
+    return torch.cat([_draw(logits[i : i + size], rows[i : i + size]) for i in range(0, len(rows), size)])
+
+
+def drawn_on_device(sampling: Sampling) -> bool:
+    """Whether the next token hangs on nothing that the host must know: no penalty on what was said, no logprobs."""
+    return sampling.repetition_penalty == 1.0 and sampling.logprobs is None
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    scores = warp(logits, rows)
+    best = _best(scores)
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if not drawn:
+        return best
+    at, some = _upload(np.array(drawn), scores), [rows[i] for i in drawn]
+    found = _best(_perturb(truncate(scores[at], some), some))
+    return best.index_copy(0, at, torch.where(best[at] < 0, best[at], found))
+
+
+def _best(scores: Tensor) -> Tensor:
+    tokens = scores.argmax(dim=-1, keepdim=True)
+    return torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten()
+
+
 def _needs_scores(sampling: Sampling) -> bool:
     return not sampling.greedy or sampling.repetition_penalty != 1.0 or sampling.logprobs is not None
 
 
 def _argmax(scores: Tensor) -> list[int]:
     """Largest token of each row, the first of those that tie; in one copy from the device."""
-    if scores.device.type == "cpu":
-        found = _argmax_cpu(scores)
-    else:
-        tokens = scores.argmax(dim=-1, keepdim=True)
-        found = torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten().tolist()
+    found = _argmax_cpu(scores) if scores.device.type == "cpu" else _best(scores).tolist()
     if -1 in found:
         raise StageError(f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights")
     return found
