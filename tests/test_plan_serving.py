@@ -10,6 +10,8 @@ from trinity.errors import TrinityWarning
 from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.planner import Plan
+from trinity.routing import LeastLoaded
+from trinity.scheduler import Rules
 
 QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
 
@@ -31,6 +33,27 @@ async def test_a_loaded_plan_too(tmp_path: object) -> None:
     assert str(Pipeline(QUICK, Plan.load(path)).placement) == "1E1PD"
 
 
-async def test_settings_beside_the_placement_are_not_applied_in_silence() -> None:
-    with pytest.warns(TrinityWarning, match=r"its settings \(order=sjf\) are not: give rules="):
-        Pipeline(QUICK, planned("2EPD", settings={"order": "sjf"}))
+async def test_the_policy_order_and_routing_of_a_wider_search_are_run() -> None:
+    knobs = {"order": "sjf", "policy": "prefill_first", "routing": "least_loaded", "tokens": 0, "images": 0}
+    pools = {"image": 8, "kv": 64}
+    async with Pipeline(QUICK, planned("2EPD", settings=knobs), pools=pools) as pipe:
+        for host in pipe.hosts.values():
+            rules = host.core.settings.rules
+            assert (rules.order, rules.policy) == ("sjf", "prefill_first")
+            assert isinstance(host.core.state.router.policy, LeastLoaded)
+        output = await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
+        assert len(output.token_ids) == 3
+
+
+async def test_what_the_user_says_goes_before_the_plan() -> None:
+    plan = planned("2EPD", settings={"order": "sjf", "routing": "least_loaded"})
+    pools = {"image": 8, "kv": 64}
+    async with Pipeline(QUICK, plan, pools=pools, rules=Rules(order="deadline"), routing="random") as pipe:
+        assert {host.core.settings.rules.order for host in pipe.hosts.values()} == {"deadline"}
+        assert pipe.routing == "random"
+    assert Pipeline(QUICK, "2EPD").routing == "round_robin"
+
+
+async def test_batch_limits_beside_the_placement_are_not_left_out_in_silence() -> None:
+    with pytest.warns(TrinityWarning, match=r"its batch limits \(tokens=512\) are not: give budgets="):
+        Pipeline(QUICK, planned("2EPD", settings={"order": "sjf", "tokens": 512, "images": 0}))

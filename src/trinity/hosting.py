@@ -61,7 +61,7 @@ class Deployment:
 def placed(placement: str | Placement | Plan | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
     """Instances of a placement, of a plan's best one, or the user's own as they are."""
     if isinstance(placement, Plan):
-        placement = _best(placement)
+        placement = placement.placement
     if isinstance(placement, str):
         placement = Placement.parse(placement)
     if isinstance(placement, Placement):
@@ -71,12 +71,24 @@ def placed(placement: str | Placement | Plan | Sequence[Instance], common: dict[
     return list(placement)
 
 
-def _best(plan: Plan) -> str:
-    if plan.best.settings:
-        knobs = ", ".join(f"{name}={value}" for name, value in plan.best.settings.items())
-        text = f"a plan's placement is run, its settings ({knobs}) are not: give rules=, budgets= and routing= for them"
-        warnings.warn(text, TrinityWarning, stacklevel=4)
-    return plan.placement
+def rules_and_routing(
+    placement: object, rules: Rules | None, routing: str | RoutingPolicy | None
+) -> tuple[Rules, str | RoutingPolicy]:
+    """Rules and routing: the user's, else those that a plan's wider search has set, else the defaults.
+
+    Batch limits that it has set (0: none) are not applied, and a warning says so: budgets are searched under an SLO.
+    """
+    knobs = dict(placement.best.settings) if isinstance(placement, Plan) else {}
+    order, policy = knobs.pop("order", DEFAULT_RULES.order), knobs.pop("policy", DEFAULT_RULES.policy)
+    planned = knobs.pop("routing", "round_robin")
+    left = ", ".join(f"{name}={value}" for name, value in knobs.items() if value)
+    if left:
+        text = (
+            f"a plan's placement, policy, order and routing are run, its batch limits ({left}) are not: give budgets="
+        )
+        warnings.warn(text, TrinityWarning, stacklevel=3)
+    chosen = rules or replace(DEFAULT_RULES, order=order, policy=policy)  # type: ignore[arg-type]
+    return chosen, str(planned) if routing is None else routing
 
 
 def config_digest(model: Path | Paced) -> str:

@@ -16,7 +16,7 @@ from trinity.core.settings import Reservation
 from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, placed, profiled
+from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, placed, profiled, rules_and_routing
 from trinity.instance import Instance, InstanceHost, named
 from trinity.instance_process import InstanceProcess
 from trinity.integrity import Verify
@@ -93,7 +93,7 @@ class Pipeline:
         slo: SLO | None = None,
         budgets: Budgets | None = None,
         rules: Rules | None = None,
-        routing: str | RoutingPolicy = "round_robin",
+        routing: str | RoutingPolicy | None = None,
         lanes: tuple[str, ...] = ("joint",),
         pools: Mapping[str, int] | None = None,
         memory_bytes: int | None = None,
@@ -114,6 +114,7 @@ class Pipeline:
         instances: int | None = None,
     ) -> None:
         self.auto, placement = automatic(model_of(model), placement, instances, slo, memory_bytes)
+        rules, routing = rules_and_routing(placement, rules, routing)
         common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device, "reservation": reservation}
         self.instances = named(placed(placement, common | {"prefix_cache": prefix_cache, "image_cache": image_cache}))
         self.placement = Placement.of(each.group for each in self.instances)
@@ -123,7 +124,7 @@ class Pipeline:
         self._silence_s, self._secret = check_silence(silence_s), check_secret(self.instances, secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
-        self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules or Rules(), *rest)
+        self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
         self.cost: Cost | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
         self._reached: dict[str, Host] = {}
