@@ -216,7 +216,7 @@ class Board:
         known = kept.of("rows", dataset)
         if not known:
             kept.add("rows", dataset, {"rows": [list(row) for row in planned(dataset, sizes, pool)]})
-        self.rows = [Row(*each[:-1], tuple(each[-1])) for each in kept.of("rows", dataset)[0]["rows"]]
+        self.rows = [Row(*each)._replace(expected=tuple(each[-1])) for each in kept.of("rows", dataset)[0]["rows"]]
         self.dilation = self._dilation()
         self.earlier = len(kept.of("replay", dataset))  # of former runs, when the machine may have been busier
 
