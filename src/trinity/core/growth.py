@@ -18,6 +18,11 @@ def placed(s: State, rows: tuple[str, ...], now: float) -> tuple[str, ...]:
     full = _full(s, rows) if grows(s) else []
     if not full:
         return rows
+    if s.kv.fits(len(full)):  # nearly always
+        for state, block in zip(full, s.allocate(KV, len(full)), strict=True):
+            state.kv += (block,)
+        s.out.append(Grow({state.work.request: state.kv[-1:] for state in full}))
+        return rows
     grown: dict[str, tuple[int, ...]] = {}
     for state in sorted(full, key=age):
         request = state.work.request
