@@ -242,12 +242,13 @@ def result_of(records: list[dict[str, Any]], processes: int | None = 2) -> Resul
     return made
 
 
-def test_tables_have_means_and_worsts_of_both_strategies() -> None:
+def test_tables_have_means_and_worsts_of_the_strategies() -> None:
     one, two, *_ = drawn()
     made = result_of([record(one, "6PD2E", 20), record(two, "8EPD", 31)])
     rows = {row[0]: row[1:] for row in made.tables[0].rows}
     assert rows["race, mean"] == ["1.50", "1.50", "1.50", "1.50", "1.43%", "1.43%", "25.5"]
     assert rows["race, worst"] == ["2.00", "2.00", "2.00", "2.00", "2.86%", "2.86%", "31.0"]
+    assert rows["exhaustive, worst"] == ["1.00", "1.00", "1.00", "1.00", "0.00%", "0.00%", "0.0"]
     assert rows["paper, mean"] == ["3.00", "2.00", "3.00", "2.00", "4.76%", "4.76%", "12.0"]
     assert [aim.met for aim in made.aims] == [False, False, False, True, False]
     assert made.aims[4].measured == "median 26, worst 31"

@@ -38,7 +38,9 @@ def seen(first: float, kept: float, **load: float) -> Point:
         ("6EP2D", seen(1.0, 0.85, EP=0.6, D=1.0), {"D"}),
         ("6EP2D", seen(0.5, 0.4, EP=0.95, D=1.0), {"EP", "D"}),
         ("6EP2D", seen(0.95, 0.86, EP=0.95, D=1.0), set()),  # a tenth of those in time may be late
-        ("2E4P2D", seen(0.5, 0.5, E=1.0, P=0.5, D=0.2), set()),  # larger batches of images may do
+        ("2E4P2D", seen(0.5, 0.5, E=1.0, P=0.5, D=0.2), {"E"}),
+        ("2E4P2D", seen(0.5, 0.5, E=1.0, P=0.95, D=0.2), {"P"}),  # E may take larger batches
+        ("6PD2E", seen(0.5, 0.5, E=1.0, PD=1.0), set()),
         ("4PD4E", seen(0.5, 0.5, E=0.3, PD=1.0), set()),  # what decodes is always at work
         ("4PD4E", seen(0.9, 0.5, E=0.3, PD=1.0), {"PD"}),
         ("4ED4P", seen(0.8, 0.3, ED=0.3, P=1.0), {"ED", "P"}),

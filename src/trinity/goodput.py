@@ -41,7 +41,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     ``duration_s`` is how long the requests took to arrive; ``first`` is the share of them that were completed and had
     their first token in time, whatever became of the others (-1: not known). ``load``: the mean share of the time that
-    the instances of each roles were at work, where the engine says so.
+    the instances of each roles were at work, where the engine says so (``twin.load``).
     """
 
     rate: float

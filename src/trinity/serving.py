@@ -124,7 +124,7 @@ class Serving:
             attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
             completed=completions(at.tolist(), found.finishes.tolist()),
             first=twin.firsts(raw, work, at, slo.ttft) / len(at),
-            load=twin.load(raw, deployed.settings, float(at[0])),
+            load=twin.load(raw, deployed.settings, float(at[0]), span),
         )
 
 

@@ -26,6 +26,7 @@ from trinity.routing import RoundRobin, RoutingPolicy, number_of
 from trinity.scheduler import Rules, StepTime
 from trinity.twin_workload import Workload, rows_of
 
+SPARE = 1.1
 SIMULATOR = 1  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
 POLICIES = ("alg1", "time", "prefill_first")
@@ -224,9 +225,13 @@ def firsts(raw: Raw, work: Workload, arrivals: Floats, ttft: float) -> int:
     return int(np.count_nonzero(raw.times[work.first[whole]] - arrivals[whole] < ttft))
 
 
-def load(raw: Raw, settings: Sequence[Settings], began: float) -> dict[str, float]:
-    """Mean share of the time that the instances of each roles were at work; with two lanes it may exceed 1."""
-    span = raw.ended - began if raw.ended > began else inf
+def load(raw: Raw, settings: Sequence[Settings], began: float, span: float) -> dict[str, float]:
+    """How long the instances of each roles were at work on average, of the time until all was done.
+
+    Of ``SPARE`` times the ``span`` in which the requests came where that is shorter: long outputs at the end do not
+    make idle what was overloaded before. It may exceed 1.
+    """
+    span = min(raw.ended - began, SPARE * span) or inf
     worked = (raw.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
     groups: dict[str, list[float]] = {}
     for share, each in zip(worked, settings, strict=True):

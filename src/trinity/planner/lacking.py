@@ -1,8 +1,9 @@
 """What a replay that failed says of others: of which instances there were too few at that rate.
 
-Two cases are clear enough to count, and no others. Where first tokens are late and the instances that prefill, but do
-not decode, were at work nearly all the time, as many or fewer of them are late as well, whatever the rest is. Where of
-the requests whose first token was in time too many are late all the same, there are too few that decode.
+Three cases are clear enough to count, and no others. Where first tokens are late and the instances that prefill, but
+do not decode, were at work nearly all the time, as many or fewer of them are late as well, whatever the rest is; so are
+as many or fewer that encode, where those were at work all the time and prefill was not. Where of the requests whose
+first token was in time too many are late all the same, there are too few that decode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def lacking(deployment: Deployment, point: Point, share: float, rule: Rule) -> s
     if point.first - point.attainment[rule] > (1 - share) * point.first:
         short |= {each for each in roles if "D" in each}
     if point.first < share:
-        short |= {each for each in roles if "P" in each and "D" not in each and point.load.get(each, 0.0) > BUSY}
+        prefill = {each for each in roles if "P" in each and "D" not in each}
+        busy = {each for each in roles if point.load.get(each, 0.0) > BUSY}
+        short |= prefill & busy or (busy & {"E"} if prefill else set())  # what decodes is always at work
     return short
 
 
