@@ -10,9 +10,9 @@ from typing import Any
 STREAM_BYTES = 160_000_000  # about the weights of llava-110m's language part in bfloat16
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def alternate(runs: Mapping[str, Callable[[], object]], rounds: int, warm: bool = True) -> dict[str, float]:
     """Median seconds of thread CPU time of each run: A B C A B C ..., after one of each that does not count."""
-    for run in runs.values():
+    for run in runs.values() if warm else ():
         run()
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
