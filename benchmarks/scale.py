@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ ALONE = 0.5  # of a core, that one may take: what dilation is for
 AT_ONCE = 6
 CPU_S = (2e-3, 5e-5)  # of a request, and of each of its tokens, before anything was measured
 SPARE = 1.02  # times the shortest trace that has an answer, at the rate above the simulated goodput
+MORE = 1.1  # times as many requests as are needed do no harm
 FULL_EVERY = 50  # of the requests: one whose blocks are moved at full size
 FULL_OF = 1000
 Record = dict[str, Any]
@@ -124,10 +126,10 @@ def simulated(dataset: str, found: tuple[str, str, bool], sizes: Sizes) -> Row:
     name, placement, scheduled = found
     engine, slo = simulator(dataset, placement, scheduled), bounds(dataset)
 
-    def search(count: int, bound: float | None = None, ttfts: float = sizes.least_ttfts) -> float:
+    def search(count: int, bound: float | None = None, ttfts: float = sizes.least_ttfts) -> tuple[float, int]:
         trace = requests(dataset, count)
         try:
-            return goodput(
+            rate = goodput(
                 engine.serve(placement),
                 trace,
                 slo,
@@ -138,11 +140,14 @@ def simulated(dataset: str, found: tuple[str, str, bool], sizes: Sizes) -> Row:
             ).rate
         except TraceTooShort as error:
             raise more_than(trace, error) from error
+        return rate, count
 
-    near = lengthened(lambda count: search(count, ttfts=sizes.least_ttfts / 10), 2 * sizes.least_requests)
-    count = max(sizes.least_requests, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * near * STEP**0.5))
-    rate = lengthened(lambda count: search(count, near), count) if near else 0.0
-    asked = max(count, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * rate * STEP**0.5))
+    rate, asked = lengthened(lambda count: search(count, ttfts=sizes.least_ttfts / 4), 2 * sizes.least_requests)
+    for _ in range(3):  # the rate is that of the very requests that are served live, and those are no more than needed
+        needed = max(sizes.least_requests, math.ceil(SPARE * sizes.least_ttfts * slo.ttft * rate * STEP**0.5))
+        if needed <= asked <= MORE * needed:
+            break
+        rate, asked = lengthened(partial(search, bound=rate or None), needed)
     row = Row(name, placement, scheduled, rate, asked)
     return row._replace(expected=tuple(expected(row, step, dataset) for step in (0, 1) if rate))
 

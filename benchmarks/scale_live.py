@@ -22,7 +22,7 @@ from trinity import traces
 from trinity.cluster import Cluster
 from trinity.cost import DEVICES, Device, Roofline
 from trinity.errors import TrinityWarning
-from trinity.goodput import SHARE, point
+from trinity.goodput import SHARE, piles_up, point, steady_s
 from trinity.instance import Instance
 from trinity.metrics import percentile
 from trinity.model_shapes import model
@@ -137,13 +137,15 @@ async def _served(task: Task) -> Record:
         exact = await right_tokens(pipe, task.dataset)
         moved, steps = moves(pipe), [each.args for each in pipe.timeline.slices() if "late us" in each.args]
         paced_s = sum(each.duration_s for each in pipe.timeline.slices() if "late us" in each.args)
-    seen = point(offered, rows, bounds(task.dataset, dilation=dilation))
+    dilated = bounds(task.dataset, dilation=dilation)
+    seen = point(offered, rows, dilated)
+    behind = piles_up(seen, "guard", SHARE, steady_s(offered, dilated))
     signs = watch.signs(rows, [each["late us"] * 1e-6 for each in steps], paced_s, slo, dilation)
     return {
         "task": list(task),
         "attainment": seen.attainment,
         "completed": seen.completed,
-        "holds": seen.attainment["guard"] >= SHARE and seen.stable,
+        "holds": seen.attainment["guard"] >= SHARE and not behind,
         "late": passed(signs),
         "signs": signs,
         "cpu_s": watch.cpu_s,
