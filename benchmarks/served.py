@@ -230,10 +230,12 @@ def plainly(found: Sequence[Found], goals: Sequence[Goal], names: Sequence[str],
         whole = best_of(found, goal, [each for each in names if each not in methods])
         if split is None or whole is None:
             continue
+        rough = any(each.disturbed for each in found if each.goal == goal.key)
         verb = "loses" if split[1] < whole[1] else "wins" if split[1] > whole[1] else "ties"
         said.append(
             f"TTFT {goal.slo.ttft:g} s, TBT {goal.slo.tbt * 1e3:g} ms, {goal.rule}: disaggregation {verb}: "
             f"{split[0]} {split[1]:.2f} requests/s, the best without it {whole[0]} {whole[1]:.2f}."
+            + (" Others disturbed some of it: no verdict." if rough else "")
         )
     return said
 

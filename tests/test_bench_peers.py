@@ -125,6 +125,16 @@ def test_it_is_said_plainly_where_disaggregation_loses() -> None:
     assert [aim.met for aim in served.aims(seen, GOALS, names, ["trinity E+PD"])] == [False, True]
 
 
+def test_no_verdict_rests_on_disturbed_trials() -> None:
+    goal = GOALS[0]
+    seen = [
+        Found(engine=name, goal=goal.key, by_seed={0: rate}, open=False, disturbed=rate > 1)
+        for name, rate in (("trinity EPD", 1.0), ("trinity E+PD", 2.0))
+    ]
+    (said,) = served.plainly(seen, [goal], ["trinity EPD", "trinity E+PD"], ["trinity E+PD"])
+    assert said.endswith("Others disturbed some of it: no verdict.")
+
+
 def test_nothing_is_said_of_what_has_not_run() -> None:
     nothing = [Found(engine="trinity EPD", goal=goal.key, by_seed={}, open=False) for goal in GOALS]
     assert served.plainly(nothing, GOALS, ["trinity EPD"], []) == []

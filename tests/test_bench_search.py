@@ -89,6 +89,14 @@ def test_disturbed_trials_count_only_where_there_are_no_others() -> None:
     assert counted([rough]) == [rough]
 
 
+@pytest.mark.parametrize("foreign", [0.05, 0.5])
+def test_a_goodput_that_rests_on_disturbed_trials_says_so(foreign: float) -> None:
+    trials = [seen(1.0, {TIGHT: 9.0}, foreign=foreign), seen(2.0, {TIGHT: 9.0})]
+    (found,) = goodputs(trials, ["a"], [TIGHT], [1.0, 2.0], [0])
+    assert found.disturbed == (foreign > 0.1)
+    assert found.said().endswith("DISTURBED") == found.disturbed
+
+
 def test_turns_alternate_between_engines_and_go_on_seed_by_seed() -> None:
     limits = {"a": {TIGHT: 1.5}, "b": {TIGHT: 3.0}}
     trials: list[Trial] = []

@@ -131,12 +131,16 @@ def checked_rates(rates: Iterable[float]) -> list[float]:
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's goodput for one goal: by seed, requests a second; ``open`` where the highest rate still held."""
+    """An engine's goodput for one goal: by seed, requests a second; ``open`` where the highest rate still held.
+
+    ``disturbed``: it rests on a trial of which every try was disturbed by others.
+    """
 
     engine: str
     goal: str
     by_seed: dict[int, float]
     open: bool
+    disturbed: bool = False
 
     @property
     def median(self) -> float | None:
@@ -147,7 +151,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
             return "not run"
         low, high = min(self.by_seed.values()), max(self.by_seed.values())
         more = "≥ " if self.open else ""
-        return f"{more}{self.median:.2f} ({low:.2f} to {high:.2f})"
+        return f"{more}{self.median:.2f} ({low:.2f} to {high:.2f})" + (" DISTURBED" if self.disturbed else "")
 
 
 def counted(trials: Iterable[Trial]) -> list[Trial]:
@@ -174,11 +178,12 @@ def goodputs(
         ended = {
             seed: own[seed] for seed in seeds if own[seed] and next_rate(own[seed], goals, rates, tolerance) is None
         }
+        rough = any(each.disturbed for trials_of in ended.values() for each in trials_of)
         for goal in goals:
             ends = {seed: bracket(each, goal) for seed, each in ended.items()}
             rate = {seed: each.low for seed, each in ends.items()}
             is_open = any(each.high == math.inf for each in ends.values())
-            found.append(Found(engine=engine, goal=goal.key, by_seed=rate, open=is_open))
+            found.append(Found(engine=engine, goal=goal.key, by_seed=rate, open=is_open, disturbed=rough))
     return found
 
 
