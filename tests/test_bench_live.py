@@ -259,7 +259,7 @@ def test_each_ablation_takes_one_thing_away() -> None:
     assert unbatched.rules.policy == "prefill_first"
     assert full.instances == unbounded.instances == unbatched.instances
     names = [each.name for each in ablation.real_ways()]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 8
     assert {name.partition(", ")[0] for name in names} == {"2EPD", "EP+D", "ED+P", "PD+E", "E+P+D"}
 
 
