@@ -19,7 +19,7 @@ from benchmarks import report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
 
 NAMES = (
-    "kernels",
+    "attention_kernels",
     "steps",
     "step_overhead",
     "versus_generate_batch",

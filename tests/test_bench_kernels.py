@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks import kernels, limits, steps
+from benchmarks import attention_kernels, limits, steps
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
 from trinity import native
@@ -24,7 +24,7 @@ def test_runs_alternate_and_the_first_of_each_does_not_count() -> None:
 
 @pytest.mark.skipif(not hasattr(native.extension, "PagedAttention"), reason="no attention in the extension")
 def test_attention_is_measured_beside_a_pass_that_loads_and_beside_torch() -> None:
-    result = kernels.run(QUICK)
+    result = attention_kernels.run(QUICK)
     assert {(dtype, batch) for dtype, batch, *_ in result.values["seconds"]} == {
         (dtype, batch) for dtype in ("bfloat16", "float32") for batch in (1, 16)
     }
@@ -41,11 +41,11 @@ def _spent(ratio: float) -> dict[str, float]:
 def test_the_aim_of_attention_is_that_of_large_batches() -> None:
     cases = {("bfloat16", 1, 1024): 9.0, ("float32", 16, 1024): 1.5, ("float32", 16, 64): 1.7}
     seconds = {case: _spent(ratio) for case, ratio in cases.items()}
-    found = kernels.result(seconds, dict.fromkeys(seconds, 1e-7), 12, [])
+    found = attention_kernels.result(seconds, dict.fromkeys(seconds, 1e-7), 12, [])
     assert [aim.met for aim in found.aims] == [True, False, True]
     assert found.aims[1].measured == "1.70 (float32, 16 x 64)"
     without = {case: {"native": 1.0, "torch": 2.0} for case in cases}
-    far = kernels.result(without, dict.fromkeys(without, 1e-3), 12, ["x"])
+    far = attention_kernels.result(without, dict.fromkeys(without, 1e-3), 12, ["x"])
     assert [aim.met for aim in far.aims] == [False], "no AVX-512: nothing to compare with"
 
 

@@ -123,7 +123,7 @@ def result(seconds: dict[Case, dict[str, float]], errors: dict[Case, float], lay
         "difference",
     )
     found = Result(
-        "kernels",
+        "attention_kernels",
         "Decode attention on a CPU",
         f"{layers} layers with {HEADS} heads over {KV_HEADS} of {WIDTH}, blocks of {HEIGHT}; thread CPU time, medians "
         "of alternating runs. Loading: one AVX-512 pass over the same blocks in the same order that computes nothing. "
