@@ -19,7 +19,7 @@ from trinity.instance import Instance, Loaded, named
 from trinity.messages import KV, Open, Sampled, Step
 from trinity.processor import RequestProcessor
 from trinity.profile import Probe, profile_budgets
-from trinity.scheduler import ALPHA, Rules
+from trinity.scheduler import ALPHA, TBT_SHARE, Rules
 from trinity.stages.language import LanguageStage
 from trinity.trace import SLO
 
@@ -188,7 +188,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
     slo = SLO(ttft=8.0, tbt=0.5)
     instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
     made = load(deployment(slo), instances, processor)
-    assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": 0.5, "EPD": 0.5}
+    assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
     assert {(each.settings.rules.tokens, each.settings.rules.media) for each in made} == {(77, 33)}
     by_hand = load(deployment(slo, Budgets(tokens=5, media=6)), instances, processor)
     assert {(each.settings.rules.tokens, each.settings.rules.media) for each in by_hand} == {(5, 6)}

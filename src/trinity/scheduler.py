@@ -11,6 +11,8 @@ from trinity.errors import ConfigError
 Policy = Literal["alg1", "time", "prefill_first"]
 Order = Literal["fcfs", "sjf", "deadline"]
 ALPHA = 0.5  # share of the TTFT bound that one batch may take: encode and prefill are at least two batches
+# and of the TBT bound: what steps cost besides their forward, and rounding, must not push every gap over the bound
+TBT_SHARE = 0.98
 
 
 class StepTime(Protocol):
@@ -107,8 +109,8 @@ class Batch:
 
 
 def latency_bound(roles: str, ttft: float, tbt: float) -> float:
-    """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), TBT where it does."""
-    return tbt if "D" in roles else ALPHA * ttft
+    """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), ``TBT_SHARE``·TBT where it does."""
+    return TBT_SHARE * tbt if "D" in roles else ALPHA * ttft
 
 
 def schedule(view: View, rules: Rules) -> Batch:
