@@ -50,7 +50,8 @@ def batch(rules: Rules, **view: Any) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("roles", "bound"), [("E", 2.0), ("EP", 2.0), ("P", 2.0), ("D", 0.098), ("ED", 0.098), ("EPD", 0.098), ("PD", 0.098)]
+    ("roles", "bound"),
+    [("E", 2.0), ("EP", 2.0), ("P", 2.0), ("D", 0.098), ("ED", 0.098), ("EPD", 0.098), ("PD", 0.098)],
 )
 def test_lines_1_to_4_the_latency_bound_follows_from_the_stages(roles: str, bound: float) -> None:
     assert latency_bound(roles, ttft=4.0, tbt=0.1) == pytest.approx(bound)

@@ -109,7 +109,7 @@ class Batch:
 
 
 def latency_bound(roles: str, ttft: float, tbt: float) -> float:
-    """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), ``TBT_SHARE``·TBT where it does."""
+    """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), or ``TBT_SHARE``·TBT."""
     return TBT_SHARE * tbt if "D" in roles else ALPHA * ttft
 
 
