@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import signal
 import sys
 import types
 from typing import Any
@@ -210,14 +211,20 @@ async def test_cells_with_top_level_await_in_a_loop_that_runs() -> None:
 
 def test_a_user_may_stop_the_program_with_ctrl_c() -> None:
     """KeyboardInterrupt cancels the main task; the pipeline closes and the program ends by it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        _interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt() -> None:
     pipe = Pipeline(checkpoint("llava"), "E+P+D", dtype="float32")
 
     async def interrupted() -> None:
         async with pipe, pipe.stream(TEXT.request(max_tokens=1000)) as tokens:
             async for token in tokens:
                 if token.index == 2:
-                    import signal
-
                     signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):

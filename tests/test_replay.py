@@ -239,7 +239,7 @@ async def test_candidates_are_started_replayed_and_measured_and_the_best_comes_f
     settings = {"pools": POOLS, "media_block": 32, "rules": Rules(tokens=8), "slo": None}
     slo, expected = SLO(ttft=0.15, tbt=9.0), {"1EPD": 25.0, "4EPD": 90.0}
     found = await measure_candidates(
-        model, ["1EPD", "4EPD"], stream(), slo, expected=expected, pipeline=settings, **options
+        model, ["1EPD", "4EPD"], stream(60), slo, expected=expected, pipeline=settings, **options
     )
     assert set(found) == {"1EPD", "4EPD"}
     rates = [each.rate for each in found.values()]
