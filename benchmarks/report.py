@@ -84,14 +84,16 @@ def load(path: Path) -> tuple[Result, dict[str, Any]]:
     return Result(tables=tables, aims=[Aim(**each) for each in held.pop("aims")], **held), facts
 
 
-def page(results: Sequence[tuple[Result, dict[str, Any]]]) -> str:
-    """docs/performance.md: the aims first, met or not, then each benchmark."""
+def page(results: Sequence[tuple[Result, dict[str, Any]]], missing: Sequence[str] = ()) -> str:
+    """docs/performance.md: the aims first, met or not, then each benchmark; ``missing`` are those without figures."""
     aims = [[aim.what, aim.aim, aim.measured, _verdict(aim)] for result, _ in results for aim in result.aims]
     intro = (
         "# Performance\n\nWritten by `make bench ARGS=--write-docs` from what it measured; do not edit it by hand. "
         "CPU times are thread or process CPU time, not wall time, on one intra-op thread; figures are medians. "
-        "No time is asserted in a test."
+        "No time is asserted in a test. Each table names its commit: later ones may have changed what it measures."
     )
+    if missing:
+        intro += f"\n\n**Without figures, because they have not run to their end: {', '.join(missing)}.**"
     parts = [intro, "## Aims", Table("Aims and figures", ("what", "aim", "measured", ""), aims).markdown()]
     parts += [f"{result.markdown()}\n\n_{machine_line(facts)}_" for result, facts in results]
     return "\n\n".join(parts) + "\n"

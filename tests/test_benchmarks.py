@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -294,9 +295,17 @@ def test_the_page_has_the_aims_first_and_every_table(result: Result) -> None:
     assert "| what | much |\n| --- | ---: |\n" in text
 
 
-def test_the_page_needs_every_benchmark(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+def test_the_page_says_which_benchmarks_have_no_figures(result: Result, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no results"):
         run.write_page(tmp_path, tmp_path / "page.md")
+    found = setting.facts(0.0)
+    for name in run.NAMES:
+        save(replace(result, name=name), found, tmp_path)
+    run.write_page(tmp_path, tmp_path / "page.md")
+    assert "Without figures" not in (tmp_path / "page.md").read_text(encoding="utf-8")
+    (tmp_path / "memory.json").unlink()
+    run.write_page(tmp_path, tmp_path / "page.md")
+    assert "have not run to their end: memory.**" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 def test_one_benchmark_is_run_printed_and_saved(
