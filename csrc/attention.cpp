@@ -14,6 +14,7 @@ struct Shared {
     const Attention *attention;
     AttentionKernel kernel;
     const AttentionTask *tasks;
+    size_t in_order; // tasks whose successor the same thread computes
 };
 
 // Kept by each thread from call to call: fresh pages would cost more than short tasks.
@@ -27,7 +28,8 @@ float *scratch_of(size_t floats) {
 void compute(void *state, size_t index) {
     const auto *shared = static_cast<const Shared *>(state);
     const AttentionTask &task = shared->tasks[index];
-    shared->kernel(*shared->attention, task, scratch_of(attention_scratch(*shared->attention, task)));
+    const AttentionTask *next = index < shared->in_order ? &task + 1 : nullptr;
+    shared->kernel(*shared->attention, task, next, scratch_of(attention_scratch(*shared->attention, task)));
 }
 
 const char *at(const Strided &rows, int64_t bytes) { return reinterpret_cast<const char *>(rows.address) + bytes; }
@@ -53,7 +55,7 @@ void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided va
 
 void run_attention(const Attention &attention, AttentionKernel kernel, const AttentionTask *tasks, size_t count,
                    int threads) {
-    Shared shared{&attention, kernel, tasks};
+    Shared shared{&attention, kernel, tasks, threads < 2 && count > 0 ? count - 1 : 0};
     run_parallel(count, threads, compute, &shared);
 }
 

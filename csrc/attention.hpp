@@ -44,8 +44,9 @@ struct AttentionTask {
     int64_t row, rows, head, heads;
 };
 
-// Computes a task. `scratch` has room for attention_scratch(...) floats and begins at a multiple of 64 bytes.
-using AttentionKernel = void (*)(const Attention &, const AttentionTask &, float *scratch);
+// Computes a task. `scratch` has room for attention_scratch(...) floats and begins at a multiple of 64 bytes. `next`:
+// the task that this thread is known to compute after it, or none.
+using AttentionKernel = void (*)(const Attention &, const AttentionTask &, const AttentionTask *next, float *scratch);
 size_t attention_scratch(const Attention &, const AttentionTask &);
 
 AttentionKernel attention_portable(const PagedCache &cache);

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t FEW = 5;      // from so many query rows on, keys are turned: one vector is 16 keys, not one
 constexpr int64_t WIDEST = 512; // elements of a head
+constexpr float SLACK = 8;      // a maximum this far beyond the one in use makes no sum overflow, nor less exact
 using Vector = __m512;
 
 inline Vector load(const float *from) { return _mm512_loadu_ps(from); }
@@ -101,15 +102,26 @@ inline void turn(Vector *of) {
     }
 }
 
+// To the nearest bf16, ties to even, in the high half of each word; a NaN stays one.
+inline __m512i rounded(Vector of) {
+    const __m512i bits = _mm512_castps_si512(of);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i near = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 none = _mm512_cmp_ps_mask(of, of, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(near, none, bits, _mm512_set1_epi32(0x400000));
+}
+
 // How keys and values of one kind are read. A vector of 16 words of a key meets the same words of a query; `values`
-// makes two vectors of 32 elements, in the order that `place` says.
+// makes two vectors of 32 elements, and `put_back` elements of two such vectors.
 struct Floats {
     using Element = float;
     static constexpr int64_t WORD = 1; // elements of a key in a word
     static void pack(const float *query, float *packed, int64_t width) {
         __builtin_memcpy(packed, query, static_cast<size_t>(width) * sizeof(float));
     }
-    static int64_t place(int64_t i) { return i; }
+    static void put_back(Vector low, Vector high, float *into) {
+        _mm512_storeu_ps(into, low), _mm512_storeu_ps(into + 16, high);
+    }
     static Vector words(const float *key, int64_t at) { return load(key + at); }
     static Vector joined(Vector sum, Vector key, Vector query) { return _mm512_fmadd_ps(key, query, sum); }
     static void values(const float *from, Vector *into) { into[0] = load(from), into[1] = load(from + 16); }
@@ -121,7 +133,10 @@ struct Dots {
     static void pack(const Bf16 *query, float *packed, int64_t width) {
         __builtin_memcpy(packed, query, static_cast<size_t>(width) * sizeof(Bf16));
     }
-    static int64_t place(int64_t i) { return i / 32 * 32 + i % 2 * 16 + i % 32 / 2; }
+    static void put_back(Vector even, Vector odd, Bf16 *into) {
+        const __m512i high = _mm512_and_si512(rounded(odd), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+        _mm512_storeu_si512(into, _mm512_or_si512(_mm512_srli_epi32(rounded(even), 16), high));
+    }
     static Vector words(const Bf16 *key, int64_t at) {
         return _mm512_castsi512_ps(_mm512_loadu_si512(key + 2 * at));
     }
@@ -145,7 +160,11 @@ struct Halves : Dots {
 template <class Kind> struct Wide : Kind {
     using T = typename Kind::Element;
 
-    static void store(T *out, float value) { put(out, value); }
+    static void store(T *out, const float *seen, int64_t width, const float *sums) {
+        const Vector total = _mm512_set1_ps(_mm512_reduce_add_ps(load(sums)));
+        for (int64_t i = 0; i < width; i += 32)
+            Kind::put_back(_mm512_div_ps(load(seen + i), total), _mm512_div_ps(load(seen + i + 16), total), out + i);
+    }
 
     static void scores(const float *query, int64_t rows, int64_t width, const T *keys, int64_t ahead, int64_t count,
                        float *scores, float *turned) {
@@ -227,10 +246,10 @@ template <class Kind> struct Wide : Kind {
         if (softcap != 0)
             score = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(score, _mm512_set1_ps(softcap))),
                                   _mm512_set1_ps(softcap));
-        const float top = _mm512_mask_reduce_max_ps(seen, score);
         float shrunk = 1;
         Vector before = load(sums);
-        if (top > most) {
+        if (_mm512_mask_cmp_ps_mask(seen, score, _mm512_set1_ps(most + SLACK), _CMP_GT_OQ) != 0) {
+            const float top = _mm512_mask_reduce_max_ps(seen, score);
             shrunk = _mm512_cvtss_f32(exponential(_mm512_set1_ps(most - top)));
             before = _mm512_mul_ps(before, _mm512_set1_ps(shrunk));
             most = top;
@@ -292,7 +311,7 @@ template <class Kind> struct Wide : Kind {
 };
 
 // Loads what attention of the same task loads, and does nothing with it: how fast that can be at best.
-void load_only(const Attention &a, const AttentionTask &task, float *scratch) {
+void load_only(const Attention &a, const AttentionTask &task, const AttentionTask *, float *scratch) {
     const PagedCache &cache = a.cache;
     const int64_t bytes = cache.bf16 ? 2 : 4, half = cache.heads * cache.head_size() * bytes;
     const int64_t head = a.layer * cache.layer_size() + task.head * cache.head_size();

@@ -12,8 +12,6 @@ template <class T> struct Plain {
     static void pack(const T *query, float *packed, int64_t width) {
         for (int64_t i = 0; i < width; i++) packed[i] = get(query[i]);
     }
-    static int64_t place(int64_t i) { return i; }
-    static void store(T *out, float value) { put(out, value); }
 
     static float dot(const float *query, const T *key, int64_t width) {
         float parts[8] = {}; // sums that do not wait for each other
@@ -52,6 +50,12 @@ template <class T> struct Plain {
 
     static void scaled(float *seen, int64_t width, float by) {
         for (int64_t i = 0; i < width; i++) seen[i] *= by;
+    }
+
+    static void store(T *out, const float *seen, int64_t width, const float *sums) {
+        float total = 0;
+        for (int64_t i = 0; i < TILE; i++) total += sums[i];
+        for (int64_t i = 0; i < width; i++) put(out + i, seen[i] / total);
     }
 
     static void weigh(const float *weights, int64_t rows, int64_t width, const T *values, int64_t, int64_t count,

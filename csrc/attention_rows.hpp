@@ -74,15 +74,26 @@ template <class Ops> void finish(const Attention &a, const AttentionTask &task, 
     const int64_t group = a.group(), width = a.cache.width;
     for (int64_t h = 0; h < task.heads; h++)
         for (int64_t m = 0; m < scratch.rows; m++) {
-            const float *seen = scratch.seen(h) + m * width, *sums = scratch.sums(h) + m * TILE;
-            float total = 0;
-            for (int64_t i = 0; i < TILE; i++) total += sums[i];
             T *out = const_cast<T *>(row_of<T>(a.out, task.row + m / group, (task.head + h) * group + m % group));
-            for (int64_t i = 0; i < width; i++) Ops::store(out + i, seen[Ops::place(i)] / total);
+            Ops::store(out, scratch.seen(h) + m * width, width, scratch.sums(h) + m * TILE);
         }
 }
 
-template <class Ops> void attend(const Attention &a, const AttentionTask &task, float *memory) {
+// How many elements lie between a block and the one that is read AHEAD blocks after it, which after the last, before
+// `end`, is one of the next task's; 0: nothing to ask for.
+inline int64_t ahead_of(const Attention &a, const AttentionTask &task, const AttentionTask *next, int64_t block,
+                        int64_t end) {
+    const PagedCache &cache = a.cache;
+    const int64_t beyond = block + AHEAD - (end + cache.height - 1) / cache.height;
+    if (beyond < 0) return (task.table[block + AHEAD] - task.table[block]) * cache.block_size();
+    if (next == nullptr) return 0;
+    const int64_t there = a.first[next->row] / cache.height + beyond;
+    if (there * cache.height >= a.end[next->row]) return 0;
+    return (next->table[there] - task.table[block]) * cache.block_size() + (next->head - task.head) * cache.head_size();
+}
+
+template <class Ops>
+void attend(const Attention &a, const AttentionTask &task, const AttentionTask *next, float *memory) {
     using T = typename Ops::Element;
     const PagedCache &cache = a.cache;
     const Scratch scratch{task.rows * a.group(), cache.width, memory};
@@ -97,8 +108,7 @@ template <class Ops> void attend(const Attention &a, const AttentionTask &task, 
     layer += task.head * head_size;
     for (int64_t block = first / cache.height; block * cache.height < end; block++) {
         const T *here = layer + task.table[block] * cache.block_size();
-        const bool last = (block + AHEAD) * cache.height >= end;
-        const int64_t ahead = last ? 0 : (task.table[block + AHEAD] - task.table[block]) * cache.block_size();
+        const int64_t ahead = ahead_of(a, task, next, block, end);
         for (int64_t within = 0; within < cache.height; within += TILE) {
             const int64_t at = block * cache.height + within;
             const int64_t count = cache.height - within < TILE ? cache.height - within : TILE;

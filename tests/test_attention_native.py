@@ -159,6 +159,35 @@ def test_very_large_scores_do_not_overflow(backend: NativeAttention) -> None:
     assert torch.allclose(seen, scene.run(TorchAttention(), replace(PLAIN, scale=400.0)), atol=1e-3)
 
 
+@pytest.mark.parametrize("step", [0.2, -0.2, 0.6, 5.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-2.0, 0.0, 9.0, 40.0])])
+def test_scores_that_rise_from_block_to_block(
+    backend: NativeAttention, step: float, sinks: torch.Tensor | None
+) -> None:
+    """By less than the kernel lets a maximum be out of date, by more, and by so much that nothing is left of before."""
+    scene = Scene([Text(70, 1, True), Text(45, 6, False)], (4, 2), WIDE, 16, seed=8)
+    for query, keys in zip(scene.queries, scene.keys, strict=True):
+        query[:], keys[..., 0] = query / 10, torch.arange(len(keys))[:, None] * step
+        query[..., 0] = 1
+    scene._fill_past()
+    check(scene, backend, LayerAsk(LAYER, 1.0, sinks=sinks))
+
+
+@pytest.mark.parametrize("width", [32, WIDE, 96, 20])
+def test_bfloat16_is_rounded_as_torch_rounds(backend: NativeAttention, width: int) -> None:
+    """The mean of two values, half of which lie between two numbers of bfloat16: to the even one."""
+    scene = halved(Scene([Text(2, 1, True), Text(2, 2, False)], (4, 2), width, 16, seed=9))
+    for query, values in zip(scene.queries, scene.values, strict=True):
+        query[:] = 0
+        values[0] = values[0].abs() + 0.5
+        values[1] = (values[0].view(torch.int16) + 1).view(torch.bfloat16)
+    scene.values[0][:, 0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])
+    scene._fill_past()
+    wanted = torch.cat([(values.float().mean(0)).bfloat16()[None] for values in scene.values])
+    seen = scene.run(backend, PLAIN)[[0, 2]]
+    torch.testing.assert_close(seen, wanted.repeat_interleave(2, 1), atol=0, rtol=0, equal_nan=True)
+
+
 def test_groups_that_are_no_runs_are_left_to_torch(backend: NativeAttention) -> None:
     groups = torch.tensor([0, 1, 0, 1, -1, 2, 2])
     check(Scene([Text(7, 7, False, groups), Text(9, 1, True)], (4, 2), WIDE, 16, seed=5), backend, PLAIN)
