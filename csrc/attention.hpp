@@ -6,7 +6,6 @@
 
 namespace trinity {
 
-using Bf16 = uint16_t;
 constexpr int64_t TILE = 16; // keys that are looked at together
 
 // The cache [blocks, layers, 2, heads, height, width] of float or bf16, contiguous.

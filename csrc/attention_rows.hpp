@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "bf16.hpp"
 
 namespace trinity {
 namespace {
@@ -119,26 +120,6 @@ void attend(const Attention &a, const AttentionTask &task, const AttentionTask *
     }
     finish<Ops>(a, task, scratch);
 }
-
-inline float widened(Bf16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float found;
-    __builtin_memcpy(&found, &bits, 4);
-    return found;
-}
-
-// To the nearest, ties to even; a NaN stays one.
-inline Bf16 narrowed(float value) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &value, 4);
-    if (value != value) return static_cast<Bf16>(bits >> 16 | 0x40);
-    return static_cast<Bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline void put(float *out, float value) { *out = value; }
-inline void put(Bf16 *out, float value) { *out = narrowed(value); }
-inline float get(float value) { return value; }
-inline float get(Bf16 value) { return widened(value); }
 
 } // namespace
 } // namespace trinity

@@ -71,6 +71,43 @@ class PagedAttention:
         kernel: str,
     ) -> None: ...
 
+def rms_norm(
+    rows_in: tuple[int, int],
+    weight: int,
+    out: tuple[int, int],
+    rows: int,
+    width: int,
+    eps: float,
+    bf16: bool,
+    threads: int,
+    kernel: str,
+) -> None: ...
+def gated(
+    gate: tuple[int, int],
+    up: tuple[int, int],
+    out: tuple[int, int],
+    rows: int,
+    width: int,
+    slope: float,
+    bf16: bool,
+    threads: int,
+    kernel: str,
+) -> None: ...
+def rotary(
+    rows_in: tuple[int, int],
+    in_head: int,
+    cosine: tuple[int, int],
+    sine: tuple[int, int],
+    out: tuple[int, int],
+    out_head: int,
+    rows: int,
+    heads: int,
+    width: int,
+    bf16: bool,
+    threads: int,
+    kernel: str,
+) -> None: ...
+
 class SimCost: ...
 class SimWorkload: ...
 

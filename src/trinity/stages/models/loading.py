@@ -16,6 +16,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.fused import fuse
 from trinity.stages.models.linear import pack, quicken
 from trinity.stages.models.loaded import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models
@@ -106,6 +107,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
         if packed:
             pack(part)
         quicken(part)
+        fuse(part)
     return part
 
 

@@ -1,0 +1,215 @@
+"""Elementwise kernels and the modules that use them, against torch and transformers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from trinity import native
+from trinity.stages.models import fused, load_model
+from trinity.stages.models.fused import fuse, quick_gelu, rms_norm, rotate, silu_mul
+from trinity.testing.checkpoints import build_checkpoint
+
+if not fused.available():
+    pytest.skip(f"no elementwise kernels in the extension: {native.describe()}", allow_module_level=True)
+
+KERNELS = ("best", "portable")
+DTYPES = (torch.float32, torch.bfloat16)
+ways = st.tuples(st.sampled_from(KERNELS), st.sampled_from(DTYPES))
+widths = st.integers(1, 130) | st.sampled_from([768, 1000])
+rows_of = st.integers(1, 40)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def check(found: Tensor, wanted: Tensor) -> None:
+    """bfloat16 to one unit in the last place, of a step before the last perhaps."""
+    near = 1e-5 if wanted.dtype == torch.float32 else 1.6e-2
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=near, atol=near / 10)
+
+
+def plain_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = rows.float()
+    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)).to(rows.dtype)
+
+
+def plain_rotary(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    low, high = heads.chunk(2, -1)
+    return heads * cosine[:, None] + torch.cat((-high, low), -1) * sine[:, None]
+
+
+@given(rows_of, widths, ways)
+def test_rms_norm(rows: int, width: int, way: tuple[str, torch.dtype]) -> None:
+    kernel, dtype = way
+    given_rows, weight = drawn(2, rows, width, dtype=dtype), drawn(width, dtype=dtype, seed=1)
+    check(rms_norm(given_rows, weight, 1e-5, kernel), plain_norm(given_rows, weight, 1e-5))
+
+
+@given(rows_of, widths, ways)
+def test_silu_mul_and_quick_gelu(rows: int, width: int, way: tuple[str, torch.dtype]) -> None:
+    kernel, dtype = way
+    gate, up = drawn(rows, width, dtype=dtype, scale=9), drawn(rows, width, dtype=dtype, seed=1)
+    check(quick_gelu(gate, kernel), gate * torch.sigmoid(1.702 * gate))
+    wanted = nn.functional.silu(gate) * up
+    check(silu_mul(gate, up, kernel), wanted)
+    check(gate, wanted)
+
+
+@given(rows_of, st.integers(1, 5), st.integers(1, 70), ways)
+def test_rotary(rows: int, heads: int, half: int, way: tuple[str, torch.dtype]) -> None:
+    kernel, dtype = way
+    together = drawn(1, rows, heads, 2 * half, dtype=dtype)
+    cosine, sine = (drawn(1, rows, 2 * half, dtype=dtype, seed=seed) for seed in (1, 2))
+    for laid in (together.transpose(1, 2), together.transpose(1, 2).contiguous()):
+        check(rotate(laid, cosine, sine, kernel), plain_rotary(laid, cosine, sine))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_ends_of_the_numbers(kernel: str) -> None:
+    ends = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 87.0, -87.0, 1e4, -1e4, 1e30, -1e30, float("nan")]])
+    check_ends(silu_mul(ends.clone(), torch.ones_like(ends), kernel), nn.functional.silu(ends))
+    check_ends(quick_gelu(ends, kernel), ends * torch.sigmoid(1.702 * ends))
+    assert rms_norm(ends, torch.ones(ends.shape[1]), 1e-6, kernel).isnan().all()
+
+
+def check_ends(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found[:, :8], wanted[:, :8], rtol=1e-5, atol=1e-30)
+    assert found[0, 8] == wanted[0, 8]
+    assert abs(found[0, 9]) <= 1e-7 * 1e30  # e^-88 of it: nothing beside what it was
+    assert found[0, 10].isnan()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_rows(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows, weight = drawn(331, 700, dtype=torch.float32), drawn(700, dtype=torch.float32, seed=1)
+    check(rms_norm(rows, weight, 1e-6), plain_norm(rows, weight, 1e-6))
+    check(quick_gelu(rows), rows * torch.sigmoid(1.702 * rows))
+
+
+def test_no_row_is_no_work() -> None:
+    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
+    assert quick_gelu(torch.empty(0, 8)).shape == (0, 8)
+
+
+# ---------------------------------------------------------------- modules
+
+
+class NamedRMSNorm(nn.Module):
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = nn.Parameter(torch.rand(24) + 1), 1e-6, offset
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return plain_norm(hidden_states, self.weight + self.offset, self.eps)
+
+
+class NamedMLP(nn.Module):
+    def __init__(self, act: nn.Module, swapped: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 44), nn.Linear(16, 44)
+        self.down_proj, self.act_fn, self.swapped = nn.Linear(44, 16), act, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        inner: Tensor = self.act_fn(up) * gate if self.swapped else self.act_fn(gate) * up
+        found: Tensor = self.down_proj(inner)
+        return found
+
+
+@torch.inference_mode()
+def both(module: nn.Module, width: int, dtype: torch.dtype = torch.float32) -> tuple[int, Tensor, Tensor]:
+    """How many modules were swapped, and what the module gave before and after."""
+    module = module.to(dtype).requires_grad_(False)
+    rows = drawn(1, 7, width, dtype=dtype)
+    wanted = module(rows)
+    fuse(module)
+    return fused.fused(module), module(rows), wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("made", [lambda: NamedRMSNorm(0.0), lambda: NamedMLP(nn.SiLU())])
+def test_what_computes_the_same_is_swapped(made: Any, dtype: torch.dtype) -> None:
+    module = made()
+    kind = type(module)
+    count, found, wanted = both(module, 24 if isinstance(module, NamedRMSNorm) else 16, dtype)
+    assert count == 1
+    assert isinstance(module, kind)
+    assert type(module) is not kind
+    check(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: NamedRMSNorm(1.0), lambda: NamedMLP(nn.GELU()), lambda: NamedMLP(nn.SiLU(), swapped=True)]
+)
+def test_what_computes_otherwise_is_left_alone(made: Any) -> None:
+    module = made()
+    kind = type(module)
+    count, found, wanted = both(module, 24 if isinstance(module, NamedRMSNorm) else 16)
+    assert count == 0
+    assert type(module) is kind
+    assert torch.equal(found, wanted)
+
+
+@torch.inference_mode()
+def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
+    norm, mlp = NamedRMSNorm(0.0), NamedMLP(nn.SiLU())
+    plain = copy.deepcopy(norm), copy.deepcopy(mlp)
+    for module in (norm, mlp):
+        fuse(module)
+    gaps = drawn(1, 7, 48, dtype=torch.float32)[..., ::2]
+    assert torch.equal(norm(gaps), plain[0](gaps))
+    assert torch.equal(norm(gaps.double()), plain[0](gaps.double()))
+    assert torch.equal(mlp(gaps[..., :16]), plain[1](gaps[..., :16]))
+
+
+@torch.inference_mode()
+def test_many_rows_are_worked_on_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "TILE", 1)
+    module = NamedMLP(nn.SiLU())
+    rows = drawn(1, 200, 16, dtype=torch.float32)
+    wanted = module(rows)
+    fuse(module)
+    check(module(rows), wanted)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_models_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    config = AutoConfig.from_pretrained(build_checkpoint(family, tmp_path / family)).get_text_config()
+    config._attn_implementation = "eager"
+    model = AutoModel.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    ids = torch.arange(33)[None] % 29 + 3
+    with torch.inference_mode():
+        wanted = model(ids, use_cache=False).last_hidden_state
+        fuse(model)
+        found = model(ids, use_cache=False).last_hidden_state
+    layers = config.num_hidden_layers
+    assert fused.fused(model) >= 4 * layers + 1  # two norms, an MLP and attention in each, and the last norm
+    near = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=near, atol=near)
+
+
+def test_loaded_models_use_them(tmp_path: Path) -> None:
+    model = load_model(build_checkpoint("llava", tmp_path), "EPD", dtype="float32")
+    assert fused.fused(model.language)
+    assert fused.fused(model.vision)
+
+
+def test_without_the_extension_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "extension", None)
+    assert not fused.available()
+    count, found, wanted = both(NamedMLP(nn.SiLU()), 16)
+    assert count == 0
+    assert torch.equal(found, wanted)
