@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity.stages.models.pages import make_huge
+
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
 _FEW = (8, 768, 2048, 6)  # what packed weights are for: rows, inputs, outputs, and so many weights that none is cached
 _REPEATS = 5
@@ -62,6 +64,7 @@ def pack(model: Any) -> None:
             module.packed = _packed(module.weight)
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
             module.__class__ = PackedLinear
+    make_huge([_place(module.packed) for module in model.modules() if isinstance(module, PackedLinear)])
 
 
 def packed_bytes(model: Any) -> int:
@@ -81,6 +84,10 @@ def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _packed(weight: Tensor) -> Tensor:
     found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return found
+
+
+def _place(packed: Tensor) -> tuple[int, int]:
+    return torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
 
 
 def _bound_kernels() -> None:

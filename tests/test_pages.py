@@ -1,0 +1,88 @@
+"""Weights in huge pages: which memory is asked for, and that it stays what it was."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trinity.stages.models import linear, pages
+from trinity.stages.models.pages import HUGE, dense, make_huge
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wanted"),
+    [
+        ([], []),
+        ([(HUGE, HUGE)], [(HUGE, HUGE)]),
+        ([(HUGE, HUGE - 4096)], [(HUGE, HUGE)]),
+        ([(HUGE + 8, 100)], []),
+        ([(3 * HUGE + 8, HUGE), (HUGE + 8, HUGE)], [(HUGE, 4 * HUGE)]),
+        ([(HUGE, HUGE), (9 * HUGE, 2 * HUGE)], [(HUGE, HUGE), (9 * HUGE, 2 * HUGE)]),
+        ([(HUGE, 9), (9 * HUGE, 2 * HUGE)], [(9 * HUGE, 2 * HUGE)]),
+        ([(HUGE + i * HUGE // 4, HUGE // 4) for i in range(4)], [(HUGE, HUGE)]),
+    ],
+)
+def test_runs_that_are_half_full_at_least(pieces: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> None:
+    assert list(dense(pieces)) == wanted
+
+
+def _setting(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
+    (folder / "enabled").write_text(text)
+    monkeypatch.setattr(pages, "_SETTING", folder / "enabled")
+
+
+def test_nothing_is_asked_for_where_the_system_says_never(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = [(HUGE * 1000, HUGE)]
+    _setting(monkeypatch, tmp_path, "always madvise [never]\n")
+    assert make_huge(asked) == 0
+    monkeypatch.setattr(pages, "_SETTING", tmp_path / "nowhere")
+    assert make_huge(asked) == 0
+
+
+def _huge_bytes(address: int) -> int:
+    """Of the mapping that ``address`` is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(bound, 16) for bound in bounds.groups())
+            inside = low <= address < high
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(not pages._allowed(), reason="this system has no transparent huge pages")
+def test_memory_that_is_in_use_already_is_moved_and_keeps_its_bytes() -> None:
+    with mmap.mmap(-1, 6 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        numbers = np.frombuffer(memory, np.uint8)
+        numbers[:] = np.arange(6 * HUGE) % 251
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = -(-address // HUGE) * HUGE
+        assert make_huge([(start, 4 * HUGE)]) == 4 * HUGE
+        assert np.array_equal(numbers, np.arange(6 * HUGE) % 251)
+        found = _huge_bytes(start + HUGE)
+        del numbers
+    if found == 0:
+        pytest.skip("this system has no huge page free, or is older than Linux 6.1")
+    assert found >= HUGE
+
+
+def test_packed_layers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "make_huge", lambda pieces: asked.extend(pieces))
+    layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).requires_grad_(False)
+    rows = torch.randn(3, 64)
+    wanted = layers(rows)
+    linear.pack(layers)
+    torch.testing.assert_close(layers(rows), wanted, atol=1e-5, rtol=1e-5)
+    assert [size >= weights * 4 for (_, size), weights in zip(asked, (64 * 96, 96 * 32), strict=True)] == [True, True]
+    assert all(address % 64 == 0 and address > 0 for address, _ in asked)
