@@ -12,11 +12,30 @@ template <class T> T *row_of(const Matrix &rows, int64_t row) {
     return reinterpret_cast<T *>(rows.address) + row * rows.stride;
 }
 
+// To the nearest, ties to even. A NaN stays one: of those that come of bfloat16 rows the low half is zero.
+inline uint32_t nearest(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits + 0x7fff + (bits >> 16 & 1);
+}
+
 // To the element's type and back.
 template <class T> inline float rounded(float value) {
-    T held;
-    put(&held, value);
-    return get(held);
+    if (sizeof(T) == sizeof(float)) return value;
+    const uint32_t bits = nearest(value) & 0xffff0000U;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline void set(float *out, float value) { *out = value; }
+inline void set(Bf16 *out, float value) { *out = static_cast<Bf16>(nearest(value) >> 16); }
+
+inline float sum_of(float product, float by, float further) {
+#ifdef __FP_FAST_FMAF
+    return __builtin_fmaf(product, by, further);
+#else
+    return product * by + further;
+#endif
 }
 
 // e^x within 2 ulp for |x| <= 87, beyond that as there (NaN too). Powers of two times Cephes' polynomial. The bound is
@@ -28,15 +47,14 @@ inline float exponential(float x) {
     given = (given & 0x80000000U) | (size < most ? size : most);
     __builtin_memcpy(&x, &given, 4);
     constexpr float SHIFT = 12582912.0F; // 1.5 * 2^23: the sum's low bits are the nearest whole number
-    const float moved = x * 1.44269504F + SHIFT, whole = moved - SHIFT;
-    const float r = (x - whole * 0.693359375F) - whole * -2.12194440e-4F;
-    float power = 1.9875691500e-4F;
-    power = power * r + 1.3981999507e-3F;
-    power = power * r + 8.3334519073e-3F;
-    power = power * r + 4.1665795894e-2F;
-    power = power * r + 1.6666665459e-1F;
-    power = power * r + 5.0000001201e-1F;
-    power = power * (r * r) + r + 1.0F;
+    const float moved = sum_of(x, 1.44269504F, SHIFT), whole = moved - SHIFT;
+    const float r = sum_of(whole, 2.12194440e-4F, sum_of(whole, -0.693359375F, x));
+    float power = sum_of(1.9875691500e-4F, r, 1.3981999507e-3F);
+    power = sum_of(power, r, 8.3334519073e-3F);
+    power = sum_of(power, r, 4.1665795894e-2F);
+    power = sum_of(power, r, 1.6666665459e-1F);
+    power = sum_of(power, r, 5.0000001201e-1F);
+    power = sum_of(power, r * r, r) + 1.0F;
     uint32_t bits;
     __builtin_memcpy(&bits, &moved, 4);
     bits = (bits + 127) << 23;
@@ -56,7 +74,7 @@ template <class T> void rms_norm(const RmsNorm &norm, int64_t first, int64_t end
         for (int64_t i = 0; i < width; i++) sum += get(in[i]) * get(in[i]);
         const float by = 1.0F / __builtin_sqrtf(sum / static_cast<float>(width) + norm.eps);
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) put(out + i, rounded<T>(get(in[i]) * by) * get(weight[i]));
+        for (int64_t i = 0; i < width; i++) set(out + i, rounded<T>(get(in[i]) * by) * get(weight[i]));
     }
 }
 
@@ -70,7 +88,7 @@ template <class T> void gated(const Gated &given, int64_t first, int64_t end) {
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 const float x = get(gate[i]);
-                put(out + i, x * rounded<T>(1.0F / (1.0F + exponential(-rounded<T>(slope * x)))));
+                set(out + i, x * rounded<T>(1.0F / (1.0F + exponential(-rounded<T>(slope * x)))));
             }
             continue;
         }
@@ -78,7 +96,7 @@ template <class T> void gated(const Gated &given, int64_t first, int64_t end) {
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
             const float x = get(gate[i]);
-            put(out + i, rounded<T>(x / (1.0F + exponential(-slope * x))) * get(up[i]));
+            set(out + i, rounded<T>(x / (1.0F + exponential(-slope * x))) * get(up[i]));
         }
     }
 }
@@ -93,8 +111,8 @@ template <class T> void rotary(const Rotary &given, int64_t first, int64_t end) 
 #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 const float low = get(in[i]), high = get(in[half + i]);
-                put(out + i, rounded<T>(low * get(cosine[i])) + rounded<T>(-high * get(sine[i])));
-                put(out + half + i,
+                set(out + i, rounded<T>(low * get(cosine[i])) + rounded<T>(-high * get(sine[i])));
+                set(out + half + i,
                     rounded<T>(high * get(cosine[half + i])) + rounded<T>(low * get(sine[half + i])));
             }
         }

@@ -38,8 +38,8 @@ def load_model(
     """Load what an instance with the roles ``letters`` ("E", "P", "D" or any mix) needs, and no other weight.
 
     ``dtype`` None or "auto" is the checkpoint's own; with it, CPU weights are memory-mapped and shared by all
-    processes of a host. ``packed``: linear layers of the language part get a copy of their weights, of this process
-    alone, where decode steps on its CPU are faster so. ``threads`` sets torch's threads for this process. Raises
+    processes of a host. ``packed``: linear layers get a copy of their weights, of this process alone, where decode
+    steps on its CPU are faster so; prefill and encode are too, by less. ``threads`` sets torch's threads for this process. Raises
     ``ConfigError`` where there is no such checkpoint or it lacks weights, ``UnsupportedModel`` where no adapter fits it
     or a paged cache cannot serve it.
     """
@@ -61,7 +61,7 @@ def load_model(
     with _lock:
         register_attention()
         held = {
-            name: _part(directory, name, kind, place, packed and name == "language")
+            name: _part(directory, name, kind, place, packed)
             for name, asked in parts.items()
             if asked
         }
