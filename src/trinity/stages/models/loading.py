@@ -39,9 +39,9 @@ def load_model(
 
     ``dtype`` None or "auto" is the checkpoint's own; with it, CPU weights are memory-mapped and shared by all
     processes of a host. ``packed``: linear layers get a copy of their weights, of this process alone, where decode
-    steps on its CPU are faster so; prefill and encode are too, by less. ``threads`` sets torch's threads for this process. Raises
-    ``ConfigError`` where there is no such checkpoint or it lacks weights, ``UnsupportedModel`` where no adapter fits it
-    or a paged cache cannot serve it.
+    steps on its CPU are faster so; prefill and encode are too, by less. ``threads`` sets torch's threads for this
+    process. Raises ``ConfigError`` where there is no such checkpoint or it lacks weights, ``UnsupportedModel`` where no
+    adapter fits it or a paged cache cannot serve it.
     """
     directory = Path(model_dir)
     if not letters or set(letters) - set("EPD"):
@@ -60,11 +60,7 @@ def load_model(
     }
     with _lock:
         register_attention()
-        held = {
-            name: _part(directory, name, kind, place, packed)
-            for name, asked in parts.items()
-            if asked
-        }
+        held = {name: _part(directory, name, kind, place, packed) for name, asked in parts.items() if asked}
         model = LoadedModel(directory, letters, config, adapter, kind, place, _fingerprint(directory, kind), **held)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
