@@ -1,4 +1,4 @@
-// Elementwise kernels as Python calls them, rows split among threads. Pointers are ints; sizes are the caller's to check.
+// Elementwise kernels as Python calls them, rows split among threads. Pointers are ints; their sizes are not checked.
 #include "elementwise.hpp"
 #include "native.hpp"
 

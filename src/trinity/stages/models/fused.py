@@ -1,9 +1,9 @@
 """Elementwise parts of transformers' modules in one pass each, by csrc/elementwise*.cpp, on CPUs.
 
-Eagerly, a norm is seven passes over its rows, a rotary embedding ten, a gated activation two; in bfloat16 they cost as
-much as the products between them. A module keeps its class as a base, and is swapped only where its own forward gives
-the same on random rows at load: one that is called alike but computes otherwise (Gemma's norms, say) stays as it is.
-Rows that the kernels are not for (other dtypes, layouts or devices) take transformers' own way. Inference only.
+Eagerly, a norm is seven passes over its rows, a rotary embedding ten (decision 0027 has figures). A module keeps its
+class as a base, and is swapped only where its own forward gives the same on random rows at load: one that is called
+alike but computes otherwise (Gemma's norms, say) stays as it is. Rows that the kernels are not for (other dtypes,
+layouts or devices) take transformers' own way. Inference only.
 """
 
 from __future__ import annotations
