@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stage_driver import Driver, generated, processed
-from taped import TapeRecorder
+from taped import TapeRecorder, every_operator_is_torchs
 from test_language import PROMPT, Solo, work
 from trinity.stages import decode_graphs
 from trinity.stages.attention import LayerAsk, PagedRows
@@ -21,6 +21,8 @@ from trinity.stages.encode import recorded_as
 from trinity.stages.graphs import Graphs, graphs_for
 
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 
 
 def graphs(most: int = 64, memory: int = 1000) -> tuple[Graphs, TapeRecorder]:

@@ -11,6 +11,7 @@ import torch
 
 from checkpoint_fixtures import checkpoint
 from stage_driver import OUTPUTS, TEXTS, generated, pictures
+from taped import every_operator_is_torchs
 from test_graphs import StaticTorch, graphs
 from test_language import PROMPT, Solo, work
 from trinity import Instance, Pipeline, Request
@@ -25,6 +26,7 @@ from trinity.stages.language import LanguageStage
 from trinity.stages.launches import DeviceTokens, Done, Launch
 from trinity.stages.sampling import SamplerRow, draw, drawn_on_device, sample
 
+pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 WAYS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 3},

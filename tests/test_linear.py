@@ -16,7 +16,7 @@ from trinity.connector import Connector
 from trinity.hosting import Deployment, load
 from trinity.paced import Paced
 from trinity.processes import setup_for
-from trinity.stages.models import LoadedModel, linear, load_model
+from trinity.stages.models import LoadedModel, linear, load_model, loading
 from trinity.stages.models.linear import OneDnnLinear, PackedLinear, pack, packed_bytes, quicken
 from trinity.standalone import _load
 from trinity.transport.wire import Setup, decode, encode
@@ -30,6 +30,7 @@ class Named(nn.Linear):
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_faster", lambda dtype: True)
     monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
+    monkeypatch.setattr(loading, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
 
 @pytest.mark.usefixtures("always")
