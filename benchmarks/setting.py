@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import random
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
+
+from trinity.bench import machine
+from trinity.bench.machine import FOREIGN, busy_seconds
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PHOTOS = ROOT / "examples" / "photos"
 CACHE = ROOT / "build" / "bench-checkpoints"
-FOREIGN = 0.10  # share of the machine that others may take before a wall time no longer counts
 WORDS = (
     "the",
     "light",
@@ -103,12 +102,12 @@ class ForeignLoad:
     share = 0.0
 
     def __enter__(self) -> ForeignLoad:
-        self._busy, self._own, self._wall = _busy_seconds(), _own_seconds(), time.monotonic()
+        self._busy, self._own, self._wall = busy_seconds(), _own_seconds(), time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
         room = (time.monotonic() - self._wall) * (os.cpu_count() or 1)
-        foreign = (_busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        foreign = (busy_seconds() - self._busy) - (_own_seconds() - self._own)
         self.share = min(1.0, max(0.0, foreign / room)) if room > 0 else 0.0
 
 
@@ -151,63 +150,13 @@ def _descendants_seconds() -> float:
     return sum(ticks[each] for each in parents if ours(each)) / os.sysconf("SC_CLK_TCK")
 
 
-def _busy_seconds() -> float:
-    """CPU seconds that all processes of the machine have taken; 0 where the system does not say."""
-    try:
-        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _wait, irq, softirq, *_ = map(int, fields)
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
 def facts(foreign_load: float = 0.0) -> dict[str, Any]:
     """What a figure depends on: machine, versions, threads, commit, date."""
     import torch
-    import transformers
 
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cpu": _cpu_name(),
-        "flags": _cpu_flags(),
-        "cores": os.cpu_count(),
+        **machine.facts(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "system": platform.platform(terse=True),
         "threads": torch.get_num_threads(),
-        "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")},
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git": _commit(),
         "foreign_load": foreign_load,
     }
-
-
-def _cpu_lines(key: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-
-def _cpu_name() -> str:
-    return _cpu_lines("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> list[str]:
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    return sorted(set(_cpu_lines("flags").split()).intersection(wanted))
-
-
-def _commit() -> str:
-    """The commit that was measured, with "+" where files differ from it."""
-    try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", "src", "benchmarks") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

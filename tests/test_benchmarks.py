@@ -218,7 +218,7 @@ def test_foreign_load_counts_others_and_not_this_process(monkeypatch: pytest.Mon
     busy = iter([100.0, 104.0])
     own = iter([10.0, 11.0])
     wall = iter([0.0, 5.0])
-    monkeypatch.setattr(setting, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(setting, "busy_seconds", lambda: next(busy))
     monkeypatch.setattr(setting, "_own_seconds", lambda: next(own))
     monkeypatch.setattr(setting.time, "monotonic", lambda: next(wall))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
