@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_fixtures import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
+from trinity.stages.models.last_layer import _Passes
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")
@@ -37,8 +38,16 @@ def tensors_of(model: LoadedModel) -> set[str]:
     return {name for part in (model.vision, model.language) if part is not None for name, _ in part.named_parameters()}
 
 
-def stored_bytes(directory: Path) -> int:
-    return sum(tensor.nbytes for path in directory.glob("*.safetensors") for tensor in load_file(path).values())
+def stored_bytes(directory: Path, left_out: Sequence[str] = ()) -> int:
+    """But for keys with one of ``left_out`` in them."""
+    held = [item for path in directory.glob("*.safetensors") for item in load_file(path).items()]
+    return sum(tensor.nbytes for key, tensor in held if not any(each in key for each in left_out))
+
+
+def unused(model: LoadedModel) -> list[str]:
+    """Layers of the encoder that no feature comes of, by the end of their names."""
+    named = model.vision.named_modules()
+    return [f"vision_tower.{name.partition('vision_tower.')[2]}." for name, each in named if isinstance(each, _Passes)]
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
@@ -51,7 +60,8 @@ def test_each_role_holds_its_own_weights_and_no_other(name: str) -> None:
     assert tensors_of(both) == tensors_of(e) | tensors_of(pd)
     held = e.weight_bytes + pd.weight_bytes
     assert both.weight_bytes == held
-    assert 0 <= held - stored_bytes(checkpoint(name)) < 4096, "rotary tables and image_newline are all that is added"
+    stored = stored_bytes(checkpoint(name), unused(e))
+    assert 0 <= held - stored < 4096, "rotary tables and image_newline are all that is added"
 
 
 NEWLINE = {"model.image_newline"}

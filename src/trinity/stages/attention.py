@@ -10,7 +10,7 @@ without a change to any model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -90,7 +90,10 @@ class PagedRows:
 
 
 class AttentionBackend(Protocol):
-    """Writes and reads the paged KV cache. One object serves one thread at a time."""
+    """Writes and reads the paged KV cache. One object serves one thread at a time.
+
+    One that has the methods of ``Halves`` besides is not asked for rows of the last layer that nobody looks at.
+    """
 
     def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
         """Write this layer's keys and values, then attend.
@@ -101,13 +104,43 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Halves(Protocol):
+    """``attend`` in two: what the last layer needs where few rows are sampled (``models/last_layer.py``)."""
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """Write this layer's keys and values, as ``attend`` does."""
+        ...
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """What decode rows see of what is written; ``rows`` has no chunk."""
+        ...
+
+
+def halves(backend: AttentionBackend) -> Halves | None:
+    """The backend, where it can do either half alone."""
+    found: Any = backend
+    inner = getattr(backend, "inner", backend)
+    return found if hasattr(inner, "write") and hasattr(inner, "read") else None
+
+
+class KeysWritten(Exception):
+    """Ends a layer whose keys and values are in their blocks, where nothing more of it is asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The ``trinity_batch`` keyword: what every layer of one forward needs."""
+    """The ``trinity_batch`` keyword: what every layer of one forward needs.
+
+    ``sampled``: the rows whose states are asked of the last layer, as decode rows, where that is worth while; ``last``
+    [len(sampled)] says which of ``rows`` they are. ``half``: what is asked of a layer that is run in two halves.
+    """
 
     rows: PagedRows
     cache: Tensor
     backend: AttentionBackend
+    sampled: PagedRows | None = None
+    last: Tensor | None = None
+    half: Literal["", "write", "read"] = ""
 
 
 def register_attention() -> None:
@@ -139,8 +172,19 @@ def paged_attention(
     _check_shapes(module, key, value, trinity_batch.cache)
     qkv = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     ask = layer_ask(module, query.shape[-1], asked)
-    seen = trinity_batch.backend.attend(trinity_batch.rows, trinity_batch.cache, qkv, ask)
+    seen = _attended(trinity_batch, qkv, ask)
     return seen[None].contiguous(), None
+
+
+def _attended(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    if not batch.half:
+        return batch.backend.attend(batch.rows, batch.cache, qkv, ask)
+    backend: Any = batch.backend
+    if batch.half == "write":
+        backend.write(batch.rows, batch.cache, *qkv[1:], ask.layer)
+        raise KeysWritten
+    seen: Tensor = backend.read(batch.rows, batch.cache, qkv[0], ask)
+    return seen
 
 
 def layer_ask(module: Any, head_dim: int, asked: dict[str, Any]) -> LayerAsk:

@@ -52,7 +52,7 @@ class FlashAttention(TorchAttention):
             batch = rows.kept["flash"] = _flash_rows(varlen_rows(rows, cache.device), rows)
         if batch.groups or not self._serves(ask):
             return super().attend(rows, cache, qkv, ask)
-        self._write(rows, cache, qkv, ask.layer)
+        self.write(rows, cache, *qkv[1:], ask.layer)
         pages = (cache[:, ask.layer, 0].transpose(1, 2), cache[:, ask.layer, 1].transpose(1, 2))
         return self._call(qkv[0].contiguous(), pages, batch, ask)
 

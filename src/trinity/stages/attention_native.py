@@ -56,6 +56,21 @@ class NativeAttention(TorchAttention):
             out[chunk.first : chunk.first + chunk.length] = self._chunk(rows, chunk, cache, qkv, ask)
         return out
 
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """See ``Halves.write``."""
+        if not key.dtype == value.dtype == cache.dtype:
+            return super().write(rows, cache, key, value, layer)
+        self._plan(rows, cache).rows.write(cache.data_ptr(), layer, _rows(_close(key)), _rows(_close(value)))
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """See ``Halves.read``."""
+        if query.dtype != cache.dtype:
+            return super().read(rows, cache, query, ask)
+        query = _close(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        self._run(self._plan(rows, cache), rows, cache, query, out, ask)
+        return out
+
     def _run(self, plan: _Plan, rows: PagedRows, cache: Tensor, query: Tensor, out: Tensor, ask: LayerAsk) -> None:
         seen = rows.kept.get(("seen", ask.window, ask.span))
         if seen is None:

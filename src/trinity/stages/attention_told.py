@@ -32,14 +32,29 @@ class ToldAttention:
     def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
         """See ``AttentionBackend``. Layers that come out of order are left for the end of the step."""
         seen = self.inner.attend(rows, cache, qkv, ask)
-        if ask.layer == self._next:
+        self._written(*qkv[1:], ask.layer)
+        return seen
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """See ``Halves``, which the inner one then has."""
+        inner: Any = self.inner
+        inner.write(rows, cache, key, value, layer)
+        self._written(key, value, layer)
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """See ``Halves``."""
+        inner: Any = self.inner
+        seen: Tensor = inner.read(rows, cache, query, ask)
+        return seen
+
+    def _written(self, key: Tensor, value: Tensor, layer: int) -> None:
+        if layer == self._next:
             self._next += 1
-            total = qkv[1].sum(dtype=torch.float32) + qkv[2].sum(dtype=torch.float32)
+            total = key.sum(dtype=torch.float32) + value.sum(dtype=torch.float32)
             self._sum = total if self._sum is None else self._sum + total
             if self._next - self._first >= self.group or self._next == self.layers:
                 self._mark(self._sum)
         self._tell(wait=False)
-        return seen
 
     def finish(self) -> None:
         """All kernels are launched: tell of every group as it ends."""

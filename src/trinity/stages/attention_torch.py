@@ -51,17 +51,22 @@ class TorchAttention:
 
     def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        self._write(rows, cache, qkv, ask.layer)
+        self.write(rows, cache, *qkv[1:], ask.layer)
         parts = [self._decode(group, cache, qkv[0], ask) for group in self._groups(rows, cache, ask)]
         parts += [self._chunk(rows, chunk, cache, qkv, ask) for chunk in rows.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _write(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: int) -> None:
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """See ``Halves.read``."""
+        return torch.cat([self._decode(group, cache, query, ask) for group in self._groups(rows, cache, ask)])
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """See ``Halves.write``."""
         heads, height, width = cache.shape[3:]
         places = rows.kept.get("places")
         if places is None:
             places = rows.kept["places"] = _places(rows, cache)
-        both = torch.cat(qkv[1:]).view(-1, width)
+        both = torch.cat((key, value)).view(-1, width)
         cache.view(-1, width).index_copy_(0, places + layer * 2 * heads * height, both)
 
     # ------------------------------------------------------------ decode rows

@@ -17,6 +17,7 @@ from trinity.stages.attention import ChunkRows, PagedRows
 from trinity.stages.uploads import upload
 
 Ints = np.ndarray  # int64 throughout
+UNSEEN = 32  # rows of a batch without a token to sample, from which the last layer does without them
 
 
 def _none() -> Ints:
@@ -66,7 +67,10 @@ NO_DECODES = Decodes(_none(), _none(), _none(), np.empty((0, 0), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """What a model's forward takes. ``last``: the rows whose logits are wanted (None: all, in order)."""
+    """What a model's forward takes. ``last``: the rows whose logits are wanted (None: all, in order).
+
+    ``sampled``: these rows as decode rows, where ``UNSEEN`` more are in the batch.
+    """
 
     ids: Tensor
     position_ids: Tensor
@@ -74,6 +78,7 @@ class RaggedBatch:
     last: Tensor | None
     feature_rows: Tensor | None = None
     feature_at: Tensor | None = None
+    sampled: PagedRows | None = None
 
 
 def build_batch(
@@ -104,13 +109,34 @@ def build_batch(
     )
     ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
     last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.wanted)]
+    feature_rows, feature_at = _features(chunks, firsts, put)
     return RaggedBatch(
         ids,
         put(_join_rope(decodes, chunks, axes)),
         rows,
         put(np.array(last, dtype=np.int64)),
-        *_features(chunks, firsts, put),
+        feature_rows,
+        feature_at,
+        _sampled(rows, chunks, last) if firsts[-1] - len(last) >= UNSEEN else None,
     )
+
+
+def _sampled(rows: PagedRows, chunks: Sequence[Chunk], last: Sequence[int]) -> PagedRows:
+    """The decode rows, and the last row of every chunk that wants its logits as one more."""
+    ends = [chunk for chunk in chunks if chunk.wanted]
+    width = max([rows.tables.shape[1], *(len(chunk.table) for chunk in ends)])
+    parts = [rows.tables, *(chunk.table[None] for chunk in ends)]
+    return PagedRows(
+        rows.blocks[last],
+        rows.offsets[last],
+        np.concatenate([_widened(part, width) for part in parts if len(part)] or [rows.tables]),
+        np.append(rows.lengths, [chunk.start + len(chunk.ids) for chunk in ends]).astype(np.int64),
+    )
+
+
+def _widened(tables: Ints, width: int) -> Ints:
+    """Each padded with its own last block."""
+    return np.pad(tables, ((0, 0), (0, width - tables.shape[1])), mode="edge")
 
 
 def _chunk_rows(chunk: Chunk, first: int, put: Callable[[Ints], Tensor]) -> ChunkRows:

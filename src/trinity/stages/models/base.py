@@ -77,6 +77,11 @@ class ModelAdapter:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
+    @property
+    def states_taken(self) -> int | Sequence[int] | None:
+        """Which hidden states of ``vision_tower`` features are made of, where nothing else of it is used; else None."""
+        return None
+
     # ------------------------------------------------------------ parts of the model
 
     def language_name(self, model: Any) -> str | None:

@@ -13,7 +13,16 @@ from torch.nn.functional import pad
 from trinity.stages.models.base import Inputs, ModelAdapter, alike, join
 
 
-class TiledLlava(ModelAdapter):
+class Llava(ModelAdapter):
+    """Features are made of hidden states of the vision tower, often not of the last."""
+
+    @property
+    def states_taken(self) -> int | Sequence[int] | None:
+        found: int | Sequence[int] | None = getattr(self.config, "vision_feature_layer", None)
+        return found
+
+
+class TiledLlava(Llava):
     """LLaVA-NeXT and LLaVA-OneVision: ``pixel_values`` is [1, tiles, 3, H, W]; the model itself drops padded tiles."""
 
     def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:

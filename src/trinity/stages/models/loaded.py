@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity.memory import BlockShape
 from trinity.messages import IMAGE, KV
-from trinity.stages.attention import AttentionBackend, PagedBatch
+from trinity.stages.attention import AttentionBackend, KeysWritten, PagedBatch
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.models.base import Inputs, ModelAdapter
 from trinity.stages.models.linear import packed_bytes
@@ -92,21 +92,25 @@ class LoadedModel:
         features from ``image`` [blocks, rows, width].
         """
         text = self.adapter.language(self.language)
-        embeds = text.get_input_embeddings()(batch.ids)
+        embeds: Tensor = text.get_input_embeddings()(batch.ids)
         further = {}
         if batch.feature_rows is not None and batch.feature_at is not None and image is not None:
             rows = image.view(-1, image.shape[-1]).index_select(0, batch.feature_rows).to(embeds.dtype)
             hidden = embeds.shape[-1]
             embeds.index_copy_(0, batch.feature_at, rows[:, :hidden])
             further = self.adapter.language_inputs(rows[:, hidden:], batch.feature_at, len(embeds))
-        output = text(
-            inputs_embeds=embeds[None],
-            position_ids=batch.position_ids,
-            use_cache=False,
-            trinity_batch=PagedBatch(batch.rows, kv, backend),
-            **further,
-        )
+        try:
+            output = text(
+                inputs_embeds=embeds[None],
+                position_ids=batch.position_ids,
+                use_cache=False,
+                trinity_batch=PagedBatch(batch.rows, kv, backend, batch.sampled, batch.last),
+                **further,
+            )
+        except KeysWritten:
+            return embeds[:0]
         states: Tensor = output.last_hidden_state[0]
         if batch.last is not None and not len(batch.last):
             return states[:0]
-        return self.adapter.head(self.language, states if batch.last is None else states[batch.last])
+        every = batch.last is None or len(states) == len(batch.last)
+        return self.adapter.head(self.language, states if every else states[batch.last])

@@ -17,9 +17,10 @@ from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.fused import fuse
+from trinity.stages.models.last_layer import sample_last, take_states
 from trinity.stages.models.linear import pack, quicken
 from trinity.stages.models.loaded import LoadedModel
-from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models
+from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models, known_text
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _lock = threading.RLock()
@@ -137,6 +138,10 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
     if name == "language":
         set_attention(model, adapter, PAGED)
+        if known_text(adapter):
+            sample_last(adapter.language(model), adapter.deepstack)
+    elif adapter.states_taken is not None:
+        take_states(model.base_model.vision_tower, adapter.states_taken)
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.families import Gemma3, Idefics, LlavaOneVision, MiniCPM, TiledLlava
+from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava
 
 ENTRY_POINTS = "trinity.models"
 HOW_TO_ADD = (
@@ -16,7 +16,7 @@ HOW_TO_ADD = (
 )
 
 _adapters: dict[str, type[ModelAdapter]] = {
-    "llava": ModelAdapter,
+    "llava": Llava,
     "llava_next": TiledLlava,
     "llava_onevision": LlavaOneVision,
     "qwen2_vl": ModelAdapter,
@@ -34,6 +34,11 @@ _adapters: dict[str, type[ModelAdapter]] = {
 _TEXT_MODELS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 )
+
+
+def known_text(adapter: ModelAdapter) -> bool:
+    """Whether the text model is one that was looked at, whatever it is part of."""
+    return adapter.text_config.model_type in _TEXT_MODELS
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
