@@ -133,6 +133,9 @@ def test_the_cpu_table_pairs_rounds_and_marks_what_was_disturbed() -> None:
 def test_a_setting_that_did_not_run_has_no_figure() -> None:
     table = outcome.sweep_table({"a": [Swept(tokens=1, per_cpu_s=2.0, per_s=3.0), Swept(tokens=2, problem="no")]})
     assert table.rows == [("a", "1", "2.00", "3.00"), ("a", "2", "-", "-")]
+    tried = outcome.sweep_table({"a": [Swept(tokens=1, per_s=3.0, attained=0.5), Swept(tokens=2, problem="no")]})
+    assert tried.header[-1] == "in time"
+    assert [row[-1] for row in tried.rows] == ["50%", "-"]
 
 
 GOALS = [Goal(SLO(1.0, 0.1), rule) for rule in ("p90", "p99")]

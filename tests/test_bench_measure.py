@@ -14,7 +14,7 @@ from faking import FakeServer, asked, engine, starter
 from trinity.bench import load, machine, measure
 from trinity.bench.measure import Burst, Swept
 from trinity.bench.search import Goal
-from trinity.bench.servers import Asked, Engine, Server
+from trinity.bench.servers import Asked, Engine, Peer, Server
 from trinity.errors import ConfigError, PeerLost
 from trinity.trace import SLO, Trace, TraceImage, TraceRow
 
@@ -47,6 +47,24 @@ async def test_a_sweep_tries_every_setting_and_says_which_did_not_run(tmp_path: 
     assert found[1].per_cpu_s > 0
     assert measure.best(found) == 128
     assert await measure.sweep(engine(), tmp_path, [asked()], [64], start) == []
+
+
+async def test_a_sweep_may_judge_by_a_trial(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def tried(server: Peer) -> float:
+        seen.append(server.engine.name)
+        return 0.25 * len(seen)
+
+    found = await measure.sweep(engine(), tmp_path, [asked()], [64, 128], starter(), tried)
+    assert [each.attained for each in found] == [0.25, 0.5]
+    assert measure.best(found) == 128
+
+
+def test_what_is_in_time_comes_before_what_is_fast() -> None:
+    slow, fast = Swept(tokens=1, per_cpu_s=1.0, attained=0.5), Swept(tokens=2, per_cpu_s=2.0, attained=0.4)
+    even = msgspec.structs.replace(fast, tokens=3, attained=0.5)
+    assert (measure.best([slow, fast]), measure.best([slow, fast, even])) == (1, 3)
 
 
 def test_the_best_setting_is_by_cpu_time_or_by_wall_time() -> None:

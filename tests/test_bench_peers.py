@@ -142,16 +142,20 @@ def test_nothing_is_said_of_what_has_not_run() -> None:
 
 
 async def test_an_engine_of_which_no_setting_runs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def swept(engine: Engine, *_: object) -> list[Swept]:
-        tried = [Swept(tokens=tokens, per_s=tokens / 10) for tokens in (64, 128)]
-        return [Swept(tokens=64, problem="no")] if engine.kind == "vllm" else tried
+    async def swept(engine: Engine, *_: object, **__: object) -> list[Swept]:
+        late = engine.placement == "EP+D"
+        found = [Swept(tokens=tokens, per_s=tokens / 10, attained=late * 64 / tokens) for tokens in (64, 128)]
+        return [Swept(tokens=64, problem="no")] if engine.kind == "vllm" else found
+
+    async def tried(_: object) -> float:
+        return 1.0
 
     monkeypatch.setattr(served.measure, "sweep", swept)
     engines = served.engines_of(served.Sizes(), ["openvino", "vllm"])
-    chosen, seen = await served.tuned(engines, tmp_path, [], (64, 128))
+    chosen, seen = await served.tuned(engines, tmp_path, [], (64, 128), tried)
     assert [each.kind for each in chosen] == ["trinity"] * 5 + ["openvino"]
-    assert {each.tokens for each in chosen} == {128}
-    assert set(seen) == {"trinity EPD x 2 threads", "openvino x 2 threads", "vllm x 2 threads"}
+    assert [each.placement for each in chosen if each.tokens == 64] == ["EP+D"]  # the others tie, and 128 is faster
+    assert set(seen) == {each.name for each in engines}
 
 
 # ---------------------------------------------------------------- installing

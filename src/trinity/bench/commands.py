@@ -15,12 +15,13 @@ from trinity import traces
 from trinity.bench import outcome
 from trinity.bench.load import Make, Maker, burst, drawn, fitted, made
 from trinity.bench.machine import facts
-from trinity.bench.measure import best, exactness, rounds, started, sweep, trial_of
+from trinity.bench.measure import Tried, attaining, best, exactness, rounds, started, sweep, trial_of
 from trinity.bench.search import RULES, Goal, Trial, checked_rates, goodputs, plain, turns
 from trinity.bench.servers import DTYPES, Asked, Engine, python_of
 from trinity.trace import SLO, Trace
 
 EXACT = 3  # requests whose tokens are compared
+SWEEP_REQUESTS = 12  # of a trial for each setting of a sweep
 Content = dict[str, Any]
 
 
@@ -42,13 +43,17 @@ def images_of(make: Maker, asked: Namespace) -> int:
 
 
 async def tuned(
-    engines: Sequence[Engine], checkpoint: Path, requests: Sequence[Asked], tokens: Sequence[int], wall: bool
+    engines: Sequence[Engine],
+    checkpoint: Path,
+    requests: Sequence[Asked],
+    tokens: Sequence[int],
+    tried: Tried | None = None,
 ) -> tuple[list[Engine], dict[str, Any]]:
     """Every engine with the best setting of a sweep of the same size, and all the sweeps."""
-    swept = {each.name: await sweep(each, checkpoint, requests, tokens) for each in engines}
+    swept = {each.name: await sweep(each, checkpoint, requests, tokens, tried=tried) for each in engines}
     if len(tokens) > 1:
         print(outcome.text([outcome.sweep_table(dict(swept))]), flush=True)
-    found = {name: best(each, wall) if each else tokens[0] for name, each in swept.items()}
+    found = {name: best(each, wall=tried is not None) if each else tokens[0] for name, each in swept.items()}
     chosen = [msgspec.structs.replace(each, tokens=found[each.name]) for each in engines]
     return chosen, {name: [msgspec.to_builtins(each) for each in found] for name, found in swept.items()}
 
@@ -71,7 +76,7 @@ async def cpu(asked: Namespace) -> None:
 
 
 async def cpu_run(engines: Sequence[Engine], checkpoint: Path, requests: Sequence[Asked], asked: Namespace) -> Content:
-    chosen, swept = await tuned(engines, checkpoint, requests, asked.sweep, wall=False)
+    chosen, swept = await tuned(engines, checkpoint, requests, asked.sweep)
     exact = await exactness(chosen, checkpoint, requests[:EXACT])
     async with started(chosen, checkpoint) as servers:
         about = {name: server.about for name, server in servers.items()}
@@ -106,7 +111,8 @@ async def serve(asked: Namespace) -> None:
     with await asyncio.to_thread(Maker, asked.checkpoint, "serve") as make:
         served = fitted(trace, text=asked.prompt, output=asked.output, images=images_of(make, asked))
         some = await made(make, drawn(served, max(4, EXACT), 0))
-        chosen, swept = await tuned(engines, asked.checkpoint, some, asked.sweep, wall=True)
+        tried = attaining(served, make, goals, rates[(len(rates) - 1) // 2], SWEEP_REQUESTS)
+        chosen, swept = await tuned(engines, asked.checkpoint, some, asked.sweep, tried)
         exact = await exactness(chosen, asked.checkpoint, some[:EXACT])
         trials, about = await _trials(chosen, asked, served, make, goals, rates)
     names = [each.name for each in chosen]

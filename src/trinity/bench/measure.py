@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import msgspec
 
@@ -19,6 +19,8 @@ from trinity.errors import ConfigError, PeerLost
 from trinity.trace import Trace
 
 Starter = Callable[[Engine, Path], Server]
+Tried = Callable[[Peer], Awaitable[float]]
+SWEEP_SEED = 1 << 16
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,36 +58,52 @@ def _check(server: Peer, answer: Answer, request: Asked) -> None:
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of an engine's batching, tried on a burst; ``problem`` says why it did not run."""
+    """One setting of an engine's batching, tried on a burst; ``problem`` says why it did not run.
+
+    ``attained``: the share of a short trial's requests that were in time, mean of the goals; None without a trial.
+    """
 
     tokens: int
     per_cpu_s: float = 0.0
     per_s: float = 0.0
+    attained: float | None = None
     problem: str = ""
 
 
 async def sweep(
-    engine: Engine, checkpoint: Path, requests: Sequence[Asked], tokens: Sequence[int], start: Starter = Server
+    engine: Engine,
+    checkpoint: Path,
+    requests: Sequence[Asked],
+    tokens: Sequence[int],
+    start: Starter = Server,
+    tried: Tried | None = None,
 ) -> list[Swept]:
-    """The same burst under every number of tokens a step, each after one request to warm up; nothing for only one."""
+    """The same burst under every number of tokens a step, each after one request to warm up; nothing for only one.
+
+    ``tried``: a trial that follows each burst, as ``attaining`` makes it.
+    """
     found: list[Swept] = []
     for each in tokens if len(tokens) > 1 else ():
         try:
             async with start(msgspec.structs.replace(engine, tokens=each), checkpoint) as server:
                 await burst(server, requests[:1])
                 seen = await burst(server, requests)
-            found.append(Swept(tokens=each, per_cpu_s=seen.per_cpu_s, per_s=seen.per_s))
+                share = await tried(server) if tried else None
+            found.append(Swept(tokens=each, per_cpu_s=seen.per_cpu_s, per_s=seen.per_s, attained=share))
         except (ConfigError, PeerLost) as error:
             found.append(Swept(tokens=each, problem=str(error)))
     return found
 
 
 def best(swept: Sequence[Swept], wall: bool = False) -> int:
-    """Tokens a step of the best setting, by CPU time or by wall time. Raises ``ConfigError`` where none ran."""
+    """Tokens a step of the setting that attains most, and does most by CPU or wall time where that is equal.
+
+    Raises ``ConfigError`` where none ran.
+    """
     ran = [each for each in swept if not each.problem]
     if not ran:
         raise ConfigError(f"no setting of the sweep ran: {'; '.join(each.problem for each in swept)}")
-    return max(ran, key=lambda each: each.per_s if wall else each.per_cpu_s).tokens
+    return max(ran, key=lambda each: (each.attained or 0.0, each.per_s if wall else each.per_cpu_s)).tokens
 
 
 async def tokens_of(
@@ -154,6 +172,16 @@ async def trial_of(
         served = await replayed(server, offered, asked)
     seen = {"cpu_s": load.cpu_s, "wall_s": load.wall_s, "foreign": load.foreign}
     return trial(server.engine.name, rate, seed, served, goals, **seen)
+
+
+def attaining(trace: Trace, make: Make, goals: Sequence[Goal], rate: float, requests: int) -> Tried:
+    """A short trial for ``sweep``, of a stretch of the trace that no seed of ``range`` draws."""
+
+    async def tried(server: Peer) -> float:
+        seen = await trial_of(server, trace, make, goals, rate, SWEEP_SEED, requests)
+        return mean(seen.attainment.values())
+
+    return tried
 
 
 def ready(kinds: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,12 +15,17 @@ from trinity.tables import Table, as_text, distribution
 
 
 def sweep_table(swept: dict[str, Sequence[Swept]]) -> Table:
+    """Settings by engine; what they attained where there was a trial."""
+    each_one = [(name, each) for name, settings in swept.items() for each in settings]
     rows = [
         (name, f"{each.tokens}", *((f"{each.per_cpu_s:.2f}", f"{each.per_s:.2f}") if not each.problem else ("-", "-")))
-        for name, settings in swept.items()
-        for each in settings
+        for name, each in each_one
     ]
-    return Table(("sweep of tokens a step", "tokens", "req/CPU s", "req/s"), rows)
+    columns: tuple[str, ...] = ("sweep of tokens a step", "tokens", "req/CPU s", "req/s")
+    if all(each.attained is None for _, each in each_one):
+        return Table(columns, rows)
+    shares = ["-" if each.attained is None else f"{each.attained:.0%}" for _, each in each_one]
+    return Table((*columns, "in time"), [(*row, share) for row, share in zip(rows, shares, strict=True)])
 
 
 def cpu_table(found: dict[str, list[Burst]], ours: str, exact: dict[str, int], asked: int) -> Table:
