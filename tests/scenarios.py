@@ -224,6 +224,13 @@ def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
         reservation="optimistic",
         **leases,
     )
+    aside = Random(seed + 3_000_000_019)
+    if aside.random() < 0.3:  # where nobody decodes: what the prompts need, and no outputs behind them
+        prompts = max(blocks_for(len(work.prompt), KV_BLOCK) for work in works) + aside.choice([0, 0, 2])
+        settings = [
+            each if "D" in each.roles or "P" not in each.roles else replace(each, pools=each.pools | {"kv": prompts})
+            for each in settings
+        ]
     calm = draw.random() < 0.7
     cluster = VirtualCluster(
         settings,

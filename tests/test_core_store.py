@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from core_tables import brief, done, emptied, image_offer, lost, make_core, sent, table, work
 from scenarios import random_durations, random_faults
@@ -146,6 +147,19 @@ def test_nothing_is_kept_of_it_longer_than_its_offer(event: Any) -> None:
     core.handle(Release("E0:1", "missing"), 12.0)
     core.handle(Forget("r"), 12.0)
     emptied(core)
+
+
+@pytest.mark.parametrize("late", [Release("E0:1", "pulled"), Tick()], ids=["released late", "taken back"])
+def test_the_lease_of_a_former_attempt_takes_nothing_from_the_one_that_follows(late: Any) -> None:
+    """Preempted elsewhere and sent again: its second offer names a holder too, and that has the image no more."""
+    asked = work("r", 1, "cat*4")
+    core = encoder(asked)
+    core.handle(Submit(asked, ("pixels",)), 1.0)
+    again = replace(asked, attempt=1, outputs=1)
+    assert brief(core.handle(Submit(again, ("pixels",), tokens=(7,)), 6.0))[0].startswith("P1: offer E0:2")
+    core.handle(late, 12.0)
+    assert brief(core.handle(Release("E0:2", "missing"), 12.5)) == ["step 1 joint: encode r.0 into 0"]
+    assert core.state.requests["r"].tokens == [7]
 
 
 # ---------------------------------------------------------------- the holder

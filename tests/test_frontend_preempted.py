@@ -97,6 +97,26 @@ def test_what_was_sent_back_ends_with_an_error_where_its_first_stage_is_gone() -
     assert not core.entries
 
 
+def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_outputs_too() -> None:
+    """Its prompt of five fits into two blocks; with nine outputs it needs four. P1, which had them, is gone."""
+    core = make_frontend()
+    core.handle(peer_up("P0", kv=2), 0.0)
+    core.handle(peer_up("P1", kv=4), 0.0)
+    core.handle(replace(peer_up("D0"), returns=True), 0.0)
+    core.handle(Submit(work("r", "cat", 1, max_tokens=20), ("pixels",)), 0.0)
+    core.handle(Emit(tuple(Emitted("r", 0, index, Sampled(7)) for index in range(9))), 1.0)
+    first = core.handle(sent_back(9), 2.0)
+    (again,) = sent(first, Submit)
+    assert again.work.outputs == 9
+    core.handle(PeerLost("P1"), 3.0)
+    (end,) = [each for each in core.handle(sent_back(9, attempt=1), 4.0) if isinstance(each, End)]
+    assert end.failure is not None
+    assert end.failure.error == "RequestTooLarge"
+    assert "4 kv of 2 in P0" in end.failure.message
+    assert "preempted" in end.failure.message
+    assert not core.entries
+
+
 def test_a_loss_after_it_was_sent_again_counts_the_tokens_of_the_new_attempt() -> None:
     """P0 samples the third token and is lost before it came: D0 cannot make up for it."""
     core = returning()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core_tables import Row, brief, done, emptied, kv_offer, make_core, table, work
+from core_tables import Row, brief, done, emptied, kv_offer, make_core, peer_up, table, work
 from scenarios import PLACEMENTS, pressed_cluster
 from trinity.core import InstanceCore, growth, preemption
-from trinity.core.state import State
+from trinity.core.state import Settings, State
 from trinity.messages import (
     PREEMPTED,
     Close,
@@ -115,11 +116,14 @@ lengths = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 60), st.booleans
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(lengths, st.sampled_from(["EPD", "EP+D", "ED+P", "E+P+D", "PD+E"]), st.integers(0, 3), st.booleans())
+@given(
+    lengths, st.sampled_from(["EPD", "EP+D", "ED+P", "E+P+D", "PD+E"]), st.integers(0, 3), st.booleans(), st.booleans()
+)
 def test_a_pool_that_holds_just_the_largest_request_serves_all(
-    sizes: list[tuple[int, int, bool]], placement: str, more: int, caches: bool
+    sizes: list[tuple[int, int, bool]], placement: str, more: int, caches: bool, prompts: bool
 ) -> None:
-    """Neither deadlock nor starvation with the smallest pools there can be: all end by themselves."""
+    """Neither deadlock nor starvation with the smallest pools there can be: all end by themselves. ``prompts``: where
+    nobody decodes the pool holds the largest prompt, and no outputs behind it."""
     works = [
         work(f"r{n}", *([f"cat{n % 3}"] if image else []), text, text=100 * n, max_tokens=outputs)
         for n, (text, outputs, image) in enumerate(sizes)
@@ -135,6 +139,8 @@ def test_a_pool_that_holds_just_the_largest_request_serves_all(
         image_cache=caches,
         prefix_cache=caches,
     )
+    if prompts:
+        configured = small_prefill(configured, max(-(-len(each.prompt) // 4) for each in works))
     cluster = VirtualCluster(configured, durations=NOW)
     for each in works:
         cluster.submit(each)
@@ -144,6 +150,38 @@ def test_a_pool_that_holds_just_the_largest_request_serves_all(
     assert oldest is not None
     assert oldest.finished is not None
     assert oldest.finished.preemptions == 0, "the oldest is never preempted"
+
+
+def small_prefill(configured: list[Settings], blocks: int) -> list[Settings]:
+    """With so many KV blocks where requests are prefilled and do not decode."""
+    return [
+        replace(each, pools=each.pools | {"kv": blocks}) if "P" in each.roles and "D" not in each.roles else each
+        for each in configured
+    ]
+
+
+def test_where_no_prefill_pool_holds_the_outputs_too_nobody_is_preempted() -> None:
+    """P0 has the blocks of a prompt alone: what is sent back with its outputs would wait there for ever."""
+    configured = settings_of(
+        "E+P+D",
+        {"image": 9, "kv": 36},
+        rules=Rules(tokens=64, media=64),
+        media_block=4,
+        kv_block=4,
+        reservation="optimistic",
+        prefix_cache=False,
+    )
+    works = [work(f"r{n}", "cat*8", 7, text=100 * n, max_tokens=[60, 6][n % 2]) for n in range(12)]
+    cluster = VirtualCluster(small_prefill(configured, 5), durations=NOW)
+    for number, each in enumerate(works):
+        cluster.submit(each, at=number * 0.05)
+    checked(cluster)
+    assert {outcome.end.reason for outcome in cluster.outcomes.values() if outcome.end} == {"length"}
+    for name in [each.request for each in works if each.max_tokens == 60]:
+        end = cluster.outcomes[name].end
+        assert end is not None
+        assert end.finished is not None
+        assert end.finished.preemptions == 0, f"{name} could not have been computed again"
 
 
 def crowd(placement: str, reservation: str = "optimistic", **options: object) -> VirtualCluster:
@@ -261,18 +299,53 @@ def test_its_features_are_held_if_they_are_cached_and_encoded_again_if_not(cache
     assert any("encode b.0" in line for line in out) == (not cached), out
 
 
-def test_a_decode_instance_sends_the_youngest_back_with_what_it_has() -> None:
-    core = make_core("D0", kv=5, reservation="optimistic")
-    for number, name in enumerate("ab", start=1):
-        each = work(name, 4, text=100 * number, max_tokens=16, number=number)
+def offered(core: InstanceCore, *works: Work) -> InstanceCore:
+    """Their KV has come to a decode instance."""
+    for number, each in enumerate(works, start=1):
         core.handle(kv_offer(f"P0:{number}", each, (number,)), 0.0)
         core.handle(Ready(f"P0:{number}", (0,)), 0.0)
         core.handle(Commit(f"P0:{number}", (7,)), 0.0)
         core.handle(Pulled(f"P0:{number}", 0), 0.0)
+    return core
+
+
+def test_a_decode_instance_sends_the_youngest_back_with_what_it_has() -> None:
+    works = [work(name, 4, text=100 * number, max_tokens=16, number=number) for number, name in [(1, "a"), (2, "b")]]
+    core = offered(make_core("D0", kv=5, reservation="optimistic", peers="P0"), *works)
     out = until_preempted(core)
     assert out[:2] == ["close b", "frontend: finished b preempted 5 by way of P0 D0"]
     assert list(core.state.requests) == ["a"]
     assert not core.state.tombstones
+
+
+@pytest.mark.parametrize(("there", "blocks"), [(3, 4), (4, 2)])
+def test_a_decode_instance_reserves_all_for_what_no_prefill_instance_could_compute_again(
+    there: int, blocks: int
+) -> None:
+    """A text of four and thirteen tokens, the last of which is not fed: 16 positions, four blocks."""
+    core = make_core("D0", kv=9, reservation="optimistic")
+    core.handle(peer_up("P0", kv=there), 0.0)
+    core.handle(peer_up("E1", kv=99), 0.0)
+    offered(core, work("a", 4, max_tokens=13, number=1))
+    assert len(core.state.requests["a"].kv) == blocks
+    assert core.state.requests["a"].firm == (blocks == 4)
+
+
+def test_who_could_not_be_computed_again_is_not_preempted_for_an_older_one() -> None:
+    """P0 holds all four blocks that "a" may come to, and not the five of "b", which has them and keeps them."""
+    core = make_core("D0", kv=8, reservation="optimistic", prefix_cache=False)
+    core.handle(peer_up("P0", kv=4), 0.0)
+    works = [work("a", 4, max_tokens=13, number=1), work("b", 4, text=200, max_tokens=17, number=2)]
+    offered(core, *works)
+    assert {name: len(state.kv) for name, state in core.state.requests.items()} == {"a": 2, "b": 5}
+    rows = []
+    while len(core.state.requests) == 2:
+        running = core.state.lanes["joint"][0].step
+        rows.append(running.decodes)
+        out = step(core, running.id, *running.decodes)
+    assert out[:2] == ["frontend: finished b length 17 by way of P0 D0", "close b"]
+    assert set(rows) == {("a",), ("a", "b"), ("b",)}, "the older one waits for the last of its blocks"
+    assert not core.state.preemptions
 
 
 def test_full_reservation_reserves_all_and_never_grows() -> None:

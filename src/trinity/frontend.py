@@ -256,7 +256,11 @@ class FrontendCore:
         """It was preempted where it cannot be recomputed: from its first stage on, with its tokens so far. The
         end of the request, where no instance has that stage any more."""
         left = entry.deadline - now if entry.work.deadline_s is not None else None
-        work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left)
+        outputs = len(entry.tokens)
+        work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left, outputs=outputs)
+        if self.router.has("P") and next(self.router.fitting("P", work), None) is None:
+            advice = f"it was preempted, and its {outputs} outputs count as prompt; enlarge the pools"
+            return replace(finished, reason="error", failure=_too_large(self.router, work, "P", advice))
         first = self.router.enter(work)
         if first is None:
             text = "the request was preempted, and no instance is up at its first stage just now; send it again"
@@ -301,7 +305,9 @@ def _joined(past: Finished, last: Finished) -> Finished:
     )
 
 
-def _too_large(router: Router, work: Work, letter: str) -> Failure:
+def _too_large(
+    router: Router, work: Work, letter: str, advice: str = "shorten the prompt or max_tokens, or enlarge the pools"
+) -> Failure:
     """What the request needs of every instance with this stage, beside what that has."""
     found = []
     for peer in router.peers.values():
@@ -309,4 +315,4 @@ def _too_large(router: Router, work: Work, letter: str) -> Failure:
             need = needs(letter, work, peer.roles, peer.media_block, peer.kv_block)
             found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
     text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
-    return Failure("RequestTooLarge", f"{text}; shorten the prompt or max_tokens, or enlarge the pools")
+    return Failure("RequestTooLarge", f"{text}; {advice}")

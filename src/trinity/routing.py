@@ -288,5 +288,5 @@ def _stages_here(letter: str, roles: str) -> set[str]:
 
 
 def kv_tokens(work: Work, decodes: bool) -> int:
-    """KV entries to reserve: the prompt, and where decoding happens one for every output but the last."""
-    return len(work.prompt) + (work.max_tokens - 1 if decodes else 0)
+    """KV entries to reserve: the text, and where decoding happens one for every output but the last."""
+    return len(work.prompt) + (work.max_tokens - 1 if decodes else work.outputs)

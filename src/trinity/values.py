@@ -47,6 +47,7 @@ class Work(Value, frozen=True, kw_only=True):
     """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set.
 
     ``number`` counts requests as the front end took them in: of two, the one with the lower number is the older.
+    ``outputs``: how many it had when it was sent back, which are prefilled behind its prompt.
     """
 
     request: str
@@ -58,6 +59,7 @@ class Work(Value, frozen=True, kw_only=True):
     deadline_s: float | None = None
     attempt: int = 0
     number: int = 0
+    outputs: int = 0
 
 
 class Failure(Value, frozen=True):

@@ -61,7 +61,8 @@ def _made_room(s: State, state: RequestState, now: float) -> bool:
     """One block for this request. Only younger ones are preempted for it, and not while a step has a row of theirs; it
     waits where what is left is older, in flight, or on its way here: all of that ends by itself."""
     while not s.kv.fits(1):
-        youngest = max((each for held in (s.decoding, s.prefilling) for each in held.values()), key=age)
+        holding = (each for held in (s.decoding, s.prefilling) for each in held.values())
+        youngest = max((each for each in holding if not each.firm), key=age)
         if age(youngest) <= age(state):
             return False
         if s.in_step(youngest.work.request):

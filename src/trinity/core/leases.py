@@ -11,7 +11,7 @@ from math import inf
 
 from trinity.core.lifecycle import end
 from trinity.core.state import MISSING, Outgoing, RequestState, State, failure
-from trinity.core.store import encode_after_all, holder_silent
+from trinity.core.store import encode_after_all, forget_spared, holder_silent
 from trinity.messages import FRONTEND, Failure, Finished, Release, Send, Withdraw
 
 
@@ -26,7 +26,7 @@ def released(s: State, event: Release, now: float) -> None:
     if event.outcome == MISSING:
         encode_after_all(s, lease, now)
         return
-    s.spared.pop(lease.request, None)
+    forget_spared(s, lease)
     state = s.requests.get(lease.request)
     if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
         end(s, state, now, "cancelled")
@@ -35,7 +35,7 @@ def released(s: State, event: Release, now: float) -> None:
 def take_back(s: State, lease: Outgoing) -> None:
     """The lease is over without a Release: somebody may still be reading these blocks."""
     del s.outgoing[lease.id]
-    s.spared.pop(lease.request, None)
+    forget_spared(s, lease)
     s.doubtful[lease.kind].update(lease.blocks)
     s.pools[lease.kind].drop(lease.blocks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trinity.blocks import blocks_for
 from trinity.core.state import RequestState, State
+from trinity.messages import KV, Work
 from trinity.routing import kv_tokens
 
 LITTLE = 1  # blocks beyond those of its text that a request is admitted with
@@ -19,7 +20,17 @@ def need(s: State, state: RequestState, text: int) -> int:
     if "D" not in s.settings.roles:
         return text
     whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block)
-    return min(whole, text + LITTLE) if grows(s) else whole
+    return min(whole, text + LITTLE) if grows(s) and not state.firm else whole
+
+
+def recomputable(s: State, work: Work) -> bool:
+    """Whether some instance could prefill all that the request may come to. One that none could has its whole need
+    reserved and is never preempted: sent back, it would wait for blocks that are not there."""
+    if "P" in s.settings.roles:
+        return True
+    longest = len(work.prompt) + work.max_tokens - 1
+    there = (peer for peer in s.router.peers.values() if "P" in peer.roles)
+    return any(blocks_for(longest, peer.kv_block) <= peer.pools.get(KV, 0) for peer in there)
 
 
 def spare(s: State) -> int:

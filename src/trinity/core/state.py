@@ -102,6 +102,7 @@ class RequestState:
     scheduled: int = 0  # positions of the text that are prefilled or in a step
     text: int = field(init=False)  # positions that a prefill fills: the prompt, and outputs that are recomputed
     preemptions: int = 0
+    firm: bool = False  # has its whole KV need and is not preempted, where others grow
     pulls: int = 0
     opened: bool = False
     skip_media: bool = False  # cached KV covers every image: none is asked for

@@ -32,9 +32,15 @@ def keep(s: State, state: RequestState) -> None:
         s.spared[state.work.request] = Spared(state.work, state.inputs, state.route, state.deadline, state.tokens)
 
 
+def forget_spared(s: State, lease: Outgoing) -> Spared | None:
+    """What was kept for this lease's offer, no more. A former attempt's lease may end after the next one's began."""
+    spared = s.spared.get(lease.request)
+    return s.spared.pop(lease.request) if spared is not None and spared.work.attempt == lease.attempt else None
+
+
 def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
     """The target did not find the features: back into the queue, and nobody else is asked this time."""
-    spared = s.spared.pop(lease.request, None)
+    spared = forget_spared(s, lease)
     if spared is None:  # forgotten meanwhile
         return
     work, name = spared.work, s.settings.name
