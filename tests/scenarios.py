@@ -196,6 +196,15 @@ def random_cluster(
     return cluster
 
 
+def small_prefill(settings: list[Settings], works: list[Work], more: int = 0) -> list[Settings]:
+    """With KV blocks for the largest prompt, and so many more, where requests are prefilled and do not decode."""
+    blocks = max(blocks_for(len(work.prompt), KV_BLOCK) for work in works) + more
+    return [
+        each if "D" in each.roles or "P" not in each.roles else replace(each, pools=each.pools | {"kv": blocks})
+        for each in settings
+    ]
+
+
 def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
     """Optimistic reservation where it is put to the test: long outputs, pools of one to three requests, many cancels.
 
@@ -226,11 +235,7 @@ def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
     )
     aside = Random(seed + 3_000_000_019)
     if aside.random() < 0.3:  # where nobody decodes: what the prompts need, and no outputs behind them
-        prompts = max(blocks_for(len(work.prompt), KV_BLOCK) for work in works) + aside.choice([0, 0, 2])
-        settings = [
-            each if "D" in each.roles or "P" not in each.roles else replace(each, pools=each.pools | {"kv": prompts})
-            for each in settings
-        ]
+        settings = small_prefill(settings, works, aside.choice([0, 0, 2]))
     calm = draw.random() < 0.7
     cluster = VirtualCluster(
         settings,

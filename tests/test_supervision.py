@@ -16,16 +16,18 @@ from typing import Any, cast
 
 import pytest
 
+import trinity.launching
 import trinity.processes
 from attaching import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
 from checkpoint_fixtures import checkpoint
-from trinity.errors import ConfigError, RequestError
+from trinity.errors import ConfigError, PeerLost, RequestError
 from trinity.instance import Instance
 from trinity.launching import Launcher, kept_launcher
 from trinity.pipeline import Pipeline
 from trinity.processes import Processes
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
+from trinity.transport.channel import Address
 
 SILENCE_S = 2.0
 
@@ -105,6 +107,61 @@ async def test_lost_again_while_it_is_started_again(launcher: Launcher) -> None:
             os.kill(new.pop(), signal.SIGKILL)
         assert (await recovered(pipe, request())).token_ids == wanted()
         assert pipe.processes["P0"].setup.epoch == 2
+
+
+@pytest.mark.parametrize("victim", ["E0", "D0"])
+async def test_lost_after_all_have_met_and_before_the_pipeline_runs(
+    launcher: Launcher, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front end is not to learn of it as one that is there, after it was told of its loss."""
+    whole = Processes.start
+
+    async def start(processes: Processes, setups: Any) -> Any:
+        members = await whole(processes, setups)
+        os.kill(members[victim].process, signal.SIGKILL)
+        async with asyncio.timeout(LIVENESS_S):
+            while members[victim].alive:
+                await asyncio.sleep(0.005)
+        return members
+
+    monkeypatch.setattr(Processes, "start", start)
+    async with three() as pipe:
+        assert (await recovered(pipe, request())).token_ids == wanted()
+        assert pipe.processes[victim].setup.epoch == 1
+
+
+class SlowLauncher(Launcher):
+    """One that is ready once its first line is there."""
+
+    program = (
+        "-c",
+        "import json, sys\nsys.stdin.readline()\nprint(json.dumps({'ready': 1}), flush=True)\nfor line in sys.stdin:\n"
+        "    print(json.dumps({'id': json.loads(line)['id'], 'process': 5_000_000}), flush=True)",
+    )
+
+
+async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launcher() -> None:
+    launcher, address = SlowLauncher(torch=False), Address("unix", path="nowhere")
+    try:
+        given_up, other = (asyncio.ensure_future(launcher.launch(address, b"", "")) for _ in range(2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        launcher._say({})
+        process, _ = await asyncio.wait_for(other, LIVENESS_S)
+        assert process == 5_000_000
+    finally:
+        await asyncio.to_thread(launcher.close)
+
+
+async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trinity.launching, "START_S", 0.01)
+    launcher = SlowLauncher(torch=False)
+    try:
+        with pytest.raises(PeerLost, match="was not ready"):
+            await launcher.launch(Address("unix", path="nowhere"), b"", "")
+    finally:
+        await asyncio.to_thread(launcher.close)
 
 
 def children(launcher: Launcher) -> set[int]:

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, PeerLost
 from trinity.transport.channel import Address
 
 START_S = 120.0  # to import, load weights and profile budgets
 STOP_S = 30.0
 ENDED = "the launcher of instance processes has ended, see its output above; close the pipeline and make a new one"
+Answer = TypeVar("Answer")
 Forked = tuple[int, concurrent.futures.Future[int]]  # an instance's process, and its exit code once it has ended
 
 
@@ -50,15 +51,16 @@ class Launcher:
     ) -> tuple[int, asyncio.Future[int]]:
         """Fork an instance that listens on ``address``: its process number, and its exit code once it has ended.
 
-        ``once``: for one pipeline; else it serves one after another, as if started by hand.
+        ``once``: for one pipeline; else it serves one after another, as if started by hand. Raises ``ConfigError``
+        where the launcher has ended, ``PeerLost`` where it does not answer.
         """
-        await asyncio.wait_for(asyncio.wrap_future(self._ready), START_S)
+        await _within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
         order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
         started = self._started[mark] = concurrent.futures.Future()
         try:
             self._say(order)
-            process, gone = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), START_S)
+            process, gone = await _within(started, "forked no instance")
         except BaseException:
             started.add_done_callback(_kill)  # nobody else will know its number
             raise
@@ -105,6 +107,14 @@ class Launcher:
             self._process.wait()
         self._reader.join()
         self._process.stdout.close()
+
+
+async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
+    """What the launcher says. Who gives up waiting must not cancel it: others wait for the same, or it comes later."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), START_S)
+    except TimeoutError as error:
+        raise PeerLost(f"the launcher of instance processes {late} within {START_S} s", "control") from error
 
 
 def _kill(started: concurrent.futures.Future[Forked]) -> None:

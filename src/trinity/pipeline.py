@@ -161,6 +161,8 @@ class Pipeline:
         for host in self._reached.values():
             self._frontend.handle(host.announcement(), time.monotonic())
         self._state = "running"
+        if self._processes is not None:  # not before: who was lost by then is lost to a front end that knows it
+            self._processes.watch()
         if self.auto is not None:
             await self.auto.begin(self)
 

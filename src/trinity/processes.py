@@ -74,10 +74,13 @@ class Processes:
             self._own = self._launcher if own else None
         started = await asyncio.gather(*(self._launch(member) for member in self.members.values()))
         await asyncio.gather(*(member.introduce(started) for member in self.members.values()))
+        return self.members
+
+    def watch(self) -> None:
+        """From now on losses are told to the watcher, those that have happened already at once."""
         for member in self.members.values():
             member.watch()
         self._run(self._listen())
-        return self.members
 
     async def _launch(self, member: InstanceProcess) -> Started:
         if member.name in self._addresses:
