@@ -21,7 +21,10 @@ def right(request: Message) -> list[int]:
 
 
 class Fake:
-    def __init__(self, settings: Message) -> None:
+    def __init__(self, settings: Message, wire: Wire | None = None) -> None:
+        self.wire = wire
+        if settings["options"].get("silent"):
+            time.sleep(60)
         self.options = settings["options"]
         if self.options.get("dies"):
             raise SystemExit("no such luck")
@@ -37,6 +40,9 @@ class Fake:
             raise ValueError("it is refused")
         if request["text"] == "die":
             sys.exit("it died")
+        if request["text"] == "babble" and self.wire is not None:
+            self.wire.send({"no": "such thing"})
+            return
         tokens = right(request)[: len(right(request)) - self.options.get("lacks", 0)]
         self._running.append([request["id"], [each + self.options.get("wrong", 0) for each in tokens]])
 
@@ -52,4 +58,5 @@ class Fake:
 
 
 if __name__ == "__main__":
-    serve(Fake(json.loads(sys.argv[2])), Wire(int(sys.argv[1])))
+    connected = Wire(int(sys.argv[1]))
+    serve(Fake(json.loads(sys.argv[2]), connected), connected)

@@ -105,6 +105,8 @@ def test_caches_are_off_for_all_or_on_for_all_and_both_are_shown(
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "0,1", "--rates", "1"], "--slo"),
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "1", "--rates", "1"], "--slo"),
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "1,1", "--rates", "x"], "--rates"),
+        (["cpu", "{llava}", "--requests", "0"], "--requests: give 1 or more, got 0"),
+        (["cpu", "{llava}", "--rounds", "-1"], "--rounds: give 1 or more"),
     ],
 )
 def test_what_cannot_be_run_is_said(

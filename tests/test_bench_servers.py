@@ -49,6 +49,29 @@ async def test_a_server_that_dies_fails_what_was_asked_of_it(tmp_path: Path) -> 
         assert later.end.startswith("error: the server is gone")
 
 
+async def test_a_server_that_says_nonsense_fails_what_was_asked_of_it(tmp_path: Path) -> None:
+    async with FakeServer(engine(), tmp_path) as server:
+        answer = server.ask(asked(text="babble"))
+        await asyncio.wait_for(answer.done.wait(), 10)
+        assert "understands (KeyError('out'))" in answer.end
+        assert server.ask(asked()).end.startswith("error: the server is gone")
+
+
+async def test_who_waits_for_an_answer_is_told_that_the_server_was_stopped(tmp_path: Path) -> None:
+    async with FakeServer(engine(step_s=0.01), tmp_path) as server:
+        answer = server.ask(asked(tokens=10_000))
+    assert answer.end.startswith("error: the server is gone")
+
+
+async def test_an_engine_that_takes_too_long_to_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "START_S", 0.2)
+    monkeypatch.setattr(servers, "_ENDS_S", 0.1)
+    server = FakeServer(engine(silent=True), tmp_path)
+    with pytest.raises(ConfigError, match=r"fake did not start within 0\.2 s: it said nothing"):
+        await server.start()
+    assert not server.sessions
+
+
 async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     server = FakeServer(engine(dies=True), tmp_path)
     with pytest.raises(ConfigError, match="fake did not start: no such luck"):

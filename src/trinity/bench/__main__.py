@@ -26,6 +26,14 @@ def counts(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def some(text: str) -> int:
+    """At least one."""
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"give 1 or more, got {count}")
+    return count
+
+
 def slo(text: str) -> SLO:
     """``TTFT,TBT`` in seconds."""
     ttft, tbt = numbers(text)
@@ -39,17 +47,17 @@ def parser() -> argparse.ArgumentParser:
     for each in (serve, cpu):
         each.add_argument("checkpoint", type=Path, help="a directory in transformers' format")
         each.add_argument("--peer", action="append", default=[], choices=PEERS, help="another engine beside trinity")
-        each.add_argument("--threads", type=int, default=1, help="intra-op threads of an instance, and of a peer")
+        each.add_argument("--threads", type=some, default=1, help="intra-op threads of an instance, and of a peer")
         each.add_argument("--sweep", type=counts, default=[512, 2048], help="tokens a step, tried with every engine")
-        each.add_argument("--prompt", type=int, default=28, help="tokens of text of a request (serve: at the median)")
-        each.add_argument("--output", type=int, default=32, help="tokens to generate (serve: at the median)")
+        each.add_argument("--prompt", type=some, default=28, help="tokens of text of a request (serve: at the median)")
+        each.add_argument("--output", type=some, default=32, help="tokens to generate (serve: at the median)")
         each.add_argument("--images", type=int, default=1, help="images of a request, at most")
         each.add_argument("--caches", choices=["off", "on", "both"], default="off", help="prefix and image caches")
         each.add_argument("--json", type=Path, help="where everything that was measured goes")
     _add_serve(serve)
     cpu.add_argument("--dtype", action="append", choices=DTYPES, help="float32, bfloat16 or both (the default)")
-    cpu.add_argument("--requests", type=int, default=8, help="asked for at once")
-    cpu.add_argument("--rounds", type=int, default=5, help="bursts that count, of each engine")
+    cpu.add_argument("--requests", type=some, default=8, help="asked for at once")
+    cpu.add_argument("--rounds", type=some, default=5, help="bursts that count, of each engine")
     return made
 
 
@@ -58,8 +66,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--placement", action="append", help="of trinity; several are compared (default: EPD)")
     serve.add_argument("--slo", type=slo, action="append", required=True, metavar="TTFT,TBT", help="seconds")
     serve.add_argument("--rates", type=numbers, required=True, help="requests/s to begin with, such as 0.5,1,2")
-    serve.add_argument("--seeds", type=int, default=3, help="stretches of the trace, each with a bisection of its own")
-    serve.add_argument("--requests", type=int, default=100, help="of a trial")
+    serve.add_argument("--seeds", type=some, default=3, help="stretches of the trace, each with a bisection of its own")
+    serve.add_argument("--requests", type=some, default=100, help="of a trial")
     serve.add_argument("--dtype", choices=DTYPES, default="float32")
     serve.add_argument("--minutes", type=float, default=60.0, help="after which no further trial is begun")
     serve.add_argument("--plot", type=Path, help="a picture of attainment over the rate: .png, .svg, .pdf")

@@ -184,6 +184,10 @@ class Server:
         try:
             async with asyncio.timeout(START_S):
                 first = await self._reader.readline()
+        except TimeoutError as error:
+            said = self.said()
+            await self.stop()
+            raise ConfigError(f"{self.engine.name} did not start within {START_S:g} s: {said}") from error
         except BaseException:
             await self.stop()
             raise
@@ -237,11 +241,20 @@ class Server:
         return answer
 
     async def _read(self) -> None:
-        with suppress(OSError):  # it hung up with something of ours unread
+        why = ""
+        try:
             while line := await self._reader.readline():
                 self._take(msgspec.json.decode(line)["out"], time.monotonic())
+        except OSError:
+            pass  # it hung up with something of ours unread
+        except Exception as error:
+            why = f"it said what nobody here understands ({error!r}): "
+        self._give_up(why)
+
+    def _give_up(self, why: str = "") -> None:
+        """No answer comes any more; whoever waits for one waits without end."""
         for answer in self._answers.values():
-            answer.finish(f"error: the server is gone: {self.said(2)}", time.monotonic())
+            answer.finish(f"error: the server is gone: {why}{self.said(2)}", time.monotonic())
         self._answers.clear()
 
     def _take(self, out: list[tuple[int, list[int], str]], now: float) -> None:
@@ -270,6 +283,7 @@ class Server:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+            self._give_up()
         with suppress(OSError):
             await self._writer.wait_closed()
         with suppress(subprocess.TimeoutExpired):

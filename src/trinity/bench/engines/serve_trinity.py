@@ -10,7 +10,6 @@ from typing import Any
 
 from trinity.bench.engines.wire import Message, about
 from trinity.budget import Budgets
-from trinity.errors import TrinityError
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.request import Media, Request, Sampling
@@ -64,7 +63,7 @@ async def one(pipe: Pipeline, message: Message, answers: Answers) -> None:
             async for token in tokens:
                 answers.add(message["id"], [token.id])
         answers.add(message["id"], [], tokens.output.finish_reason)
-    except TrinityError as error:
+    except Exception as error:  # of any sort: the client waits for an end
         answers.add(message["id"], [], f"error: {type(error).__name__}: {error}")
 
 
