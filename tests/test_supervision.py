@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -162,6 +164,12 @@ async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pyt
             await launcher.launch(Address("unix", path="nowhere"), b"", "")
     finally:
         await asyncio.to_thread(launcher.close)
+
+
+@pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("1 + os.getppid()", 1)])
+def test_an_instance_does_not_outlive_a_launcher_that_was_gone_when_it_came(parent: str, code: int) -> None:
+    program = f"import os; from trinity.launcher import die_with_parent; die_with_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code
 
 
 def children(launcher: Launcher) -> set[int]:

@@ -94,13 +94,13 @@ def end_all(children: set[int]) -> None:
 
 
 def start(order: dict[str, Any]) -> int:
-    process = os.fork()
+    launcher, process = os.getpid(), os.fork()
     if process:
         say({"id": order["id"], "process": process})
         return process
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(launcher)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -115,10 +115,12 @@ def start(order: dict[str, Any]) -> int:
         os._exit(code)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before it could take anybody with it
+        os._exit(1)
 
 
 if __name__ == "__main__":
