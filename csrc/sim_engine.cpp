@@ -2,9 +2,22 @@
 
 namespace trinity::sim {
 
+namespace {
+
+// Whether nobody gives up, or may have to.
+bool patient(const Workload &work, const std::vector<Act> &acts) {
+    const auto aborts = [](const Act &act) { return act.aborts; };
+    const auto timed = [](const Request &request) { return request.deadline_s < FOREVER; };
+    return std::none_of(acts.begin(), acts.end(), aborts) &&
+           std::none_of(work.requests.begin(), work.requests.end(), timed);
+}
+
+} // namespace
+
 Engine::Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups,
                const Options &options, bool logged)
-    : world(work, setups, options, logged), acts_(acts), frontend_(world), due_(setups.size() + 1, FOREVER) {
+    : world(work, setups, options, logged, patient(work, acts)), acts_(acts), frontend_(world),
+      due_(setups.size() + 1, FOREVER) {
     instances_.reserve(setups.size());
     for (size_t number = 0; number < setups.size(); ++number) instances_.emplace_back(world, int(number));
     world.sequence = work.requests.size() + acts.size(); // what the user does has the first numbers

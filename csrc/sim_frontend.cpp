@@ -101,6 +101,7 @@ void Frontend::finished(const Event &event) {
         entry.count = event.count;
         entry.hops = event.extra & 3;
         entry.late = event.extra & 4;
+        if (w.by_step) entry.delivered = entry.count; // all of them came before
     }
     settle(event.request);
 }

@@ -130,11 +130,13 @@ class Instance {
     void book(const Lane &lane, double seconds);
     void stepped(Lane &lane);
     bool emit(const Lane &lane, int32_t rows);
+    bool emit_rows(int32_t rows);
     void encoded(const Lane &lane);
     void media_progress(State &state, const int32_t *items, size_t count);
     void announce_media(const Lane &lane);
     void prefilled(const Chunk &chunk);
     void decoded(int32_t rows);
+    void decoded(State &state);
     void sweep(const Lane &lane, int32_t rows);
     bool took(State &state);
     double seconds(const Lane &lane) const;
@@ -187,6 +189,7 @@ class Instance {
     Queue encode_queue_, prefill_queue_, migrated_, image_offers_, kv_offers_; // of states
     Queue encoding_, prefilling_;
     std::vector<Row> decoding_;
+    Decodes decodes_; // in its place, where World::by_step
     int64_t decoding_tokens_ = 0; // prompts and outputs of all who decode
     int32_t decoders_ = 0;        // who have not gone
     Map pending_of_; // by content: an index into pending_

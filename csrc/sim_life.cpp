@@ -89,7 +89,11 @@ void Instance::queue_prefill(State &state) {
 void Instance::start_decoding(State &state) {
     enter(state, Phase::decoding);
     state.place = Place::decoding;
-    decoding_.push_back({state.self, state.request, request(state).max_tokens - state.tokens, false});
+    const int32_t left = request(state).max_tokens - state.tokens;
+    if (w.by_step)
+        decodes_.join(state.self, left);
+    else
+        decoding_.push_back({state.self, state.request, left, false});
     decoding_tokens_ += request(state).prompt + state.tokens;
     ++decoders_;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 namespace trinity::sim {
@@ -94,6 +95,46 @@ class Heap {
   private:
     static bool after(const Event &one, const Event &other) { return other.before(one); }
     std::vector<Event> events_;
+};
+
+// Who decodes on an instance, where nobody gives up: each of its steps takes all of them, so that whoever joins knows
+// which step is its last one, and has the times of those between for its own.
+class Decodes {
+  public:
+    struct Row {
+        size_t first, last; // of the times, the last one left out
+        uint64_t number;    // by which equal ones end in the order in which they joined
+        int32_t state;
+
+        bool operator>(const Row &other) const {
+            return last > other.last || (last == other.last && number > other.number);
+        }
+    };
+
+    void begin() { ++begun_; } // a step with all who have joined
+    void end(double time) { times_.push_back(time); }
+
+    void join(int32_t state, int32_t tokens) {
+        rows_.push_back({begun_, begun_ + size_t(tokens), joined_++, state});
+        std::push_heap(rows_.begin(), rows_.end(), std::greater<>());
+    }
+
+    bool ends() const { return !rows_.empty() && rows_.front().last == times_.size(); } // one with the last step
+
+    Row pop() {
+        std::pop_heap(rows_.begin(), rows_.end(), std::greater<>());
+        const Row row = rows_.back();
+        rows_.pop_back();
+        return row;
+    }
+
+    const double *times(const Row &row) const { return times_.data() + row.first; }
+
+  private:
+    std::vector<double> times_; // of each step
+    std::vector<Row> rows_;     // a heap
+    size_t begun_ = 0;
+    uint64_t joined_ = 0;
 };
 
 // A request's deadline, in a heap with the earliest on top.

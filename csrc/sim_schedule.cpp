@@ -51,7 +51,7 @@ void Instance::schedule(uint8_t stages) {
     const bool last = setup_.rules.policy == Policy::prefill_first;
     if (language && !last) {
         batch_.decodes = true;
-        room.decodes = int64_t(decoding_.size());
+        room.decodes = decoders_;
     }
     if (language)
         for (int32_t number : prefilling_) add_chunk(room, w.states[number], w.states[number].done);

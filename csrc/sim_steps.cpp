@@ -51,9 +51,10 @@ bool Instance::build(Lane &lane, const Batch &batch) {
         lane.prefill_tokens += chunk.length;
         lane.prefills.push_back(chunk);
     }
-    const size_t decodes = batch.decodes ? decoding_.size() : 0;
+    const int32_t decodes = batch.decodes ? decoders_ : 0;
     if (lane.encodes.empty() && lane.prefills.empty() && !decodes) return false;
-    lane.decodes = int32_t(decodes);
+    if (decodes) decodes_.begin();
+    lane.decodes = decodes;
     lane.running = true;
     ++steps_;
     return true;
@@ -145,8 +146,8 @@ void Instance::stepped(Lane &lane) {
     if (!lane.encodes.empty()) encoded(lane);
     for (const Chunk &chunk : lane.prefills) prefilled(chunk);
     if (ends) decoded(rows);
-    if (leaving) sweep(lane, rows);
-    if (!ends && !leaving) return;
+    if (leaving) sweep(lane, w.by_step ? 0 : rows);
+    if (w.by_step || (!ends && !leaving)) return;
     const auto gone = [](const Row &row) { return row.gone; };
     decoding_.erase(std::remove_if(decoding_.begin(), decoding_.begin() + rows, gone), decoding_.begin() + rows);
 }
@@ -159,8 +160,20 @@ bool Instance::emit(const Lane &lane, int32_t rows) {
         const bool last = chunk.start + chunk.length == request(state).prompt;
         if (last && state.ending == Reason::none) w.lists.push(state.request);
     }
-    const uint64_t first = w.lists.pushed();
+    const bool ends = emit_rows(rows), told = w.by_step && rows;
+    const uint64_t last = w.lists.pushed();
+    if (told || last > before) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(last - before));
+    return ends;
+}
+
+bool Instance::emit_rows(int32_t rows) {
+    if (w.by_step) {
+        decoding_tokens_ += rows;
+        if (rows) decodes_.end(w.now + w.options.message_s);
+        return decodes_.ends();
+    }
     bool ends = false;
+    const uint64_t before = w.lists.pushed();
     w.lists.make_room(rows);
     for (int32_t at = 0; at < rows; ++at) {
         Row &row = decoding_[at];
@@ -168,9 +181,7 @@ bool Instance::emit(const Lane &lane, int32_t rows) {
         w.lists.put(row.request);
         ends |= --row.left == 0;
     }
-    const uint64_t last = w.lists.pushed();
-    decoding_tokens_ += last - first;
-    if (last > before) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(last - before));
+    decoding_tokens_ += w.lists.pushed() - before;
     return ends;
 }
 
@@ -241,20 +252,31 @@ void Instance::prefilled(const Chunk &chunk) {
         offer_kv(state);
 }
 
-// The rows that ended with this step's token.
+// Those that ended with this step's token.
 void Instance::decoded(int32_t rows) {
-    for (int32_t at = 0; at < rows; ++at) {
+    while (decodes_.ends()) {
+        const Decodes::Row row = decodes_.pop();
+        const Request &asked = request(w.states[row.state]);
+        double *last = w.result.times.data() + asked.first_time + asked.max_tokens;
+        std::copy_n(decodes_.times(row), row.last - row.first, last - (row.last - row.first));
+        decoded(w.states[row.state]);
+    }
+    for (int32_t at = 0; at < (w.by_step ? 0 : rows); ++at) {
         Row &row = decoding_[at];
         if (row.gone || row.left) continue;
         State &state = w.states[row.state];
-        decoding_tokens_ -= request(state).prompt + request(state).max_tokens;
-        --decoders_;
         row.state = -1;
         row.gone = true;
-        state.place = Place::nowhere;
-        state.tokens = request(state).max_tokens;
-        end(state, Reason::length);
+        decoded(state);
     }
+}
+
+void Instance::decoded(State &state) {
+    decoding_tokens_ -= request(state).prompt + request(state).max_tokens;
+    --decoders_;
+    state.place = Place::nowhere;
+    state.tokens = request(state).max_tokens;
+    end(state, Reason::length);
 }
 
 // Requests that were to end and waited for this step.

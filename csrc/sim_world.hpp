@@ -38,8 +38,9 @@ struct Peers { // the instances of a stage
 };
 
 struct World {
-    World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged)
-        : work(work), setups(setups), options(options), logged(logged), trails(work.requests.size()) {
+    World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged, bool patient)
+        : work(work), setups(setups), options(options), logged(logged), by_step(patient && !logged),
+          trails(work.requests.size()) {
         size_t blocks = 0, kv = 0, times = 0;
         for (const Item &item : work.items) blocks += item.blocks;
         for (const Request &request : work.requests) {
@@ -98,6 +99,7 @@ struct World {
     const std::vector<Setup> &setups;
     const Options &options;
     const bool logged;
+    const bool by_step; // tokens of decodes are booked by step, not one by one: nobody gives up, and nothing is told
     Peers peers[5]; // by stage
     double now = 0.0;
     uint64_t sequence = 0;

@@ -226,10 +226,14 @@ def broken_pool(how: str) -> BlockPool:
     elif how == "cached":
         pool._free.take(2)
         pool._cached[1] = pool._cached[2] = None
+    elif how == "cached and free":
+        pool._cached[2] = None
+    elif how == "overlap":
+        pool._free._end[2] = 3
     return pool
 
 
-@pytest.mark.parametrize("how", ["lost", "twice", "key", "more keys", "cached"])
+@pytest.mark.parametrize("how", ["lost", "twice", "key", "more keys", "cached", "cached and free", "overlap"])
 def test_check_finds_what_is_wrong(how: str) -> None:
     broken_pool("").check()
     with pytest.raises(AssertionError):

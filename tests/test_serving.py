@@ -6,6 +6,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from trinity.serving import Serving, requests_of
 from trinity.simulator import Replay, Simulator
 from trinity.testing.virtual import settings_of
 from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
-from trinity.twin import Raw
+from trinity.twin import Deployed, Raw
 from trinity.twin_workload import Asked, Workload, asked_of
 from trinity.workload import Job, work_of
 
@@ -112,6 +113,60 @@ def test_a_point_is_what_measuring_outcomes_gives(placement: str, rate: float | 
         worked = [sum(own.values()) for own in replay.busy_s.values() if own.keys() == set(roles)]
         assert share == pytest.approx(sum(worked) / len(worked) / span)
     assert list(found.load) == [group.roles for group in Placement.parse(placement).groups]
+
+
+@needs_twin
+@pytest.mark.parametrize("contents", [0, 6])
+@pytest.mark.parametrize("placement", ["8EPD", "1E3P4D"])
+def test_what_the_instances_did_is_known_from_a_point(
+    placement: str, contents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, slo, rate = traffic(3, 80, contents), SLO(0.5, 0.04), 9.0
+    python, compiled = simulators()
+    expected = python.replay(trace.scaled(rate=rate), placement)
+    served = compiled.serve(placement)
+    assert isinstance(served, Serving)
+    served.point(trace, slo, 40.0)
+    served.point(trace, slo, rate)
+    monkeypatch.setattr(Deployed, "run", None)  # from here on nothing is replayed
+    found = served.usage(trace, slo, rate)
+    assert found is not None
+    assert found.utilisation == expected.utilisation
+    assert (found.peak_blocks, found.pools) == (expected.peak_blocks, expected.pools)
+    assert found.engine == "compiled"
+    assert served.usage(trace, slo, 40.0) != found
+    with pytest.raises(TypeError):  # of the same requests in another trace nothing is known
+        served.usage(Trace(trace), slo, rate)
+
+
+@needs_twin
+def test_what_was_not_replayed_yet_is_for_what_the_instances_did() -> None:
+    trace, slo = traffic(3, 80), SLO(0.5, 0.04)
+    served, other = (simulators()[1].serve("8EPD") for _ in range(2))
+    assert isinstance(served, Serving)
+    assert isinstance(other, Serving)
+    other.point(trace, slo, 9.0)
+    assert served.usage(trace, slo, 9.0) == other.usage(trace, slo, 9.0) is not None
+    assert served.usage(Trace(reversed(list(trace))), slo, 9.0) is None, "there is no point of it either"
+
+
+@needs_twin
+@pytest.mark.parametrize("block", [1, 100, 576])
+def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[Any]] = []
+    monkeypatch.setattr(
+        "trinity.twin_workload.extension",
+        SimpleNamespace(sim_workload=lambda *given: told.append([np.asarray(each).tolist() for each in given])),
+    )
+    jobs = requests_of(traffic(8, 60, 4), simulator(1).model).jobs
+    assert any(job.refused for job in jobs)
+    assert any(len(job.images) > 1 for job in jobs)
+    like = settings_of("EPD", {"image": 1, "kv": 1}, media_block=block, image_cache=True, prefix_cache=False)[0]
+    for some in (jobs, [job for job in jobs if not job.images], []):
+        works = [Asked(1, 1) if job.refused else Asked.of(work_of(job, 0, False)) for job in some]
+        one, other = Workload.of(some, like), Workload([each._replace(name="") for each in works], like)
+        assert told[-2] == told[-1]
+        assert one.first.tolist() == other.first.tolist()
 
 
 @needs_twin
@@ -205,7 +260,7 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
     digests = [prefix_keys(work.prompt, work.media, like.kv_block) for work in works]
     known: dict[bytes, int] = {}
     expected = [[known.setdefault(key, len(known)) for key in keys] for keys in digests]
-    for asked in ([asked_of(job, number, True) for number, job in enumerate(jobs)], [Asked.of(each) for each in works]):
+    for asked in ([asked_of(job, number) for number, job in enumerate(jobs)], [Asked.of(each) for each in works]):
         one = Workload(asked, like)
         seen: dict[int, int] = {}
         assert [[seen.setdefault(key, len(seen)) for key in one.prefix_keys(each)] for each in asked] == expected

@@ -128,6 +128,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         seen.update({type(cost).__name__ for cost in case.costs} | {f"ended {reason}" for reason in told.reasons})
         moves = case.settings[0].transfers
         seen.update([f"prefetch {moves.prefetch}", f"early {moves.early}"])
+        seen["nobody gives up"] += not any(act[2] for act in case.acts) and not any(w.deadline_s for w in case.works)
         seen.update(_named(line) for line in told.log)
     wanted = [
         *EVENTS[:6],
@@ -148,7 +149,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
     wanted += ["Roofline", "Tables", "StepCost", "LinearCost", "cached prefix", "later chunk"]
     wanted += [f"ended {reason}" for reason in ("length", "cancelled", "deadline", "error")]
     wanted += [f"{name} {on}" for name in ("chunked", "bounded", "prefetch", "early") for on in (True, False)]
-    wanted += ["('joint',)", "('vision', 'language')"]
+    wanted += ["('joint',)", "('vision', 'language')", "nobody gives up"]
     assert not {name: seen[name] for name in wanted if seen[name] < 10}
 
 

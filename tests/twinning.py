@@ -232,7 +232,16 @@ def assert_equal(case: Case) -> Told:
     workers = list(python.workers.values())
     assert compiled.busy == [each.busy for each in workers]
     assert compiled.peak == [each.peak for each in workers]
+    untold = case.compiled(log=False)  # tokens of decodes are then booked by step, where nobody gives up
+    assert facts(untold) == facts(compiled)
     return compiled
+
+
+def facts(told: Told) -> tuple[Any, ...]:
+    """All but the log."""
+    tokens = [told.tokens(number) for number in range(len(told.counts))]
+    figures = (told.busy, told.peak, told.moved, told.ended, told.events, told.unsettled)
+    return tokens, told.counts.tolist(), told.reasons, *figures
 
 
 # ------------------------------------------------------------ random cases

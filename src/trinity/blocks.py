@@ -75,6 +75,10 @@ class FreeRuns:
         """All of them."""
         return {block for start, end in self._end.items() for block in range(start, end)}
 
+    def runs(self) -> list[tuple[int, int]]:
+        """[start, end) of each, in order."""
+        return sorted(self._end.items())
+
     def _best(self, count: int) -> tuple[int, int]:
         fitting = [(end - start, start) for start, end in self._end.items() if end - start >= count]
         _, start = min(fitting) if fitting else max((end - start, -start) for start, end in self._end.items())
@@ -200,10 +204,16 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert what must always hold: every block is free, cached or held, and just one of them."""
-        free = self._free.blocks()
-        for block in range(self.size):
-            places = (block in free, block in self._cached, self._references[block] > 0)
-            assert sum(places) == 1, f"pool {self.kind}: block {block} free, cached, held = {places}"
+        following = cached = 0
+        for start, end in (*self._free.runs(), (self.size, self.size)):
+            assert start >= following, f"pool {self.kind}: block {start} is free twice"
+            assert not any(self._references[start:end]), f"pool {self.kind}: one of {start}..{end} is free and held"
+            for block in range(following, start):
+                places = (block in self._cached, self._references[block] > 0)
+                assert sum(places) == 1, f"pool {self.kind}: block {block}, which is not free, cached, held = {places}"
+                cached += places[0]
+            following = end
+        assert cached == len(self._cached), f"pool {self.kind}: of {len(self._cached)} cached blocks some are free"
         assert all(self._block[key] == block for block, key in self._key.items())
         assert len(self._block) == len(self._key)
         assert all(block in self._key for block in self._cached)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +84,28 @@ def requests_of(trace: Trace, model: Model) -> Requests:
     return known
 
 
+class Usage(NamedTuple):
+    """What a replay made of the instances, by name: ``utilisation`` is the share of the duration that each worked at
+    each of its stages, ``peak_blocks`` the most that it held of its ``pools`` by kind."""
+
+    utilisation: dict[str, dict[str, float]]
+    peak_blocks: dict[str, dict[str, int]]
+    pools: dict[str, dict[str, int]]
+    engine: str = "compiled"
+
+
+class _Did(NamedTuple):
+    """What is kept of a replay of ``requests()``, which took ``span`` seconds."""
+
+    requests: ref[Requests]
+    busy: Floats
+    peak: twin.Ints
+    span: float
+
+
 @dataclass
 class Serving:
-    """A ``Serve`` for ``trinity.goodput`` that also answers ``point``, where the twin runs its placement.
+    """A ``Serve`` for ``trinity.goodput`` that also answers ``point`` and ``usage``, where the twin runs its placement.
 
     ``replay`` serves a trace by whatever engine. ``deploy(shared)`` gives the instances in the twin's form, with caches
     where content is shared, or None where it cannot run them.
@@ -95,6 +115,7 @@ class Serving:
     deploy: Callable[[bool], Deployed | None]
     model: Model
     _deployed: dict[bool, Deployed | None] = field(default_factory=dict)
+    _did: dict[float | None, _Did] = field(default_factory=dict)
 
     def __call__(self, trace: Trace) -> Sequence[Outcome]:
         return self.replay(trace)
@@ -117,14 +138,31 @@ class Serving:
         raw = deployed.run(work, at[requests.asked], requests.asked, np.zeros(len(requests.asked), np.uint8))
         check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(requests.asked))
         found = twin.judged(raw, work, at, slo.ttft, slo.tbt)
-        span = float(at[-1] - at[0])
+        span, ended = float(at[-1] - at[0]), max(0.0, raw.ended - float(at[0]))
+        self._did[rate] = _Did(ref(requests), raw.busy, raw.peak, ended)
         return Point(
             rate=(len(at) - 1) / span if span > 0 else math.inf,
             duration_s=span,
             attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
-            completed=completions(at.tolist(), found.finishes.tolist()),
+            completed=completions(at, found.finishes),
             first=twin.firsts(raw, work, at, slo.ttft) / len(at),
             load=twin.load(raw, deployed.settings, float(at[0]), span),
+        )
+
+    def usage(self, trace: Trace, slo: SLO, rate: float | None) -> Usage | None:
+        """Of the replay behind ``point``, which is made if it was not yet. None where there is no ``point``."""
+        requests = requests_of(trace, self.model)
+        if (rate not in self._did or self._did[rate].requests() is not requests) and not self.point(trace, slo, rate):
+            return None
+        did, deployed = self._did[rate], self.deployed(requests.shared)
+        assert deployed is not None
+        settings, span = deployed.settings, did.span or math.inf
+        names = [each.name for each in settings]
+        shares = [{role: each / span for role, each in own.items()} for own in twin.worked(did.busy, settings)]
+        return Usage(
+            dict(zip(names, shares, strict=True)),
+            dict(zip(names, twin.held(did.peak, settings), strict=True)),
+            {each.name: dict(each.pools) for each in settings},
         )
 
 

@@ -185,23 +185,32 @@ def _options(
 
 def told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
     """By names in place of numbers."""
-    most, worked = raw.peak.reshape(-1, 2).tolist(), raw.busy.reshape(-1, 3).tolist()
     at, rest = raw.log
     return Told(
         times=raw.times,
         first=work.first,
         counts=raw.counts,
         reasons=[REASONS[each] for each in raw.reasons.tolist()],
-        busy=[
-            {role: own["EPD".index(role)] for role in each.roles} for own, each in zip(worked, settings, strict=True)
-        ],
-        peak=[{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(most, settings, strict=True)],
+        busy=worked(raw.busy, settings),
+        peak=held(raw.peak, settings),
         moved=dict(zip(KINDS, raw.moved.tolist()[1:], strict=True)),
         ended=raw.ended,
         events=raw.events,
         unsettled=raw.unsettled,
         log=[(time, *line) for time, line in zip(at.tolist(), rest.reshape(-1, 6).tolist(), strict=True)],
     )
+
+
+def worked(busy: Floats, settings: Sequence[Settings]) -> list[dict[str, float]]:
+    """Seconds of each instance at each of its stages."""
+    rows = busy.reshape(-1, 3).tolist()
+    return [{role: own["EPD".index(role)] for role in each.roles} for own, each in zip(rows, settings, strict=True)]
+
+
+def held(peak: Ints, settings: Sequence[Settings]) -> list[dict[str, int]]:
+    """The most blocks of each kind on each instance."""
+    rows = peak.reshape(-1, 2).tolist()
+    return [{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(rows, settings, strict=True)]
 
 
 class Judged(NamedTuple):

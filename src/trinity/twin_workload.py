@@ -16,6 +16,7 @@ from trinity.native import extension
 from trinity.workload import HASHED, Job, work_of
 
 Runs = Sequence[tuple[int, int]]  # of equal tokens: which, how many
+Ints = npt.NDArray[np.int32]
 
 
 class Asked(NamedTuple):
@@ -52,21 +53,31 @@ class Workload:
             rows.append((each.length, each.max_tokens, len(each.media), len(own), rank))
             items += [self._item(span) for span in each.media]
             keys += own
-        lasts = np.cumsum([each.max_tokens for each in given], dtype=np.int64)
-        self.first = np.concatenate([np.zeros(1, np.int64), lasts])[: len(given)]
-        self.made = extension.sim_workload(
-            rows_of(rows, 5, np.int32),
-            np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64),
-            rows_of(items, 6, np.int32),
-            np.array(keys, np.int32),
-            like.media_block,
-            like.kv_block,
-        )
+        deadlines = np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64)
+        self._make(rows_of(rows, 5, np.int32), deadlines, rows_of(items, 6, np.int32), np.array(keys, np.int32))
+
+    def _make(self, rows: Ints, deadlines: npt.NDArray[np.float64], items: Ints, keys: Ints) -> None:
+        ends = np.cumsum(rows[:, 1], dtype=np.int64)
+        self.first = ends - rows[:, 1]
+        self.made = extension.sim_workload(rows, deadlines, items, keys, self.like.media_block, self.like.kv_block)
 
     @classmethod
     def of(cls, jobs: Sequence[Job], like: Settings) -> Workload:
         """Of a trace; prompts are looked at where they are cached."""
-        return cls((asked_of(job, number, like.prefix_cache) for number, job in enumerate(jobs)), like)
+        if like.prefix_cache:
+            return cls((asked_of(job, number) for number, job in enumerate(jobs)), like)
+        made = cls.__new__(cls)
+        made.like = like
+        taken = [job for job in jobs if not job.refused]
+        rows = np.zeros((len(jobs), 5), np.int32)
+        rows[:, :2] = 1  # of those that are refused
+        rows[:, 4] = np.arange(len(jobs))
+        rows[[not job.refused for job in jobs], :3] = rows_of(
+            [(job.prompt, job.max_tokens, len(job.images)) for job in taken], 3, np.int32
+        )
+        items = _items([image for job in taken for image in job.images], rows[:, 2], like.media_block)
+        made._make(rows, np.full(len(jobs), inf), items, np.zeros(0, np.int32))
+        return made
 
     def _item(self, span: MediaSpan) -> tuple[int, ...]:
         known = self._contents.get((span.kind, span.content))
@@ -111,14 +122,27 @@ def _cut(runs: Runs, block: int) -> Iterator[int | tuple[tuple[int, int], ...]]:
             parts, room = [(token, count % block)], block - count % block
 
 
-def asked_of(job: Job, number: int, shared: bool) -> Asked:
-    """As ``work_of``; its prompt only where prefixes are ``shared``."""
+def asked_of(job: Job, number: int) -> Asked:
+    """As ``work_of``, with runs in place of its prompt."""
     if job.refused:
         return Asked(1, 1)
-    if not (shared or job.images):
-        return Asked(job.prompt, job.max_tokens)
     media = work_of(job, number, False).media if job.images else ()
-    return Asked(job.prompt, job.max_tokens, media, _runs(job, number) if shared else ())
+    return Asked(job.prompt, job.max_tokens, media, _runs(job, number))
+
+
+def _items(images: Sequence[tuple[int, str]], each: Ints, block: int) -> Ints:
+    """All images of a trace, of which every request has so many: tokens, content, first key, offset, end, atomic."""
+    if not images:
+        return np.zeros((0, 6), np.int32)
+    numbers: dict[tuple[int, str], int] = {}
+    contents = np.array([numbers.setdefault(image, len(numbers)) for image in images], np.int64)
+    tokens = np.array([count for count, _ in images], np.int64)
+    blocks = -(-np.array([count for count, _ in numbers], np.int64) // block)
+    ends = np.cumsum(tokens)
+    before = np.concatenate([np.zeros(1, np.int64), ends])[np.cumsum(each) - each]  # of each request's first image
+    ends -= np.repeat(before, each)
+    keys = (np.cumsum(blocks) - blocks)[contents]
+    return np.stack([tokens, contents, keys, ends - tokens, ends, np.zeros_like(ends)], axis=1).astype(np.int32)
 
 
 def _runs(job: Job, number: int) -> Runs:

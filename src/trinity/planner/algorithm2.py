@@ -15,9 +15,9 @@ from trinity.cost import Cost
 from trinity.errors import ConfigError, TraceError
 from trinity.model_shapes import Model
 from trinity.placement import Group, Placement
+from trinity.serving import requests_of
 from trinity.sizing import IMAGE_SHARE
 from trinity.trace import SLO, Trace
-from trinity.workload import jobs_of
 
 ALPHA = 0.5  # of the TTFT bound, for one encode batch
 BETA = 0.5  # of the TTFT bound, for one prefill batch
@@ -71,7 +71,7 @@ def workload(trace: Trace, model: Model) -> Workload:
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
     no such request, or a time stamp is none.
     """
-    jobs = [job for job in jobs_of(trace, model) if not job.refused]
+    jobs = [job for job in requests_of(trace, model).jobs if not job.refused]
     if not jobs:
         refused = f"its {len(trace):,} requests are all beyond the model's context or modality" if len(trace) else ""
         raise TraceError(f"an empty trace cannot be planned on: {refused or 'serve or load some requests first'}")

@@ -23,8 +23,9 @@ from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
 from trinity.planner.collisions import interrupted, waiting
 from trinity.scheduler import latency_bound
+from trinity.serving import requests_of
 from trinity.trace import SLO, Rule, Trace
-from trinity.workload import HASHED, Job, jobs_of
+from trinity.workload import HASHED, Job
 
 BLOCK = 16  # tokens of a KV block
 QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived
@@ -75,7 +76,7 @@ class Bounds:
         offline: bool = False,
     ) -> None:
         self.slo, self.model, self.kinds, self.rule = slo, model, kinds, rule
-        self.load, jobs = workload(trace, model), jobs_of(trace, model)
+        self.load, jobs = workload(trace, model), requests_of(trace, model).jobs
         self._gaps = Counter(max(0, job.max_tokens - 1) for job in jobs if not job.refused)
         self.need = _need(jobs, 1.0 if order == "fcfs" else share)
         self.share = share if order == "fcfs" else 1.0

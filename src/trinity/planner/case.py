@@ -16,6 +16,7 @@ from trinity.planner.hardware import Hardware
 from trinity.planner.race import race
 from trinity.planner.trials import Progress, Trials
 from trinity.trace import SLO, Rule, Trace
+from trinity.traces import resampled
 
 FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
 
@@ -59,6 +60,7 @@ class Case:
         )
         self.methods = methods_for(self.bounds.load.multimodal)
         self.trials = self.tried(trace, progress)
+        self._redrawn: dict[int, Trials] = {}
 
     def tried(self, trace: Trace, progress: Progress | None = None) -> Trials:
         """Trials of the same question on a trace."""
@@ -74,6 +76,12 @@ class Case:
             least_ttfts=asked.least_ttfts,
             progress=progress,
         )
+
+    def redrawn(self, seed: int) -> Trials:
+        """Trials of the same question on this trace drawn again; made once for each seed."""
+        if seed not in self._redrawn:
+            self._redrawn[seed] = self.tried(resampled(self.trace, len(self.trace), seed=seed))
+        return self._redrawn[seed]
 
     def _serve(self, deployment: Deployment) -> Any:
         return self.hardware.simulator(deployment, self.asked.slo).serve(deployment.placement)

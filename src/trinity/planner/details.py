@@ -18,9 +18,9 @@ from trinity.planner.case import Case
 from trinity.planner.entries import Found
 from trinity.planner.plan import Candidate
 from trinity.planner.trials import rate_of
+from trinity.serving import Usage
 from trinity.simulator import Replay
 from trinity.trace import RULES, SLO, Rule, Trace
-from trinity.traces import resampled
 
 IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
 VERIFIED = 500  # requests of the winner that both engines replay
@@ -66,11 +66,11 @@ def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate,
     seen = min(made.attainment, key=lambda point: point.rate)
     if found.step is not None:
         seen = case.trials.point(found.entry.deployment, found.step)
-    replay = _replay(case, found.entry.deployment, case.trace.scaled(rate=found.rate or seen.rate))
+    usage = _usage(case, found, found.rate or seen.rate)
     sure = tuple(each for each in spread if each is not None)
     late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.first)
-    figured = figures(case, found.entry.deployment, replay, late)
-    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), replay.engine
+    figured = figures(case, found.entry.deployment, usage, late)
+    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.engine
 
 
 def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
@@ -81,12 +81,12 @@ def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
     return msgspec.structs.replace(candidate(case, found), **figured), replay.engine
 
 
-def figures(case: Case, deployment: Deployment, replay: Replay, late: str) -> dict[str, Any]:
+def figures(case: Case, deployment: Deployment, seen: Usage | Replay, late: str) -> dict[str, Any]:
     """Utilisation, memory and bottleneck as seen in a replay; this among the stages that are ``late``."""
     return {
-        "utilisation": replay.utilisation,
-        "memory": _memory(case, deployment, replay),
-        "bottleneck": busiest(deployment, replay.utilisation, late) or case.bounds.bottleneck(deployment),
+        "utilisation": seen.utilisation,
+        "memory": _memory(case, deployment, seen),
+        "bottleneck": busiest(deployment, seen.utilisation, late) or case.bounds.bottleneck(deployment),
     }
 
 
@@ -118,29 +118,39 @@ def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], st
     return max((letter for letter in group if letter in stages), key=lambda letter: group[letter])
 
 
-def _memory(case: Case, deployment: Deployment, replay: Replay) -> dict[str, dict[str, float]]:
+def _memory(case: Case, deployment: Deployment, seen: Usage | Replay) -> dict[str, dict[str, float]]:
     model = case.hardware.model
     block = {IMAGE: model.feature_bytes * IMAGE_BLOCK, KV: model.kv_bytes * KV_BLOCK}
     found: dict[str, dict[str, float]] = {}
     for name, roles in deployment.placement.instances():
         found[name] = {"weights": float(model.weight_bytes(roles))}
-        for kind, blocks in replay.pools[name].items():
+        for kind, blocks in seen.pools[name].items():
             found[name][kind] = float(blocks * block[kind])
-            found[name][f"{kind}_peak"] = replay.peak_blocks[name].get(kind, 0) / blocks
+            found[name][f"{kind}_peak"] = seen.peak_blocks[name].get(kind, 0) / blocks
     return found
 
 
 def _redrawn(case: Case, found: Found, seed: int) -> float | None:
     """Its goodput on a trace drawn again; None where that is too short for one."""
-    drawn = resampled(case.trace, len(case.trace), seed=seed)
-    trials = case.tried(drawn)
+    trials = case.redrawn(seed)
+    before = trials.runs
     try:
         step = trials.limit(found.entry.deployment, found.rate)
     except TraceTooShort:
         return None
     finally:
-        case.trials.runs += trials.runs
+        case.trials.runs += trials.runs - before
     return 0.0 if step is None else rate_of(step)
+
+
+def _usage(case: Case, found: Found, rate: float) -> Usage | Replay:
+    """Of the trial at its goodput, or of a replay at this rate where there is none, or it does not say."""
+    deployment = found.entry.deployment
+    known = case.trials.usage(deployment, rate)
+    if known is None:
+        return _replay(case, deployment, case.trace.scaled(rate=rate))
+    case.trials.runs += found.step is None
+    return known
 
 
 def _replay(case: Case, deployment: Deployment, offered: Trace) -> Replay:
@@ -158,7 +168,9 @@ def verified(case: Case, found: Found) -> str:
     """
     deployment, slo = found.entry.deployment, case.asked.slo
     count = max(VERIFIED_LEAST, min(VERIFIED, VERIFIED_EACH // len(deployment.devices)))
-    offered = (case.trace.scaled(rate=found.rate) if found.step is not None else case.trace).head(count)
+    offered = case.trace.head(count)
+    if found.step is not None:
+        offered = offered.scaled(found.rate / case.trials.own)  # as those of the whole trace at that rate
     first, second = (
         case.hardware.simulator(deployment, slo, **choice).replay(offered, deployment.placement)
         for choice in ({}, {"engine": "python"})

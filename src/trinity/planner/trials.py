@@ -22,6 +22,7 @@ from trinity.goodput import (
     steady_s,
 )
 from trinity.planner.candidates import Deployment
+from trinity.serving import Serving, Usage
 from trinity.trace import SLO, Rule, Trace
 
 GRID = 1 + TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
@@ -77,10 +78,18 @@ class Trials:
         seen = self._points.setdefault(deployment, {})
         if step not in seen:
             self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
-            if deployment not in self._serves:
-                self._serves[deployment] = self.serve_of(deployment)
-            seen[step] = measure(self._serves[deployment], self.trace, self.slo, rate_of(step))
+            seen[step] = measure(self._serve(deployment), self.trace, self.slo, rate_of(step))
         return seen[step]
+
+    def usage(self, deployment: Deployment, rate: float) -> Usage | None:
+        """What a replay at this rate made of the instances; None where what serves does not say."""
+        serve = self._serve(deployment)
+        return serve.usage(self.trace, self.slo, rate) if isinstance(serve, Serving) else None
+
+    def _serve(self, deployment: Deployment) -> Serve:
+        if deployment not in self._serves:
+            self._serves[deployment] = self.serve_of(deployment)
+        return self._serves[deployment]
 
     def tell(self, what: str) -> None:
         """A replay begins."""
