@@ -76,7 +76,7 @@ asan: $(STAMP)
 		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
 	$(SANITIZED) $(PY) -c 'import sys, trinity.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
-	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider tests/test_attention_native.py tests/test_native.py tests/test_twin.py $(ARGS)
+	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider tests/test_attention_native.py tests/test_attention_amx.py tests/test_native.py tests/test_twin.py $(ARGS)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).
 bench-peers: $(STAMP)

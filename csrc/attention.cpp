@@ -12,7 +12,6 @@ constexpr size_t LINE = 64;
 
 struct Shared {
     const Attention *attention;
-    AttentionKernel kernel;
     const AttentionTask *tasks;
     size_t in_order; // tasks whose successor the same thread computes
 };
@@ -29,21 +28,17 @@ void compute(void *state, size_t index) {
     const auto *shared = static_cast<const Shared *>(state);
     const AttentionTask &task = shared->tasks[index];
     const AttentionTask *next = index < shared->in_order ? &task + 1 : nullptr;
-    shared->kernel(*shared->attention, task, next, scratch_of(attention_scratch(*shared->attention, task)));
+    const AttentionKernel &kernel = *task.kernel;
+    kernel.compute(*shared->attention, task, next, scratch_of(kernel.scratch(*shared->attention, task)));
 }
 
 const char *at(const Strided &rows, int64_t bytes) { return reinterpret_cast<const char *>(rows.address) + bytes; }
 
 } // namespace
 
-size_t attention_scratch(const Attention &attention, const AttentionTask &task) {
-    const int64_t rows = task.rows * attention.group(), width = attention.cache.width;
-    return static_cast<size_t>(task.heads * rows * (2 * width + 3 * TILE) + width * TILE);
-}
-
 void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided values, const int64_t *blocks,
                 const int64_t *offsets, int64_t rows) {
-    const int64_t bytes = cache.bf16 ? 2 : 4, width = cache.width * bytes;
+    const int64_t bytes = cache.element(), width = cache.width * bytes;
     auto *start = reinterpret_cast<char *>(cache.address) + layer * cache.layer_size() * bytes;
     for (int64_t row = 0; row < rows; row++) {
         char *place = start + (blocks[row] * cache.block_size() + offsets[row] * cache.width) * bytes;
@@ -53,9 +48,8 @@ void write_rows(const PagedCache &cache, int64_t layer, Strided keys, Strided va
     }
 }
 
-void run_attention(const Attention &attention, AttentionKernel kernel, const AttentionTask *tasks, size_t count,
-                   int threads) {
-    Shared shared{&attention, kernel, tasks, threads < 2 && count > 0 ? count - 1 : 0};
+void run_attention(const Attention &attention, const AttentionTask *tasks, size_t count, int threads) {
+    Shared shared{&attention, tasks, threads < 2 && count > 0 ? count - 1 : 0};
     run_parallel(count, threads, compute, &shared);
 }
 

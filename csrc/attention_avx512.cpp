@@ -328,20 +328,23 @@ void load_only(const Attention &a, const AttentionTask &task, const AttentionTas
 
 } // namespace
 
-AttentionKernel attention_loads() { return __builtin_cpu_supports("avx512f") ? load_only : nullptr; }
+const AttentionKernel *attention_loads() {
+    static constexpr AttentionKernel found{load_only, scratch, QUERIES};
+    return __builtin_cpu_supports("avx512f") ? &found : nullptr;
+}
 
-AttentionKernel attention_avx512(const PagedCache &cache, bool dots) {
+const AttentionKernel *attention_avx512(const PagedCache &cache, bool dots) {
     const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!here || cache.width % 32 != 0 || cache.width > WIDEST) return nullptr;
-    if (!cache.bf16) return attend<Wide<Floats>>;
-    return dots && __builtin_cpu_supports("avx512bf16") ? attend<Wide<Dots>> : attend<Wide<Halves>>;
+    if (!cache.bf16) return kernel<Wide<Floats>>();
+    return dots && __builtin_cpu_supports("avx512bf16") ? kernel<Wide<Dots>>() : kernel<Wide<Halves>>();
 }
 
 } // namespace trinity
 #else
 namespace trinity {
-AttentionKernel attention_avx512(const PagedCache &, bool) { return nullptr; }
-AttentionKernel attention_loads() { return nullptr; }
+const AttentionKernel *attention_avx512(const PagedCache &, bool) { return nullptr; }
+const AttentionKernel *attention_loads() { return nullptr; }
 } // namespace trinity
 #endif

@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -24,17 +27,37 @@ using Rows = std::tuple<uintptr_t, int64_t, int64_t>; // address; elements from 
 
 namespace {
 
-constexpr int64_t QUERIES = 48; // rows times heads that share a pass over a tile: its keys are turned once for them
+constexpr int64_t FILL = 8;   // rows times heads of a chunk from which tiles pay
+constexpr int64_t FILLED = 32; // rows times heads that go through them together
 
 [[noreturn]] void refuse(const std::string &why) { throw std::invalid_argument(why); }
 
-// "best" of this processor; "avx512" without bf16 dot products; "portable"; "loads" reads and computes nothing.
-AttentionKernel kernel_of(const std::string &name, const PagedCache &cache) {
-    AttentionKernel found = nullptr;
-    if (name == "best" || name == "avx512") found = trinity::attention_avx512(cache, name == "best");
+// "best" of this processor; "amx" for every row; "avx512" without bf16 dot products; "portable"; "loads" reads and
+// computes nothing.
+const AttentionKernel *kernel_of(const std::string &name, const PagedCache &cache) {
+    const AttentionKernel *found = nullptr;
+    if (name == "best" || name == "avx512" || name == "amx") found = trinity::attention_avx512(cache, name != "avx512");
     if (name == "loads") found = trinity::attention_loads();
     if (found == nullptr && name == "loads") refuse("no AVX-512 here: no pass to compare with");
     return found != nullptr ? found : trinity::attention_portable(cache);
+}
+
+// The kernel in tiles, or none, and for which requests: a decode, which waits for memory, is none.
+struct Tiles {
+    const AttentionKernel *kernel;
+    bool always;
+
+    Tiles(const std::string &name, const PagedCache &cache, float scale)
+        : kernel(scale > 0 && (name == "best" || name == "amx") ? trinity::attention_amx(cache) : nullptr),
+          always(name == "amx") {}
+    bool fit(int64_t rows, int64_t group) const { return kernel && (always || (rows > 1 && rows * group >= FILL)); }
+};
+
+// How many of `rows` go into each task: all about as many, and tiles that are filled.
+int64_t even(int64_t rows, int64_t group, const AttentionKernel &kernel) {
+    const int64_t pieces = (rows * group + kernel.queries - 1) / kernel.queries;
+    const int64_t filled = std::max<int64_t>(1, FILLED / group);
+    return pieces < 2 ? rows : ((rows + pieces - 1) / pieces + filled - 1) / filled * filled;
 }
 
 Strided strided(const Rows &rows) { return {std::get<0>(rows), std::get<1>(rows), std::get<2>(rows)}; }
@@ -66,12 +89,12 @@ class Plan {
         const PagedCache here = at(cache, layer);
         if (heads < here.heads || heads % here.heads != 0) refuse("query heads must be a multiple of kv_heads");
         check_seen(first, end);
-        const Attention attention{here,        strided(query), strided(out), heads, layer, first.data(), end.data(),
-                                  reinterpret_cast<const float *>(sinks), scale, softcap};
-        const AttentionKernel compute = kernel_of(kernel, here);
-        const std::vector<AttentionTask> tasks = tasks_for(attention, threads);
+        const Attention attention{here,  {here, layer}, strided(query), strided(out), heads, layer, first.data(),
+                                  end.data(), reinterpret_cast<const float *>(sinks), scale, softcap};
+        const std::vector<AttentionTask> tasks =
+            tasks_for(attention, threads, *kernel_of(kernel, here), {kernel, here, scale});
         nb::gil_scoped_release released;
-        trinity::run_attention(attention, compute, tasks.data(), tasks.size(), threads);
+        trinity::run_attention(attention, tasks.data(), tasks.size(), threads);
     }
 
   private:
@@ -118,16 +141,20 @@ class Plan {
 
     // A request's rows in pieces that share tiles. One row goes through all heads of a block, which lie together, at
     // once; where that leaves threads idle, and of more rows, each head is a task of its own.
-    std::vector<AttentionTask> tasks_for(const Attention &attention, int threads) const {
+    std::vector<AttentionTask> tasks_for(const Attention &attention, int threads, const AttentionKernel &kernel,
+                                         const Tiles &tiles) const {
         std::vector<AttentionTask> tasks;
         const bool alone = requests() >= 2 * static_cast<size_t>(std::max(threads, 1)) || threads < 2;
-        const int64_t most = std::max<int64_t>(1, QUERIES / attention.group());
+        const int64_t group = attention.group();
         for (size_t i = 0; i < requests(); i++) {
             const int64_t *at = &requests_[4 * i], *table = tables_.data() + at[2];
-            const int64_t together = at[1] == 1 && alone ? cache_.heads : 1;
+            const bool tiled = tiles.fit(at[1], group);
+            const AttentionKernel &used = tiled ? *tiles.kernel : kernel;
+            const int64_t together = at[1] == 1 && alone && !tiled ? cache_.heads : 1;
+            const int64_t most = tiled ? even(at[1], group, used) : std::max<int64_t>(1, used.queries / group);
             for (int64_t head = 0; head < cache_.heads; head += together)
                 for (int64_t row = 0; row < at[1]; row += most)
-                    tasks.push_back({table, at[0] + row, std::min(most, at[1] - row), head, together});
+                    tasks.push_back({&used, table, at[0] + row, std::min(most, at[1] - row), head, together});
         }
         return tasks;
     }
@@ -135,6 +162,42 @@ class Plan {
     PagedCache cache_{};
     std::vector<int64_t> blocks_, offsets_, tables_, requests_;
 };
+
+// Attention without a cache: [batch, rows, heads] see all of [batch, keys, kv_heads], in bf16; `keys` and `values` lie
+// alike, and so do the parts of the batch, one after the other.
+void attend_all(const Rows &query, const Rows &keys, uintptr_t values, const Rows &out,
+                const std::tuple<int64_t, int64_t, int64_t> &sizes, const std::pair<int64_t, int64_t> &heads,
+                int64_t width, float scale, int threads) {
+    const auto [batch, rows, seen] = sizes;
+    const auto [address, row, head] = keys;
+    const auto [queries, held] = heads;
+    if (std::min({batch, rows, seen}) < 0 || std::min({width, queries, held}) < 1 || queries % held != 0)
+        refuse("attention of [batch, rows, heads, width] whose heads are a multiple of kv_heads");
+    const PagedCache cache{0, batch, 1, held, std::max<int64_t>(seen, 1), width, true};
+    const AttentionKernel *kernel = Tiles("best", cache, scale).kernel;
+    if (kernel == nullptr || seen == 0) refuse("no tiles for such attention on this machine");
+    const std::vector<int64_t> first(static_cast<size_t>(batch * rows), 0), end(first.size(), seen);
+    const Attention attention{cache, {address, values, seen * row, head, row}, strided(query), strided(out), queries, 0,
+                              first.data(), end.data(), nullptr, scale, 0};
+    std::vector<int64_t> blocks(static_cast<size_t>(batch));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    std::vector<AttentionTask> tasks;
+    const int64_t most = even(rows, attention.group(), *kernel);
+    for (int64_t part = 0; part < batch; part++)
+        for (int64_t each = 0; each < held; each++)
+            for (int64_t at = 0; at < rows; at += most)
+                tasks.push_back({kernel, &blocks[static_cast<size_t>(part)], part * rows + at,
+                                 std::min(most, rows - at), each, 1});
+    nb::gil_scoped_release released;
+    trinity::run_attention(attention, tasks.data(), tasks.size(), threads);
+}
+
+// What does the work of chunks of many rows.
+std::string instructions(bool bf16, int64_t width) {
+    const PagedCache cache{0, 1, 1, 1, 1, width, bf16};
+    if (trinity::attention_amx(cache) != nullptr) return "amx";
+    return trinity::attention_avx512(cache, true) != nullptr ? "avx512" : "portable";
+}
 
 } // namespace
 
@@ -146,11 +209,7 @@ void bind_attention(nb::module_ &module) {
         .def("write", &Plan::write, "cache"_a, "layer"_a, "keys"_a, "values"_a)
         .def("attend", &Plan::attend, "cache"_a, "layer"_a, "query"_a, "out"_a, "heads"_a, "first"_a.noconvert(),
              "end"_a.noconvert(), "scale"_a, "softcap"_a, "sinks"_a, "threads"_a, "kernel"_a);
-    module.def(
-        "attention_instructions",
-        [](bool bf16, int64_t width) {
-            const PagedCache cache{0, 1, 1, 1, 1, width, bf16};
-            return std::string(trinity::attention_avx512(cache, true) != nullptr ? "avx512" : "portable");
-        },
-        "bf16"_a, "width"_a);
+    module.def("attention_instructions", &instructions, "bf16"_a, "width"_a);
+    module.def("attend_all", &attend_all, "query"_a, "keys"_a, "values"_a, "out"_a, "sizes"_a, "heads"_a, "width"_a,
+               "scale"_a, "threads"_a);
 }

@@ -69,8 +69,8 @@ template <class T> struct Plain {
 
 } // namespace
 
-AttentionKernel attention_portable(const PagedCache &cache) {
-    return cache.bf16 ? attend<Plain<Bf16>> : attend<Plain<float>>;
+const AttentionKernel *attention_portable(const PagedCache &cache) {
+    return cache.bf16 ? kernel<Plain<Bf16>>() : kernel<Plain<float>>();
 }
 
 } // namespace trinity

@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t AHEAD = 2; // blocks that are asked for before they are read, into the second cache
 constexpr float NOTHING = -__builtin_inff();
 
+constexpr int64_t QUERIES = 48; // rows times heads that share a pass over a tile: its keys are turned once for them
+
 // Where a task keeps what it works on, per key-value head: M query rows (rows * group), `width` each.
 struct Scratch {
     int64_t rows, width;
@@ -25,6 +27,11 @@ struct Scratch {
     float *most(int64_t head) const { return base(head) + rows * (2 * width + 2 * TILE); } // [rows], padded
     float *turned() const { return memory; }                                             // [width, TILE]
 };
+
+inline size_t scratch(const Attention &a, const AttentionTask &task) {
+    const int64_t rows = task.rows * a.group(), width = a.cache.width;
+    return static_cast<size_t>(task.heads * rows * (2 * width + 3 * TILE) + width * TILE);
+}
 
 template <class T> const T *row_of(const Strided &rows, int64_t row, int64_t head) {
     return reinterpret_cast<const T *>(rows.address) + row * rows.row + head * rows.head;
@@ -119,6 +126,11 @@ void attend(const Attention &a, const AttentionTask &task, const AttentionTask *
         }
     }
     finish<Ops>(a, task, scratch);
+}
+
+template <class Ops> const AttentionKernel *kernel() {
+    static constexpr AttentionKernel found{attend<Ops>, scratch, QUERIES};
+    return &found;
 }
 
 } // namespace

@@ -16,7 +16,7 @@ from trinity import native
 from trinity.errors import ConfigError
 from trinity.stages.attention import ChunkRows, LayerAsk, PagedRows
 from trinity.stages.attention_backends import CacheKind, runs
-from trinity.stages.attention_native import LONG, NativeAttention
+from trinity.stages.attention_native import LONG, TILED, NativeAttention
 from trinity.stages.attention_torch import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
@@ -27,7 +27,7 @@ PLAIN = LayerAsk(LAYER, 0.3)
 WIDE = 64  # of a width that AVX-512 is for; 20 and 7 are not
 
 
-KERNELS = ("best", "avx512", "portable")
+KERNELS = ("best", "amx", "avx512", "portable")
 
 
 @pytest.fixture(params=KERNELS)
@@ -193,11 +193,13 @@ def test_groups_that_are_no_runs_are_left_to_torch(backend: NativeAttention) -> 
     check(Scene([Text(7, 7, False, groups), Text(9, 1, True)], (4, 2), WIDE, 16, seed=5), backend, PLAIN)
 
 
-@pytest.mark.parametrize(("dtype", "left"), [(torch.float32, []), (torch.bfloat16, [LONG])])
-def test_long_chunks_in_bfloat16_are_left_to_torch(
-    backend: NativeAttention, dtype: torch.dtype, left: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_are_no_tiles(
+    backend: NativeAttention, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = []
+    tiled = native.extension.attention_instructions(True, WIDE) == "amx" and backend._kernel in TILED
+    left = [LONG] if dtype is torch.bfloat16 and not tiled else []
 
     def chunk(self: object, rows: PagedRows, one: ChunkRows, *given: Any) -> torch.Tensor:
         chunks.append(one.length)
@@ -279,4 +281,5 @@ def test_it_is_the_default_on_a_cpu() -> None:
 def test_which_widths_have_instructions_of_their_own() -> None:
     asked = native.extension.attention_instructions
     assert [asked(False, width) for width in (32, 64, 128, 512)] == ["avx512"] * 4
-    assert [asked(True, width) for width in (7, 16, 80, 544)] == ["portable"] * 4
+    assert [asked(False, width) for width in (7, 16, 80, 544)] == ["portable"] * 4
+    assert asked(True, 544) == "portable"

@@ -43,6 +43,17 @@ def cuda_copy_blocks(
     stream: int,
 ) -> None: ...
 def attention_instructions(bf16: bool, width: int) -> str: ...
+def attend_all(
+    query: tuple[int, int, int],
+    keys: tuple[int, int, int],
+    values: int,
+    out: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    heads: tuple[int, int],
+    width: int,
+    scale: float,
+    threads: int,
+) -> None: ...
 
 class PagedAttention:
     def __init__(

@@ -2,7 +2,8 @@
 
 Decode rows and chunks read their blocks in place, with the query heads of one key-value head as rows of one matrix.
 What a row sees is a range of positions: causal, windows, runs and images that see each other in both directions.
-Long chunks in bfloat16, where torch is faster, and chunks whose groups are no ranges are left to torch.
+Chunks in bfloat16 go through AMX tiles where the processor has them; where it has none, and the chunk is long, torch is
+faster and is left to it, and so are chunks whose groups are no ranges.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from trinity.stages.attention import ChunkRows, LayerAsk, PagedRows
 from trinity.stages.attention_torch import TorchAttention
 
 Ints = np.ndarray
-LONG = 32  # rows of a chunk in bfloat16 from which torch, whose products use oneDNN, is faster: AMX is not in csrc/
+LONG = 32  # rows of a chunk in bfloat16 from which torch, whose products use oneDNN, is faster than all but AMX tiles
+TILED = ("best", "amx")  # kernels that take tiles where there are some
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class _Plan:
 class NativeAttention(TorchAttention):
     """``AttentionBackend`` by the extension.
 
-    ``kernel``: "best" for this processor, "avx512" (without its bf16 dot products), "portable", or "loads", which reads
-    what the others read and computes nothing: the limit that benchmarks show.
+    ``kernel``: "best" for this processor, "amx" (its tiles for every row, not only where they pay), "avx512" (without
+    its bf16 dot products), "portable", or "loads", which reads what the others read and computes nothing: the limit
+    that benchmarks show.
     """
 
     def __init__(self, kernel: str = "best") -> None:
@@ -93,8 +96,16 @@ class NativeAttention(TorchAttention):
     def _plan(self, rows: PagedRows, cache: Tensor) -> _Plan:
         plan: _Plan | None = rows.kept.get("native")
         if plan is None:
-            plan = rows.kept["native"] = _planned(rows, cache)
+            bf16 = cache.dtype == torch.bfloat16
+            slow = bf16 and not (self._kernel in TILED and tiles(cache.shape[-1]))
+            plan = rows.kept["native"] = _planned(rows, cache, LONG if slow else None)
         return plan
+
+
+def tiles(width: int) -> bool:
+    """Whether heads of ``width`` in bfloat16 go through AMX tiles here."""
+    asked = getattr(native.extension, "attention_instructions", None)
+    return asked is not None and asked(True, width) == "amx"
 
 
 def _close(rows: Tensor) -> Tensor:
@@ -106,7 +117,8 @@ def _rows(rows: Tensor) -> tuple[int, int, int]:
     return rows.data_ptr(), rows.stride(0), rows.stride(1)
 
 
-def _planned(rows: PagedRows, cache: Tensor) -> _Plan:
+def _planned(rows: PagedRows, cache: Tensor, longest: int | None) -> _Plan:
+    """Chunks of ``longest`` rows and more are torch's."""
     blocks, layers, _, heads, height, width = cache.shape
     decodes = rows.decodes
     tables, positions, ahead = [rows.tables.reshape(-1)], [rows.lengths - 1], [rows.lengths]
@@ -117,7 +129,7 @@ def _planned(rows: PagedRows, cache: Tensor) -> _Plan:
     ours, torches, start = [requests], [], decodes * across
     for chunk in rows.chunks:
         table, at = chunk.table.numpy(), np.arange(chunk.start, chunk.end)
-        ends = None if cache.dtype == torch.bfloat16 and chunk.length >= LONG else _ahead(chunk)
+        ends = None if longest is not None and chunk.length >= longest else _ahead(chunk)
         positions.append(at)
         if ends is None:
             ahead.append(at + 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity import native
+from trinity.stages.models.encoder_attention import FUNCTIONS, functions_for
 
 Pair = tuple[Tensor, Tensor]
 ROTARY = "apply_rotary_pos_emb"
@@ -175,8 +176,8 @@ class _QuickGelu(_Fused):
         return all(_same(module, cls, _rows(40, dtype)) for dtype in _DTYPES)
 
 
-class _Rotated(_Fused):
-    """Its forward is its base's but for the function that turns queries and keys: checked where that is replaced."""
+class _Renamed(_Fused):
+    """Its forward is its base's but for functions that it calls: checked where those are replaced."""
 
     @classmethod
     def fits(cls, module: Any) -> bool:
@@ -201,10 +202,10 @@ def _swapped(kind: type[Any], dtype: torch.dtype) -> Any:
     base = next((found for name, found in bases.items() if kind.__name__.endswith(name)), None)
     if base is not None:
         return type(kind.__name__, (base, kind), {"own": kind.forward, "__module__": kind.__module__})
-    forward = _with_rotary(kind.forward)
+    forward = _with_others(kind.forward, dtype)
     if forward is None:
         return None
-    return type(kind.__name__, (_Rotated, kind), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (_Renamed, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 def _rows(width: int, dtype: torch.dtype) -> Tensor:
@@ -233,21 +234,28 @@ def _close(found: Any, wanted: Any) -> bool:
     return torch.allclose(found.float(), wanted.float(), rtol=near, atol=near)
 
 
-# ---------------------------------------------------------------- rotary embeddings
+# ---------------------------------------------------------------- functions that attention layers call
 
 
-def _with_rotary(forward: Any) -> Any:
-    """``forward`` with ours in place of its module's ``apply_rotary_pos_emb``, or None where it is not to be had."""
-    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+def _with_others(forward: Any, dtype: torch.dtype) -> Any:
+    """``forward`` with ours in place of functions of its module for attention; None where none is to be replaced."""
+    if not isinstance(forward, FunctionType):
         return None
-    plain = forward.__globals__.get(ROTARY)
+    found = {ROTARY: _rotary_for(forward), FUNCTIONS: functions_for(forward, dtype)}
+    ours = {name: one for name, one in found.items() if one is not None}
+    if not ours:
+        return None
+    names = {**forward.__globals__, **ours}
+    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _rotary_for(forward: FunctionType) -> Any:
+    """What it is to find as ``apply_rotary_pos_emb``; None: what it finds."""
+    plain = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
     turned = None if plain is None else _rotary(plain)
-    if turned is None or not all(_turns_alike(plain, turned, dtype) for dtype in _DTYPES):
-        return None
-    names = {**forward.__globals__, ROTARY: turned}
-    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    found.__kwdefaults__ = forward.__kwdefaults__
-    return found
+    return turned if turned is not None and all(_turns_alike(plain, turned, dtype) for dtype in _DTYPES) else None
 
 
 def _rotary(plain: Any) -> Callable[..., Pair]:
