@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import msgspec
 import pytest
 
 from planning import BEST, plan
-from trinity.errors import TrinityWarning
+from trinity.budget import Budgets
+from trinity.errors import UnknownName
 from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.planner import Plan
+from trinity.planned import KNOBS
+from trinity.planner import Plan, Space
+from trinity.planner.knobs import knobs_of
 from trinity.routing import LeastLoaded
 from trinity.scheduler import Rules
+from trinity.trace import SLO
 
 QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
+SLOW = SLO(ttft=10, tbt=10)
 
 
 def planned(placement: str, **changes: object) -> Plan:
@@ -54,6 +62,65 @@ async def test_what_the_user_says_goes_before_the_plan() -> None:
     assert Pipeline(QUICK, "2EPD").routing == "round_robin"
 
 
-async def test_batch_limits_beside_the_placement_are_not_left_out_in_silence() -> None:
-    with pytest.warns(TrinityWarning, match=r"its batch limits \(tokens=512\) are not: give budgets="):
-        Pipeline(QUICK, planned("2EPD", settings={"order": "sjf", "tokens": 512, "images": 0}))
+ROOM = {"image": 8, "kv": 300}
+LIMITS = {"order": "sjf", "tokens": 700, "mixed_tokens": 64, "images": 2}
+
+
+async def test_batch_limits_of_a_wider_search_are_run() -> None:
+    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), pools=ROOM, slo=SLOW) as pipe:
+        ep, d = (pipe.hosts[name].core.settings.rules for name in ("EP0", "D0"))
+        assert (ep.tokens, ep.media, ep.order) == (700, 2 * 576, "sjf")
+        assert (d.tokens, d.media) == (64, 1)
+        output = await pipe.complete(PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3))
+        assert len(output.token_ids) == 3
+        lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
+        assert max(each.args.get("prefill tokens", 0) for each in lanes) == 700
+        assert max(each.args.get("media tokens", 0) for each in lanes) == 2 * 576
+
+
+async def test_a_limit_at_zero_is_what_algorithm_1_finds() -> None:
+    async def rules(settings: dict[str, int]) -> list[Rules]:
+        plan = planned("1EP1D", settings=settings)
+        async with Pipeline(QUICK, plan, pools=ROOM, slo=SLOW) as pipe:
+            return [host.core.settings.rules for host in pipe.hosts.values()]
+
+    assert await rules({"tokens": 0, "mixed_tokens": 0, "images": 0}) == await rules({})
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({"budgets": Budgets(tokens=100)}, [100, 100]),
+        ({"rules": Rules(tokens=90)}, [90, 90]),
+        ({"tokens": 80}, [80, 80]),
+        ({"images": 1}, [700, 64]),
+    ],
+)
+async def test_the_users_own_limits_go_before_the_plans(given: Any, tokens: list[int]) -> None:
+    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), pools=ROOM, **given) as pipe:
+        assert [pipe.hosts[name].core.settings.rules.tokens for name in ("EP0", "D0")] == tokens
+        assert "budgets" in given or pipe.hosts["EP0"].core.settings.rules.order == (
+            "fcfs" if "rules" in given else "sjf"
+        )
+
+
+async def test_processes_are_told_of_them() -> None:
+    plan = planned("1EP1D", settings={**LIMITS, "depth": 2, "reservation": "optimistic"})
+    async with Pipeline(QUICK, plan, pools=ROOM, hosting="process") as pipe:
+        asked = [PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3) for _ in range(2)]
+        outputs = await asyncio.gather(*map(pipe.complete, asked))
+        assert [len(output.token_ids) for output in outputs] == [3, 3]
+        setups = {name: each.setup for name, each in pipe.processes.items()}
+    assert [(each.most_tokens, each.most_images) for each in setups.values()] == [(700, 2), (64, None)]
+    assert {(each.depth, each.reservation) for each in setups.values()} == {(2, "optimistic")}
+    lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
+    assert max(each.args.get("prefill tokens", 0) for each in lanes) == 700
+
+
+def test_every_knob_of_the_search_is_run() -> None:
+    assert set(knobs_of(Space())) <= set(KNOBS)
+
+
+def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:
+    with pytest.raises(UnknownName, match="unknown setting of a plan 'chunk'; known: depth, images, mixed_tokens"):
+        Pipeline(QUICK, planned("2EPD", settings={"chunk": 512}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.budget import Budgets
 from trinity.cost import Tables
-from trinity.errors import ConfigError, TrinityWarning
+from trinity.errors import ConfigError
 from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
 from trinity.media import Limits
 from trinity.messages import IMAGE, KV
 from trinity.overlap import Transfers
 from trinity.paced import Paced
-from trinity.placement import Placement
-from trinity.planner import Plan
 from trinity.processor import RequestProcessor
 from trinity.processor_loading import check_directory
 from trinity.processor_paced import PacedProcessor
@@ -56,39 +53,6 @@ class Deployment:
     observe: Callable[..., None] | None = None
     transfers: Transfers = DEFAULT_TRANSFERS
     shared: bool = False  # pools in memory files, which other processes can map
-
-
-def placed(placement: str | Placement | Plan | Sequence[Instance], common: dict[str, Any]) -> list[Instance]:
-    """Instances of a placement, of a plan's best one, or the user's own as they are."""
-    if isinstance(placement, Plan):
-        placement = placement.placement
-    if isinstance(placement, str):
-        placement = Placement.parse(placement)
-    if isinstance(placement, Placement):
-        return [Instance(roles, name, **common) for name, roles in placement.instances()]
-    if not placement:
-        raise ConfigError("a pipeline needs at least one instance")
-    return list(placement)
-
-
-def rules_and_routing(
-    placement: object, rules: Rules | None, routing: str | RoutingPolicy | None
-) -> tuple[Rules, str | RoutingPolicy]:
-    """Rules and routing: the user's, else those that a plan's wider search has set, else the defaults.
-
-    Batch limits that it has set (0: none) are not applied, and a warning says so: budgets are searched under an SLO.
-    """
-    knobs = dict(placement.best.settings) if isinstance(placement, Plan) else {}
-    order, policy = knobs.pop("order", DEFAULT_RULES.order), knobs.pop("policy", DEFAULT_RULES.policy)
-    planned = knobs.pop("routing", "round_robin")
-    left = ", ".join(f"{name}={value}" for name, value in knobs.items() if value)
-    if left:
-        text = (
-            f"a plan's placement, policy, order and routing are run, its batch limits ({left}) are not: give budgets="
-        )
-        warnings.warn(text, TrinityWarning, stacklevel=3)
-    chosen = rules or replace(DEFAULT_RULES, order=order, policy=policy)  # type: ignore[arg-type]
-    return chosen, str(planned) if routing is None else routing
 
 
 def config_digest(model: Path | Paced) -> str:
@@ -218,7 +182,10 @@ def _default_cache(device: str, instances: int) -> int:
 
 
 def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor | None) -> Rules:
-    """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults."""
+    """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults.
+
+    The instance's own batch limits go before each of them.
+    """
     rules = instance.spec.rules or deployment.rules
     budgets = deployment.budgets
     if budgets is None and deployment.slo is not None and instance.spec.rules is None:
@@ -228,6 +195,17 @@ def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor
         else:
             assert processor is not None
             budgets = profile_budgets(instance, processor, limit)
-    if budgets is None:
-        return rules
-    return replace(rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=budgets.cost)
+    if budgets is not None:
+        given = {"tokens": budgets.tokens, "media": budgets.media, "limit_s": budgets.limit_s, "cost": budgets.cost}
+        rules = replace(rules, **given)  # type: ignore[arg-type]
+    tokens, images = instance.spec.tokens, instance.spec.images
+    media = rules.media if images is None else images * _image_tokens(instance.model, processor)
+    return replace(rules, tokens=tokens or rules.tokens, media=media)
+
+
+def _image_tokens(model: LoadedModel | Paced, processor: RequestProcessor | None) -> int:
+    """Visual tokens of a usual image; 1 where the model has none."""
+    if isinstance(model, Paced):
+        return model.shape.image_tokens if model.multimodal else 1
+    assert processor is not None
+    return processor.dummy_inputs()[0].tokens if processor.multimodal else 1

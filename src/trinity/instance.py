@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
-from trinity.core.settings import Reservation, Settings, check_reservation
+from trinity.core.settings import Reservation, Settings, check_depth, check_limits, check_reservation
 from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
@@ -76,7 +76,9 @@ class Instance:
     of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
     of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
     letters. ``reservation`` of KV blocks: "full", for prompt and ``max_tokens`` at once, or "optimistic", as a request
-    decodes; where there are none, the youngest is preempted and recomputed. ``threads``: intra-op threads per lane.
+    decodes; where there are none, the youngest is preempted and recomputed. ``tokens`` (prefill tokens and decodes: no
+    more requests decode at once) and ``images`` (of usual size) are the most of one step, in place of budgets that are
+    searched or the pipeline's; none: as those say. ``threads``: intra-op threads per lane.
     ``cores``: processors that its threads are kept on: one for all lanes, or as many for each, in the lanes' order;
     none: wherever the system puts them. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by device,
     see ``trinity.stages.attention_backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
@@ -104,17 +106,19 @@ class Instance:
     attention: str = AUTO
     depth: int = 1
     pack: bool | None = None
+    tokens: int | None = None
+    images: int | None = None
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
         check_name(self.attention)
         check_reservation(self.reservation)
+        check_limits(self.tokens, self.images, self.rules is not None)
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # one stream of work has nothing to run beside it
-        if self.depth not in (1, 2):
-            raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {self.depth!r}")
+        check_depth(self.depth)
         self.cores = check_form(self.cores, len(self.lanes), self.threads)
 
     @property

@@ -7,16 +7,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 from trinity.auto import automatic
 from trinity.budget import Budgets
 from trinity.connector import Connector, choice, make_connector
-from trinity.core.settings import Reservation
 from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, placed, profiled, rules_and_routing
+from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, profiled
 from trinity.instance import Instance, InstanceHost, named
 from trinity.instance_process import InstanceProcess
 from trinity.integrity import Verify
@@ -25,6 +24,7 @@ from trinity.metrics import Metrics
 from trinity.overlap import Transfers
 from trinity.paced import Paced
 from trinity.placement import Placement
+from trinity.planned import InstanceOptions, placed, rules_and_routing
 from trinity.planner import Plan
 from trinity.processes import SILENCE_S, Processes, addresses_of, check_hosting, check_secret, check_silence, setups_for
 from trinity.processor import Limits, Processed, RequestProcessor
@@ -62,7 +62,9 @@ class Pipeline:
     EPD, and a plan of what comes, told and not applied (``pipe.auto``). ``slo`` (TTFT and TBT, seconds) has the budgets
     of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
     ``rules`` has the scheduler's policy, queue order and switches. ``pools`` (blocks by kind) or ``memory_bytes``
-    (weights included) size every instance that says nothing itself; ``reservation`` of KV blocks: see ``Instance``.
+    (weights included) size every instance that says nothing itself. ``lanes``, ``threads``, ``prefix_cache``,
+    ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``, ``tokens`` and ``images`` are those of every
+    ``Instance`` that a placement or a plan names; they go before what the plan says.
     ``observe(request_id, index, logits)`` sees all logits before sampling. ``transfers`` says when blocks start to
     move; ``verify`` ("always", "network", "never") which are compared with the source's digests on arrival. ``secret``
     (or TRINITY_SECRET) is shown to instances that run already. A process that is silent for ``silence_s`` is restarted.
@@ -94,17 +96,12 @@ class Pipeline:
         budgets: Budgets | None = None,
         rules: Rules | None = None,
         routing: str | RoutingPolicy | None = None,
-        lanes: tuple[str, ...] = ("joint",),
         pools: Mapping[str, int] | None = None,
         memory_bytes: int | None = None,
         dtype: str = "auto",
         device: str = "cpu",
-        threads: int = 1,
         limits: Limits | None = None,
         max_waiting: int = 1024,
-        prefix_cache: bool = True,
-        image_cache: bool = True,
-        reservation: Reservation = "full",
         media_block: int = 576,
         kv_block: int = 16,
         observe: Callable[..., None] | None = None,
@@ -112,11 +109,11 @@ class Pipeline:
         secret: str | None = None,
         silence_s: float = SILENCE_S,
         instances: int | None = None,
+        **options: Unpack[InstanceOptions],
     ) -> None:
         self.auto, placement = automatic(model_of(model), placement, instances, slo, memory_bytes)
+        self.instances = named(placed(placement, options, limited=rules is not None or budgets is not None))
         rules, routing = rules_and_routing(placement, rules, routing)
-        common: dict[str, Any] = {"lanes": lanes, "threads": threads, "device": device, "reservation": reservation}
-        self.instances = named(placed(placement, common | {"prefix_cache": prefix_cache, "image_cache": image_cache}))
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._limits = slo, routing, limits or Limits()
         self.hosting = check_hosting(hosting, connector, self.instances)

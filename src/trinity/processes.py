@@ -197,6 +197,8 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         routing=routing,
         lanes=spec.lanes,
         depth=spec.depth,
+        most_tokens=spec.tokens,
+        most_images=spec.images,
         threads=spec.threads,
         cores=spec.cores,
         media_block=deployment.media_block,

@@ -271,6 +271,8 @@ def _load(setup: Setup) -> Loaded:
         reservation=setup.reservation,
         attention=setup.attention,
         pack=setup.pack,
+        tokens=setup.most_tokens,
+        images=setup.most_images,
     )
     deployment = Deployment(
         model=setup.paced or Path(setup.model),
@@ -285,8 +287,8 @@ def _load(setup: Setup) -> Loaded:
         shared=True,
         transfers=setup.transfers,
     )
-    profiled = setup.slo is not None and setup.budgets is None and setup.paced is None
-    processor = RequestProcessor(setup.model) if profiled else None
+    measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
+    processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
     try:
         loaded = load(deployment, [spec], processor)[0]
         loaded.settings = replace(loaded.settings, epoch=setup.epoch)

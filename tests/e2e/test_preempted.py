@@ -10,7 +10,6 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import METHODS, copy_of, problems, serve
 from serving_cases import BUDGET, TEXT, Waves, answers, ask, red, waves
-from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.scheduler import Rules
 
@@ -19,11 +18,10 @@ pytestmark = pytest.mark.xdist_group("llava")
 TIGHT = {"image": 9, "kv": 56}  # of 7 and 4 rows: three images, and the longest request with a few rows beside it
 COMMON: dict[str, Any] = {"rules": Rules(tokens=BUDGET), "pools": TIGHT, "media_block": 7, "kv_block": 4}
 OFF = {"prefix_cache": False, "image_cache": False}
-DEEP = [Instance("EPD", depth=2, reservation="optimistic")]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{method: (method, {}) for method in METHODS},
     "PD+E": ("PD+E", {}),
-    "depth": (DEEP, {}),
+    "depth": ("EPD", {"depth": 2}),
     "lanes": ("EPD", {"lanes": ("vision", "language")}),
     "uncached": ("EPD", OFF),
     "uncached-E+P+D": ("E+P+D", OFF),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trinity.errors import UnknownName
+from trinity.errors import ConfigError, UnknownName
 from trinity.overlap import Transfers
 from trinity.scheduler import Rules
 
@@ -48,3 +48,20 @@ def check_reservation(name: str) -> None:
     """Raise ``UnknownName``."""
     if name not in RESERVATIONS:
         raise UnknownName("reservation", name, RESERVATIONS)
+
+
+def check_depth(depth: int) -> None:
+    """Raise ``ConfigError``."""
+    if depth not in (1, 2):
+        raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {depth!r}")
+
+
+def check_limits(tokens: int | None, images: int | None, ruled: bool) -> None:
+    """Raise ``ConfigError`` for batch limits that cannot be, or that are given beside ``rules`` with their own."""
+    for name, limit in (("tokens", tokens), ("images", images)):
+        if limit is None:
+            continue
+        if ruled:
+            raise ConfigError(f"{name}={limit!r} and rules= both limit a batch: give the limits in the rules alone")
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"{name} of one step is a whole number of at least 1, got {limit!r}")

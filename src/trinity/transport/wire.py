@@ -86,6 +86,8 @@ class Setup(Value, frozen=True, kw_only=True):
     attention: str = "auto"
     pack: bool | None = None
     depth: int = 1
+    most_tokens: int | None = None
+    most_images: int | None = None
     slo: SLO | None = None
     budgets: Budgets | None = None
     tokens: int = 2048
