@@ -203,10 +203,10 @@ def a_transfer_is_released_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @broken
 def a_token_is_emitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(result: Any, s: State, request: str, state: Any, sampled: Any, emitted: list[Any], now: float) -> None:
-        emitted.append(emitted[-1])
+    def again(result: Any, s: State, requests: Any, event: Any, emitted: list[Any], now: float) -> None:
+        emitted.extend(emitted[-1:])
 
-    around(monkeypatch, steps, "_took", again)
+    around(monkeypatch, steps, "_take", again)
 
 
 @broken

@@ -149,12 +149,12 @@ def test_a_step_that_does_not_run_cannot_end() -> None:
 def test_a_last_chunk_and_a_decode_need_their_token() -> None:
     core = make_core("PD0")
     core.handle(Submit(work("r", 3)), 0.0)
-    with pytest.raises(AssertionError, match="the last chunk of r gave no token"):
+    with pytest.raises(AssertionError, match="a row of r gave no token"):
         core.handle(done(1), 0.0)
     core = make_core("PD0")
     core.handle(Submit(work("r", 3)), 0.0)
     core.handle(done(1, r=5), 0.0)
-    with pytest.raises(AssertionError, match="decode of r gave no token"):
+    with pytest.raises(AssertionError, match="a row of r gave no token"):
         core.handle(done(2), 0.0)
 
 

@@ -113,8 +113,6 @@ def next_decodes(s: State) -> tuple[str, ...]:
 
     A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
     """
-    if s.settings.depth == 1:
-        return tuple(s.decoding)
     rows = [request for request, state in s.decoding.items() if len(state.tokens) + state.steps < state.max_tokens]
     if "D" in s.settings.roles:
         rows += [request for request, state in s.prefilling.items() if _decodes_next(state)]

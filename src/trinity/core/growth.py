@@ -7,7 +7,6 @@ is to be had the youngest gives its own up (``preemption``), never the oldest, s
 from __future__ import annotations
 
 from trinity.core.preemption import age, preempt
-from trinity.core.reservation import grows
 from trinity.core.state import RequestState, State
 from trinity.messages import KV, Grow
 
@@ -15,7 +14,7 @@ from trinity.messages import KV, Grow
 def placed(s: State, rows: tuple[str, ...], now: float) -> tuple[str, ...]:
     """Those rows of the next step that have a block for the token which they feed; the oldest get theirs first."""
     s.paused.clear()
-    full = _full(s, rows) if grows(s) else []
+    full = _full(s, rows)
     if not full:
         return rows
     if s.kv.fits(len(full)):  # nearly always

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from trinity.core.cells import Cells, Piece
-from trinity.core.reservation import grows, need, recomputable, spare
+from trinity.core.reservation import need, recomputable, spare
 from trinity.core.state import Incoming, Phase, RequestState, State
 from trinity.messages import KV, Failure, Offer, Pull, Pulled, Ready
 from trinity.overlap import PullTimes, merged, overlap_ratio
@@ -17,7 +17,7 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.tokens:
         return False
     assert state.incoming is not None
-    state.firm = grows(s) and not recomputable(s, state.work)
+    state.firm = s.grows and not recomputable(s, state.work)
     total = need(s, state, len(state.incoming.offer.parts[0].blocks))
     hits = s.kv.match(s.prefix_keys(state))
     if s.preempted or not s.kv.fits(total - len(hits) + spare(s), hits):

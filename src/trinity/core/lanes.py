@@ -17,16 +17,13 @@ class Running:
     """A step in flight on a lane."""
 
     step: Step
+    requests: Collection[str]  # whose rows it has, in order: a replay must not depend on hashes
     written: float | None = None  # when it told of the last layer of its prefills' KV
 
-    @property
-    def requests(self) -> Collection[str]:
-        """Whose rows it has, in order: a replay must not depend on hashes."""
-        step = self.step
-        if not (step.encodes or step.prefills):  # most steps
-            return step.decodes
+    @classmethod
+    def of(cls, step: Step) -> Running:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
-        return dict.fromkeys([*rows, *step.decodes])
+        return cls(step, dict.fromkeys([*rows, *step.decodes]))
 
 
 Flights = dict[str, deque[Running]]  # of each lane, in the order in which they run

@@ -10,17 +10,12 @@ from trinity.routing import kv_tokens
 LITTLE = 1  # blocks beyond those of its text that a request is admitted with
 
 
-def grows(s: State) -> bool:
-    """Whether requests grow here: those that do not decode here need no more than their text."""
-    return s.settings.reservation == "optimistic" and "D" in s.settings.roles
-
-
 def need(s: State, state: RequestState, text: int) -> int:
     """KV blocks that a request is admitted with, whose text of so many blocks is prefilled or pulled here."""
     if "D" not in s.settings.roles:
         return text
     whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block)
-    return min(whole, text + LITTLE) if grows(s) and not state.firm else whole
+    return min(whole, text + LITTLE) if s.grows and not state.firm else whole
 
 
 def recomputable(s: State, work: Work) -> bool:
@@ -35,4 +30,4 @@ def recomputable(s: State, work: Work) -> bool:
 
 def spare(s: State) -> int:
     """Blocks that admissions leave alone: one for each request that decodes, which will ask for it soon."""
-    return len(s.decoding) if grows(s) else 0
+    return len(s.decoding) if s.grows else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.cells import Cells, Piece
-from trinity.core.lanes import Flights, Running
+from trinity.core.lanes import Flights
 from trinity.core.queues import Queue
 from trinity.core.rates import StepRates
 from trinity.core.settings import Settings as Settings
@@ -256,6 +256,8 @@ class State:
         self.incoming: dict[str, str] = {}
         self.outgoing: dict[str, Outgoing] = {}
         self.tombstones: dict[str, str] = {}
+        # whether requests grow here: those that do not decode here need no more than their text
+        self.grows = settings.reservation == "optimistic" and "D" in settings.roles
         self.lanes: Flights = {lane: deque() for lane in settings.lanes}
         self.out: list[Value] = []
         self.steps = 0
@@ -332,12 +334,6 @@ class State:
 
     def in_step(self, request: str) -> bool:
         return self.requests[request].steps > 0
-
-    def count(self, running: Running, by: int) -> None:
-        """Its requests have one step more, or one less, in flight."""
-        requests = self.requests
-        for request in running.requests:
-            requests[request].steps += by
 
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""

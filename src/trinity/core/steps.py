@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trinity.core.admission import Candidates, next_decodes, own_items
 from trinity.core.growth import placed
 from trinity.core.kv_source import chunk_done, group_for, measure, open_streams
@@ -11,7 +13,7 @@ from trinity.core.lifecycle import conclude_if_quiet, drop_media, end, queue_pre
 from trinity.core.source import announce, may_offer, offer_kv, offer_media
 from trinity.core.state import RequestState, State
 from trinity.core.target import admit_offers, start_decoding
-from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Sampled, Send, Step, Stepped
+from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Send, Step, Stepped
 from trinity.scheduler import Batch, schedule
 
 
@@ -19,7 +21,8 @@ def pump(s: State, now: float) -> None:
     """Admit migrations and fill lanes until nothing more can start."""
     again = True
     while again:
-        admit_offers(s, now)
+        if s.image_offers or s.kv_offers:
+            admit_offers(s, now)
         again = False
         for lane, flight in s.lanes.items():
             while len(flight) < s.settings.depth:
@@ -31,15 +34,23 @@ def pump(s: State, now: float) -> None:
 
 def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where something changed that may let more be admitted."""
-    preempted, rows = s.preemptions, placed(s, next_decodes(s), now) if "D" in LANES[lane] else ()
+    preempted = s.preemptions
+    rows: tuple[str, ...] = ()
+    if "D" in LANES[lane]:
+        rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
+        if s.grows:
+            rows = placed(s, rows, now)
     if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue or s.preempted):
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
-        _start(s, lane, Batch(rows), now)
+        if rows:
+            _start(s, lane, Step(s.steps + 1, lane, decodes=rows), now)
         return False  # a step lets nothing more be admitted
     candidates = Candidates(s, lane, rows, now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
-    scheduled = _start(s, lane, batch, now)
+    scheduled = _build(s, lane, batch)
+    if scheduled is not None:
+        _start(s, lane, scheduled, now)
     for state in admitted:
         _media_progress(s, state, now)
     if scheduled is not None:
@@ -48,27 +59,27 @@ def _fill(s: State, lane: str, now: float) -> bool:
     return bool(admitted or candidates.uncovered or s.preemptions > preempted)
 
 
-def _start(s: State, lane: str, batch: Batch, now: float) -> Step | None:
-    """Run the batch on the lane, if there is anything in it."""
-    step = _build(s, lane, batch, now)
-    if step is not None:
-        running = Running(step)
-        s.lanes[lane].append(running)
-        s.count(running, 1)
-        s.out.append(step)
-    return step
+def _start(s: State, lane: str, step: Step, now: float) -> None:
+    """Run the step on the lane."""
+    if s.fresh and step.decodes:
+        _first_decodes(s, now)
+    s.steps += 1
+    running = Running.of(step) if step.encodes or step.prefills else Running(step, step.decodes)
+    s.lanes[lane].append(running)
+    requests = s.requests
+    for request in running.requests:
+        requests[request].steps += 1
+    s.out.append(step)
 
 
-def _build(s: State, lane: str, batch: Batch, now: float) -> Step | None:
+def _build(s: State, lane: str, batch: Batch) -> Step | None:
+    """The batch as a step; None where nothing is in it."""
     encodes = tuple(row for request, items in batch.encodes for row in _encode_rows(s, request, items))
     prefills = tuple(_prefill_row(s, *chosen) for chosen in batch.prefills)
     decodes = tuple(batch.decodes)
     if not (encodes or prefills or decodes):
         return None
-    if decodes and s.fresh:
-        _first_decodes(s, now)
-    s.steps += 1
-    return Step(s.steps, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
+    return Step(s.steps + 1, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
 
 
 def _first_decodes(s: State, now: float) -> None:
@@ -105,8 +116,9 @@ def stepped(s: State, event: Stepped, now: float) -> None:
     assert flight, f"nothing runs on {event.lane}"
     assert flight[0].step.id == event.id, f"step {event.id} is not running on {event.lane}"
     running = flight.popleft()
-    s.count(running, -1)
-    step, failed = running.step, event.failed
+    requests, step, failed = s.requests, running.step, event.failed
+    for request in running.requests:
+        requests[request].steps -= 1
     s.rates.learn(step, event.seconds)
     emitted: list[Emitted] = []
     before = len(s.out)
@@ -116,9 +128,8 @@ def stepped(s: State, event: Stepped, now: float) -> None:
         measure(s, running, event, now)
     for row in step.prefills:
         if row.request not in failed:
-            _prefilled(s, row, event.sampled.get(row.request), emitted, now)
-    if step.decodes:
-        _decoded(s, step, event, emitted, now)
+            _prefilled(s, row, event, emitted, now)
+    _take(s, [each for each in step.decodes if each not in failed] if failed else step.decodes, event, emitted, now)
     if emitted:  # ahead of the ends that these tokens brought about
         s.out.insert(before, Send(FRONTEND, Emit(tuple(emitted))))
     for request, why in failed.items():
@@ -127,16 +138,6 @@ def stepped(s: State, event: Stepped, now: float) -> None:
         left = s.requests.get(request)
         if left is not None and left.ending is not None:
             conclude_if_quiet(s, left, now)
-
-
-def _decoded(s: State, step: Step, event: Stepped, emitted: list[Emitted], now: float) -> None:
-    failed, found = event.failed, event.sampled
-    for request in step.decodes:
-        state = s.requests[request]
-        if state.ending is None and request not in failed:
-            sampled = found.get(request)
-            assert sampled is not None, f"decode of {request} gave no token"
-            _took(s, request, state, sampled, emitted, now)
 
 
 def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
@@ -186,7 +187,7 @@ def _announce_media(s: State, step: Step, now: float) -> None:
                 offer_media(s, state, now)
 
 
-def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Emitted], now: float) -> None:
+def _prefilled(s: State, row: Prefill, event: Stepped, emitted: list[Emitted], now: float) -> None:
     state = s.requests[row.request]
     if state.ending is not None:
         return
@@ -195,10 +196,10 @@ def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Em
     chunk_done(s, state, row)
     if not row.last:
         return
-    assert sampled is not None, f"the last chunk of {row.request} gave no token"
     del s.prefilling[row.request]
     drop_media(s, state)
-    if _took(s, row.request, state, sampled, emitted, now):
+    _take(s, (row.request,), event, emitted, now)
+    if state.ending is not None:
         return
     if "D" in s.settings.roles:
         start_decoding(s, state, now)
@@ -206,12 +207,17 @@ def _prefilled(s: State, row: Prefill, sampled: Sampled | None, emitted: list[Em
         offer_kv(s, state, now)
 
 
-def _took(s: State, request: str, state: RequestState, sampled: Sampled, emitted: list[Emitted], now: float) -> bool:
-    """Take one token. True where the request ends with it."""
-    tokens, token = state.tokens, sampled.token
-    emitted.append(Emitted(request, state.attempt, len(tokens), sampled))
-    tokens.append(token)
-    if token not in state.stop_ids and len(tokens) < state.max_tokens:
-        return False  # most tokens
-    end(s, state, now, "stop" if token in state.stop_ids else "length")
-    return True
+def _take(s: State, requests: Sequence[str], event: Stepped, emitted: list[Emitted], now: float) -> None:
+    """Take one token of each of these rows, unless its request is ending."""
+    found, states = event.sampled, s.requests
+    for request in requests:
+        state = states[request]
+        if state.ending is not None:
+            continue
+        sampled = found.get(request)
+        assert sampled is not None, f"a row of {request} gave no token"
+        tokens, token = state.tokens, sampled.token
+        emitted.append(Emitted(request, state.attempt, len(tokens), sampled))
+        tokens.append(token)
+        if token in state.stop_ids or len(tokens) >= state.max_tokens:
+            end(s, state, now, "stop" if token in state.stop_ids else "length")
