@@ -1,13 +1,15 @@
 """What a decode step costs beside the model: CPU time of the core, of the shell around it and of the front end.
 
-A pipeline with one PD instance serves n requests at once. Each of its three threads (lane, core, event loop) notes its
-own CPU time at the same point of every step; only steps that decode all n requests and prefill nothing count. The gap
-is wall time: from one forward's end to the next one's start, in which the lane computes nothing.
+A pipeline with one PD instance serves n requests at once. The CPU time of each of its three threads (lane, core, event
+loop) is noted once a step; only steps that decode all n requests and prefill nothing count. The core answers on
+whichever thread has its events: what the answers take is the core's, the rest of both threads the shell's. The gap is
+wall time: from one forward's end to the next one's start, in which the lane computes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -39,10 +41,19 @@ class Notes:
     def __init__(self, running: int) -> None:
         self.running = running
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self._answers: dict[int, float] = defaultdict(float)
 
     def add(self, part: str, seconds: float, rows: int) -> None:
         if rows == self.running:
             self.seconds[part].append(seconds)
+
+    def answer(self, seconds: float) -> None:
+        """A core has answered on this thread."""
+        self._answers[threading.get_ident()] += seconds
+
+    def answered(self, thread: int) -> float:
+        """Seconds of its answers on a thread since this was asked last."""
+        return self._answers.pop(thread, 0.0)
 
     def medians(self, skip: int) -> dict[str, float]:
         """Microseconds by part, the first ``skip`` steps left out."""
@@ -66,7 +77,8 @@ class TimedModel:
 
 
 class TimedStage:
-    """The built-in language stage; "lane" is what its thread spends from one forward's end to the next one's start."""
+    """The built-in language stage; "lane" is what its thread spends from one forward's end to the next one's start,
+    "core_thread" what the core's spends from one forward's start to the next one's; neither with the core's answers."""
 
     letters = "PD"
 
@@ -76,7 +88,7 @@ class TimedStage:
         self._model, self._notes = TimedModel(setup.model), notes
         self._stage = LanguageStage(cast(Any, self._model), setup.memory[KV], None, letters=self.letters)
         self.consumes, self.produces = self._stage.consumes, self._stage.produces
-        self._ended = self._left = 0.0
+        self._ended = self._left = self._core_thread_s = 0.0
 
     def open(self, request: Open) -> None:
         self._stage.open(request)
@@ -85,31 +97,38 @@ class TimedStage:
         self._stage.close(request)
 
     def forward(self, step: Step) -> dict[str, Sampled]:
-        started, came = time.thread_time(), time.perf_counter()
+        began, came, notes = time.thread_time(), time.perf_counter(), self._notes
+        rows = 0 if step.prefills else len(step.decodes)
+        notes.add("lane", began - self._ended - notes.answered(threading.get_ident()), rows)
+        notes.add("gap", came - self._left, rows)
+        notes.add("core_thread", self._core_thread(), rows)
+        started = time.thread_time()
         sampled = self._stage.forward(step)
         ended = time.thread_time()
-        rows = 0 if step.prefills else len(step.decodes)
-        self._notes.add("model", self._model.seconds, rows)
-        self._notes.add("stage", ended - started - self._model.seconds, rows)
-        self._notes.add("lane", started - self._ended, rows)
-        self._notes.add("gap", came - self._left, rows)
+        notes.add("model", self._model.seconds, rows)
+        notes.add("stage", ended - started - self._model.seconds, rows)
         self._ended, self._left = time.thread_time(), time.perf_counter()
         return sampled
 
+    def _core_thread(self) -> float:
+        """What the thread of the core has spent since this was asked last."""
+        core = next(each.ident for each in threading.enumerate() if each.name.endswith("-core"))
+        assert core is not None
+        now = time.clock_gettime(time.pthread_getcpuclockid(core))
+        since, self._core_thread_s = self._core_thread_s, now
+        return now - since - self._notes.answered(core)
+
 
 def watch_core(host: InstanceHost, notes: Notes) -> None:
-    """Note the CPU time of every answer of the core, and of its thread between two answers."""
+    """Note the CPU time of every answer of the core."""
     handle: Callable[[Value, float], list[Value]] = host.core.handle
-    ended = 0.0
 
     def timed(event: Value, now: float) -> list[Value]:
-        nonlocal ended
         started = time.thread_time()
         commands = handle(event, now)
-        rows = len(event.sampled) if isinstance(event, Stepped) else 0
-        notes.add("core_thread", started - ended, rows)
-        ended = time.thread_time()
-        notes.add("core", ended - started, rows)
+        spent = time.thread_time() - started
+        notes.add("core", spent, len(event.sampled) if isinstance(event, Stepped) else 0)
+        notes.answer(spent)
         return commands
 
     host.core.handle = timed  # type: ignore[method-assign]
@@ -267,9 +286,10 @@ def result(found: Found, steps: int, rounds: int, noisy: Sequence[int] = ()) -> 
             f"One PD instance, llama-512x8 in float32, prompts of about {PROMPT_TOKENS} tokens; thread CPU time, the "
             f"median of {steps} steps, the median of {rounds} rounds. core: `InstanceCore.handle` with the scheduler, "
             "between two forwards, which leave nothing of it in the caches; core warm: the same decisions in a row. "
-            "core thread: its queue and what it sends. stage: building the batch and sampling, the argmax over 8,192 "
-            "logits a row included. lane: its queue and the timeline. The shell is lane and core thread. loop: front "
-            "end, text, streams and the readers, which are the user's side. gap: wall time between two forwards of the "
+            "stage: building the batch and sampling, the argmax over 8,192 logits a row included. lane: the rest of "
+            "its thread between two forwards: queue, timeline and, where the core answers there, what that sends. core "
+            "thread: the rest of its thread. The shell is both. loop: front end, text, streams and the readers, which "
+            "are the user's side. gap: wall time between two forwards of the "
             f"lane. Depths take turns. {MIDSIZE} serves text alone, over {steps // 2} steps, once."
         ),
         tables=[

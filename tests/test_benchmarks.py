@@ -43,6 +43,7 @@ def test_every_part_of_a_step_is_measured_at_every_number_of_requests(quick: Cal
     assert list(found) == ["1", "4"]
     for parts in found.values():
         assert set(parts) == {*step_overhead.PARTS, "gap", "core_warm"}
+        assert parts.pop("core_thread") >= 0  # where the lane decides, the core's own thread sleeps
         assert all(0 < value < 1e7 for value in parts.values())
 
 

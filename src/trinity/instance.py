@@ -10,21 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.settings import Reservation, Settings, check_depth, check_limits, check_reservation
+from trinity.core_thread import CoreThread, Stop
 from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
 from trinity.lane_stream import stream_for
 from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Tick, Value
+from trinity.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Value
 from trinity.own_stages import own_stages
 from trinity.paced import Paced
-from trinity.pinning import check_form, check_there, pin_thread, shares
+from trinity.pinning import check_form, check_there, shares
 from trinity.placement import Group
 from trinity.routing import RoutingPolicy
 from trinity.scheduler import Rules
@@ -224,11 +224,6 @@ def _stages(
     return own + built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
-@dataclass(frozen=True)
-class _Stop:
-    at_once: bool
-
-
 class InstanceHost:
     """Runs a loaded instance: one thread for its core, one for each lane. Public methods are safe from any thread."""
 
@@ -237,14 +232,12 @@ class InstanceHost:
         self.name = loaded.spec.name
         self.core = InstanceCore(loaded.settings, policy)
         self.events: deque[Value] = deque(maxlen=256)
-        self.core_cpu_s = 0.0
         self.steps = 0
         self._network, self._timeline = network, timeline
-        self._queue: SimpleQueue[Value | _Stop] = SimpleQueue()
+        self._thread = CoreThread(self.core, self._handle, self._failed, self._stop_lanes, loaded.spec.cores)
         self._lanes = self._make_lanes()
         self._digests = Digests(loaded.memory) if network.connector.verifies else None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name=f"trinity-{self.name}-core", daemon=True)
 
     def _make_lanes(self) -> dict[str, Lane]:
         from trinity.core.lanes import LANES
@@ -262,6 +255,7 @@ class InstanceHost:
                 cores,
                 stream_for(spec.device, lane),
                 self.loaded.settings.depth,
+                self._thread.decide,
             )
             for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
         }
@@ -272,11 +266,11 @@ class InstanceHost:
         self._thread.start()
 
     def post(self, event: Value) -> None:
-        self._queue.put(event)
+        self._thread.post(event)
 
     def stop(self, at_once: bool = False) -> None:
         """End the threads once nothing lives here any more, or ``at_once`` after the steps in flight."""
-        self._queue.put(_Stop(at_once))
+        self._thread.post(Stop(at_once))
 
     async def join(self) -> None:
         """Wait for the end of the threads, and of the transfers that an instance stopped at once has left."""
@@ -286,8 +280,7 @@ class InstanceHost:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         for lane in self._lanes.values():
             lane.join()
 
@@ -299,49 +292,23 @@ class InstanceHost:
         """CPU seconds that the lanes have spent."""
         return sum(lane.cpu_s for lane in self._lanes.values())
 
-    def _run(self) -> None:
-        try:
-            pin_thread(self.loaded.spec.cores)
-            self._serve()
-        except BaseException as error:
-            error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
-            self._failed(error)
-        finally:
-            for lane in self._lanes.values():
-                lane.stop()
+    def _stop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            lane.stop()
 
     def _failed(self, error: BaseException) -> None:
         """A thread ends by an error: the pipeline must know, or every reader would wait for ever."""
+        error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
         if self._network.loop.is_closed():  # the program ended without aclose(): nobody is there to be told
             return
         logger.error("%s failed", threading.current_thread().name, exc_info=error)
         self._network.loop.call_soon_threadsafe(self._network.crashed, self.name, error)
 
-    def _serve(self) -> None:
-        stopping = False
-        while not (stopping and self.core.idle()):
-            event = self._next()
-            if isinstance(event, _Stop):
-                if event.at_once:
-                    return
-                stopping = True
-                continue
-            self.events.append(event)
-            if self._digests is not None:
-                self._digests.heard(event)
-            self._execute(self.core.handle(event, time.monotonic()))
-            self.core_cpu_s = time.thread_time()
-
-    def _next(self) -> Value | _Stop:
-        """What was posted, or a Tick once a timer of the core is due."""
-        due = self.core.next_timer()
-        if due is None:
-            return self._queue.get()
-        left = due - time.monotonic()
-        try:
-            return self._queue.get(timeout=left) if left > 0 else Tick()
-        except Empty:
-            return Tick()
+    def _handle(self, event: Value, now: float) -> None:
+        self.events.append(event)
+        if self._digests is not None:
+            self._digests.heard(event)
+        self._execute(self.core.handle(event, now))
 
     def _execute(self, commands: list[Value]) -> None:
         to_frontend: list[Value] = []

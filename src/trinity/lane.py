@@ -17,6 +17,7 @@ from trinity.stages.base import Growing, Launching, Pending, Reporting, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
+PLAIN = {Sampled}
 LOOK_S = 0.0002  # between two looks at a launched step, while a command may come that would be launched behind it
 
 
@@ -35,7 +36,7 @@ class Lane:
     ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
     is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
     ``stream``: its own queue on a GPU. ``depth``: of stages that launch steps, so many are begun before the first is
-    waited for.
+    waited for. ``decide``: as ``post``, and has the core decide at once, on this thread.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Lane:
         cores: Sequence[int] = (),
         stream: LaneStream | None = None,
         depth: int = 1,
+        decide: Callable[[Value], None] | None = None,
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
@@ -57,7 +59,9 @@ class Lane:
         self._depth, self._flight = depth, deque[Launched]()
         self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
+        self._decide = decide or post
         self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
+        self._launching = [stage for stage in self.stages if isinstance(stage, Launching)]
         self._telling: Step | None = None  # whose progress is told
         self._told = False
         for stage in self.stages:
@@ -97,8 +101,14 @@ class Lane:
                 if not isinstance(command, Step):
                     self._tell(command)
                 elif not self._launch(command):
-                    self._post(self._step(command))
+                    self._reply(command, self._step(command))
                     self.cpu_s = time.thread_time()
+
+    def _reply(self, step: Step, answer: Stepped) -> None:
+        """Tell the core, which decides on this thread where it waits for that alone. Not behind a prefill or an encode:
+        what follows from those, such as digests for peers, takes longer than to wake another thread."""
+        waits = self._queue.empty() and not (step.prefills or step.encodes)
+        (self._decide if waits else self._post)(answer)
 
     def _next(self) -> Value | None:
         """The next command. Launched steps are waited for as soon as nothing more is to be launched behind them."""
@@ -116,12 +126,15 @@ class Lane:
 
     def _launch(self, step: Step) -> bool:
         """Begin a step of one stage that can. Where this is False, nothing is in flight any more."""
+        if not self._launching:
+            return False
         rows = [(stage, found) for stage in self.stages if (found := rows_for(step, stage.letters)) is not None]
         stage, only = rows[0] if len(rows) == 1 else (None, step)
-        if isinstance(stage, Launching) and not step.group:
+        launching = next((each for each in self._launching if each is stage), None)
+        if launching is not None and not step.group:
             try:
                 self._stream.begin()
-                self._flight.append(Launched(step, stage.launch(only), time.perf_counter()))
+                self._flight.append(Launched(step, launching.launch(only), time.perf_counter()))
                 return True
             except BaseException:  # running it as any other step tells whose fault it is
                 logger.exception("step %d of %s could not be launched", step.id, self.name)
@@ -141,9 +154,9 @@ class Lane:
             for each in reversed(again):
                 each.pending.drop()
             for each in again:
-                self._post(self._step(each.step))
+                self._reply(each.step, self._step(each.step))
         else:
-            self._post(self._answer(first.step, max(first.since, self._free_at), sampled, {}))
+            self._reply(first.step, self._answer(first.step, max(first.since, self._free_at), sampled, {}))
         self.cpu_s = time.thread_time()
 
     def _tell(self, command: Value) -> None:
@@ -193,9 +206,9 @@ class Lane:
 
     def _arguments(self, step: Step) -> dict[str, float]:
         """What the timeline says of a step: its rows, and what a stage remarks on it."""
-        said: dict[str, float] = dict(_sizes(step))
+        said = _sizes(step)
         for stage in self.stages:
-            said |= getattr(stage, "remarks", {})
+            said.update(getattr(stage, "remarks", ()))
         return said
 
     def _forward(self, step: Step) -> dict[str, Sampled]:
@@ -205,7 +218,8 @@ class Lane:
             for stage in self.stages:
                 rows = rows_for(step, stage.letters)
                 if rows is not None:
-                    sampled.update(checked(stage.forward(rows) or {}))
+                    found = checked(stage.forward(rows) or {})
+                    sampled = sampled | found if sampled else found
         finally:
             self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
         return complete(step, sampled)
@@ -227,7 +241,7 @@ class Lane:
 def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """What a stage returned. Raises ``TypeError`` where it is not tokens by request: the core must not trip over it."""
     kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
-    if not all(issubclass(kind, Sampled) for kind in kinds):
+    if kinds != PLAIN and not all(issubclass(kind, Sampled) for kind in kinds):
         raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
     return sampled
 
@@ -284,7 +298,7 @@ def _title(step: Step) -> str:
     return "+".join(names[letter] for letter in _letters(step))
 
 
-def _sizes(step: Step) -> dict[str, int]:
+def _sizes(step: Step) -> dict[str, float]:
     if not (step.encodes or step.prefills):
         return {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
     return {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ class Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
+Row = tuple[str, str, str, float, float, Mapping[str, Any]]  # of a Slice, which takes longer to make
+
+
 class Timeline:
     """The last ``limit`` slices; ``dropped`` counts older ones. Threads may add at the same time."""
 
@@ -35,7 +38,7 @@ class Timeline:
         if limit < 1:
             raise ConfigError(f"a timeline's limit must be at least 1 slice, got {limit}")
         self.dropped = 0
-        self._slices: deque[Slice] = deque(maxlen=limit)
+        self._slices: deque[Row] = deque(maxlen=limit)
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -54,12 +57,11 @@ class Timeline:
 
         Raises ``ConfigError`` where a time is not a number, or a duration is negative.
         """
-        if not (math.isfinite(start_s) and math.isfinite(duration_s) and duration_s >= 0):
+        if not (-inf < start_s < inf and 0 <= duration_s < inf):
             raise ConfigError(f"slice {name!r}: start {start_s!r} s and duration {duration_s!r} s are no times")
-        entry = Slice(instance, lane, name, start_s, duration_s, args or {})
         with self._lock:
             self.dropped += len(self._slices) == self._slices.maxlen
-            self._slices.append(entry)
+            self._slices.append((instance, lane, name, start_s, duration_s, args or {}))
 
     @classmethod
     def of(cls, slices: Iterable[Slice]) -> Timeline:
@@ -73,7 +75,7 @@ class Timeline:
     def slices(self) -> tuple[Slice, ...]:
         """What is kept, oldest first."""
         with self._lock:
-            return tuple(self._slices)
+            return tuple(map(Slice._make, self._slices))
 
     def rows(self) -> tuple[tuple[str, str, float, float, dict[str, Any]], ...]:
         """(lane, name, start, seconds, arguments) of every slice, for an instance's slices on their way home."""
@@ -85,8 +87,7 @@ class Timeline:
         Slices of one lane that overlap are shown on threads of their own ("migration 2"), because the format only
         nests slices of one thread.
         """
-        with self._lock:
-            slices, dropped = list(self._slices), self.dropped
+        slices, dropped = self.slices(), self.dropped
         origin = min((entry.start_s for entry in slices), default=0.0)
         events = _events(slices, origin)
         other = {"dropped_slices": dropped, "origin_s": origin}

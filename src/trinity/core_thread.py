@@ -1,0 +1,111 @@
+"""CoreThread: the thread of an instance's core, and who decides in its place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from queue import Empty, SimpleQueue
+
+from trinity.core import InstanceCore
+from trinity.messages import Tick, Value
+from trinity.pinning import pin_thread
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The end of a core: once it is idle, or ``at_once``."""
+
+    at_once: bool
+
+
+class CoreThread:
+    """Has ``handle(event, now)`` called for one event after another, in the order of their posts, and Ticks when due.
+
+    Whoever holds the lock calls it: this thread, or one that has nothing to do before the core has answered
+    (``decide``). Then nobody has to be woken, and what the decision reads is in the caches of that processor.
+    ``failed`` is told where it raises, which ends the core; ``ended`` is called when the thread ends.
+    """
+
+    def __init__(
+        self,
+        core: InstanceCore,
+        handle: Callable[[Value, float], None],
+        failed: Callable[[BaseException], None],
+        ended: Callable[[], None],
+        cores: Sequence[int] = (),
+    ) -> None:
+        self._core, self._handle, self._failed, self._ended, self._cores = core, handle, failed, ended, tuple(cores)
+        self._inbox: deque[Value | Stop] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung where there is something to do for the thread
+        self._lock = threading.Lock()
+        self._due = inf  # when the thread wakes by itself
+        self._stopping = self._over = False
+        self._thread = threading.Thread(target=self._run, name=f"trinity-{core.settings.name}-core", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, event: Value | Stop) -> None:
+        """Have it decided; never blocks."""
+        self._inbox.append(event)
+        self._bell.put(None)
+
+    def decide(self, event: Value) -> None:
+        """As ``post``, and decide here and now, unless another thread is at it."""
+        self._inbox.append(event)
+        if not self._lock.acquire(blocking=False):
+            self._bell.put(None)
+            return
+        due = -inf
+        try:
+            due = self._drain(event)
+        finally:
+            self._lock.release()
+            if self._over or due < self._due:
+                self._bell.put(None)
+
+    def _run(self) -> None:
+        try:
+            pin_thread(self._cores)
+            while not self._over:
+                with self._lock:
+                    self._due = due = self._drain()
+                if not self._over:
+                    with suppress(Empty):
+                        self._bell.get(timeout=None if due == inf else max(0.0, due - time.monotonic()))
+        except BaseException as error:
+            self._failed(error)
+        finally:
+            self._ended()
+
+    def _drain(self, last: Value | None = None) -> float:
+        """Decide on all that is there, up to ``last``; when the next Tick is due."""
+        done = False
+        try:
+            while True:
+                now, timer = time.monotonic(), self._core.next_timer()
+                due = inf if timer is None else timer
+                if done or self._over or (due > now and not self._inbox):
+                    return due
+                event = Tick() if due <= now else self._inbox.popleft()
+                done = event is last
+                if isinstance(event, Stop):
+                    self._stopping, self._over = True, event.at_once
+                else:
+                    self._handle(event, now)
+                self._over = self._over or (self._stopping and self._core.idle())
+        except BaseException:
+            self._over = True
+            raise
