@@ -7,6 +7,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -122,11 +123,10 @@ std::unique_ptr<Workload> workload(const Rows<int32_t> &requests, const In<doubl
 }
 
 std::vector<Act> acts_of(const Workload &work, const In<double> &times, const In<int32_t> &asked,
-                         const In<uint8_t> &aborts) {
-    require(times.size() == asked.size() && times.size() == aborts.size(), "a time for each act");
+                         const uint8_t *aborts) {
     std::vector<Act> acts;
     for (size_t at = 0; at < times.size(); ++at) {
-        const Act act{times.data()[at], asked.data()[at], aborts.data()[at] != 0};
+        const Act act{times.data()[at], asked.data()[at], aborts && aborts[at]};
         require(act.request >= 0 && size_t(act.request) < work.requests.size(), "an act for no request");
         require(act.time >= (acts.empty() ? 0.0 : acts.back().time), "acts out of order");
         acts.push_back(act);
@@ -179,7 +179,8 @@ nb::object log_of(const std::vector<Line> &lines) {
 nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32_t> &asked, const In<uint8_t> &aborts,
                    const Rows<int32_t> &rows, const In<double> &limits, const nb::list &costs,
                    const nb::list &rule_costs, const In<int64_t> &whole, const In<double> &real, bool logged) {
-    const std::vector<Act> acts = acts_of(work, times, asked, aborts);
+    require(times.size() == asked.size() && times.size() == aborts.size(), "a time for each act");
+    const std::vector<Act> acts = acts_of(work, times, asked, aborts.data());
     const std::vector<Setup> setups = setups_of(rows, limits, costs, rule_costs);
     const Options options = options_of(whole, real);
     Result result;
@@ -187,6 +188,7 @@ nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32
         nb::gil_scoped_release released;
         Engine engine(work, acts, setups, options, logged);
         engine.run();
+        engine.write_times();
         result = std::move(engine.world.result);
     }
     const std::vector<int64_t> moved(result.moved, result.moved + 3);
@@ -196,7 +198,31 @@ nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32
                           result.unsettled, log_of(result.log));
 }
 
-// (p90, p99, guard, tpot, when complete ones ended) of what simulate() has answered.
+// As simulate(), of requests that nobody gives up: those in time by each rule, those whose first token was, when complete
+// ones ended, what instances did, and how many requests have ended.
+nb::tuple tried(const Workload &work, const In<double> &times, const In<int32_t> &asked, const Rows<int32_t> &rows,
+                const In<double> &limits, const nb::list &costs, const nb::list &rule_costs, const In<int64_t> &whole,
+                const In<double> &real, const In<double> &arrivals, double ttft, double tbt) {
+    require(times.size() == asked.size() && arrivals.size() == work.requests.size(), "a time for each request");
+    const std::vector<Act> acts = acts_of(work, times, asked, nullptr);
+    const std::vector<Setup> setups = setups_of(rows, limits, costs, rule_costs);
+    const Options options = options_of(whole, real);
+    Result result;
+    Judgement found;
+    {
+        nb::gil_scoped_release released;
+        Engine engine(work, acts, setups, options, false);
+        engine.run();
+        found = engine.judged(arrivals.data(), ttft, tbt);
+        result = std::move(engine.world.result);
+    }
+    const auto settled = std::count_if(result.reasons.begin(), result.reasons.end(), [](uint8_t each) { return each; });
+    return nb::make_tuple(found.p90, found.p99, found.guard, found.tpot, found.first,
+                          array_of(std::move(found.finishes)), array_of(std::move(result.busy)),
+                          array_of(std::move(result.peak)), result.ended, result.unsettled, int64_t(settled));
+}
+
+// (p90, p99, guard, tpot, first, when complete ones ended) of token times: how tried() judges, by itself.
 nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int32_t> &counts,
                  const In<uint8_t> &reasons, const In<double> &arrivals, double ttft, double tbt) {
     const size_t requests = first.size();
@@ -207,13 +233,14 @@ nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int
         require(first.data()[at] >= 0 && size_t(first.data()[at] + counts.data()[at]) <= times.size(), "too few times");
         found.add(times.data() + first.data()[at], counts.data()[at], arrivals.data()[at], ttft, tbt);
     }
-    return nb::make_tuple(found.p90, found.p99, found.guard, found.tpot, array_of(std::move(found.finishes)));
+    return nb::make_tuple(found.p90, found.p99, found.guard, found.tpot, found.first,
+                          array_of(std::move(found.finishes)));
 }
 
 } // namespace
 
 void bind_simulator(nb::module_ &module) {
-    module.attr("SIMULATOR") = 1; // raised with every change of what it takes or answers: trinity/twin.py
+    module.attr("SIMULATOR") = 2; // raised with every change of what it takes or answers: trinity/twin.py
     nb::class_<AnyCost>(module, "SimCost");
     nb::class_<Workload>(module, "SimWorkload");
     module.def("sim_roofline", &roofline, "whole"_a, "real"_a);
@@ -223,6 +250,8 @@ void bind_simulator(nb::module_ &module) {
     module.def("sim_workload", &workload, "requests"_a, "deadlines"_a, "items"_a, "keys"_a, "media_block"_a,
                "kv_block"_a);
     module.def("sim_judged", &judged, "times"_a, "first"_a, "counts"_a, "reasons"_a, "arrivals"_a, "ttft"_a, "tbt"_a);
+    module.def("sim_tried", &tried, "work"_a, "times"_a, "asked"_a, "instances"_a, "limits"_a, "costs"_a,
+               "rule_costs"_a, "whole"_a, "real"_a, "arrivals"_a, "ttft"_a, "tbt"_a);
     module.def("simulate", &simulate, "work"_a, "times"_a, "asked"_a, "aborts"_a, "instances"_a, "limits"_a, "costs"_a,
                "rule_costs"_a, "whole"_a, "real"_a, "logged"_a);
 }

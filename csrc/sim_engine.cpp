@@ -38,6 +38,51 @@ void Engine::run() {
     for (const Instance &instance : instances_) world.result.unsettled += !instance.idle() || instance.holds();
 }
 
+bool Engine::completed(size_t request) const {
+    return Reason(world.result.reasons[request]) == Reason::length && world.result.counts[request];
+}
+
+const double *Engine::later(size_t request) const {
+    if (!world.by_step) return world.result.times.data() + world.work.requests[request].first_time + 1;
+    const Stretch &stretch = world.stretches[request];
+    return instances_[stretch.instance].decode_times().data() + stretch.first;
+}
+
+void Engine::write_times() {
+    if (!world.by_step || world.work.requests.empty()) return;
+    const Request &last = world.work.requests.back();
+    world.result.times.resize(last.first_time + last.max_tokens);
+    for (size_t at = 0; at < world.work.requests.size(); ++at)
+        if (completed(at)) {
+            double *times = world.result.times.data() + world.work.requests[at].first_time;
+            *times = world.firsts[at];
+            std::copy_n(later(at), world.stretches[at].count, times + 1);
+        }
+}
+
+Judgement Engine::judged(const double *arrivals, double ttft, double tbt) const {
+    std::vector<std::vector<int32_t>> short_gaps(instances_.size()); // of each instance's steps up to each
+    for (size_t at = 0; at < instances_.size(); ++at)
+        short_gaps[at] = counted_gaps(instances_[at].decode_times(), tbt);
+    Judgement found;
+    for (size_t at = 0; at < world.work.requests.size(); ++at) {
+        if (!completed(at)) continue;
+        const double *times = later(at);
+        if (!world.by_step) {
+            found.add(times - 1, world.result.counts[at], arrivals[at], ttft, tbt);
+            continue;
+        }
+        const Stretch &own = world.stretches[at];
+        int64_t below = 0;
+        if (own.count) {
+            const std::vector<int32_t> &counts = short_gaps[own.instance];
+            below = (times[0] - world.firsts[at] < tbt) + counts[own.first + own.count - 1] - counts[own.first];
+        }
+        found.add({world.firsts[at], times, own.count, below}, arrivals[at], ttft, tbt);
+    }
+    return found;
+}
+
 // The earliest of what the user does, messages, and all that comes at times of its own; of equal ones the first posted.
 bool Engine::next(Event &event) {
     const bool acts = acted_ < acts_.size();

@@ -3,6 +3,7 @@
 
 #include "sim_frontend.hpp"
 #include "sim_instance.hpp"
+#include "sim_judge.hpp"
 #include "sim_world.hpp"
 
 namespace trinity::sim {
@@ -13,6 +14,8 @@ class Engine {
     Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups, const Options &options,
            bool logged);
     void run(); // until nothing is under way any more
+    void write_times(); // of all tokens, where they were booked by step
+    Judgement judged(const double *arrivals, double ttft, double tbt) const; // by the time at which each was to come
     World world;
 
   private:
@@ -20,6 +23,8 @@ class Engine {
     void dispatch(const Event &event);
     void arm(const Event &event);
     bool over() const;
+    bool completed(size_t request) const;
+    const double *later(size_t request) const; // when its tokens came but the first one
 
     const std::vector<Act> &acts_;
     Frontend frontend_;

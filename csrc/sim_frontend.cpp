@@ -70,7 +70,7 @@ void Frontend::submit(int32_t number) {
     entry = {};
     entry.alive = true;
     entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
-    entry.times = w.result.times.data() + request.first_time;
+    entry.times = w.by_step ? &w.firsts[number] : w.result.times.data() + request.first_time;
     ++entries_alive_;
     ++waiting_;
     if (request.deadline_s < FOREVER) {

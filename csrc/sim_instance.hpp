@@ -65,6 +65,7 @@ class Instance {
     void handle(const Event &event);
     double next_timer();
     bool idle() const;
+    const std::vector<double> &decode_times() const { return decodes_.times(); }
     bool holds() const { return image_.available() < image_.size() || kv_.available() < kv_.size(); }
 
   private:

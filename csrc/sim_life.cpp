@@ -91,7 +91,7 @@ void Instance::start_decoding(State &state) {
     state.place = Place::decoding;
     const int32_t left = request(state).max_tokens - state.tokens;
     if (w.by_step)
-        decodes_.join(state.self, left);
+        w.stretches[state.request] = {self_, left, decodes_.join(state.self, left)};
     else
         decoding_.push_back({state.self, state.request, left, false});
     decoding_tokens_ += request(state).prompt + state.tokens;

@@ -100,10 +100,9 @@ class Heap {
 // Who decodes on an instance, where nobody gives up: each of its steps takes all of them, so that whoever joins knows
 // which step is its last one, and has the times of those between for its own.
 class Decodes {
-  public:
     struct Row {
-        size_t first, last; // of the times, the last one left out
-        uint64_t number;    // by which equal ones end in the order in which they joined
+        int64_t last;    // step, by the number of steps up to it
+        uint64_t number; // by which equal ones end in the order in which they joined
         int32_t state;
 
         bool operator>(const Row &other) const {
@@ -111,29 +110,31 @@ class Decodes {
         }
     };
 
+  public:
     void begin() { ++begun_; } // a step with all who have joined
     void end(double time) { times_.push_back(time); }
 
-    void join(int32_t state, int32_t tokens) {
-        rows_.push_back({begun_, begun_ + size_t(tokens), joined_++, state});
+    int64_t join(int32_t state, int32_t tokens) { // where in the times of the steps its own begin
+        rows_.push_back({begun_ + tokens, joined_++, state});
         std::push_heap(rows_.begin(), rows_.end(), std::greater<>());
+        return begun_;
     }
 
-    bool ends() const { return !rows_.empty() && rows_.front().last == times_.size(); } // one with the last step
+    bool ends() const { return !rows_.empty() && rows_.front().last == int64_t(times_.size()); } // one with the last step
 
-    Row pop() {
+    int32_t pop() {
         std::pop_heap(rows_.begin(), rows_.end(), std::greater<>());
-        const Row row = rows_.back();
+        const int32_t state = rows_.back().state;
         rows_.pop_back();
-        return row;
+        return state;
     }
 
-    const double *times(const Row &row) const { return times_.data() + row.first; }
+    const std::vector<double> &times() const { return times_; }
 
   private:
     std::vector<double> times_; // of each step
     std::vector<Row> rows_;     // a heap
-    size_t begun_ = 0;
+    int64_t begun_ = 0;
     uint64_t joined_ = 0;
 };
 

@@ -254,13 +254,7 @@ void Instance::prefilled(const Chunk &chunk) {
 
 // Those that ended with this step's token.
 void Instance::decoded(int32_t rows) {
-    while (decodes_.ends()) {
-        const Decodes::Row row = decodes_.pop();
-        const Request &asked = request(w.states[row.state]);
-        double *last = w.result.times.data() + asked.first_time + asked.max_tokens;
-        std::copy_n(decodes_.times(row), row.last - row.first, last - (row.last - row.first));
-        decoded(w.states[row.state]);
-    }
+    while (decodes_.ends()) decoded(w.states[decodes_.pop()]);
     for (int32_t at = 0; at < (w.by_step ? 0 : rows); ++at) {
         Row &row = decoding_[at];
         if (row.gone || row.left) continue;

@@ -32,6 +32,12 @@ struct Result {
     std::vector<Line> log;
 };
 
+// Where the times of a request's tokens are but the first one's: in those of an instance's steps.
+struct Stretch {
+    int32_t instance = 0, count = 0;
+    int64_t first = 0;
+};
+
 struct Peers { // the instances of a stage
     std::vector<int> numbers;
     int32_t least_image = std::numeric_limits<int32_t>::max(), least_kv = least_image; // of their pools
@@ -59,7 +65,12 @@ struct World {
                     peers[stage].least_image = std::min(peers[stage].least_image, setup.image_blocks);
                     peers[stage].least_kv = std::min(peers[stage].least_kv, setup.kv_blocks);
                 }
-        result.times.resize(times);
+        if (by_step) {
+            firsts.resize(work.requests.size());
+            stretches.resize(work.requests.size());
+        } else {
+            result.times.resize(times);
+        }
         result.counts.resize(work.requests.size());
         result.reasons.resize(work.requests.size());
         result.busy.resize(3 * setups.size());
@@ -112,6 +123,8 @@ struct World {
     std::vector<Slot> slots[2];            // by item: on the first instance, and on the one it was migrated to
     std::vector<int32_t> image_blocks[2];  // likewise, from Item::first_block on
     std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where decode does
+    std::vector<double> firsts;            // where by_step, by request: when its first token came
+    std::vector<Stretch> stretches;        // likewise the others
     Result result;
 };
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,13 +20,14 @@ from trinity import serving, twin
 from trinity.blocks import prefix_keys
 from trinity.errors import ConfigError, TraceError
 from trinity.goodput import Outcome, Point, measure, point
+from trinity.native import extension
 from trinity.overlap import Transfers
 from trinity.placement import Placement
 from trinity.serving import Serving, requests_of
 from trinity.simulator import Replay, Simulator
 from trinity.testing.virtual import settings_of
 from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
-from trinity.twin import Deployed, Raw
+from trinity.twin import Deployed
 from trinity.twin_workload import Asked, Workload, asked_of
 from trinity.workload import Job, work_of
 
@@ -128,7 +129,7 @@ def test_what_the_instances_did_is_known_from_a_point(
     assert isinstance(served, Serving)
     served.point(trace, slo, 40.0)
     served.point(trace, slo, rate)
-    monkeypatch.setattr(Deployed, "run", None)  # from here on nothing is replayed
+    monkeypatch.setattr(Deployed, "tried", None)  # from here on nothing is replayed
     found = served.usage(trace, slo, rate)
     assert found is not None
     assert found.utilisation == expected.utilisation
@@ -282,23 +283,27 @@ def test_replays_of_one_trace_may_run_at_once() -> None:
 # ------------------------------------------------------------ judging
 
 
-def judged(lists: list[list[float]], arrivals: list[float], slo: SLO) -> twin.Judged:
+class Judged(NamedTuple):
+    p90: int
+    p99: int
+    guard: int
+    tpot: int
+    first: int
+    finishes: Any
+
+
+def judged(lists: list[list[float]], arrivals: list[float], slo: SLO) -> Judged:
     """By the extension, of requests with these token times."""
-    work = Workload.__new__(Workload)
-    work.first = np.cumsum([0, *map(len, lists)], dtype=np.int64)[:-1]
-    raw = Raw(
-        times=np.array([each for times in lists for each in times], np.float64),
-        counts=np.array([len(times) for times in lists], np.int32),
-        reasons=np.ones(len(lists), np.uint8),
-        busy=np.zeros(0),
-        peak=np.zeros(0, np.int32),
-        moved=np.zeros(3, np.int64),
-        ended=0.0,
-        events=0,
-        unsettled=0,
-        log=(np.zeros(0), np.zeros(0, np.int32)),
+    found = extension.sim_judged(
+        np.array([each for times in lists for each in times], np.float64),
+        np.cumsum([0, *map(len, lists)], dtype=np.int64)[:-1],
+        np.array([len(times) for times in lists], np.int32),
+        np.ones(len(lists), np.uint8),
+        np.array(arrivals, np.float64),
+        slo.ttft,
+        slo.tbt,
     )
-    return twin.judged(raw, work, np.array(arrivals, np.float64), slo.ttft, slo.tbt)
+    return Judged(*found)
 
 
 def expected(lists: list[list[float]], arrivals: list[float], slo: SLO) -> tuple[dict[Rule, int], list[float]]:
@@ -332,6 +337,7 @@ def test_requests_are_judged_as_an_slo_does(drawn: list[tuple[float, float, list
         found = judged(lists, arrivals, slo)
         assert {rule: getattr(found, rule) for rule in RULES} == counts
         assert found.finishes.tolist() == finishes
+        assert found.first == sum(times[0] - at < slo.ttft for times, at in zip(lists, arrivals, strict=True))
 
 
 @needs_twin

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
+from math import fsum
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +18,14 @@ from trinity import twin
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
 from trinity.cost import Link
+from trinity.goodput import Outcome
 from trinity.messages import MediaSpan, Work
 from trinity.overlap import Transfers
 from trinity.paced import LinearCost
 from trinity.routing import LeastLoaded, RandomChoice, RoundRobin
 from trinity.scheduler import Rules
 from trinity.testing.virtual import settings_of
+from trinity.trace import RULES, SLO
 from twinning import COMMANDS, EVENTS, Case, Line, assert_equal, differences, random_case
 
 CASES = 200
@@ -106,6 +111,29 @@ def test_random_cases_are_equal(seed: int) -> None:
 @given(st.integers(min_value=CASES))
 def test_any_random_case_is_equal(seed: int) -> None:
     assert_equal(random_case(seed))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
+    """With token times or without: the same requests are in time by each rule, whether or not some have deadlines."""
+    case, slo = random_case(seed), SLO(0.3, 0.05)
+    arrivals = np.array(sorted(at for at, _, aborts in case.acts if not aborts), np.float64)
+    case = replace(case, acts=[(at, number, False) for number, at in enumerate(arrivals.tolist())])
+    work, told = case.workload(), case.compiled()
+    found = case.deployed().tried(work, arrivals, np.arange(len(arrivals), dtype=np.int32), slo)
+    served = [
+        Outcome(times[0] - at if times else None, [b - a for a, b in pairwise(times)], reason)
+        for times, at, reason in zip(map(told.tokens, range(len(arrivals))), arrivals, told.reasons, strict=True)
+    ]
+    assert {rule: getattr(found, rule) for rule in RULES} == {
+        rule: sum(slo.met(o, rule) for o in served) for rule in RULES
+    }
+    whole = [(at, o.ttft_s or 0.0, o) for at, o in zip(arrivals, served, strict=True) if o.finish_reason == "length"]
+    assert found.first == sum(ttft < slo.ttft for _, ttft, _ in whole)
+    assert found.finishes.tolist() == [at + ttft + fsum(o.itl_s) for at, ttft, o in whole]
+    assert (found.ended, found.unsettled, found.settled) == (told.ended, 0, len(arrivals))
+    assert twin.worked(found.busy, case.settings) == told.busy
+    assert twin.held(found.peak, case.settings) == told.peak
 
 
 @pytest.mark.slow

@@ -71,7 +71,10 @@ class Case:
     model: Model = SHAPE
 
     def compiled(self, log: bool = True) -> Told:
-        deployed = Deployed(
+        return simulate(self.workload(), self.acts, self.deployed(), log=log)
+
+    def deployed(self) -> Deployed:
+        return Deployed(
             self.settings,
             cluster=self.cluster,
             costs=self.costs,
@@ -79,7 +82,9 @@ class Case:
             max_waiting=self.max_waiting,
             interference=self.interference,
         )
-        return simulate(Workload(map(Asked.of, self.works), self.settings[0]), self.acts, deployed, log=log)
+
+    def workload(self) -> Workload:
+        return Workload(map(Asked.of, self.works), self.settings[0])
 
     def python(self) -> Logged:
         logged = Logged(self)

@@ -149,6 +149,20 @@ def simulate(
     real: npt.NDArray[np.float64],
     logged: bool,
 ) -> tuple[Any, ...]: ...
+def sim_tried(
+    work: SimWorkload,
+    times: npt.NDArray[np.float64],
+    asked: npt.NDArray[np.int32],
+    instances: npt.NDArray[np.int32],
+    limits: npt.NDArray[np.float64],
+    costs: list[SimCost],
+    rule_costs: list[SimCost | None],
+    whole: npt.NDArray[np.int64],
+    real: npt.NDArray[np.float64],
+    arrivals: npt.NDArray[np.float64],
+    ttft: float,
+    tbt: float,
+) -> tuple[Any, ...]: ...
 def sim_judged(
     times: npt.NDArray[np.float64],
     first: npt.NDArray[np.int64],
@@ -157,4 +171,4 @@ def sim_judged(
     arrivals: npt.NDArray[np.float64],
     ttft: float,
     tbt: float,
-) -> tuple[int, int, int, int, npt.NDArray[np.float64]]: ...
+) -> tuple[int, int, int, int, int, npt.NDArray[np.float64]]: ...

@@ -135,18 +135,17 @@ class Serving:
         if deployed is None or at is None:
             return None
         work = requests.work(deployed.settings[0])
-        raw = deployed.run(work, at[requests.asked], requests.asked, np.zeros(len(requests.asked), np.uint8))
-        check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(requests.asked))
-        found = twin.judged(raw, work, at, slo.ttft, slo.tbt)
-        span, ended = float(at[-1] - at[0]), max(0.0, raw.ended - float(at[0]))
-        self._did[rate] = _Did(ref(requests), raw.busy, raw.peak, ended)
+        found = deployed.tried(work, at, requests.asked, slo)
+        check_settled(found.unsettled, found.settled == len(requests.asked))
+        span, ended = float(at[-1] - at[0]), max(0.0, found.ended - float(at[0]))
+        self._did[rate] = _Did(ref(requests), found.busy, found.peak, ended)
         return Point(
             rate=(len(at) - 1) / span if span > 0 else math.inf,
             duration_s=span,
             attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
             completed=completions(at, found.finishes),
-            first=twin.firsts(raw, work, at, slo.ttft) / len(at),
-            load=twin.load(raw, deployed.settings, float(at[0]), span),
+            first=found.first / len(at),
+            load=twin.load(found, deployed.settings, float(at[0]), span),
         )
 
     def usage(self, trace: Trace, slo: SLO, rate: float | None) -> Usage | None:

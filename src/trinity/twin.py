@@ -24,10 +24,11 @@ from trinity.native import extension
 from trinity.paced import LinearCost, TableCost
 from trinity.routing import RoundRobin, RoutingPolicy, number_of
 from trinity.scheduler import Rules, StepTime
+from trinity.trace import SLO
 from trinity.twin_workload import Workload, rows_of
 
 SPARE = 1.1
-SIMULATOR = 1  # of the extension's part that this file calls
+SIMULATOR = 2  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
 POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
@@ -51,6 +52,23 @@ class Raw(NamedTuple):
     events: int
     unsettled: int
     log: tuple[Floats, Ints]
+
+
+class Tried(NamedTuple):
+    """What a replay that was only judged came to: requests in time by rule, those whose first token was, when those
+    that were complete ended, how many have ended (``settled``)."""
+
+    p90: int
+    p99: int
+    guard: int
+    tpot: int
+    first: int
+    finishes: Floats
+    busy: Floats
+    peak: Ints
+    ended: float
+    unsettled: int
+    settled: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +162,11 @@ class Deployed:
         """Acts in their order: when, which request, whether it is given up. With ``log`` every event is told."""
         return Raw(*extension.simulate(work.made, times, asked, aborts, *self._given, log))
 
+    def tried(self, work: Workload, arrivals: Floats, asked: Ints, slo: SLO) -> Tried:
+        """Those asked, each when it arrives, judged as ``SLO.met`` does: no token's time is told."""
+        bounds = (arrivals, slo.ttft, slo.tbt)
+        return Tried(*extension.sim_tried(work.made, arrivals[asked], asked, *self._given, *bounds))
+
 
 def simulate(work: Workload, acts: Sequence[Act], deployed: Deployed, *, log: bool = False) -> Told:
     """A replay. Arrivals come first among acts at equal times."""
@@ -213,35 +236,14 @@ def held(peak: Ints, settings: Sequence[Settings]) -> list[dict[str, int]]:
     return [{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(rows, settings, strict=True)]
 
 
-class Judged(NamedTuple):
-    """Requests that were in time, by rule, and when those that were complete ended."""
-
-    p90: int
-    p99: int
-    guard: int
-    tpot: int
-    finishes: Floats
-
-
-def judged(raw: Raw, work: Workload, arrivals: Floats, ttft: float, tbt: float) -> Judged:
-    """As ``SLO.met`` of each request, which arrived then, and without an object for each."""
-    return Judged(*extension.sim_judged(raw.times, work.first, raw.counts, raw.reasons, arrivals, ttft, tbt))
-
-
-def firsts(raw: Raw, work: Workload, arrivals: Floats, ttft: float) -> int:
-    """Complete requests whose first token was in time."""
-    whole = np.flatnonzero((raw.reasons == REASONS.index("length")) & (raw.counts > 0))
-    return int(np.count_nonzero(raw.times[work.first[whole]] - arrivals[whole] < ttft))
-
-
-def load(raw: Raw, settings: Sequence[Settings], began: float, span: float) -> dict[str, float]:
+def load(told: Tried, settings: Sequence[Settings], began: float, span: float) -> dict[str, float]:
     """How long the instances of each roles were at work on average, of the time until all was done.
 
     Of ``SPARE`` times the ``span`` in which the requests came where that is shorter: long outputs at the end do not
     make idle what was overloaded before. It may exceed 1.
     """
-    span = min(raw.ended - began, SPARE * span) or inf
-    worked = (raw.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
+    span = min(told.ended - began, SPARE * span) or inf
+    worked = (told.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
     groups: dict[str, list[float]] = {}
     for share, each in zip(worked, settings, strict=True):
         groups.setdefault("".join(each.roles), []).append(share)
