@@ -110,12 +110,10 @@ inline void hide(float *scores, int64_t from, int64_t count, Bits first, Bits en
 
 // Scores of keys [from, count) become weights, in place. Returns what the results so far are to be multiplied with.
 inline Vector weights_of(float *scores, int64_t from, int64_t count, Vector scale, float *most, float *sums) {
-    const Vector top = _mm512_mul_ps(largest(scores, from, count), scale), before = _mm512_load_ps(most);
-    const __mmask16 more = _mm512_cmp_ps_mask(top, _mm512_add_ps(before, all(SLACK)), _CMP_GT_OQ);
-    const Vector now = _mm512_mask_mov_ps(before, more, top);
-    const __mmask16 none = _mm512_cmp_ps_mask(now, all(NOTHING), _CMP_EQ_OQ);
-    const Vector least = _mm512_maskz_mov_ps(static_cast<__mmask16>(~none), now);
-    const Vector shrunk = _mm512_mask_mov_ps(all(1.0f), more, power(_mm512_sub_ps(before, least)));
+    const Vector before = _mm512_load_ps(most);
+    const Vector now = _mm512_max_ps(_mm512_mul_ps(largest(scores, from, count), scale), before);
+    const __mmask16 some = _mm512_cmp_ps_mask(now, all(NOTHING), _CMP_NEQ_UQ);
+    const Vector least = _mm512_maskz_mov_ps(some, now), shrunk = power(_mm512_sub_ps(before, least));
     const Bits mixed = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, //
                                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     Vector even = _mm512_mul_ps(_mm512_load_ps(sums), shrunk), odd = _mm512_setzero_ps();
@@ -134,8 +132,7 @@ inline Vector weights_of(float *scores, int64_t from, int64_t count, Vector scal
     return shrunk;
 }
 
-// Scores of keys [from, count) as softcap * tanh(score * scale / softcap); e^-x again, since what matters is the error
-// of a score and not of a weight.
+// Scores of keys [from, count) as softcap * tanh(score * scale / softcap), by exact powers: softcap multiplies errors.
 void capped(float *scores, int64_t from, int64_t count, float scale, float softcap) {
     const Vector by = all(scale / softcap), sign = all(-0.0f), one = all(1.0f);
     for (float *at = scores + from * LANES; at < scores + count * LANES; at += LANES) {
@@ -230,7 +227,8 @@ void attend_tiles(const Attention &a, const Room &room, int64_t tile, int64_t at
     for (int q = 0; q < QUERIES; q++) {
         float *scores = room.scores + q * KEYS * LANES;
         if (a.softcap != 0) capped(scores, from, to, a.scale, a.softcap);
-        if (all_from > from || all_to < to) hide(scores, from, to, first[q], end[q]);
+        hide(scores, from, least_of(all_from, to), first[q], end[q]); // between these, every query sees every key
+        hide(scores, most_of(most_of(all_from, all_to), from), to, first[q], end[q]);
         const int64_t m = (tile + q) * LANES;
         const Vector shrunk = weights_of(scores, from, to, scale, room.most + m, room.sums + m);
         scaled(room.seen + m * room.width, room.width, shrunk);

@@ -15,7 +15,6 @@ constexpr int64_t TILE_BYTES = 1024; // 16 rows of 64 bytes
 constexpr int64_t TILE_FLOATS = TILE_BYTES / 4;
 constexpr int64_t KEYS = 256;        // that are packed and weighed together, at most
 constexpr int64_t WIDEST = 512;      // elements of a head
-constexpr float SLACK = 12;          // a maximum this far (as a power of 2) beyond the one in use is left for later
 constexpr float NOTHING = -__builtin_inff();
 constexpr float LOG2_E = 1.44269504f;
 using Vector = __m512;
