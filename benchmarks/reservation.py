@@ -188,7 +188,8 @@ def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
     for placement in PLACEMENTS:
         served = {(policy, order): _serving(placement, policy, order) for policy in POLICIES for order in ORDERS}
         guard, p99 = ({key: _goodput(each, trace, rule) for key, each in served.items()} for rule in RULES)
-        offered = trace.scaled(rate=0.9 * max(guard.values()) or None)
+        best = max(guard.values())
+        offered = trace.scaled(rate=0.9 * best) if best else trace  # none: of --quick
         for key, serve in served.items():
             outcomes = serve(offered)
             ttfts = sorted(each.ttft_s for each in outcomes if each.ttft_s is not None)

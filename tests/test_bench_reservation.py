@@ -69,6 +69,14 @@ def test_goodput_of_a_trace_that_is_too_short_is_none() -> None:
     assert reservation._goodput(serve, reservation.recorded(20), "guard") == 0.0
 
 
+def test_without_any_goodput_percentiles_are_at_the_rate_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, only in (("PLACEMENTS", "4EPD"), ("POLICIES", "alg1"), ("ORDERS", "fcfs")):
+        monkeypatch.setattr(reservation, name, (only,))
+    (found,) = reservation.policies(reservation.recorded(20)).values()
+    assert found.guard == found.p99 == 0.0
+    assert found.ttft > 0
+
+
 def test_live_requests_get_the_same_tokens_under_both() -> None:
     runs = [asyncio.run(reservation.live(each, 5)) for each in reservation.RESERVATIONS]
     assert runs[0].tokens == runs[1].tokens
