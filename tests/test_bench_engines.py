@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -20,7 +21,7 @@ from trinity.bench.engines.renaming import renamed
 from trinity.bench.engines.serve_openvino import properties
 from trinity.bench.engines.serve_transformers import Model, WithFeatures
 from trinity.bench.load import Maker, burst
-from trinity.bench.servers import Engine
+from trinity.bench.servers import Asked, Engine
 
 
 def test_prompts_lose_all_but_one_placeholder_of_each_image() -> None:
@@ -105,12 +106,16 @@ def test_the_language_model_alone_shares_its_weights() -> None:
     assert model.pixels({"images": []}) == {}
 
 
+def burst_of(name: str) -> list[Asked]:
+    with Maker(checkpoint(name), "engines") as make:
+        return [make(burst(int(make.sees), 12 + 5 * number, 6), number) for number in range(3)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "llama"])
 async def test_engines_have_the_tokens_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "src")
-    with Maker(checkpoint(name), "engines") as make:
-        requests = [make(burst(int(make.sees), 12 + 5 * number, 6), number) for number in range(3)]
+    requests = await asyncio.to_thread(burst_of, name)  # its processor takes a second to load
     engines = [Engine(tokens=32), Engine(placement="E+PD" if name == "llava" else "P+D"), Engine(kind="generate_batch")]
     found = await measure.exactness(engines, checkpoint(name), requests)
     assert found == {each.name: 3 for each in engines}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from trinity.core import InstanceCore
 from trinity.core_thread import CoreThread, Stop
 from trinity.lane import Lane
 from trinity.messages import Cancel, Close, Encode, MediaSpan, Prefill, Sampled, Step, Tick, Value
+from trinity.paced import LLAVA_15_7B, LinearCost, Paced
+from trinity.pipeline import Pipeline
 from trinity.timeline import Timeline
 
 SOON_S = 20.0
@@ -196,6 +199,20 @@ def test_it_ends_once_the_core_is_idle_whoever_decided_last() -> None:
         thread.decide(event(3))
     assert core.events == [event(1), event(2)]
     assert not ends.failures
+
+
+async def test_where_no_thread_can_be_had_for_a_core_the_start_fails_and_its_lanes_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: CoreThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(CoreThread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        async with asyncio.timeout(SOON_S):
+            await Pipeline(
+                Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=0.001), scale=2048), pools={"image": 4, "kv": 64}
+            ).start()
 
 
 @pytest.mark.parametrize("by_lane", [True, False])

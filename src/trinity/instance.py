@@ -281,6 +281,7 @@ class InstanceHost:
 
     def _join(self) -> None:
         self._thread.join()
+        self._stop_lanes()  # again where its thread has ended; for the first time where it could not be started
         for lane in self._lanes.values():
             lane.join()
 
