@@ -16,8 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from checkpoint_fixtures import checkpoint
+from stage_driver import picture, processor_of
 from test_attention import LAYER, Scene, Text, asks
 from trinity import native
+from trinity.request import Request
 from trinity.stages.attention import LayerAsk, seen_mask
 from trinity.stages.attention_native import NativeAttention, tiles
 from trinity.stages.models import encoder_attention, load_model
@@ -316,3 +319,19 @@ def test_a_vision_tower_gives_what_it_gave(tmp_path: Path, calls: list[int]) -> 
     found = model(pixels).last_hidden_state
     assert len(calls) == config.num_hidden_layers
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0.1, atol=0.1)
+
+
+@here
+@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "gemma3", "minicpmv4_6"])
+def test_encoders_of_families_give_what_they_gave(name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [picture(0, 60, 80), picture(1, 130, 90)]
+    made = processor_of(name).process(Request("<image><image>", images=images))
+    model = load_model(checkpoint(name), "E", dtype="bfloat16")
+    counts = [span.tokens for span in made.work.media]
+    found = model.encode("image", made.inputs, counts)
+    taken = len(calls)
+    monkeypatch.setattr(encoder_attention, "_fits", lambda *parts: False)
+    for ours, plain in zip(found, model.encode("image", made.inputs, counts), strict=True):
+        assert (ours - plain).abs().max() < 0.02 * plain.abs().max()
+    assert taken
+    assert len(calls) == taken
