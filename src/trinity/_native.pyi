@@ -172,3 +172,15 @@ def sim_judged(
     ttft: float,
     tbt: float,
 ) -> tuple[int, int, int, int, int, npt.NDArray[np.float64]]: ...
+def few_rows(
+    rows_in: tuple[int, int],
+    out: tuple[int, int],
+    weight: int,
+    bias: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    bf16: bool,
+    threads: int,
+) -> None: ...
+def few_rows_of(bf16: bool) -> tuple[int, int]: ...

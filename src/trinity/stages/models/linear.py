@@ -6,6 +6,9 @@ stay as they are then: no second copy, and memory-mapped files stay shared.
 Packed, weights are copied into the order in which oneDNN reads them. A decode step, which streams all weights for a few
 rows, becomes up to twice as fast; long prefills gain nothing. The copy is this process's own (decision 0023).
 
+Products of few rows with packed weights are then our own (``few_rows.py``), where oneDNN's order is the one known and
+that is faster still.
+
 oneDNN makes and keeps code for every shape, some hundred KiB each; a ragged batch has another number of rows at each
 step. Of the 1,024 shapes that torch would keep, for most of a GiB, ``KERNELS`` are kept, where the environment
 (LRU_CACHE_CAPACITY, ONEDNN_PRIMITIVE_CACHE_CAPACITY) does not say otherwise.
@@ -22,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity.stages.models import few_rows
+from trinity.stages.models.few_rows import FewRows
 from trinity.stages.models.pages import make_huge
 
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
@@ -42,8 +47,11 @@ class PackedLinear(nn.Linear):
     """What ``pack`` turns an ``nn.Linear`` into; inference only. ``weight`` has shape and dtype, but no values."""
 
     packed: Tensor  # opaque: neither parameter nor buffer, so that nothing converts or saves it
+    few: FewRows | None  # for few rows, where it can read what oneDNN has packed
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.few is not None and self.few.takes(input):
+            return self.few(input)
         return _onednn(input, self.packed, self.bias)
 
 
@@ -59,9 +67,11 @@ def pack(model: Any) -> None:
 
     The plain weights are let go; embeddings that are tied to them keep theirs.
     """
+    module: Any
     for module in _plain(model):
         if _packed_faster(module.weight.dtype):
             module.packed = _packed(module.weight)
+            module.few = _few(module)
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
             module.__class__ = PackedLinear
     make_huge([_place(module.packed) for module in model.modules() if isinstance(module, PackedLinear)])
@@ -88,6 +98,32 @@ def _packed(weight: Tensor) -> Tensor:
 
 def _place(packed: Tensor) -> tuple[int, int]:
     return torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+
+
+def _few(module: Any) -> FewRows | None:
+    weight, bias = module.weight, module.bias
+    alike = bias is None or (bias.dtype == weight.dtype and bias.is_contiguous())
+    if not (alike and few_rows.available(weight.dtype) and _readable(weight.shape, weight.dtype)):
+        return None
+    return FewRows(_place(module.packed)[0], bias, weight.shape, weight.dtype) if _few_faster(weight.dtype) else None
+
+
+@cache
+def _readable(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this shape as the kernel reads them: by packing some."""
+    some = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = _packed(some)
+    return few_rows.reads(some, *_place(packed))
+
+
+@cache
+def _few_faster(dtype: torch.dtype) -> bool:
+    """Measured as the others are, in some 50 ms."""
+    count, inputs, outputs, weights = _FEW
+    rows = torch.ones(count, inputs, dtype=dtype)
+    packed = [_packed(torch.ones(outputs, inputs, dtype=dtype)) for _ in range(weights)]
+    few = [FewRows(_place(each)[0], None, torch.Size((outputs, inputs)), dtype) for each in packed]
+    return _worth_it(lambda: [each(rows) for each in few], lambda: [_onednn(rows, weight, None) for weight in packed])
 
 
 def _bound_kernels() -> None:
