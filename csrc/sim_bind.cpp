@@ -87,11 +87,11 @@ AnyCost linear(double step_s, double decode_s, double prefill_s, double encode_s
     return {made};
 }
 
-// Requests: prompt, max_tokens, items, keys, rank. Items: tokens, content, first key, offset, end, atomic.
+// Requests: prompt, max_tokens, outputs, items, keys, rank. Items: tokens, content, first key, offset, end, atomic.
 std::unique_ptr<Workload> workload(const Rows<int32_t> &requests, const In<double> &deadlines,
                                    const Rows<int32_t> &items, const In<int32_t> &keys, int32_t media_block,
                                    int32_t kv_block) {
-    require(requests.shape(1) == 5 && items.shape(1) == 6, "rows of another width");
+    require(requests.shape(1) == 6 && items.shape(1) == 6, "rows of another width");
     require(deadlines.size() == requests.shape(0) && media_block > 0 && kv_block > 0, "a deadline for each request");
     auto made = std::make_unique<Workload>();
     int32_t blocks = 0;
@@ -107,12 +107,13 @@ std::unique_ptr<Workload> workload(const Rows<int32_t> &requests, const In<doubl
     int32_t item = 0, key = 0;
     int64_t time = 0, block = 0;
     for (size_t at = 0; at < requests.shape(0); ++at) {
-        const int32_t *row = requests.data() + 5 * at;
-        require(row[0] > 0 && row[1] > 0 && row[2] >= 0 && row[3] >= 0, "a request without tokens");
-        Request request{row[0], row[1], item, row[2], key, row[3], row[4], deadlines.data()[at], 0, 0, time, block};
-        item += row[2], key += row[3], time += row[1];
+        const int32_t *row = requests.data() + 6 * at;
+        require(row[0] > 0 && row[2] > 0 && row[3] >= 0 && row[4] >= 0, "a request without tokens");
+        require(row[1] >= row[2], "a request that asks for fewer tokens than it uses");
+        Request request{row[0], row[1], row[2], item, row[3], key, row[5], deadlines.data()[at], 0, 0, time, block};
+        item += row[3], key += row[4], time += row[2];
         require(size_t(item) <= made->items.size() && size_t(key) <= made->keys.size(), "too few items or keys");
-        for (int32_t each = item - row[2]; each < item; ++each) {
+        for (int32_t each = item - row[3]; each < item; ++each) {
             request.media_tokens += made->items[each].tokens;
             request.media_blocks += made->items[each].blocks;
         }
@@ -156,14 +157,14 @@ std::vector<Setup> setups_of(const Rows<int32_t> &rows, const In<double> &limits
     return made;
 }
 
-// Whole: media_block, kv_block, image_cache, prefix_cache, prefetch, early, max_waiting, bytes of an image block and of
-// a KV block.
+// Whole: media_block, kv_block, image_cache, prefix_cache, prefetch, early, optimistic, max_waiting, bytes of an image
+// block and of a KV block.
 // Real: message_s, interference, bandwidth and fixed seconds of the link and of the network.
 Options options_of(const In<int64_t> &n, const In<double> &x) {
-    require(n.size() == 9 && x.size() == 6, "options of another number");
+    require(n.size() == 10 && x.size() == 6, "options of another number");
     return {int32_t(n.data()[0]), int32_t(n.data()[1]), n.data()[2] != 0, n.data()[3] != 0, n.data()[4] != 0,
-            n.data()[5] != 0, int32_t(n.data()[6]), x.data()[0], x.data()[1], {x.data()[2], x.data()[3]},
-            {x.data()[4], x.data()[5]}, n.data()[7], n.data()[8]};
+            n.data()[5] != 0, n.data()[6] != 0, int32_t(n.data()[7]), x.data()[0], x.data()[1],
+            {x.data()[2], x.data()[3]}, {x.data()[4], x.data()[5]}, n.data()[8], n.data()[9]};
 }
 
 nb::object log_of(const std::vector<Line> &lines) {
@@ -195,7 +196,7 @@ nb::tuple simulate(const Workload &work, const In<double> &times, const In<int32
     return nb::make_tuple(array_of(std::move(result.times)), array_of(std::move(result.counts)),
                           array_of(std::move(result.reasons)), array_of(std::move(result.busy)),
                           array_of(std::move(result.peak)), array_of(moved), result.ended, result.events,
-                          result.unsettled, log_of(result.log));
+                          result.unsettled, result.preemptions, log_of(result.log));
 }
 
 // As simulate(), of requests that nobody gives up: those in time by each rule, those whose first token was, when complete
@@ -229,7 +230,8 @@ nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int
     require(counts.size() == requests && reasons.size() == requests && arrivals.size() == requests, "other lengths");
     Judgement found;
     for (size_t at = 0; at < requests; ++at) {
-        if (Reason(reasons.data()[at]) != Reason::length) continue;
+        const Reason reason = Reason(reasons.data()[at]);
+        if (reason != Reason::length && reason != Reason::stop) continue;
         require(first.data()[at] >= 0 && size_t(first.data()[at] + counts.data()[at]) <= times.size(), "too few times");
         found.add(times.data() + first.data()[at], counts.data()[at], arrivals.data()[at], ttft, tbt);
     }
@@ -240,7 +242,7 @@ nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int
 } // namespace
 
 void bind_simulator(nb::module_ &module) {
-    module.attr("SIMULATOR") = 2; // raised with every change of what it takes or answers: trinity/twin.py
+    module.attr("SIMULATOR") = 3; // raised with every change of what it takes or answers: trinity/twin.py
     nb::class_<AnyCost>(module, "SimCost");
     nb::class_<Workload>(module, "SimWorkload");
     module.def("sim_roofline", &roofline, "whole"_a, "real"_a);

@@ -17,9 +17,7 @@ State *Instance::find(int32_t request) {
     return &w.states[w.trails[request].state[hop]];
 }
 
-int32_t Instance::prompt_blocks(const State &state) const {
-    return blocks_for(request(state).prompt, w.options.kv_block);
-}
+int32_t Instance::text_blocks(const State &state) const { return blocks_for(state.text, w.options.kv_block); }
 
 int32_t *Instance::kv_of(const State &state) {
     return w.kv_blocks[state.incoming == KV].data() + request(state).first_block;
@@ -57,10 +55,10 @@ int32_t Instance::match(const State &state, int32_t keys, std::vector<int32_t> &
     return keys;
 }
 
-// Cached blocks that a prefill can start from: at most prompt - 1 tokens, and no atomic span cut.
+// Cached blocks that a prefill can start from: at most text - 1 tokens, and no atomic span cut.
 int32_t Instance::prefix_hits(const State &state, std::vector<int32_t> &into) const {
     const Request &asked = request(state);
-    const int32_t block = w.options.kv_block, found = match(state, (asked.prompt - 1) / block, into);
+    const int32_t block = w.options.kv_block, found = match(state, (state.text - 1) / block, into);
     int32_t usable = found;
     for (int32_t at = asked.first_item + asked.items; at-- > asked.first_item;) {
         const Item &item = w.work.items[at];
@@ -82,7 +80,7 @@ bool Instance::needs_media(const State &state) {
 void Instance::publish_kv(State &state, int32_t tokens) {
     if (!w.options.prefix_cache) return;
     const Request &asked = request(state);
-    const int32_t whole = std::min(tokens / w.options.kv_block, asked.keys);
+    const int32_t whole = std::min(tokens, state.text) / w.options.kv_block;
     for (; state.published < whole; ++state.published)
         kv_.publish(kv_of(state)[state.published], w.work.keys[asked.first_key + state.published]);
 }

@@ -39,7 +39,8 @@ void Engine::run() {
 }
 
 bool Engine::completed(size_t request) const {
-    return Reason(world.result.reasons[request]) == Reason::length && world.result.counts[request];
+    const Reason reason = Reason(world.result.reasons[request]);
+    return (reason == Reason::length || reason == Reason::stop) && world.result.counts[request];
 }
 
 const double *Engine::later(size_t request) const {
@@ -51,7 +52,7 @@ const double *Engine::later(size_t request) const {
 void Engine::write_times() {
     if (!world.by_step || world.work.requests.empty()) return;
     const Request &last = world.work.requests.back();
-    world.result.times.resize(last.first_time + last.max_tokens);
+    world.result.times.resize(last.first_time + last.outputs);
     for (size_t at = 0; at < world.work.requests.size(); ++at)
         if (completed(at)) {
             double *times = world.result.times.data() + world.work.requests[at].first_time;

@@ -60,6 +60,7 @@ bool Frontend::refuses(const Request &request) const {
 
 void Frontend::submit(int32_t number) {
     const Request &request = w.work.requests[number];
+    ++taken_;
     if (refuses(request)) {
         w.result.reasons[number] = uint8_t(Reason::error);
         w.result.ended = w.now;
@@ -71,6 +72,8 @@ void Frontend::submit(int32_t number) {
     entry.alive = true;
     entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
     entry.times = w.by_step ? &w.firsts[number] : w.result.times.data() + request.first_time;
+    w.trails[number].number = taken_;
+    w.trails[number].deadline_s = request.deadline_s;
     ++entries_alive_;
     ++waiting_;
     if (request.deadline_s < FOREVER) {
@@ -95,7 +98,7 @@ void Frontend::emitted(int32_t count) {
 
 void Frontend::finished(const Event &event) {
     Entry &entry = entries_[event.request];
-    if (!entry.alive) return forget(event.request, w.trails[event.request].at[0], event.extra & 3);
+    if (!entry.alive) return forget(event.request, w.trails[event.request].at[0], event.extra & 3, false);
     if (entry.finished == Reason::none) {
         entry.finished = Reason(event.what);
         entry.count = event.count;
@@ -141,20 +144,42 @@ void Frontend::settle(int32_t number) {
     Entry &entry = entries_[number];
     const bool aborted = entry.aborted != Reason::none;
     if (entry.finished == Reason::none || (!aborted && entry.delivered < entry.count)) return;
+    if (entry.finished == Reason::preempted && !aborted) return again(number);
     if (!entry.ended) end(number, aborted ? entry.aborted : entry.late ? Reason::deadline : entry.finished);
-    forget(number, entry.first, entry.hops);
+    forget(number, entry.first, entry.hops, true);
     entry.alive = false;
     --entries_alive_;
 }
 
-void Frontend::forget(int32_t number, int first, int hops) {
-    const Trail &trail = w.trails[number];
-    w.send(first, Kind::forget, number);
-    for (int hop = 0; hop < hops; ++hop) {
-        bool told = trail.at[hop] == first;
-        for (int before = 0; before < hop; ++before) told = told || trail.at[before] == trail.at[hop];
-        if (!told) w.send(trail.at[hop], Kind::forget, number);
-    }
+// It was preempted where it cannot be recomputed: from its first stage on, with its tokens so far.
+void Frontend::again(int32_t number) {
+    Entry &entry = entries_[number];
+    Trail &trail = w.trails[number];
+    const Request &request = w.work.requests[number];
+    if (past_.empty()) past_.resize(entries_.size());
+    past_[number].insert(past_[number].end(), trail.at, trail.at + entry.hops);
+    Trail fresh;
+    fresh.number = trail.number;
+    fresh.attempt = trail.attempt + 1;
+    if (request.deadline_s < FOREVER) fresh.deadline_s = deadlines_[number] - w.now;
+    trail = fresh;
+    entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
+    entry.finished = Reason::none;
+    w.send(entry.first, Kind::submit, number, 0, entry.delivered);
+}
+
+// Tell each instance that it has been on, once.
+void Frontend::forget(int32_t number, int first, int hops, bool before) {
+    told_.clear();
+    const auto tell = [&](int16_t name) {
+        if (std::find(told_.begin(), told_.end(), name) != told_.end()) return;
+        told_.push_back(name);
+        w.send(name, Kind::forget, number);
+    };
+    tell(int16_t(first));
+    if (before && !past_.empty())
+        for (int16_t name : past_[number]) tell(name);
+    for (int hop = 0; hop < hops; ++hop) tell(w.trails[number].at[hop]);
 }
 
 void Frontend::end(int32_t number, Reason reason) {

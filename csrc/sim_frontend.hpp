@@ -32,7 +32,8 @@ class Frontend {
     void finished(const Event &event);
     void expire();
     void settle(int32_t request);
-    void forget(int32_t request, int first, int hops);
+    void again(int32_t request);
+    void forget(int32_t request, int first, int hops, bool before);
     void end(int32_t request, Reason reason);
     void pop_due();
 
@@ -41,7 +42,9 @@ class Frontend {
     std::vector<Entry> entries_;    // by request
     std::vector<double> deadlines_; // likewise
     std::vector<Due> due_;       // a heap
-    int32_t entries_alive_ = 0, waiting_ = 0;
+    int32_t entries_alive_ = 0, waiting_ = 0, taken_ = 0;
+    std::vector<std::vector<int16_t>> past_; // by request, once any was sent back: the instances of earlier attempts
+    std::vector<int16_t> told_;
 };
 
 } // namespace trinity::sim

@@ -22,7 +22,8 @@ struct Lane {
     bool running = false;
     std::vector<EncodeRow> encodes;
     std::vector<Chunk> prefills;
-    int32_t decodes = 0; // rows: so many of the first in Instance::decoding_
+    int32_t rows = 0;    // of the first in Instance::decoding_, less those that are paused
+    int32_t decodes = 0; // so many
     double started = 0.0, left = 0.0;
     uint64_t number = 0; // of the event that is its end, unless its speed has changed since
     int64_t prefill_tokens = 0, media_tokens = 0;
@@ -71,8 +72,10 @@ class Instance {
   private:
     struct Row {
         int32_t state, request;
-        int32_t left; // tokens to come
-        bool gone;    // it ended while a step had it
+        int32_t left;   // tokens to come
+        int32_t limit;  // where `left` is less, its blocks have no place for the next one's key and value
+        bool gone;      // it ended while a step had it
+        bool paused;    // no step has it until there is a block for it
     };
     // Media that several requests here may be waiting for: encoded once, by its first provider.
     struct Pending {
@@ -82,7 +85,7 @@ class Instance {
     };
 
     // ---- a request's way (sim_life.cpp)
-    void submit(int32_t request);
+    void submit(const Event &event);
     void cancel(int32_t request);
     void forget(int32_t request);
     void call_off(State &state);
@@ -94,11 +97,25 @@ class Instance {
     void leave(State &state);
     void leave_decoding(State &state);
     void enter(State &state, Phase phase);
-    void wait_in(Queue &queue, Place place, State &state);
+    void wait_in(Queue &queue, Place place, State &state, bool ahead = false);
     void queue_prefill(State &state);
     void start_decoding(State &state);
     void set_deadline(State &state, double seconds);
     void expire();
+
+    // ---- optimistic reservation (sim_growth.cpp)
+    void place();
+    void grow(Row &row);
+    Row &row_of(const State &state);
+    bool make_room(const State &state);
+    void preempt(State &state);
+    void recompute(State &state);
+    bool hold_features(State &state);
+    int32_t need(const State &state, int32_t text) const;
+    int32_t whole_need(const State &state) const;
+    bool cannot_come_again(const State &state) const;
+    int32_t spare() const { return grows_ ? decoders_ : 0; }
+    int32_t age(const State &state) const { return w.trails[state.request].number; }
 
     // ---- migration (sim_migration.cpp)
     void offer_media(State &state);
@@ -170,7 +187,7 @@ class Instance {
     void hold_kv(State &state, const int32_t *blocks, int32_t count);
     void allocate_kv(State &state, int32_t total);
     bool fits(const Pool &pool, int32_t count) const;
-    int32_t prompt_blocks(const State &state) const;
+    int32_t text_blocks(const State &state) const;
     int32_t *kv_of(const State &state);
     int32_t *image_of(const State &state, int32_t item);
     Slot &slot(const State &state, int32_t item) { return w.slots[state.hop][item]; }
@@ -185,14 +202,16 @@ class Instance {
     World &w;
     const Setup &setup_;
     const int self_;
+    const bool grows_; // those that decode here
     Router router_;
     Pool image_, kv_;
-    Queue encode_queue_, prefill_queue_, migrated_, image_offers_, kv_offers_; // of states
+    Queue encode_queue_, prefill_queue_, migrated_, preempted_, image_offers_, kv_offers_; // of states
     Queue encoding_, prefilling_;
     std::vector<Row> decoding_;
     Decodes decodes_; // in its place, where World::by_step
     int64_t decoding_tokens_ = 0; // prompts and outputs of all who decode
     int32_t decoders_ = 0;        // who have not gone
+    int32_t paused_ = 0;          // of them
     Map pending_of_; // by content: an index into pending_
     std::vector<Pending> pending_;
     std::vector<int32_t> unused_pending_;
@@ -201,9 +220,11 @@ class Instance {
     std::vector<int32_t> hits_;                   // of one look into a pool
     std::vector<int32_t> items_;                  // of one request
     std::vector<EncodeRow> told_;                 // whom the items of a step are for
+    std::vector<int32_t> full_;                   // states that need a block
     std::vector<Due> deadlines_; // a heap
     int32_t requests_ = 0, leases_ = 0, leaving_ = 0, image_pulls_ = 0, kv_pulls_ = 0;
     int32_t steps_ = 0;
+    int64_t preemptions_ = 0;
     double since_ = 0.0, pulls_end_ = 0.0;
 };
 

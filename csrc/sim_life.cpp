@@ -6,8 +6,8 @@
 namespace trinity::sim {
 
 Instance::Instance(World &world, int number)
-    : w(world), setup_(world.setups[number]), self_(number), router_(world, setup_.number), image_(setup_.image_blocks),
-      kv_(setup_.kv_blocks) {
+    : w(world), setup_(world.setups[number]), self_(number), grows_(world.options.optimistic && setup_.roles & DECODES),
+      router_(world, setup_.number), image_(setup_.image_blocks), kv_(setup_.kv_blocks) {
     lanes_.resize(setup_.two_lanes ? 2 : 1);
     lanes_.back().stages = PREFILLS | DECODES; // the language lane, or the joint one
     lanes_.front().stages |= ENCODES;
@@ -15,7 +15,7 @@ Instance::Instance(World &world, int number)
 
 void Instance::handle(const Event &event) {
     switch (event.kind) {
-    case Kind::submit: submit(event.request); break;
+    case Kind::submit: submit(event); break;
     case Kind::cancel: cancel(event.request); break;
     case Kind::forget: forget(event.request); break;
     case Kind::offer: offered(event); break;
@@ -40,15 +40,18 @@ bool Instance::idle() const {
     return !requests_ && !leases_ && std::none_of(lanes_.begin(), lanes_.end(), runs);
 }
 
-void Instance::submit(int32_t number) {
-    State &state = w.new_state(number, Phase::image_queue);
+void Instance::submit(const Event &event) {
+    State &state = w.new_state(event.request, Phase::image_queue);
     Trail &way = trail(state);
     way.at[0] = int16_t(self_);
     way.state[0] = state.self;
     way.hops = 1;
     ++requests_;
     const Request &asked = request(state);
-    set_deadline(state, asked.deadline_s);
+    state.tokens = event.count;
+    state.text = asked.prompt + state.tokens;
+    set_deadline(state, way.deadline_s);
+    state.media = true;
     for (int32_t item : asked.range()) slot(state, item) = {};
     state.skip_media = asked.items && has(PREFILLS) && !needs_media(state);
     if (!asked.items || state.skip_media)
@@ -57,19 +60,21 @@ void Instance::submit(int32_t number) {
         wait_in(encode_queue_, Place::encode_queue, state);
 }
 
-// Behind all others, or where the order of the rules says.
-void Instance::wait_in(Queue &queue, Place place, State &state) {
+// Behind all others, or where the order of the rules says; ahead: of all, or of equal ones. The preempted by their age.
+void Instance::wait_in(Queue &queue, Place place, State &state, bool ahead) {
     state.place = place;
     const bool ordered = place == Place::encode_queue || place == Place::prefill_queue;
     const Order order = ordered ? setup_.rules.order : Order::fcfs;
-    if (order == Order::fcfs) return queue.push(state.self);
-    queue.insert(state.self, [&](int32_t number) {
-        const State &other = w.states[number];
-        if (order == Order::deadline) return other.deadline > state.deadline;
-        const bool media = place == Place::encode_queue;
-        return media ? request(other).media_tokens > request(state).media_tokens
-                     : request(other).prompt > request(state).prompt;
-    });
+    const auto key = [&](int32_t number) {
+        const State &each = w.states[number];
+        if (place == Place::preempted) return double(age(each));
+        if (order == Order::deadline) return each.deadline;
+        return double(place == Place::encode_queue ? request(each).media_tokens : request(each).prompt);
+    };
+    const double own = key(state.self);
+    if (order == Order::fcfs && place != Place::preempted)
+        return ahead ? queue.push_front(state.self) : queue.push(state.self);
+    queue.insert(state.self, [&](int32_t number) { return ahead ? key(number) >= own : key(number) > own; });
 }
 
 void Instance::enter(State &state, Phase phase) {
@@ -80,7 +85,9 @@ void Instance::enter(State &state, Phase phase) {
 
 void Instance::queue_prefill(State &state) {
     enter(state, Phase::kv_queue);
-    if (state.incoming != NO_BLOCKS)
+    if (state.preempted || trail(state).attempt)
+        wait_in(preempted_, Place::preempted, state);
+    else if (state.incoming != NO_BLOCKS)
         wait_in(migrated_, Place::migrated, state);
     else
         wait_in(prefill_queue_, Place::prefill_queue, state);
@@ -89,12 +96,14 @@ void Instance::queue_prefill(State &state) {
 void Instance::start_decoding(State &state) {
     enter(state, Phase::decoding);
     state.place = Place::decoding;
-    const int32_t left = request(state).max_tokens - state.tokens;
+    const Request &asked = request(state);
+    const int32_t left = asked.outputs - state.tokens;
+    const int32_t limit = asked.prompt + asked.outputs - state.kv * w.options.kv_block;
     if (w.by_step)
         w.stretches[state.request] = {self_, left, decodes_.join(state.self, left)};
     else
-        decoding_.push_back({state.self, state.request, left, false});
-    decoding_tokens_ += request(state).prompt + state.tokens;
+        decoding_.push_back({state.self, state.request, left, limit, false, false});
+    decoding_tokens_ += asked.prompt + state.tokens;
     ++decoders_;
 }
 
@@ -150,7 +159,7 @@ void Instance::drop_all(State &state) {
     if (state.kv && w.options.prefix_cache)
         kv_.drop(kv_of(state), state.kv);
     else if (state.kv)
-        kv_.give(state.kv - (state.outgoing == KV && trail(state).leased[KV] ? prompt_blocks(state) : 0));
+        kv_.give(state.kv - (state.outgoing == KV && trail(state).leased[KV] ? trail(state).leased_kv : 0));
     if (state.opened) w.tell(self_, Told::close, state.request);
     trail(state).state[state.hop] = -1;
     --requests_;
@@ -159,7 +168,7 @@ void Instance::drop_all(State &state) {
 }
 
 void Instance::drop_media(State &state) {
-    if (state.hop > 1 || state.incoming == KV) return;
+    if (!state.media) return;
     const Request &asked = request(state);
     for (int32_t item : asked.range()) {
         const int32_t content = w.work.items[item].content;
@@ -183,6 +192,7 @@ void Instance::leave(State &state) {
     case Place::encode_queue: encode_queue_.remove(state.self); break;
     case Place::prefill_queue: prefill_queue_.remove(state.self); break;
     case Place::migrated: migrated_.remove(state.self); break;
+    case Place::preempted: preempted_.remove(state.self); break;
     case Place::image_offers: image_offers_.remove(state.self); break;
     case Place::kv_offers: kv_offers_.remove(state.self); break;
     case Place::encoding: encoding_.remove(state.self); break;
@@ -196,14 +206,18 @@ void Instance::leave(State &state) {
 void Instance::leave_decoding(State &state) {
     const auto mine = [&](const Row &row) { return row.state == state.self; };
     const auto row = std::find_if(decoding_.begin(), decoding_.end(), mine);
-    state.tokens = request(state).max_tokens - row->left;
+    Lane &lane = lanes_.back();
+    const bool within = row - decoding_.begin() < lane.rows;
+    state.tokens = request(state).outputs - row->left;
     decoding_tokens_ -= request(state).prompt + state.tokens;
     --decoders_;
-    if (row - decoding_.begin() < lanes_.back().decodes) {
+    if (within && !row->paused) {
         row->gone = state.in_step = true;
-    } else {
-        decoding_.erase(row);
+        return;
     }
+    lane.rows -= within;
+    paused_ -= row->paused;
+    decoding_.erase(row);
 }
 
 void Instance::set_deadline(State &state, double seconds) {

@@ -46,8 +46,9 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
         for (int32_t item : asked.range())
             image_.hold(image_of(state, item), w.work.items[item].blocks);
     } else if (w.options.prefix_cache) {
-        kv_.hold(kv_of(state), prompt_blocks(state));
+        kv_.hold(kv_of(state), text_blocks(state));
     }
+    if (kind == KV) way.leased_kv = text_blocks(state);
     way.leased[kind] = true;
     way.source[kind] = state.hop;
     ++leases_;
@@ -60,7 +61,7 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
 // No part will follow. Only the lease and a tombstone stay.
 void Instance::commit(State &state) {
     Trail &way = trail(state);
-    if (request(state).deadline_s < FOREVER) way.left_s = state.deadline - w.now;
+    if (way.deadline_s < FOREVER) way.left_s = state.deadline - w.now;
     w.send(way.at[state.hop + 1], Kind::commit, state.request, state.outgoing, state.tokens);
     leave(state);
     way.tombstone[state.hop] = true;
@@ -81,9 +82,9 @@ void Instance::released(const Event &event) {
             image_.drop(w.image_blocks[way.source[kind]].data() + w.work.items[item].first_block,
                         w.work.items[item].blocks);
     } else if (w.options.prefix_cache) {
-        kv_.drop(w.kv_blocks[0].data() + asked.first_block, blocks_for(asked.prompt, w.options.kv_block));
+        kv_.drop(w.kv_blocks[0].data() + asked.first_block, way.leased_kv);
     } else if (!state) {
-        kv_.give(blocks_for(asked.prompt, w.options.kv_block));
+        kv_.give(way.leased_kv);
     }
     if (state) end(*state, Reason::cancelled); // released before the commit: the target gave it up
 }
@@ -99,7 +100,9 @@ void Instance::offered(const Event &event) {
     state.incoming = Blocks(event.what);
     ++requests_;
     const Request &asked = request(state);
-    set_deadline(state, asked.deadline_s);
+    state.text = asked.prompt;
+    state.media = state.incoming != KV;
+    set_deadline(state, way.deadline_s);
     if (state.incoming == KV) return wait_in(kv_offers_, Place::kv_offers, state);
     for (int32_t item : asked.range()) slot(state, item) = {};
     state.skip_media = !needs_media(state);
@@ -133,6 +136,7 @@ void Instance::committed(const Event &event) {
     if (!state || state->ending != Reason::none) return;
     state->committed = true;
     state->tokens = event.count;
+    if (event.count && state->incoming == IMAGE) state->text = request(*state).prompt + event.count;
     set_deadline(*state, trail(*state).left_s);
     if (state->skip_media) queue_prefill(*state); // cached KV covers every image: prefill releases or asks
     complete(*state);
@@ -184,14 +188,14 @@ bool Instance::reserve_media(State &state) {
 // The whole need of a request that will decode here, less what is cached.
 bool Instance::reserve_kv(State &state) {
     if (decoders_ + kv_pulls_ >= setup_.rules.tokens) return false;
-    const Request &asked = request(state);
-    const int32_t total = blocks_for(int64_t(asked.prompt) + asked.max_tokens - 1, w.options.kv_block);
+    state.firm = grows_ && cannot_come_again(state);
+    const int32_t pulled = trail(state).leased_kv, total = need(state, pulled);
     hits_.clear();
-    const int32_t found = match(state, asked.keys, hits_);
-    if (!fits(kv_, total - found)) return false;
+    const int32_t found = match(state, state.text / w.options.kv_block, hits_);
+    if (!preempted_.empty() || !fits(kv_, total - found + spare())) return false;
     hold_kv(state, hits_.data(), found);
     allocate_kv(state, total);
-    state.missing = std::max(0, prompt_blocks(state) - found);
+    state.missing = std::max(0, pulled - found);
     enter(state, Phase::kv_pull);
     return true;
 }

@@ -59,6 +59,8 @@ class Queue {
         items_.insert(std::partition_point(first, items_.end(), [&](int32_t other) { return !later(other); }), request);
     }
 
+    void push_front(int32_t request) { items_.insert(items_.begin() + head_, request); }
+
     void remove(int32_t request) {
         if (items_[head_] != request) {
             items_.erase(std::find(items_.begin() + head_, items_.end(), request));

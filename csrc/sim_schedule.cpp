@@ -51,7 +51,7 @@ void Instance::schedule(uint8_t stages) {
     const bool last = setup_.rules.policy == Policy::prefill_first;
     if (language && !last) {
         batch_.decodes = true;
-        room.decodes = decoders_;
+        room.decodes = decoders_ - paused_;
     }
     if (language)
         for (int32_t number : prefilling_) add_chunk(room, w.states[number], w.states[number].done);
@@ -70,11 +70,13 @@ void Instance::add_running(Room &room) {
     }
 }
 
-// Head-of-line blocking: nobody is skipped.
+// Head-of-line blocking: nobody is skipped. Migrations that wait for blocks go first, the preempted ahead of them.
 void Instance::admit_prefills(Room &room) {
-    int32_t free = kv_offers_.empty() ? kv_.available() : 0;
+    const bool others = kv_offers_.empty();
+    int32_t free = others || !preempted_.empty() ? std::max(0, kv_.available() - spare()) : 0;
     if (!room.tokens()) return;
-    for (const Queue *queue : {&migrated_, &prefill_queue_})
+    for (const Queue *queue : {&preempted_, &migrated_, &prefill_queue_}) {
+        if (queue != &preempted_ && !others) return;
         for (int32_t number : *queue) {
             const State &state = w.states[number];
             if (state.skip_media && needs_media(state)) {
@@ -83,15 +85,14 @@ void Instance::admit_prefills(Room &room) {
             }
             const size_t first = batch_.numbers.size();
             const int32_t hits = prefix_hits(state, batch_.numbers);
-            const Request &asked = request(state);
-            const int64_t tokens = int64_t(asked.prompt) + (has(DECODES) ? asked.max_tokens - 1 : 0);
-            const int32_t need = pin(state, KV, first, blocks_for(tokens, w.options.kv_block) - hits);
-            if (need > free || !add_chunk(room, state, hits * w.options.kv_block)) return;
-            free -= need;
+            const int32_t fresh = pin(state, KV, first, need(state, text_blocks(state)) - hits);
+            if (fresh > free || !add_chunk(room, state, hits * w.options.kv_block)) return;
+            free -= fresh;
             batch_.pins.back().admitted = true;
             batch_.new_prefills.emplace_back(number, int32_t(batch_.pins.size()) - 1);
             if (!room.tokens()) return;
         }
+    }
 }
 
 void Instance::admit_encodes(Room &room) {
@@ -122,7 +123,7 @@ void Instance::admit_encodes(Room &room) {
 }
 
 bool Instance::add_chunk(Room &room, const State &state, int32_t start) {
-    const int32_t left = request(state).prompt - start;
+    const int32_t left = state.text - start;
     const bool forced = batch_.prefills.empty();
     int32_t length = std::min(left, room.tokens());
     if (length < left && !room.chunked()) length = forced && length ? left : 0;
@@ -222,10 +223,8 @@ void Instance::admit_encode(State &state) {
 // The whole KV need, keeping what is cached; the source of covered images may let them go.
 void Instance::admit_prefill(State &state, const Pin &hits) {
     leave(state);
-    const Request &asked = request(state);
     hold_kv(state, batch_.numbers.data() + hits.first, hits.count);
-    const int64_t tokens = int64_t(asked.prompt) + (has(DECODES) ? asked.max_tokens - 1 : 0);
-    allocate_kv(state, blocks_for(tokens, w.options.kv_block));
+    allocate_kv(state, need(state, text_blocks(state)));
     state.done = state.cached = hits.count * w.options.kv_block;
     if (state.incoming != NO_BLOCKS && !state.released) release(state);
     w.tell(self_, Told::open, state.request, state.kv, state.cached);
@@ -239,9 +238,11 @@ void Instance::admit_prefill(State &state, const Pin &hits) {
 void Instance::back_to_media(State &state) {
     leave(state);
     state.skip_media = false;
-    if (state.incoming != NO_BLOCKS) {
+    if (state.incoming != NO_BLOCKS && !state.released) {
         enter(state, Phase::image_offer);
         wait_in(image_offers_, Place::image_offers, state);
+    } else if (state.preempted) {
+        recompute(state);
     } else {
         enter(state, Phase::image_queue);
         wait_in(encode_queue_, Place::encode_queue, state);

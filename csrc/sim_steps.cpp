@@ -18,7 +18,10 @@ void Instance::pump() {
 
 // Start the lane's next step. True where something changed that may let more be admitted.
 bool Instance::fill(Lane &lane) {
-    const bool waits = !encode_queue_.empty() || !prefill_queue_.empty() || !migrated_.empty();
+    const int64_t before = preemptions_;
+    if (grows_ && lane.stages & DECODES) place();
+    const bool waits =
+        !encode_queue_.empty() || !prefill_queue_.empty() || !migrated_.empty() || !preempted_.empty();
     if (!waits && prefilling_.empty() && encoding_.empty()) { // most steps are such: every policy takes all decodes
         batch_.clear();
         batch_.decodes = lane.stages & DECODES;
@@ -31,7 +34,7 @@ bool Instance::fill(Lane &lane) {
     if (scheduled) start(lane);
     for (int32_t number : batch_.new_encodes) media_progress(w.states[number], nullptr, 0);
     if (scheduled) announce_media(lane);
-    return !batch_.new_encodes.empty() || !batch_.uncovered.empty();
+    return !batch_.new_encodes.empty() || !batch_.uncovered.empty() || preemptions_ > before;
 }
 
 bool Instance::build(Lane &lane, const Batch &batch) {
@@ -51,9 +54,10 @@ bool Instance::build(Lane &lane, const Batch &batch) {
         lane.prefill_tokens += chunk.length;
         lane.prefills.push_back(chunk);
     }
-    const int32_t decodes = batch.decodes ? decoders_ : 0;
+    const int32_t rows = batch.decodes ? decoders_ : 0, decodes = rows ? rows - paused_ : 0;
     if (lane.encodes.empty() && lane.prefills.empty() && !decodes) return false;
     if (decodes) decodes_.begin();
+    lane.rows = rows;
     lane.decodes = decodes;
     lane.running = true;
     ++steps_;
@@ -62,7 +66,13 @@ bool Instance::build(Lane &lane, const Batch &batch) {
 
 double Instance::seconds(const Lane &lane) const {
     Load load{lane.decodes, lane.prefill_tokens, lane.media_tokens, 0.0, 0.0, int64_t(lane.prefills.size())};
-    if (lane.decodes) load.context = static_cast<double>(decoding_tokens_) / lane.decodes;
+    int64_t looked_back = decoding_tokens_;
+    for (int32_t row = 0; paused_ && row < lane.rows; ++row)
+        if (const Row &each = decoding_[row]; each.paused) {
+            const Request &asked = w.work.requests[each.request];
+            looked_back -= asked.prompt + asked.outputs - each.left;
+        }
+    if (lane.decodes) load.context = static_cast<double>(looked_back) / lane.decodes;
     int64_t before = 0;
     for (const Chunk &chunk : lane.prefills) before += chunk.start;
     if (load.prefills) load.prefilled = static_cast<double>(before) / static_cast<double>(load.prefills);
@@ -79,8 +89,8 @@ void Instance::start(Lane &lane) {
         }
         for (const Chunk &chunk : lane.prefills)
             w.tell(self_, Told::prefill, w.states[chunk.state].request, chunk.start, chunk.length);
-        for (int32_t row = 0; row < lane.decodes; ++row)
-            w.tell(self_, Told::decode, decoding_[row].request);
+        for (int32_t row = 0; row < lane.rows; ++row)
+            if (!decoding_[row].paused) w.tell(self_, Told::decode, decoding_[row].request);
     }
     const double alone = seconds(lane);
     lane.running = false; // it has no share yet of the time that has passed
@@ -138,11 +148,11 @@ void Instance::book(const Lane &lane, double seconds) {
 }
 
 void Instance::stepped(Lane &lane) {
-    const int32_t rows = lane.decodes;
+    const int32_t rows = lane.rows;
     for (const EncodeRow &row : lane.encodes) w.states[row.state].in_step = false;
     for (const Chunk &chunk : lane.prefills) w.states[chunk.state].in_step = false;
     const bool leaving = leaving_, ends = emit(lane, rows);
-    lane.decodes = 0;
+    lane.rows = lane.decodes = 0;
     if (!lane.encodes.empty()) encoded(lane);
     for (const Chunk &chunk : lane.prefills) prefilled(chunk);
     if (ends) decoded(rows);
@@ -157,7 +167,7 @@ bool Instance::emit(const Lane &lane, int32_t rows) {
     const uint64_t before = w.lists.pushed();
     for (const Chunk &chunk : lane.prefills) {
         const State &state = w.states[chunk.state];
-        const bool last = chunk.start + chunk.length == request(state).prompt;
+        const bool last = chunk.start + chunk.length == state.text;
         if (last && state.ending == Reason::none) w.lists.push(state.request);
     }
     const bool ends = emit_rows(rows), told = w.by_step && rows;
@@ -177,7 +187,7 @@ bool Instance::emit_rows(int32_t rows) {
     w.lists.make_room(rows);
     for (int32_t at = 0; at < rows; ++at) {
         Row &row = decoding_[at];
-        if (row.gone) continue;
+        if (row.gone || row.paused) continue;
         w.lists.put(row.request);
         ends |= --row.left == 0;
     }
@@ -242,7 +252,7 @@ void Instance::prefilled(const Chunk &chunk) {
     if (state.ending != Reason::none) return;
     state.done += chunk.length;
     publish_kv(state, state.done);
-    if (chunk.start + chunk.length != request(state).prompt) return;
+    if (chunk.start + chunk.length != state.text) return;
     leave(state);
     drop_media(state);
     if (took(state)) return;
@@ -266,11 +276,11 @@ void Instance::decoded(int32_t rows) {
 }
 
 void Instance::decoded(State &state) {
-    decoding_tokens_ -= request(state).prompt + request(state).max_tokens;
+    decoding_tokens_ -= request(state).prompt + request(state).outputs;
     --decoders_;
     state.place = Place::nowhere;
-    state.tokens = request(state).max_tokens;
-    end(state, Reason::length);
+    state.tokens = request(state).outputs;
+    end(state, request(state).reason());
 }
 
 // Requests that were to end and waited for this step.
@@ -288,8 +298,8 @@ void Instance::sweep(const Lane &lane, int32_t rows) {
 
 // Take one token. True where the request ends with it.
 bool Instance::took(State &state) {
-    if (++state.tokens < request(state).max_tokens) return false;
-    end(state, Reason::length);
+    if (++state.tokens < request(state).outputs) return false;
+    end(state, request(state).reason());
     return true;
 }
 

@@ -18,7 +18,7 @@ enum Roles : uint8_t { ENCODES = 1, PREFILLS = 2, DECODES = 4 };
 enum Blocks : uint8_t { NO_BLOCKS, IMAGE, KV };
 enum class Policy : uint8_t { alg1, time, prefill_first };
 enum class Order : uint8_t { fcfs, sjf, deadline };
-enum class Reason : uint8_t { none, length, cancelled, deadline, error };
+enum class Reason : uint8_t { none, length, cancelled, deadline, error, stop, preempted };
 enum class Cause : uint8_t { none, late };
 
 // One media item of a request. Equal `content` means equal features; `key` is the first of its `blocks` content keys.
@@ -46,14 +46,16 @@ struct Range {
 
 struct Request {
     int32_t prompt, max_tokens;
+    int32_t outputs;          // tokens until it ends: all that it asked for, or fewer
     int32_t first_item, items;
-    int32_t first_key, keys;  // of its prompt's full blocks, in Workload::keys
+    int32_t first_key;        // of its full blocks, in Workload::keys; those of outputs too where they are recomputed
     int32_t rank;             // the place of its name among all names: what decides between equal deadlines
     double deadline_s;        // FOREVER: as long as it likes
     int32_t media_tokens, media_blocks;
     int64_t first_time, first_block; // where its token times and its KV blocks' numbers are kept
 
     Range range() const { return {first_item, first_item + items}; } // of its items
+    Reason reason() const { return outputs < max_tokens ? Reason::stop : Reason::length; }
 };
 
 // What the user does: asks, or gives up.
@@ -98,6 +100,7 @@ struct Link {
 struct Options { // of all instances
     int32_t media_block, kv_block;
     bool image_cache, prefix_cache, prefetch, early;
+    bool optimistic; // KV blocks as requests decode
     int32_t max_waiting;
     double message_s, interference;
     Link link, network; // within a host, and between two
@@ -130,7 +133,7 @@ enum class Phase : uint8_t {
 
 // Where a request waits, or among which it runs.
 enum class Place : uint8_t {
-    nowhere, encode_queue, prefill_queue, migrated, image_offers, kv_offers, encoding, prefilling, decoding
+    nowhere, encode_queue, prefill_queue, migrated, preempted, image_offers, kv_offers, encoding, prefilling, decoding
 };
 
 // A request that lives on an instance.
@@ -144,7 +147,11 @@ struct State {
     Blocks incoming, outgoing;      // the kind of blocks offered to it here, and by it from here
     bool released, committed, moved, kv_ready, kv_asked;
     bool skip_media, in_step, opened;
-    int32_t tokens, done, cached;   // output tokens so far, prompt positions prefilled, of these found in the cache
+    bool media;                     // it has slots here
+    bool preempted;                 // it was, here
+    bool firm;                      // it has its whole KV need and is not preempted, where others grow
+    int32_t tokens, done, cached;   // output tokens so far, positions prefilled, of these found in the cache
+    int32_t text;                   // positions that a prefill fills: the prompt, and outputs that are recomputed
     int32_t kv, published;          // KV blocks held, and how many of them may be matched
     int32_t pulls, arrived;         // pulls in flight, parts that are here
     int32_t missing;                // KV blocks that are not here yet
@@ -166,6 +173,10 @@ struct Trail {
     int16_t at[3] = {-1, -1, -1};
     int32_t state[3] = {-1, -1, -1};
     double left_s = FOREVER; // of its time, as its last Commit says
+    double deadline_s = FOREVER; // of its time, when it came to its first instance
+    int32_t number = 0;      // of its arrival: less is older
+    int32_t attempt = 0;     // how often it was sent back to its first stage
+    int32_t leased_kv = 0;   // blocks
 };
 
 

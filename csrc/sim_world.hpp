@@ -26,6 +26,7 @@ struct Result {
     std::vector<double> busy;    // seconds of E, P and D, for each instance
     std::vector<int32_t> peak;   // most blocks held of images and KV, for each instance
     int64_t moved[3] = {0, 0, 0}; // bytes, by Blocks
+    int64_t preemptions = 0;
     double ended = 0.0;
     uint64_t events = 0;
     int64_t unsettled = 0; // instances and front ends that hold something when nothing comes any more
@@ -41,29 +42,33 @@ struct Stretch {
 struct Peers { // the instances of a stage
     std::vector<int> numbers;
     int32_t least_image = std::numeric_limits<int32_t>::max(), least_kv = least_image; // of their pools
+    int32_t most_kv = 0;
 };
 
 struct World {
     World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged, bool patient)
-        : work(work), setups(setups), options(options), logged(logged), by_step(patient && !logged),
+        : work(work), setups(setups), options(options), logged(logged),
+          by_step(patient && !logged && !options.optimistic),
           trails(work.requests.size()) {
         size_t blocks = 0, kv = 0, times = 0;
         for (const Item &item : work.items) blocks += item.blocks;
         for (const Request &request : work.requests) {
             kv += blocks_for(int64_t(request.prompt) + request.max_tokens - 1, options.kv_block);
-            times += request.max_tokens;
+            times += request.outputs;
         }
-        for (int set : {0, 1}) {
+        for (int set : {0, 1, 2}) {
             slots[set].resize(work.items.size());
             image_blocks[set].resize(blocks);
-            if (options.prefix_cache) kv_blocks[set].resize(kv);
         }
+        if (options.prefix_cache)
+            for (int set : {0, 1}) kv_blocks[set].resize(kv);
         for (uint8_t stage : {ENCODES, PREFILLS, DECODES})
             for (size_t number = 0; number < setups.size(); ++number)
                 if (const Setup &setup = setups[number]; setup.roles & stage) {
                     peers[stage].numbers.push_back(int(number));
                     peers[stage].least_image = std::min(peers[stage].least_image, setup.image_blocks);
                     peers[stage].least_kv = std::min(peers[stage].least_kv, setup.kv_blocks);
+                    peers[stage].most_kv = std::max(peers[stage].most_kv, setup.kv_blocks);
                 }
         if (by_step) {
             firsts.resize(work.requests.size());
@@ -110,7 +115,7 @@ struct World {
     const std::vector<Setup> &setups;
     const Options &options;
     const bool logged;
-    const bool by_step; // tokens of decodes are booked by step, not one by one: nobody gives up, and nothing is told
+    const bool by_step; // tokens of decodes are booked by step, not one by one: nobody gives up or gives way
     Peers peers[5]; // by stage
     double now = 0.0;
     uint64_t sequence = 0;
@@ -120,8 +125,8 @@ struct World {
     std::vector<Trail> trails; // by request
     std::vector<State> states;
     std::vector<int32_t> unused;           // of states
-    std::vector<Slot> slots[2];            // by item: on the first instance, and on the one it was migrated to
-    std::vector<int32_t> image_blocks[2];  // likewise, from Item::first_block on
+    std::vector<Slot> slots[3];            // by item: on the first instance, and on those that it was migrated to
+    std::vector<int32_t> image_blocks[3];  // likewise, from Item::first_block on
     std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where decode does
     std::vector<double> firsts;            // where by_step, by request: when its first token came
     std::vector<Stretch> stretches;        // likewise the others

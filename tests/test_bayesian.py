@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from analytic import Analytic
+from trinity import twin
 from trinity.budget import Budgets
 from trinity.cost import DEVICES, Roofline
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, UnknownName
 from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Space
@@ -20,7 +21,7 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.knobs import knobs_of, options_of
 from trinity.scheduler import Rules
 from trinity.simulator import Simulator
-from trinity.trace import SLO, Trace
+from trinity.trace import SLO, Trace, TraceRow
 from trinity.traces import synthesise
 
 LLAVA = MODELS["llava-1.5-7b"]
@@ -35,7 +36,8 @@ def trace(count: int = 250) -> Trace:
 
 def planner(instances: int, space: Space, **options: Any) -> HybridPlanner:
     usual: dict[str, Any] = {"strategy": "bayesian", "seeds": 0, "least_requests": 250}
-    return HybridPlanner(LLAVA, STRICT, instances=instances, space=space, **usual | options)
+    slo = options.pop("slo", STRICT)
+    return HybridPlanner(LLAVA, slo, instances=instances, space=space, **usual | options)
 
 
 def deployment(**settings: str | int) -> Deployment:
@@ -68,10 +70,14 @@ def test_a_knob_at_zero_is_what_algorithm_1_finds() -> None:
 
 def test_real_simulators_take_them() -> None:
     whole = planner(2, Space())
-    asked = deployment(tokens=512, mixed_tokens=64, images=2, order="sjf", policy="time", routing="least_loaded")
+    asked = deployment(
+        **{"tokens": 512, "mixed_tokens": 64, "images": 2, "order": "sjf", "policy": "time"},  # type: ignore[arg-type]
+        **{"routing": "least_loaded", "reservation": "optimistic"},
+    )
     made = whole.hardware.simulator(asked, STRICT)
     assert made.routing == "least_loaded"
     assert [each.rules.order for each in made.settings(asked.placement)] == ["sjf", "sjf"]
+    assert {each.reservation for each in made.settings(asked.placement)} == {"optimistic"}
     assert whole.hardware.simulator(asked, STRICT) is made
     assert whole.hardware.simulator(deployment(), STRICT) is not made
     assert all(each.ttft_s is not None for each in made.serve(asked.placement)(trace(20)))
@@ -123,6 +129,33 @@ def test_equal_seeds_give_equal_plans_and_prices_count() -> None:
     one, other = (planner(2, Space(trials=5, beta=0.1), prices={"H100": 3.0}).plan(trace()) for _ in range(2))
     assert one == other
     assert one.best.score == pytest.approx(one.best.goodput["guard"] - 0.1 * 3.0 * one.best.instances)
+
+
+NARROW: dict[str, Any] = {
+    **{"tokens": (0,), "mixed_tokens": (0,), "images": (0,)},
+    **{"orders": ("fcfs",), "policies": ("alg1",), "routings": ("round_robin",)},
+}
+
+
+@needs_optuna
+@pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes() -> None:
+    """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""
+    rows = [
+        TraceRow(timestamp=100.0 * n, input_length=40, text_length=40, output_length=100, max_tokens=2048)
+        for n in range(300)
+    ]
+    hybrid = planner(1, Space(trials=4, **NARROW), slo=SLO(ttft=4.0, tbt=0.1), memory_share=0.35)
+    plan = hybrid.plan(Trace(rows))
+    found = {each.settings.get("reservation"): each.goodput["guard"] for each in plan.candidates if each.exact}
+    assert plan.best.settings["reservation"] == "optimistic"
+    assert found["optimistic"] > 1.5 * found["full"]
+    assert plan.engine == "compiled"
+
+
+def test_a_reservation_that_is_none_is_refused() -> None:
+    with pytest.raises(UnknownName, match="known: full, optimistic"):
+        Space(reservations=("full", "some"))
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

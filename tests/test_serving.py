@@ -26,11 +26,12 @@ from trinity.placement import Placement
 from trinity.serving import Serving, requests_of
 from trinity.simulator import Replay, Simulator
 from trinity.testing.virtual import settings_of
-from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.trace import COMPLETE, RULES, SLO, Rule, Trace, TraceImage, TraceRow
 from trinity.twin import Deployed
 from trinity.twin_workload import Asked, Workload, asked_of
-from trinity.workload import Job, work_of
+from trinity.workload import OUTPUT, Job, work_of
 
+COMPLETED = np.array([twin.REASONS.index(each) for each in COMPLETE], np.uint8)
 needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
 
 PLACEMENTS = ("8EPD", "1E3P4D", "3EP5D", "5ED3P", "6PD2E", "1E2EP3D2PD")
@@ -163,9 +164,11 @@ def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, m
     assert any(job.refused for job in jobs)
     assert any(len(job.images) > 1 for job in jobs)
     like = settings_of("EPD", {"image": 1, "kv": 1}, media_block=block, image_cache=True, prefix_cache=False)[0]
-    for some in (jobs, [job for job in jobs if not job.images], []):
-        works = [Asked(1, 1) if job.refused else Asked.of(work_of(job, 0, False)) for job in some]
-        one, other = Workload.of(some, like), Workload([each._replace(name="") for each in works], like)
+    for some, ask in ((jobs, 0), (jobs, 700), ([job for job in jobs if not job.images], 0), ([], 0)):
+        works = [Asked(1, 1) if job.refused else Asked.of(work_of(job, 0, False), job.max_tokens) for job in some]
+        works = [each._replace(max_tokens=max(each.max_tokens, min(ask, 1000 - each.length))) for each in works]
+        works = [Asked(1, 1) if job.refused else each for job, each in zip(some, works, strict=True)]
+        one, other = Workload.of(some, like, ask, 1000), Workload([each._replace(name="") for each in works], like)
         assert told[-2] == told[-1]
         assert one.first.tolist() == other.first.tolist()
 
@@ -253,15 +256,18 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
         images = draw.choices([3, 40, 600], k=draw.choice([0, 0, 1, 3]))
         named = tuple((count, f"image{draw.randint(0, 1)}") for count in images)
         hashes = tuple(draw.choices(range(3), k=draw.choice([0, 1, 2, 4])))
-        jobs.append(
-            Job(at=0.0, prompt=sum(images) + draw.randint(1, 1600), images=named, max_tokens=2, hash_ids=hashes)
-        )
-    like = settings_of("EPD", {"image": 1, "kv": 1}, kv_block=draw.choice([1, 5, 16, 512]))[0]
+        prompt, most = sum(images) + draw.randint(1, 1600), draw.choice([1, 2, 30])
+        jobs.append(Job(at=0.0, prompt=prompt, images=named, max_tokens=most, hash_ids=hashes))
+    blocks, fed = draw.choice([1, 5, 16, 512]), draw.random() < 0.5
+    settings: dict[str, Any] = {"kv_block": blocks, "reservation": "optimistic" if fed else "full"}
+    like = settings_of("EPD", {"image": 1, "kv": 1}, **settings)[0]
     works = [work_of(job, number, True) for number, job in enumerate(jobs)]
-    digests = [prefix_keys(work.prompt, work.media, like.kv_block) for work in works]
+    texts = [(*work.prompt, *(OUTPUT for _ in range(1, work.max_tokens if fed else 1))) for work in works]
+    digests = [prefix_keys(text, work.media, like.kv_block) for text, work in zip(texts, works, strict=True)]
     known: dict[bytes, int] = {}
     expected = [[known.setdefault(key, len(known)) for key in keys] for keys in digests]
-    for asked in ([asked_of(job, number) for number, job in enumerate(jobs)], [Asked.of(each) for each in works]):
+    told = [asked_of(job, number, 2048) for number, job in enumerate(jobs)]
+    for asked in (told, [Asked.of(each) for each in works]):
         one = Workload(asked, like)
         seen: dict[int, int] = {}
         assert [[seen.setdefault(key, len(seen)) for key in one.prefix_keys(each)] for each in asked] == expected
@@ -298,7 +304,7 @@ def judged(lists: list[list[float]], arrivals: list[float], slo: SLO) -> Judged:
         np.array([each for times in lists for each in times], np.float64),
         np.cumsum([0, *map(len, lists)], dtype=np.int64)[:-1],
         np.array([len(times) for times in lists], np.int32),
-        np.ones(len(lists), np.uint8),
+        np.resize(COMPLETED, len(lists)),
         np.array(arrivals, np.float64),
         slo.ttft,
         slo.tbt,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from trinity import twin
 from trinity.cluster import Cluster
 from trinity.errors import ConfigError, UnknownName
 from trinity.simulator import Replay, Simulator
@@ -64,18 +66,32 @@ def test_who_asks_for_what_it_uses_ends_by_its_length_and_asking_is_bounded_by_t
     assert {outcome.finish_reason for outcome in replayed(ask=10**6, trace=together(2)).outcomes} == {"stop"}
 
 
-def test_the_twin_leaves_both_to_the_python_engine() -> None:
-    for options in ({"reservation": "optimistic"}, {"ask": 2048}):
-        simulator = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of("H100", 1), **options)  # type: ignore[arg-type]
-        assert simulator.why_python("EPD")
-        with pytest.raises(ConfigError, match="cannot do this"):
-            Simulator(
-                "llava-1.5-7b",
-                SLO_,
-                cluster=Cluster.of("H100", 1),
-                engine="compiled",
-                **options,  # type: ignore[arg-type]
-            ).replay(together(2), "EPD")
+def test_rows_ask_for_what_they_say() -> None:
+    def said(most: int | None) -> Trace:
+        return Trace([msgspec.structs.replace(row, max_tokens=most) for row in together(20)])
+
+    (none, few, many, asked) = (
+        replayed(trace=each, ask=ask, memory_share=0.35).outcomes
+        for each, ask in ((said(None), 0), (said(5), 0), (said(2048), 0), (said(None), 2048))
+    )
+    assert none == few
+    assert many == asked
+    assert [{each.finish_reason for each in found} for found in (none, many)] == [{"length"}, {"stop"}]
+
+
+@pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+@pytest.mark.parametrize("placement", ["EPD", "EP+D", "E+P+D"])
+def test_the_twin_comes_to_the_same(placement: str) -> None:
+    def told(engine: str, **options: Any) -> Replay:
+        size = {"EPD": 1, "EP+D": 2, "E+P+D": 3}[placement]
+        made = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of("H100", size), engine=engine, **options)
+        found = made.replay(together(80, 120), placement)
+        assert found.engine == engine
+        return msgspec.structs.replace(found, engine="")
+
+    tight: dict[str, Any] = {"reservation": "optimistic", "memory_share": 0.3}
+    for options in ({"ask": 2048, "memory_share": 0.35}, {**tight, "ask": 2048}, tight):
+        assert told("python", **options) == told("compiled", **options)
 
 
 def test_what_there_is_not_is_refused() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scenarios import ORDERS
 from trinity import twin
 from trinity.cluster import Cluster
-from trinity.core.state import Settings
+from trinity.core.settings import Reservation, Settings
 from trinity.cost import Link
 from trinity.goodput import Outcome
 from trinity.messages import MediaSpan, Work
@@ -25,8 +25,8 @@ from trinity.paced import LinearCost
 from trinity.routing import LeastLoaded, RandomChoice, RoundRobin
 from trinity.scheduler import Rules
 from trinity.testing.virtual import settings_of
-from trinity.trace import RULES, SLO
-from twinning import COMMANDS, EVENTS, Case, Line, assert_equal, differences, random_case
+from trinity.trace import COMPLETE, RULES, SLO
+from twinning import COMMANDS, EVENTS, REASONS, Case, Line, assert_equal, differences, random_case
 
 CASES = 200
 
@@ -128,7 +128,7 @@ def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
     assert {rule: getattr(found, rule) for rule in RULES} == {
         rule: sum(slo.met(o, rule) for o in served) for rule in RULES
     }
-    whole = [(at, o.ttft_s or 0.0, o) for at, o in zip(arrivals, served, strict=True) if o.finish_reason == "length"]
+    whole = [(at, o.ttft_s or 0.0, o) for at, o in zip(arrivals, served, strict=True) if o.finish_reason in COMPLETE]
     assert found.first == sum(ttft < slo.ttft for _, ttft, _ in whole)
     assert found.finishes.tolist() == [at + ttft + fsum(o.itl_s) for at, ttft, o in whole]
     assert (found.ended, found.unsettled, found.settled) == (told.ended, 0, len(arrivals))
@@ -155,7 +155,8 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         seen.update({each.roles for each in case.settings} | {str(each.lanes) for each in case.settings})
         seen.update({type(cost).__name__ for cost in case.costs} | {f"ended {reason}" for reason in told.reasons})
         moves = case.settings[0].transfers
-        seen.update([f"prefetch {moves.prefetch}", f"early {moves.early}"])
+        seen.update([f"prefetch {moves.prefetch}", f"early {moves.early}", case.settings[0].reservation])
+        seen["preempted"] += told.preemptions
         seen["nobody gives up"] += not any(act[2] for act in case.acts) and not any(w.deadline_s for w in case.works)
         seen.update(_named(line) for line in told.log)
     wanted = [
@@ -175,7 +176,8 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         "EPD",
     ]
     wanted += ["Roofline", "Tables", "StepCost", "LinearCost", "cached prefix", "later chunk"]
-    wanted += [f"ended {reason}" for reason in ("length", "cancelled", "deadline", "error")]
+    wanted += [f"ended {reason}" for reason in ("length", "cancelled", "deadline", "error", "stop")]
+    wanted += ["full", "optimistic", "preempted", "sent back", "came again"]
     wanted += [f"{name} {on}" for name in ("chunked", "bounded", "prefetch", "early") for on in (True, False)]
     wanted += ["('joint',)", "('vision', 'language')", "nobody gives up"]
     assert not {name: seen[name] for name in wanted if seen[name] < 10}
@@ -186,6 +188,10 @@ def _named(line: Line) -> str:
     name = COMMANDS[kind - 20] if kind >= 20 else EVENTS[kind]
     if name == "open" and b:
         return "cached prefix"
+    if name == "Finished" and a == REASONS.index("preempted"):
+        return "sent back"
+    if name == "Submit" and b:
+        return "came again"
     return "later chunk" if name == "prefill" and a else name
 
 
@@ -226,7 +232,10 @@ def test_a_twin_with_another_rule_is_noticed(rule: str) -> None:
     assert noticed >= 2
 
 
-SWITCHES = ("image_cache", "prefix_cache", "prefetch", "early", "interference", "message_s", "max_waiting", "link")
+SWITCHES = (
+    *("image_cache", "prefix_cache", "prefetch", "early", "interference", "message_s", "max_waiting", "link"),
+    *("reservation", "outputs"),
+)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -238,6 +247,9 @@ def test_a_twin_with_another_switch_is_noticed(switch: str) -> None:
     assert noticed >= 2
 
 
+OTHER: dict[Reservation, Reservation] = {"full": "optimistic", "optimistic": "full"}
+
+
 def _switched(case: Case, switch: str) -> Case:
     if switch in ("interference", "max_waiting"):
         return replace(case, **{switch: getattr(case, switch) + 1})  # type: ignore[arg-type]
@@ -247,6 +259,10 @@ def _switched(case: Case, switch: str) -> Case:
         fields = {name: getattr(cluster, name) for name in cluster.__struct_fields__}
         return replace(case, cluster=Cluster(**{**fields, switch: changed[switch]}))
     settings = case.settings
+    if switch == "outputs":
+        return replace(case, outputs=[max(1, used - 1) for used in case.used])
+    if switch == "reservation":
+        return replace(case, settings=[replace(each, reservation=OTHER[each.reservation]) for each in settings])
     if switch in ("prefetch", "early"):
         moves = settings[0].transfers
         other = replace(moves, **{switch: not getattr(moves, switch)})  # type: ignore[arg-type]
@@ -258,6 +274,33 @@ def _turned(each: Settings, cache: str) -> Settings:
     return replace(each, **{cache: not getattr(each, cache)})  # type: ignore[arg-type]
 
 
+def test_the_youngest_gives_way_and_is_computed_again() -> None:
+    # 5 blocks of 16 tokens, and a step takes 1 s. A prompt of 14 gets two, enough until its 20th token is asked for.
+    # The elder has the fifth from 19 s on, and the younger waits; at 35 s the elder needs one of its two, and it goes.
+    # When the elder has ended, at 38 s, it is prefilled with its 19 tokens.
+    cost = LinearCost(step_s=1.0)
+    case = case_of("PD", [text(0, 14, 40), text(1, 14, 40)], [0.0, 0.0], cost, reservation="optimistic")
+    case = replace(case, settings=[replace(each, pools={"kv": 5}) for each in case.settings], outputs=[38, 30])
+    told = assert_equal(case)
+    assert told.reasons == ["stop", "stop"]
+    assert told.preemptions == 1
+    assert told.tokens(0) == [float(at) for at in range(1, 39)]
+    assert told.tokens(1) == [float(at) for at in (*range(2, 21), *range(39, 50))]
+    opened = [line[3:5] for line in told.log if line[2] == 20 + COMMANDS.index("open")]
+    assert opened == [(0, 2), (1, 2), (1, 4)]
+
+
+def test_where_nobody_can_compute_it_again_it_is_sent_back() -> None:
+    cost = LinearCost(step_s=1.0)
+    case = case_of("P+D", [text(0, 14, 40), text(1, 14, 40)], [0.0, 0.0], cost, reservation="optimistic")
+    small = [replace(each, pools={"kv": 5}) for each in case.settings]
+    told = assert_equal(replace(case, settings=small, outputs=[38, 30]))
+    assert told.preemptions == 1
+    assert told.counts.tolist() == [38, 30]
+    submits = [line[1:6] for line in told.log if line[2] == EVENTS.index("Submit")]
+    assert submits[-1] == (0, 0, 1, 0, 19), "at the first instance again, with the tokens that it had"
+
+
 def test_what_it_cannot_do_it_says() -> None:
     costs = [LinearCost(step_s=1.0)] * 3
     plain = settings_of("E+P+D", {"image": 8, "kv": 40}, transfers=Transfers(kv="off"))
@@ -267,7 +310,11 @@ def test_what_it_cannot_do_it_says() -> None:
     moving = [replace(each, transfers=Transfers(kv="layer")) for each in plain]
     assert "prefill" in twin.unsupported(moving, costs, RoundRobin())
     assert "leases" in twin.unsupported([replace(each, lease_s=3.0) for each in plain], costs, RoundRobin())
-    assert "rest" in twin.unsupported([plain[0], replace(plain[1], kv_block=8)], costs, RoundRobin())
+    for other in (replace(plain[1], kv_block=8), replace(plain[1], reservation="optimistic")):
+        assert "rest" in twin.unsupported([plain[0], other], costs, RoundRobin())
+    assert "depth 2" in twin.unsupported([replace(each, depth=2) for each in plain], costs, RoundRobin())
+    growing = [replace(each, reservation="optimistic") for each in plain]
+    assert twin.unsupported(growing, costs, RoundRobin()) == ""
 
     class Other(LinearCost, frozen=True, kw_only=True):
         """Costs of its own, which nobody has written in C++."""

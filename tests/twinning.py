@@ -8,10 +8,12 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+import msgspec
+
 from scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
 from trinity.budget import StepCost
 from trinity.cluster import Cluster
-from trinity.core.state import Settings
+from trinity.core.settings import RESERVATIONS, Reservation, Settings
 from trinity.cost import Cost, Device, Link, Roofline, Tables
 from trinity.frontend import Abort, Deliver, End
 from trinity.messages import (
@@ -41,7 +43,7 @@ from trinity.overlap import Transfers
 from trinity.paced import LinearCost
 from trinity.routing import RoundRobin
 from trinity.scheduler import Policy, Rules
-from trinity.simulated import Simulated
+from trinity.simulated import STOP, Simulated
 from trinity.testing.virtual import settings_of
 from trinity.twin import Act, Deployed, Told, simulate
 from trinity.twin_workload import Asked, Workload
@@ -52,7 +54,7 @@ EVENTS = (
     *("Stepped", "Pulled", "Tick", "Abort"),
 )
 COMMANDS = ("step", "encode", "prefill", "decode", "pull", "open", "close", "deliver", "end", "left")
-REASONS = ("", "length", "cancelled", "deadline", "error")
+REASONS = ("", "length", "cancelled", "deadline", "error", "stop", "preempted")
 SHAPE = model("llava-1.5-7b")
 Line = tuple[Any, ...]
 
@@ -69,6 +71,11 @@ class Case:
     max_waiting: int = 1024
     interference: float = 1.0
     model: Model = SHAPE
+    outputs: Sequence[int] = ()  # tokens of each request, where these are fewer than it asks for
+
+    @property
+    def used(self) -> list[int]:
+        return [*self.outputs] or [work.max_tokens for work in self.works]
 
     def compiled(self, log: bool = True) -> Told:
         return simulate(self.workload(), self.acts, self.deployed(), log=log)
@@ -84,7 +91,7 @@ class Case:
         )
 
     def workload(self) -> Workload:
-        return Workload(map(Asked.of, self.works), self.settings[0])
+        return Workload(map(Asked.of, self.works, self.used), self.settings[0])
 
     def python(self) -> Logged:
         logged = Logged(self)
@@ -96,11 +103,11 @@ class Logged(Simulated):
     """The Python engine, with prompts and deadlines of our own, cancels, and a log like the twin's."""
 
     def __init__(self, case: Case) -> None:
-        self.works = case.works
+        self.works = list(map(_stopping, case.works, case.used))
         self.log: list[Line] = []
         self.offers: dict[str, Offer] = {}
         asked = {number: at for at, number, aborts in case.acts if not aborts}
-        jobs = [Job(asked.get(number, 0.0), 1, (), work.max_tokens) for number, work in enumerate(case.works)]
+        jobs = [Job(asked.get(number, 0.0), 1, (), most) for number, most in enumerate(case.used)]
         super().__init__(
             case.settings,
             jobs,
@@ -112,6 +119,7 @@ class Logged(Simulated):
             interference=case.interference,
             shared=True,
             record=False,
+            ask=SHAPE.context,  # how much it is the works say
         )
         self.timed = True
         self.carriers = {kind: self.telling(carry) for kind, carry in self.carriers.items()}
@@ -156,7 +164,7 @@ class Logged(Simulated):
         if isinstance(event, Stepped):
             return -1, list(self.cores[name].state.lanes).index(event.lane), 0
         if isinstance(event, Submit):
-            return event.work.request, 0, 0
+            return event.work.request, 0, len(event.tokens)
         return getattr(event, "request", -1), 0, 0
 
     def telling(self, carry: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
@@ -191,6 +199,10 @@ class Logged(Simulated):
             self.tell(name, self.command("prefill"), chunk.request, chunk.start, chunk.length)
         for request in step.decodes:
             self.tell(name, self.command("decode"), request)
+
+
+def _stopping(work: Work, used: int) -> Work:
+    return msgspec.structs.replace(work, stop_ids=frozenset({STOP.token})) if used < work.max_tokens else work
 
 
 def _kind(kind: str) -> int:
@@ -234,6 +246,7 @@ def assert_equal(case: Case) -> Told:
     assert [compiled.tokens(number) for number in range(len(case.works))] == list(python.times.values())
     assert (compiled.reasons, compiled.ended, compiled.events) == (python.reasons, python.ended, python.events)
     assert (compiled.moved, compiled.unsettled) == (python.moved, 0)
+    assert compiled.preemptions == sum(core.state.preemptions for core in python.cores.values())
     workers = list(python.workers.values())
     assert compiled.busy == [each.busy for each in workers]
     assert compiled.peak == [each.peak for each in workers]
@@ -245,14 +258,14 @@ def assert_equal(case: Case) -> Told:
 def facts(told: Told) -> tuple[Any, ...]:
     """All but the log."""
     tokens = [told.tokens(number) for number in range(len(told.counts))]
-    figures = (told.busy, told.peak, told.moved, told.ended, told.events, told.unsettled)
+    figures = (told.busy, told.peak, told.moved, told.ended, told.events, told.unsettled, told.preemptions)
     return tokens, told.counts.tolist(), told.reasons, *figures
 
 
 # ------------------------------------------------------------ random cases
 
 
-def random_works(draw: Random, requests: int, caches: bool) -> list[Work]:
+def random_works(draw: Random, requests: int, caches: bool, longer: int = 1) -> list[Work]:
     """Requests that begin like others where there are caches, with a deadline now and then."""
     atomic = draw.random() < 0.2
     few = draw.choice([1, 3, requests]) if caches or draw.random() < 0.3 else requests
@@ -267,7 +280,7 @@ def random_works(draw: Random, requests: int, caches: bool) -> list[Work]:
                 request=str(number),
                 prompt=(*prompt, *tail),
                 media=tuple(media),
-                max_tokens=draw.choice([1, 2, 5, 12]),
+                max_tokens=draw.choice([1, 2, 5, 12]) * longer,
                 deadline_s=draw.choice([0.0, 0.3, 1.0, draw.uniform(0.0, 3.0)]) if draw.random() < late else None,
             )
         )
@@ -320,7 +333,9 @@ def random_cost(draw: Random) -> Cost:
     )
 
 
-def random_settings(draw: Random, placement: str, works: list[Work], caches: bool) -> list[Settings]:
+def random_settings(
+    draw: Random, placement: str, works: list[Work], caches: bool, reservation: Reservation = "full"
+) -> list[Settings]:
     need = largest_need(works)
     slack = draw.choice([1.0, 1.0, 1.3, 2.0, 6.0])
     settings = settings_of(
@@ -332,6 +347,7 @@ def random_settings(draw: Random, placement: str, works: list[Work], caches: boo
         kv_block=KV_BLOCK,
         image_cache=caches and draw.random() < 0.8,
         prefix_cache=caches and draw.random() < 0.8,
+        reservation=reservation,
         transfers=Transfers(prefetch=draw.random() < 0.7, early=draw.random() < 0.7, kv="off"),
     )
     if draw.random() < 0.2:
@@ -343,11 +359,13 @@ def random_settings(draw: Random, placement: str, works: list[Work], caches: boo
 
 def random_case(seed: int, caches: bool | None = None) -> Case:
     """Placements of every method, tiny pools, contents that repeat, cancels, deadlines; times that often coincide."""
-    draw = Random(seed)
+    draw, more = Random(seed), Random(f"{seed} more")
+    reservation = more.choice(RESERVATIONS)
+    longer = more.choice([1, 3]) if reservation == "optimistic" else 1
     on = draw.random() < 0.6 if caches is None else caches
     placement = draw.choice(PLACEMENTS)
-    works = random_works(draw, draw.choice([1, 3, 8, 20, 40]), on)
-    settings = random_settings(draw, placement, works, on)
+    works = random_works(draw, draw.choice([1, 3, 8, 20, 40]), on, longer)
+    settings = random_settings(draw, placement, works, on, reservation)
     count = len(settings)
     span = draw.choice([0.0, 0.5, 3.0])
     tick = draw.choice([0.0, 0.01])
@@ -374,6 +392,7 @@ def random_case(seed: int, caches: bool | None = None) -> Case:
         costs=[same if draw.random() < 0.7 else random_cost(draw) for _ in range(count)],
         max_waiting=draw.choice([1024, 1024, 3]),
         interference=draw.choice([1.0, 1.3, 2.0]),
+        outputs=[more.randint(1, work.max_tokens) for work in works] if more.random() < 0.4 else (),
     )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity import twin
-from trinity.core.state import Settings
 from trinity.goodput import Outcome, Point, completions
 from trinity.model_shapes import Model
 from trinity.trace import RULES, SLO, Trace
@@ -34,13 +33,14 @@ class Requests:
     model: Model
     jobs: list[Job]
     shared: bool
-    _works: dict[tuple[int, int], Workload] = field(default_factory=dict)
+    _works: dict[tuple[int, int, str, int], Workload] = field(default_factory=dict)
 
-    def work(self, like: Settings) -> Workload:
-        """For instances with the blocks of this one; caches are on where content is shared."""
-        key = (like.media_block, like.kv_block)
+    def work(self, deployed: Deployed) -> Workload:
+        """For instances with these blocks; caches are on where content is shared."""
+        like = deployed.settings[0]
+        key = (like.media_block, like.kv_block, like.reservation, deployed.ask)
         if key not in self._works:
-            self._works[key] = Workload.of(self.jobs, like)
+            self._works[key] = Workload.of(self.jobs, like, deployed.ask, self.model.context)
         return self._works[key]
 
     @cached_property
@@ -134,7 +134,7 @@ class Serving:
         deployed, at = self.deployed(requests.shared), requests.arrivals(rate)
         if deployed is None or at is None:
             return None
-        work = requests.work(deployed.settings[0])
+        work = requests.work(deployed)
         found = deployed.tried(work, at, requests.asked, slo)
         check_settled(found.unsettled, found.settled == len(requests.asked))
         span, ended = float(at[-1] - at[0]), max(0.0, found.ended - float(at[0]))
@@ -170,7 +170,7 @@ def replayed(trace: Trace, model: Model, deploy: Callable[[bool], Deployed | Non
     requests = requests_of(trace, model)
     deployed = deploy(requests.shared)
     assert deployed is not None
-    work, at = requests.work(deployed.settings[0]), requests.stamps[requests.asked] / 1000
+    work, at = requests.work(deployed), requests.stamps[requests.asked] / 1000
     order = np.argsort(at, kind="stable")
     raw = deployed.run(work, at[order], requests.asked[order], np.zeros(len(at), np.uint8))
     check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(at))

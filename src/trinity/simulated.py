@@ -36,11 +36,11 @@ from trinity.model_shapes import Model
 from trinity.overlap import FEED_FORWARD
 from trinity.routing import RoutingPolicy
 from trinity.timeline import Slice
-from trinity.workload import Job, work_of
+from trinity.workload import OUTPUT, Job, asked_tokens, work_of
 
 Counts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
-SAMPLED = Sampled(0)  # every token of every request: its value means nothing
-STOP = Sampled(1)  # the last one of those that asked for more
+SAMPLED = Sampled(OUTPUT)
+STOP = Sampled(OUTPUT + 1)  # the last one of those that asked for more
 
 
 @dataclass(slots=True)
@@ -79,6 +79,8 @@ class Worker:
         decodes, prefill, media = len(step.decodes), 0, 0
         context = self._looked_back(step.decodes) / decodes if decodes else 0.0
         prefills, prefilled = len(step.prefills), 0.0
+        if decodes or prefills:
+            self._decoded = step.decodes
         if prefills:
             prefill = sum([row.length for row in step.prefills])
             prefilled = sum([row.start for row in step.prefills]) / prefills
@@ -92,14 +94,14 @@ class Worker:
         return running
 
     def _looked_back(self, decodes: tuple[str, ...]) -> int:
-        """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same."""
+        """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same rows
+        and no step was without any, in which one of them may have been recomputed."""
         if decodes == self._decoded:
             self._context += len(decodes)
         else:
             requests = self.core.state.requests
             states = [requests[request] for request in decodes]
             self._context = sum([len(state.work.prompt) + len(state.tokens) for state in states])
-            self._decoded = decodes
         return self._context
 
     def book(self, counts: Counts, seconds: float) -> None:
@@ -156,6 +158,7 @@ class Simulated(Engine):
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
         self.ask, self.context = ask, model.context
+        self.asking = any(asked_tokens(job, ask, model.context) > job.max_tokens for job in jobs)
         self.workers = {
             name: Worker(core, place, cost, model)
             for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
@@ -179,7 +182,7 @@ class Simulated(Engine):
     def work(self, number: int) -> Work:
         """What the front end is told of the job of this number."""
         work = work_of(self.jobs[number], number, self.shared)
-        most = max(work.max_tokens, min(self.ask, self.context - len(work.prompt)))
+        most = asked_tokens(self.jobs[number], self.ask, self.context)
         return work if most == work.max_tokens else replace(work, max_tokens=most, stop_ids=frozenset({STOP.token}))
 
     def take(self, number: int, name: str, event: Any) -> Value | None:
@@ -304,7 +307,7 @@ class Simulated(Engine):
             else:
                 sampling = [row.request for row in step.prefills if row.last]
                 sampled = dict.fromkeys([*sampling, *step.decodes], SAMPLED)
-                if self.ask:
+                if self.asking:
                     sampled |= dict.fromkeys(filter(partial(self._stops, name), sampled), STOP)
                 event = Stepped(step.id, step.lane, sampled, {}, at - running.started)
             running.numbers.add(self.post(at, name, event))

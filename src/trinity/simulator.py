@@ -77,9 +77,9 @@ class Simulator:
     ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
     ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
     of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
-    KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for, though it stops after its output
-    (0: no more than that). ``engine``: "python", the cores themselves, "compiled", their twin in C++ with the
-    same results, or "auto": the twin for all that it can do (``why_python``).
+    KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for at least, though it stops after its
+    output; rows with ``max_tokens`` ask for these. ``engine``: "python", the cores themselves, "compiled", their twin
+    in C++ with the same results, or "auto": the twin for all that it can do (``why_python``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -217,7 +217,7 @@ class Simulator:
         settings = self.settings(placement)
         costs = [self.cost_of(place) for place in range(len(settings))]
         why = twin.missing() or twin.unsupported(settings, costs, routing_policy(self.routing))
-        why = why or ("timelines" if record else "requests that ask for more than they use" if self.ask else "")
+        why = why or ("timelines" if record else "")
         if why and self.engine == "compiled":
             raise ConfigError(
                 f"the compiled engine cannot do this ({why}): take engine='auto', which replays in Python"
@@ -233,6 +233,7 @@ class Simulator:
             model=self.model,
             max_waiting=self.max_waiting,
             interference=self.interference,
+            ask=self.ask,
         )
 
     def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
@@ -293,6 +294,7 @@ def _compiled(requests: Requests, deployed: twin.Deployed, told: twin.Told) -> R
         moved_bytes=told.moved,
         events=told.events,
         engine="compiled",
+        preemptions=told.preemptions,
     )
 
 

@@ -28,11 +28,11 @@ from trinity.trace import SLO
 from trinity.twin_workload import Workload, rows_of
 
 SPARE = 1.1
-SIMULATOR = 2  # of the extension's part that this file calls
+SIMULATOR = 3  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
 POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
-REASONS = ("", "length", "cancelled", "deadline", "error")
+REASONS = ("", "length", "cancelled", "deadline", "error", "stop", "preempted")
 KINDS = (IMAGE, KV)
 
 Floats = npt.NDArray[np.float64]
@@ -51,6 +51,7 @@ class Raw(NamedTuple):
     ended: float
     events: int
     unsettled: int
+    preemptions: int
     log: tuple[Floats, Ints]
 
 
@@ -88,6 +89,7 @@ class Told:
     ended: float
     events: int
     unsettled: int
+    preemptions: int
     log: list[tuple[Any, ...]]
 
     def tokens(self, number: int) -> list[float]:
@@ -112,12 +114,10 @@ def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy:
         return "leases and reports of load"
     if any(each.depth != 1 for each in settings):
         return "steps decided ahead (depth 2)"
-    if any(each.reservation != "full" for each in settings):
-        return "KV blocks reserved as requests decode"
     if any(each.transfers.kv != "off" for each in settings):
         return "KV that moves while prefill runs"
     if len({_common(each) for each in settings}) > 1:
-        return "instances with other blocks, caches or transfers than the rest"
+        return "instances with other blocks, caches, transfers or reservation than the rest"
     for cost in (*costs, *(each.rules.cost for each in settings)):
         if cost is not None and _kind_of(cost) is None:
             return f"costs of type {type(cost).__name__}"
@@ -125,7 +125,7 @@ def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy:
 
 
 def _common(each: Settings) -> tuple[Any, ...]:
-    return each.media_block, each.kv_block, each.image_cache, each.prefix_cache, each.transfers
+    return each.media_block, each.kv_block, each.image_cache, each.prefix_cache, each.transfers, each.reservation
 
 
 Act = tuple[float, int, bool]  # when, which request, whether it is given up
@@ -134,7 +134,7 @@ Act = tuple[float, int, bool]  # when, which request, whether it is given up
 class Deployed:
     """Instances in the twin's form. ``settings`` must be such that ``unsupported`` is "".
 
-    Messages, steps and pulls take what ``trinity.simulated.Simulated`` says.
+    Messages, steps and pulls take what ``trinity.simulated.Simulated`` says. Requests ask for ``ask`` tokens.
     """
 
     def __init__(
@@ -146,8 +146,9 @@ class Deployed:
         model: Model,
         max_waiting: int,
         interference: float,
+        ask: int = 0,
     ) -> None:
-        self.settings = settings
+        self.settings, self.ask = settings, ask
         known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
         self._given = (
@@ -200,7 +201,8 @@ def _options(
     moves, link, network = like.transfers, cluster.link, cluster.network
     whole = (
         *(like.media_block, like.kv_block, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
-        *(max_waiting, model.feature_bytes * like.media_block, model.kv_bytes * like.kv_block),
+        *(like.reservation == "optimistic", max_waiting),
+        *(model.feature_bytes * like.media_block, model.kv_bytes * like.kv_block),
     )
     real = (cluster.message_s, interference, link.bandwidth, link.fixed_s, network.bandwidth, network.fixed_s)
     return np.array(whole, np.int64), np.array(real, np.float64)
@@ -220,6 +222,7 @@ def told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
         ended=raw.ended,
         events=raw.events,
         unsettled=raw.unsettled,
+        preemptions=raw.preemptions,
         log=[(time, *line) for time, line in zip(at.tolist(), rest.reshape(-1, 6).tolist(), strict=True)],
     )
 

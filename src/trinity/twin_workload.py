@@ -13,14 +13,17 @@ import numpy.typing as npt
 from trinity.core.state import Settings
 from trinity.messages import MediaSpan, Work
 from trinity.native import extension
-from trinity.workload import HASHED, Job, work_of
+from trinity.workload import HASHED, OUTPUT, Job, asked_tokens, work_of
 
 Runs = Sequence[tuple[int, int]]  # of equal tokens: which, how many
 Ints = npt.NDArray[np.int32]
 
 
 class Asked(NamedTuple):
-    """One request. ``runs`` of its prompt matter only where prefixes are cached; no two neighbours are equal."""
+    """One request, of ``outputs`` tokens (0: all that it asks for).
+
+    ``runs`` of its prompt matter only where prefixes are cached; no two neighbours are equal.
+    """
 
     length: int
     max_tokens: int
@@ -28,11 +31,12 @@ class Asked(NamedTuple):
     runs: Runs = ()
     deadline_s: float | None = None
     name: str = ""
+    outputs: int = 0
 
     @classmethod
-    def of(cls, work: Work) -> Asked:
+    def of(cls, work: Work, outputs: int = 0) -> Asked:
         runs = [(token, sum(1 for _ in same)) for token, same in groupby(work.prompt)]
-        return cls(len(work.prompt), work.max_tokens, work.media, runs, work.deadline_s, work.request)
+        return cls(len(work.prompt), work.max_tokens, work.media, runs, work.deadline_s, work.request, outputs)
 
 
 class Workload:
@@ -50,32 +54,36 @@ class Workload:
         ranks = _ranks([each.name for each in given])
         for each, rank in zip(given, ranks, strict=True):
             own = self.prefix_keys(each) if like.prefix_cache else ()
-            rows.append((each.length, each.max_tokens, len(each.media), len(own), rank))
+            fewer = each.outputs or each.max_tokens
+            rows.append((each.length, each.max_tokens, fewer, len(each.media), len(own), rank))
             items += [self._item(span) for span in each.media]
             keys += own
         deadlines = np.array([inf if each.deadline_s is None else each.deadline_s for each in given], np.float64)
-        self._make(rows_of(rows, 5, np.int32), deadlines, rows_of(items, 6, np.int32), np.array(keys, np.int32))
+        self._make(rows_of(rows, 6, np.int32), deadlines, rows_of(items, 6, np.int32), np.array(keys, np.int32))
 
     def _make(self, rows: Ints, deadlines: npt.NDArray[np.float64], items: Ints, keys: Ints) -> None:
-        ends = np.cumsum(rows[:, 1], dtype=np.int64)
-        self.first = ends - rows[:, 1]
+        ends = np.cumsum(rows[:, 2], dtype=np.int64)
+        self.first = ends - rows[:, 2]
         self.made = extension.sim_workload(rows, deadlines, items, keys, self.like.media_block, self.like.kv_block)
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], like: Settings) -> Workload:
-        """Of a trace; prompts are looked at where they are cached."""
+    def of(cls, jobs: Sequence[Job], like: Settings, ask: int = 0, context: int = 0) -> Workload:
+        """Of a trace, whose requests ask for so many tokens of the ``context``; prompts are looked at where they are
+        cached."""
+        most = [1 if job.refused else asked_tokens(job, ask, context) for job in jobs]
         if like.prefix_cache:
-            return cls((asked_of(job, number) for number, job in enumerate(jobs)), like)
+            return cls(map(asked_of, jobs, range(len(jobs)), most), like)
         made = cls.__new__(cls)
         made.like = like
         taken = [job for job in jobs if not job.refused]
-        rows = np.zeros((len(jobs), 5), np.int32)
-        rows[:, :2] = 1  # of those that are refused
-        rows[:, 4] = np.arange(len(jobs))
-        rows[[not job.refused for job in jobs], :3] = rows_of(
+        rows = np.zeros((len(jobs), 6), np.int32)
+        rows[:, :3] = 1  # of those that are refused
+        rows[:, 1] = most
+        rows[:, 5] = np.arange(len(jobs))
+        rows[np.ix_([not job.refused for job in jobs], (0, 2, 3))] = rows_of(
             [(job.prompt, job.max_tokens, len(job.images)) for job in taken], 3, np.int32
         )
-        items = _items([image for job in taken for image in job.images], rows[:, 2], like.media_block)
+        items = _items([image for job in taken for image in job.images], rows[:, 3], like.media_block)
         made._make(rows, np.full(len(jobs), inf), items, np.zeros(0, np.int32))
         return made
 
@@ -88,11 +96,19 @@ class Workload:
         assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
         return span.tokens, content, key, span.offset, span.end, int(span.atomic)
 
+    def _whole(self, asked: Asked) -> Runs:
+        """What may be prefilled of it: its outputs too, where it may be preempted and come again."""
+        fed = (asked.outputs or asked.max_tokens) - 1
+        if self.like.reservation == "full" or not fed:
+            return asked.runs
+        *before, (token, length) = asked.runs
+        return (*before, (OUTPUT, length + fed)) if token == OUTPUT else (*asked.runs, (OUTPUT, fed))
+
     def prefix_keys(self, asked: Asked) -> list[int]:
         """As ``blocks.prefix_keys``, with numbers in place of digests and runs in place of tokens."""
         block, previous, keys, chains = self.like.kv_block, -1, [], self._chains
         last = max((m.end for m in asked.media), default=0)
-        for number, piece in enumerate(_cut(asked.runs, block)):
+        for number, piece in enumerate(_cut(self._whole(asked), block)):
             start = number * block
             inside: tuple[tuple[str, int], ...] = ()
             if start < last:
@@ -122,12 +138,12 @@ def _cut(runs: Runs, block: int) -> Iterator[int | tuple[tuple[int, int], ...]]:
             parts, room = [(token, count % block)], block - count % block
 
 
-def asked_of(job: Job, number: int) -> Asked:
-    """As ``work_of``, with runs in place of its prompt."""
+def asked_of(job: Job, number: int, most: int) -> Asked:
+    """As ``work_of``, for up to ``most`` tokens, with runs in place of its prompt."""
     if job.refused:
         return Asked(1, 1)
     media = work_of(job, number, False).media if job.images else ()
-    return Asked(job.prompt, job.max_tokens, media, _runs(job, number))
+    return Asked(job.prompt, most, media, _runs(job, number), outputs=job.max_tokens)
 
 
 def _items(images: Sequence[tuple[int, str]], each: Ints, block: int) -> Ints:

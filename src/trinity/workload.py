@@ -15,12 +15,14 @@ from trinity.model_shapes import Model
 from trinity.trace import Trace, TraceImage, TraceRow
 
 HASHED = 512  # tokens that one of Mooncake's hashes stands for
+OUTPUT = 0  # every token of every output: its value means nothing
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
     """A trace's row as a model sees it; ``at`` in seconds, lengths in tokens. Its images come first, then its text.
 
-    ``images``: (visual tokens, content) of each. ``refused``: the model cannot take it.
+    ``images``: (visual tokens, content) of each. ``max_tokens`` of output, for which it ``asked`` or for more.
+    ``refused``: the model cannot take it.
     """
 
     at: float
@@ -29,6 +31,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int
     hash_ids: tuple[int, ...] = ()
     refused: bool = False
+    asked: int = 0
 
 
 def jobs_of(trace: Trace, model: Model) -> list[Job]:
@@ -58,7 +61,12 @@ def _job(row: TraceRow, number: int, model: Model) -> Job:
     )
     refused = prompt >= model.context or (bool(images) and model.vision is None)
     most = max(1, min(row.output_length, model.context - prompt))
-    return Job(at, prompt, images, most, tuple(row.hash_ids), refused)
+    return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0)
+
+
+def asked_tokens(job: Job, ask: int, context: int) -> int:
+    """Tokens that it may have: what it asked for or ``ask``, as far as the context has them; at least its output."""
+    return max(job.max_tokens, min(max(ask, job.asked), context - job.prompt))
 
 
 def _tokens(image: TraceImage, model: Model) -> int:

@@ -1,4 +1,4 @@
-"""Knobs of the runtime beside a placement (EPDServe 002, 3.2.3 and appendix D): batch limits, queue order, policy."""
+"""Knobs of the runtime beside a placement (EPDServe 002, 3.2.3 and appendix D): batch limits, queues, reservation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from trinity.budget import Budgets, predicted_budgets
+from trinity.core.settings import RESERVATIONS, check_reservation
 from trinity.errors import ConfigError
 from trinity.model_shapes import Model
 from trinity.planner.bounds import Kind
@@ -23,9 +24,10 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """What a wider search may choose from.
 
     ``tokens``: prefill tokens and decodes a step of instances that do not decode, ``mixed_tokens`` of those that do,
-    ``images`` an encode batch; 0 is what Algorithm 1 finds. ``fewest``: instances that are used at least; None: all.
-    ``beta``: goodput in requests/s that one instance (where the planner has prices, one unit of price an hour) must be
-    worth. ``trials``: configurations that are tried. Raises ``ConfigError`` for an empty choice.
+    ``images`` an encode batch; 0 is what Algorithm 1 finds. ``reservations`` of KV blocks: as an instance's.
+    ``fewest``: instances that are used at least; None: all. ``beta``: goodput in requests/s that one instance (where
+    the planner has prices, one unit of price an hour) must be worth. ``trials``: configurations that are tried. Raises
+    ``ConfigError`` for an empty choice, ``UnknownName`` for a reservation that is none.
     """
 
     tokens: tuple[int, ...] = (SEARCHED, 512, 1024, 2048, 4096, 8192)
@@ -34,13 +36,16 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[str, ...] = ("fcfs", "sjf")
     policies: tuple[str, ...] = ("alg1", "time", "prefill_first")
     routings: tuple[str, ...] = ("round_robin", "least_loaded")
+    reservations: tuple[str, ...] = RESERVATIONS
     fewest: int | None = None
     beta: float = 0.0
     trials: int = 60
 
     def __post_init__(self) -> None:
-        choices = (self.tokens, self.mixed_tokens, self.images, self.orders, self.policies, self.routings)
-        if not all(choices) or self.trials < 1 or self.beta < 0 or (self.fewest is not None and self.fewest < 1):
+        for each in self.reservations:
+            check_reservation(each)
+        bounded = self.trials >= 1 and self.beta >= 0 and (self.fewest is None or self.fewest >= 1)
+        if not all(knobs_of(self).values()) or not bounded:
             raise ConfigError(
                 "a space has at least one value for each knob, one trial, beta of at least 0, and fewest of at least 1"
             )
@@ -55,6 +60,7 @@ def knobs_of(space: Space) -> dict[str, tuple[str | int, ...]]:
         "order": space.orders,
         "policy": space.policies,
         "routing": space.routings,
+        "reservation": space.reservations,
     }
 
 
@@ -83,4 +89,4 @@ def options_of(
         "rules": replace(rules, policy=policy, order=order),  # type: ignore[arg-type]
         "budgets": {roles: budgets(roles) for _, roles, _ in deployment.groups},
     }
-    return chosen | ({"routing": set_to["routing"]} if "routing" in set_to else {})
+    return chosen | {name: set_to[name] for name in ("routing", "reservation") if name in set_to}
