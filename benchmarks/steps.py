@@ -97,14 +97,18 @@ class Stages:
         return torch.zeros((count, *shape.shape), dtype=shape.dtype)
 
     def gflop(self, stage: str, batch: int) -> float:
-        """1e9 operations of the products of a prefill or an encode, attention's included."""
+        """1e9 operations of the products of a prefill or an encode, attention's included, of the layers that run.
+
+        The last language layer attends for one row alone, and what is behind the vision layer taken is left out.
+        """
         vision = self.model.config.vision_config
         if stage == "prefill":
-            attention = 4 * self.layers * self.heads * self.width * PROMPT * (PROMPT + 1) / 2
+            attention = 4 * (self.layers - 1) * self.heads * self.width * PROMPT * (PROMPT + 1) / 2
             part, run = self.models["plain"].language, self.prefill("plain", 1)
         else:
             rows = (vision.image_size // vision.patch_size) ** 2 + 1
-            attention = 4 * vision.num_hidden_layers * vision.hidden_size * rows**2
+            taken = self.model.config.vision_feature_layer % (vision.num_hidden_layers + 1)
+            attention = 4 * taken * vision.hidden_size * rows**2
             part, run = self.models["plain"].vision, self.encode("plain", 1)
         return batch * (attention + _product_flops(part, run)) / 1e9
 
