@@ -82,7 +82,7 @@ def a_block_is_matchable_before_its_step_has_ended(monkeypatch: pytest.MonkeyPat
 
 @broken
 def blocks_are_given_back_while_a_second_step_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "in_step", lambda s, request: s.requests[request].steps > 1)
+    monkeypatch.setattr(State, "in_step", lambda s, request: s.flying()[request] > 1)
 
 
 @broken

@@ -113,7 +113,8 @@ def next_decodes(s: State) -> tuple[str, ...]:
 
     A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
     """
-    rows = [request for request, state in s.decoding.items() if len(state.tokens) + state.steps < state.max_tokens]
+    flying = s.flying()
+    rows = [each for each, state in s.decoding.items() if len(state.tokens) + flying[each] < state.max_tokens]
     if "D" in s.settings.roles:
         rows += [request for request, state in s.prefilling.items() if _decodes_next(state)]
     return tuple(rows)

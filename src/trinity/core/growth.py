@@ -43,11 +43,11 @@ def _runs(s: State, request: str) -> bool:
 
 def _full(s: State, rows: tuple[str, ...]) -> list[RequestState]:
     """Whose blocks have no place for the key and value that a row of theirs writes next, behind those in flight."""
-    size, found = s.settings.kv_block, []
+    size, flying, found = s.settings.kv_block, s.flying(), []
     for request in rows:
         state = s.decoding.get(request)
         if state is not None:
-            held = len(state.work.prompt) + len(state.tokens) + state.steps
+            held = len(state.work.prompt) + len(state.tokens) + flying[request]
         else:
             state = s.prefilling[request]
             held = state.text + 1

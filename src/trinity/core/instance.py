@@ -49,6 +49,8 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Progress: progressed,
     Stepped: stepped,
     Pulled: pulled,
+    PeerUp: peer_up,
+    PeerLoad: peer_load,
     PeerLost: peer_lost,
     Fetch: fetch,
     Fetched: fetched,
@@ -71,12 +73,9 @@ class InstanceCore:
     def handle(self, event: Value, now: float) -> list[Value]:
         s = self.state
         s.out = []
-        if isinstance(event, PeerUp):
-            peer_up(s, event, now)
-        elif isinstance(event, PeerLoad):
-            peer_load(s, event, now)
-        else:
-            _HANDLERS[type(event)](s, event, now)
+        kind = type(event)
+        _HANDLERS[kind](s, event, now)
+        if kind is not PeerUp and kind is not PeerLoad:
             pump(s, now)
         return s.out
 

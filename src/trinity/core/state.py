@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -87,7 +88,6 @@ class RequestState:
     inputs: tuple[Any, ...] = ()
     ending: Finished | None = None
     tokens: list[int] = field(default_factory=list)
-    steps: int = 0  # in flight, that have rows of it
     attempt: int = field(init=False)
     max_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -333,7 +333,12 @@ class State:
             self.report_at = min(self.report_at, now + self.settings.report_s)
 
     def in_step(self, request: str) -> bool:
-        return self.requests[request].steps > 0
+        return any(request in running.requests for flight in self.lanes.values() for running in flight)
+
+    def flying(self) -> Counter[str]:
+        """How many steps in flight have rows of a request."""
+        flights = chain.from_iterable(self.lanes.values())
+        return Counter(chain.from_iterable(running.requests for running in flights))
 
     def idle(self) -> bool:
         """Whether nothing lives, runs or is leased here."""

@@ -66,9 +66,6 @@ def _start(s: State, lane: str, step: Step, now: float) -> None:
     s.steps += 1
     running = Running.of(step) if step.encodes or step.prefills else Running(step, step.decodes)
     s.lanes[lane].append(running)
-    requests = s.requests
-    for request in running.requests:
-        requests[request].steps += 1
     s.out.append(step)
 
 
@@ -116,9 +113,7 @@ def stepped(s: State, event: Stepped, now: float) -> None:
     assert flight, f"nothing runs on {event.lane}"
     assert flight[0].step.id == event.id, f"step {event.id} is not running on {event.lane}"
     running = flight.popleft()
-    requests, step, failed = s.requests, running.step, event.failed
-    for request in running.requests:
-        requests[request].steps -= 1
+    step, failed = running.step, event.failed
     s.rates.learn(step, event.seconds)
     emitted: list[Emitted] = []
     before = len(s.out)

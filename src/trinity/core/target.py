@@ -215,7 +215,7 @@ def start_decoding(s: State, state: RequestState, now: float) -> None:
     """A row of every decode step from now on."""
     state.enter(Phase.DECODING, now)
     s.decoding[state.work.request] = state
-    if state.steps:
+    if s.in_step(state.work.request):
         state.first_decode = True  # behind its last chunk
     else:
         s.fresh.append(state.work.request)
