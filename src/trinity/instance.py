@@ -20,6 +20,7 @@ from trinity.errors import ConfigError
 from trinity.integrity import Digests
 from trinity.lane import Lane
 from trinity.lane_stream import stream_for
+from trinity.mailbox import Mailbox
 from trinity.memory import BlockMemory, BlockShape
 from trinity.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Value
 from trinity.own_stages import own_stages
@@ -55,7 +56,7 @@ StageFactory = Callable[[StageSetup], Stage]
 
 
 class Network(Protocol):
-    """How an instance reaches the others: ``to_peer`` and ``to_frontend`` never block; ``loop`` runs transfers."""
+    """How an instance reaches the others: ``loop`` runs transfers and all calls but ``to_peer``, which never blocks."""
 
     loop: asyncio.AbstractEventLoop
     connector: Connector
@@ -236,6 +237,7 @@ class InstanceHost:
         self._network, self._timeline = network, timeline
         self._thread = CoreThread(self.core, self._handle, self._failed, self._stop_lanes, loaded.spec.cores)
         self._lanes = self._make_lanes()
+        self._mail = Mailbox(network.to_frontend)
         self._digests = Digests(loaded.memory) if network.connector.verifies else None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -261,6 +263,8 @@ class InstanceHost:
         }
 
     def start(self) -> None:
+        """On the loop's thread."""
+        self._mail.open(self._network.loop)
         for lane in self._lanes.values():
             lane.start()
         self._thread.start()
@@ -275,6 +279,7 @@ class InstanceHost:
     async def join(self) -> None:
         """Wait for the end of the threads, and of the transfers that an instance stopped at once has left."""
         await asyncio.to_thread(self._join)
+        self._mail.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -303,7 +308,11 @@ class InstanceHost:
         if self._network.loop.is_closed():  # the program ended without aclose(): nobody is there to be told
             return
         logger.error("%s failed", threading.current_thread().name, exc_info=error)
-        self._network.loop.call_soon_threadsafe(self._network.crashed, self.name, error)
+        self._network.loop.call_soon_threadsafe(self._crashed, error)
+
+    def _crashed(self, error: BaseException) -> None:
+        self._mail.empty()
+        self._network.crashed(self.name, error)
 
     def _handle(self, event: Value, now: float) -> None:
         self.events.append(event)
@@ -331,7 +340,7 @@ class InstanceHost:
             elif isinstance(command, (Open, Grow, Close)):
                 self._lanes["language" if "language" in self._lanes else "joint"].post(command)
         if to_frontend:
-            self._network.to_frontend(to_frontend)
+            self._mail.put(to_frontend)
 
     def _verifiable(self, send: Send) -> Value:
         """The message to a peer, with digests of the blocks that it says are ready, where they are verified."""

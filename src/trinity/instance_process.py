@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 class Watcher(Protocol):
     """What the processes tell the pipeline, on the loop's thread."""
 
-    def from_instances(self, messages: list[Value]) -> None: ...
+    def to_frontend(self, messages: list[Value]) -> None: ...
 
     def lost(self, name: str, why: str) -> None: ...
 
@@ -169,7 +169,7 @@ class InstanceProcess:
             for row in message.rows:
                 self._timeline.add(self.name, *row)
         else:
-            self._watcher.from_instances([message])
+            self._watcher.to_frontend([message])
 
 
 async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:

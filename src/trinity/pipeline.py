@@ -320,9 +320,6 @@ class Pipeline:
         self._reached[name].post(message)
 
     def to_frontend(self, messages: list[Value]) -> None:
-        self.loop.call_soon_threadsafe(self.from_instances, messages)
-
-    def from_instances(self, messages: list[Value]) -> None:
         """Take what instances say, on the loop's thread."""
         for message in messages:
             self.post(message)

@@ -215,7 +215,7 @@ class Standalone:
         self.loop.call_soon_threadsafe(self._send, name, encode(message))
 
     def to_frontend(self, messages: list[Value]) -> None:
-        self.loop.call_soon_threadsafe(self._send_all, [encode(message) for message in messages])
+        self._send_all([encode(message) for message in messages])
 
     def crashed(self, name: str, error: BaseException) -> None:
         self._send_all([encode(Broken(type(error).__name__, str(error)))])
