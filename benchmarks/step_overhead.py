@@ -41,19 +41,19 @@ class Notes:
     def __init__(self, running: int) -> None:
         self.running = running
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self._answers: dict[int, float] = defaultdict(float)
+        self.answers: list[tuple[int, float, int]] = []  # of the core: the thread, its seconds, rows
 
     def add(self, part: str, seconds: float, rows: int) -> None:
         if rows == self.running:
             self.seconds[part].append(seconds)
 
-    def answer(self, seconds: float) -> None:
-        """A core has answered on this thread."""
-        self._answers[threading.get_ident()] += seconds
-
     def answered(self, thread: int) -> float:
-        """Seconds of its answers on a thread since this was asked last."""
-        return self._answers.pop(thread, 0.0)
+        """Seconds of the core's answers on a thread since this was asked last."""
+        mine = [each for each in self.answers if each[0] == thread]
+        for each in mine:
+            self.answers.remove(each)
+            self.add("core", *each[1:])
+        return sum(seconds for _, seconds, _ in mine)
 
     def medians(self, skip: int) -> dict[str, float]:
         """Microseconds by part, the first ``skip`` steps left out."""
@@ -127,8 +127,7 @@ def watch_core(host: InstanceHost, notes: Notes) -> None:
         started = time.thread_time()
         commands = handle(event, now)
         spent = time.thread_time() - started
-        notes.add("core", spent, len(event.sampled) if isinstance(event, Stepped) else 0)
-        notes.answer(spent)
+        notes.answers.append((threading.get_ident(), spent, len(event.sampled) if isinstance(event, Stepped) else 0))
         return commands
 
     host.core.handle = timed  # type: ignore[method-assign]

@@ -98,7 +98,7 @@ async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:
     assert "emulated=True" in repr(output)
     assert pipe.metrics.summary()["emulated"] == 1
     assert "emulated, by paced stages" in str(pipe.metrics)
-    stages = [each for each in pipe.timeline._slices if each.lane == "joint"]
+    stages = [each for each in pipe.timeline.slices() if each.lane == "joint"]
     assert {each.name for each in stages} == {"emulated encode", "emulated prefill", "emulated decode"}
     assert all("late us" in each.args for each in stages)
     pipe.trace.save(tmp_path / "trace.jsonl")
@@ -114,7 +114,7 @@ async def test_lanes_of_an_instance_share_its_pace() -> None:
     requests = asked()
     async with Pipeline(model, "EPD", pools=POOLS, lanes=("vision", "language")) as pipe:
         check(await serve(pipe, requests), requests)
-    assert {each.lane for each in pipe.timeline._slices} == {"vision", "language"}
+    assert {each.lane for each in pipe.timeline.slices()} == {"vision", "language"}
 
 
 async def test_a_block_that_is_altered_on_its_way_ends_that_request_alone() -> None:
@@ -202,7 +202,7 @@ async def test_processes_serve_without_torch(connector: str) -> None:
     pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]
     assert {record["scheme"] for record in pulled} == {connector}
     assert not any("libtorch" in each for each in mapped)
-    assert {each.name for each in pipe.timeline._slices if each.lane == "joint"} >= {"emulated decode"}
+    assert {each.name for each in pipe.timeline.slices() if each.lane == "joint"} >= {"emulated decode"}
 
 
 @pytest.mark.usefixtures("no_torch")

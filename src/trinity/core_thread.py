@@ -63,17 +63,20 @@ class CoreThread:
         self._bell.put(None)
 
     def decide(self, event: Value) -> None:
-        """As ``post``, and decide here and now, unless another thread is at it."""
+        """As ``post``, and decide here and now, unless another thread is at it; on nothing that comes behind it."""
         self._inbox.append(event)
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             self._bell.put(None)
             return
-        due = -inf
+        ring = True
         try:
-            due = self._drain(event)
+            while not self._over and self._take() is not event:
+                pass
+            due = self._core.next_timer()
+            ring = self._over or (due is not None and due < self._due)
         finally:
             self._lock.release()
-            if self._over or due < self._due:
+            if ring:
                 self._bell.put(None)
 
     def _run(self) -> None:
@@ -81,31 +84,38 @@ class CoreThread:
             pin_thread(self._cores)
             while not self._over:
                 with self._lock:
-                    self._due = due = self._drain()
+                    left = self._drain()
                 if not self._over:
                     with suppress(Empty):
-                        self._bell.get(timeout=None if due == inf else max(0.0, due - time.monotonic()))
+                        self._bell.get(timeout=None if left == inf else left)
         except BaseException as error:
             self._failed(error)
         finally:
             self._ended()
 
-    def _drain(self, last: Value | None = None) -> float:
-        """Decide on all that is there, up to ``last``; when the next Tick is due."""
-        done = False
+    def _drain(self) -> float:
+        """Decide on all that is there; seconds until the next Tick is due."""
+        while not self._over:
+            due = self._core.next_timer()
+            self._due = inf if due is None else due
+            left = self._due - time.monotonic()
+            if left <= 0:
+                self._inbox.appendleft(Tick())
+            elif not self._inbox:
+                return left
+            self._take()
+        return inf
+
+    def _take(self) -> Value | Stop:
+        """Decide on the oldest event."""
+        event = self._inbox.popleft()
         try:
-            while True:
-                now, timer = time.monotonic(), self._core.next_timer()
-                due = inf if timer is None else timer
-                if done or self._over or (due > now and not self._inbox):
-                    return due
-                event = Tick() if due <= now else self._inbox.popleft()
-                done = event is last
-                if isinstance(event, Stop):
-                    self._stopping, self._over = True, event.at_once
-                else:
-                    self._handle(event, now)
-                self._over = self._over or (self._stopping and self._core.idle())
+            if isinstance(event, Stop):
+                self._stopping, self._over = True, event.at_once
+            else:
+                self._handle(event, time.monotonic())
+            self._over = self._over or (self._stopping and self._core.idle())
         except BaseException:
             self._over = True
             raise
+        return event

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from trinity.lane_stream import LaneStream
 from trinity.messages import Close, Failure, Grow, Open, Progress, Sampled, Step, Stepped, Value
@@ -62,6 +63,7 @@ class Lane:
         self._decide = decide or post
         self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
         self._launching = [stage for stage in self.stages if isinstance(stage, Launching)]
+        self._remarking: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
         self._telling: Step | None = None  # whose progress is told
         self._told = False
         for stage in self.stages:
@@ -100,15 +102,16 @@ class Lane:
             while (command := self._next()) is not None:
                 if not isinstance(command, Step):
                     self._tell(command)
-                elif not self._launch(command):
+                elif not (self._launching and self._launch(command)):
                     self._reply(command, self._step(command))
-                    self.cpu_s = time.thread_time()
 
     def _reply(self, step: Step, answer: Stepped) -> None:
         """Tell the core, which decides on this thread where it waits for that alone. Not behind a prefill or an encode:
         what follows from those, such as digests for peers, takes longer than to wake another thread."""
-        waits = self._queue.empty() and not (step.prefills or step.encodes)
-        (self._decide if waits else self._post)(answer)
+        if not (step.prefills or step.encodes) and self._queue.empty():
+            self._decide(answer)
+        else:
+            self._post(answer)
 
     def _next(self) -> Value | None:
         """The next command. Launched steps are waited for as soon as nothing more is to be launched behind them."""
@@ -122,12 +125,12 @@ class Lane:
                     return command
                 self._queue.put(None)  # the end comes after what is in flight
             self._finish()
+        if self._queue.empty():
+            self.cpu_s = time.thread_time()
         return self._queue.get()
 
     def _launch(self, step: Step) -> bool:
         """Begin a step of one stage that can. Where this is False, nothing is in flight any more."""
-        if not self._launching:
-            return False
         rows = [(stage, found) for stage in self.stages if (found := rows_for(step, stage.letters)) is not None]
         stage, only = rows[0] if len(rows) == 1 else (None, step)
         launching = next((each for each in self._launching if each is stage), None)
@@ -146,7 +149,7 @@ class Lane:
         """Answer the oldest launched step. Where it failed, it and all behind it run again, one after the other."""
         first = self._flight.popleft()
         try:
-            sampled = complete(first.step, checked(first.pending.wait() or {}))
+            sampled = complete(first.step, first.pending.wait() or {})
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
             again = [first, *self._flight]
@@ -157,7 +160,6 @@ class Lane:
                 self._reply(each.step, self._step(each.step))
         else:
             self._reply(first.step, self._answer(first.step, max(first.since, self._free_at), sampled, {}))
-        self.cpu_s = time.thread_time()
 
     def _tell(self, command: Value) -> None:
         for stage in self.stages:
@@ -197,19 +199,13 @@ class Lane:
     def _answer(self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]) -> Stepped:
         self._free_at = time.perf_counter()
         seconds = self._free_at - started
-        self._timeline.add(self.instance, self.name, self._shown(step), started, seconds, self._arguments(step))
+        title, said = _shown(step)
+        if self._emulated:  # must not pass for computed
+            title = f"emulated {title}"
+        for stage in self._remarking:
+            said.update(stage.remarks)
+        self._timeline.add(self.instance, self.name, title, started, seconds, said)
         return Stepped(step.id, self.name, sampled, failed, seconds)
-
-    def _shown(self, step: Step) -> str:
-        """The step's name in the timeline; what stages emulate must not pass for computed."""
-        return f"emulated {_title(step)}" if self._emulated else _title(step)
-
-    def _arguments(self, step: Step) -> dict[str, float]:
-        """What the timeline says of a step: its rows, and what a stage remarks on it."""
-        said = _sizes(step)
-        for stage in self.stages:
-            said.update(getattr(stage, "remarks", ()))
-        return said
 
     def _forward(self, step: Step) -> dict[str, Sampled]:
         sampled: dict[str, Sampled] = {}
@@ -218,8 +214,8 @@ class Lane:
             for stage in self.stages:
                 rows = rows_for(step, stage.letters)
                 if rows is not None:
-                    found = checked(stage.forward(rows) or {})
-                    sampled = sampled | found if sampled else found
+                    found = stage.forward(rows) or {}
+                    sampled = checked(sampled) | checked(found) if sampled else found
         finally:
             self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
         return complete(step, sampled)
@@ -241,15 +237,16 @@ class Lane:
 def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """What a stage returned. Raises ``TypeError`` where it is not tokens by request: the core must not trip over it."""
     kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
-    if kinds != PLAIN and not all(issubclass(kind, Sampled) for kind in kinds):
+    if not all(issubclass(kind, Sampled) for kind in kinds):
         raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
     return sampled
 
 
 def complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
-    """Tokens of every row that asks for one. Raises ``RuntimeError`` where some are missing."""
-    if not step.prefills and all(map(sampled.__contains__, step.decodes)):
+    """Tokens of every row that asks for one. Raises ``RuntimeError`` where some are missing, ``TypeError`` as above."""
+    if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == PLAIN:
         return sampled  # most steps
+    checked(sampled)
     missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
     if missing:
         raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
@@ -292,16 +289,15 @@ def _letters(step: Step) -> str:
 
 
 def _title(step: Step) -> str:
-    if not (step.encodes or step.prefills):
-        return "decode"  # most steps
     names = {"E": "encode", "P": "prefill", "D": "decode"}
     return "+".join(names[letter] for letter in _letters(step))
 
 
-def _sizes(step: Step) -> dict[str, float]:
-    if not (step.encodes or step.prefills):
-        return {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
-    return {
+def _shown(step: Step) -> tuple[str, dict[str, float]]:
+    """What the timeline says of a step: its name and its rows."""
+    if not (step.encodes or step.prefills):  # most steps
+        return "decode", {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
+    return _title(step), {
         "media tokens": sum(row.span.tokens for row in step.encodes),
         "prefill tokens": sum(row.length for row in step.prefills),
         "decodes": len(step.decodes),
