@@ -139,17 +139,22 @@ NARROW: dict[str, Any] = {
 
 @needs_optuna
 @pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
-def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes() -> None:
+@pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])
+def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Space) -> None:
     """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""
     rows = [
         TraceRow(timestamp=100.0 * n, input_length=40, text_length=40, output_length=100, max_tokens=2048)
         for n in range(300)
     ]
-    hybrid = planner(1, Space(trials=4, **NARROW), slo=SLO(ttft=4.0, tbt=0.1), memory_share=0.35)
+    hybrid = planner(1, space, slo=SLO(ttft=4.0, tbt=0.1), memory_share=0.35)
     plan = hybrid.plan(Trace(rows))
-    found = {each.settings.get("reservation"): each.goodput["guard"] for each in plan.candidates if each.exact}
+    found = {"full": 0.0, "optimistic": 0.0}
+    for each in plan.candidates:
+        if each.exact and each.settings:
+            kind = str(each.settings["reservation"])
+            found[kind] = max(found[kind], each.goodput["guard"])
     assert plan.best.settings["reservation"] == "optimistic"
-    assert found["optimistic"] > 1.5 * found["full"]
+    assert found["optimistic"] > 1.5 * found["full"] > 0
     assert plan.engine == "compiled"
 
 

@@ -20,7 +20,7 @@ def tuned(case: Case, space: Space, seed: int) -> tuple[list[Found], tuple[str, 
     """``space.trials`` configurations, best first, and what to say of them.
 
     Tree-structured Parzen estimator, seeded; the first ones are Algorithm 2's and those with the best nominal bounds,
-    with the knobs as Algorithm 1 has them. Raises ``ConfigError`` where Optuna is not installed.
+    with the knobs as Algorithm 1 has them, under each reservation. Raises ``ConfigError`` where there is no Optuna.
     """
     optuna = _optuna()
     before = optuna.logging.get_verbosity()
@@ -48,7 +48,8 @@ def _starts(case: Case, space: Space) -> list[dict[str, Any]]:
     names = case.hardware.names
     best = [*case.paper(names, "largest_remainder"), *case.entries(names)[:3]]
     usual = {name: values[0] for name, values in knobs_of(space).items()}
-    return [_start(entry.deployment, len(names)) | usual for entry in best]
+    starts = [_start(entry.deployment, len(names)) | usual for entry in best]
+    return [start | {"reservation": each} for each in space.reservations for start in starts]
 
 
 def _start(deployment: Deployment, most: int) -> dict[str, Any]:
