@@ -59,6 +59,7 @@ int32_t Instance::match(const State &state, int32_t keys, std::vector<int32_t> &
 int32_t Instance::prefix_hits(const State &state, std::vector<int32_t> &into) const {
     const Request &asked = request(state);
     const int32_t block = w.options.kv_block, found = match(state, (state.text - 1) / block, into);
+    if (!found) return 0;
     int32_t usable = found;
     for (int32_t at = asked.first_item + asked.items; at-- > asked.first_item;) {
         const Item &item = w.work.items[at];

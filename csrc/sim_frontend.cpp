@@ -174,7 +174,7 @@ void Frontend::forget(int32_t number, int first, int hops, bool before) {
     const auto tell = [&](int16_t name) {
         if (std::find(told_.begin(), told_.end(), name) != told_.end()) return;
         told_.push_back(name);
-        w.send(name, Kind::forget, number);
+        w.mention(name, Kind::forget, number);
     };
     tell(int16_t(first));
     if (before && !past_.empty())

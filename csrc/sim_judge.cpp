@@ -49,7 +49,12 @@ class ExactSum {
 // that the sum of all is what lies between the ends.
 double summed_gaps(double first, const double *later, int32_t count) {
     if (!count) return 0.0;
-    if (first >= later[count - 1] / 2) return later[count - 1] - first;
+    bool exact = first >= later[count - 1] / 2;
+    if (!exact) {
+        exact = first >= later[0] / 2;
+        for (int32_t at = 1; at < count; ++at) exact &= later[at - 1] >= later[at] / 2;
+    }
+    if (exact) return later[count - 1] - first;
     ExactSum sum;
     sum.add(later[0] - first);
     for (int32_t at = 1; at < count; ++at) sum.add(later[at] - later[at - 1]);

@@ -55,7 +55,7 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     state.outgoing = kind;
     way.at[state.hop + 1] = int16_t(target); // of the one that it will be there
     w.send(target, Kind::offer, state.request, kind, 0, state.hop);
-    w.send(FRONTEND, Kind::moved, state.request);
+    w.mention(FRONTEND, Kind::moved, state.request);
 }
 
 // No part will follow. Only the lease and a tombstone stay.

@@ -87,6 +87,14 @@ struct World {
         messages.push({now + options.message_s, sequence++, request, count, int16_t(to), extra, kind, what});
     }
 
+    // Of what matters only where somebody gives up.
+    void mention(int to, Kind kind, int32_t request) {
+        if (by_step)
+            ++result.events; // it would come, and change nothing
+        else
+            send(to, kind, request);
+    }
+
     uint64_t post(double time, int to, Kind kind, int32_t request, uint8_t what = 0, int32_t count = 0) {
         heap.push({time, sequence, request, count, int16_t(to), 0, kind, what});
         return sequence++;
@@ -115,7 +123,7 @@ struct World {
     const std::vector<Setup> &setups;
     const Options &options;
     const bool logged;
-    const bool by_step; // tokens of decodes are booked by step, not one by one: nobody gives up or gives way
+    const bool by_step; // nobody gives up or gives way, and nothing is told: tokens of decodes are booked by step
     Peers peers[5]; // by stage
     double now = 0.0;
     uint64_t sequence = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from trinity.planner.trials import Trials, rate_of
 from trinity.scheduler import Rules
 from trinity.simulator import Simulator
 from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.workload import jobs_of
 
 LLAVA, QWEN = MODELS["llava-1.5-7b"], MODELS["qwen2-vl-7b"]
 LOOSE = SLO(ttft=2.0, tbt=1.0)
@@ -136,6 +138,47 @@ def test_content_that_comes_again_is_no_work() -> None:
         for n in range(1000)
     )
     assert bounds(same).upper(placed("1E3PD")) > 1.9 * bounds(equal(1000, output=2)).upper(placed("1E3PD"))
+
+
+def drawn_rows(draw: random.Random, contents: int, hashes: int) -> Trace:
+    """Images that may be like others, prefixes that may be, and requests beyond the context."""
+    rows = []
+    for n in range(60):
+        names = [f"image{draw.randrange(contents)}" if contents else None for _ in range(draw.choice([0, 1, 3]))]
+        text = draw.choice([1, 700, 5000])
+        hashed = [n, *draw.choices(range(1000, 1000 + hashes), k=draw.choice([0, 2]))] if hashes else []
+        images = [TraceImage(tokens=100, content=name) for name in names]
+        rows.append(
+            TraceRow(
+                timestamp=100.0 * n,
+                input_length=text + 100 * len(names),
+                output_length=draw.choice([0, 1, 2, 300]),
+                images=images,
+                hash_ids=hashed,
+            )
+        )
+    return Trace(rows)
+
+
+@pytest.mark.parametrize(("contents", "hashes"), [(0, 0), (0, 5), (4, 0), (3, 5)])
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_what_a_request_needs_is_a_mean_over_the_lightest(contents: int, hashes: int, share: float) -> None:
+    trace = drawn_rows(random.Random(contents + hashes), contents, hashes)
+    lists: list[list[int]] = [[], [], [], []]
+    seen: set[str | int] = set()
+    for job in jobs_of(trace, LLAVA):
+        known = [count for count, name in job.images if name in seen]
+        hashed = [each for each in job.hash_ids if each in seen]
+        seen.update(name for _, name in job.images)
+        seen.update(job.hash_ids)
+        later = 0 if job.refused else job.max_tokens - 1
+        lists[0].append(sum(count for count, _ in job.images) - sum(known))
+        lists[1].append(0 if job.refused else max(1, job.prompt - sum(known) - 512 * len(hashed)))
+        lists[2].append(later)
+        lists[3].append(0 if known or hashed else later * math.ceil((job.prompt + job.max_tokens) / 16))
+    kept = math.ceil(share * len(trace))
+    expected = tuple(sum(sorted(each)[:kept]) / len(trace) for each in lists)
+    assert tuple(bounds(trace, share=share, order="sjf").need) == expected
 
 
 def test_heavy_requests_may_be_the_late_ones_where_the_queue_is_not_in_order() -> None:

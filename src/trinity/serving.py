@@ -19,7 +19,7 @@ from trinity.trace import RULES, SLO, Trace
 from trinity.trace_statistics import arrival_rate
 from trinity.twin import Deployed, Told
 from trinity.twin_workload import Workload
-from trinity.workload import Job, jobs_of, shares
+from trinity.workload import Job, Sizes, jobs_of, shares, sizes_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,13 +40,17 @@ class Requests:
         like = deployed.settings[0]
         key = (like.media_block, like.kv_block, like.reservation, deployed.ask)
         if key not in self._works:
-            self._works[key] = Workload.of(self.jobs, like, deployed.ask, self.model.context)
+            self._works[key] = Workload.of(self.jobs, like, deployed.ask, self.model.context, self.sizes)
         return self._works[key]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.jobs)
 
     @cached_property
     def asked(self) -> npt.NDArray[np.int32]:
         """Those that the model can take."""
-        return np.array([number for number, job in enumerate(self.jobs) if not job.refused], np.int32)
+        return np.flatnonzero(self.sizes.taken).astype(np.int32)
 
     @cached_property
     def ascending(self) -> bool:

@@ -83,7 +83,7 @@ def attainment(requests: Iterable[Served], slo: SLO, rule: Rule = "p90") -> floa
     return sum(met) / len(met)
 
 
-class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One image of a request: size in pixels, rows in the image cache, content hash; None where not known."""
 
     width: Count | None = None
@@ -92,7 +92,7 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | None = None
 
 
-class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One request: a superset of Mooncake's rows, so that those load as they are.
 
     ``timestamp`` is the arrival in ms. ``input_length`` counts the prompt's tokens, visual ones included,

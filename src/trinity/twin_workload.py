@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import inf
@@ -13,9 +14,10 @@ import numpy.typing as npt
 from trinity.core.state import Settings
 from trinity.messages import MediaSpan, Work
 from trinity.native import extension
-from trinity.workload import HASHED, OUTPUT, Job, asked_tokens, work_of
+from trinity.workload import HASHED, OUTPUT, Job, Sizes, asked_tokens, sizes_of, work_of
 
 Runs = Sequence[tuple[int, int]]  # of equal tokens: which, how many
+Inside = tuple[tuple[str, int], ...]  # media in a block: content, where it begins from there
 Ints = npt.NDArray[np.int32]
 
 
@@ -44,8 +46,8 @@ class Workload:
 
     def __init__(self, asked: Iterable[Asked], like: Settings) -> None:
         self._contents: dict[tuple[str, str], tuple[int, int, int]] = {}
-        self._chains: dict[tuple[Any, ...], int] = {}
-        self._media_keys = 0
+        self._chains: dict[tuple[int, int | Runs, Inside], list[int]] = {}
+        self._media_keys = self._prefix_keys = 0
         self.like = like
         rows: list[tuple[int, ...]] = []
         items: list[tuple[int, ...]] = []
@@ -67,24 +69,23 @@ class Workload:
         self.made = extension.sim_workload(rows, deadlines, items, keys, self.like.media_block, self.like.kv_block)
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], like: Settings, ask: int = 0, context: int = 0) -> Workload:
+    def of(
+        cls, jobs: Sequence[Job], like: Settings, ask: int = 0, context: int = 0, sizes: Sizes | None = None
+    ) -> Workload:
         """Of a trace, whose requests ask for so many tokens of the ``context``; prompts are looked at where they are
-        cached."""
+        cached. ``sizes`` as ``sizes_of(jobs)``."""
         most = [1 if job.refused else asked_tokens(job, ask, context) for job in jobs]
         if like.prefix_cache:
             return cls(map(asked_of, jobs, range(len(jobs)), most), like)
-        made = cls.__new__(cls)
+        made, sizes = cls.__new__(cls), sizes or sizes_of(jobs)
         made.like = like
-        taken = [job for job in jobs if not job.refused]
         rows = np.zeros((len(jobs), 6), np.int32)
-        rows[:, :3] = 1  # of those that are refused
-        rows[:, 1] = most
-        rows[:, 5] = np.arange(len(jobs))
-        rows[np.ix_([not job.refused for job in jobs], (0, 2, 3))] = rows_of(
-            [(job.prompt, job.max_tokens, len(job.images)) for job in taken], 3, np.int32
-        )
-        items = _items([image for job in taken for image in job.images], rows[:, 3], like.media_block)
-        made._make(rows, np.full(len(jobs), inf), items, np.zeros(0, np.int32))
+        rows[:, 1], rows[:, 5] = most, np.arange(len(jobs))
+        rows[:, 0] = rows[:, 2] = 1  # of those that are refused
+        for column, counts in ((0, sizes.prompt), (2, sizes.output), (3, sizes.images)):
+            rows[sizes.taken, column] = counts[sizes.taken]
+        images = [image for job in jobs if not job.refused for image in job.images]
+        made._make(rows, np.full(len(jobs), inf), _items(images, rows[:, 3], like.media_block), np.zeros(0, np.int32))
         return made
 
     def _item(self, span: MediaSpan) -> tuple[int, ...]:
@@ -105,22 +106,36 @@ class Workload:
         return (*before, (OUTPUT, length + fed)) if token == OUTPUT else (*asked.runs, (OUTPUT, fed))
 
     def prefix_keys(self, asked: Asked) -> list[int]:
-        """As ``blocks.prefix_keys``, with numbers in place of digests and runs in place of tokens."""
-        block, previous, keys, chains = self.like.kv_block, -1, [], self._chains
-        last = max((m.end for m in asked.media), default=0)
-        for number, piece in enumerate(_cut(self._whole(asked), block)):
-            start = number * block
-            inside: tuple[tuple[str, int], ...] = ()
-            if start < last:
-                end = start + block
-                inside = tuple((m.content, m.offset - start) for m in asked.media if m.offset < end and m.end > start)
-            previous = chains.setdefault((previous, piece, inside), len(chains))
-            keys.append(previous)
+        """As ``blocks.prefix_keys``, with numbers in place of digests and runs in place of tokens.
+
+        Blocks that differ from the one before only by their place are numbered together: what comes after a key, as
+        long as the same token and the same media go on, is one list for all requests.
+        """
+        keys: list[int] = []
+        for piece, count in _cut(self._whole(asked), self.like.kv_block):
+            end = len(keys) + count
+            while len(keys) < end:
+                inside, change = self._inside(asked.media, len(keys))
+                following = self._chains.setdefault((keys[-1] if keys else -1, piece, inside), [])
+                alike = min(end, change) - len(keys)
+                more = range(self._prefix_keys, self._prefix_keys + max(0, alike - len(following)))
+                following.extend(more)
+                self._prefix_keys += len(more)
+                keys += following[:alike]
         return keys
 
+    def _inside(self, media: Sequence[MediaSpan], number: int) -> tuple[Inside, int]:
+        """The media in a block, by where they begin from there; and the next block that has other ones."""
+        block = self.like.kv_block
+        start, end = number * block, (number + 1) * block
+        here = [m for m in media if m.offset < end and m.end > start]
+        ends = [-(-m.end // block) for m in here]
+        begins = [m.offset // block for m in media if m.offset >= end]
+        return tuple((m.content, m.offset - start) for m in here), min([*ends, *begins], default=sys.maxsize)
 
-def _cut(runs: Runs, block: int) -> Iterator[int | tuple[tuple[int, int], ...]]:
-    """Each full block of a prompt: its token, where all are equal, else its own runs."""
+
+def _cut(runs: Runs, block: int) -> Iterator[tuple[int | Runs, int]]:
+    """The full blocks of a prompt: their token, or their own runs where that is not one, and how many there are."""
     parts: list[tuple[int, int]] = []
     room = block
     for token, count in runs:
@@ -130,10 +145,10 @@ def _cut(runs: Runs, block: int) -> Iterator[int | tuple[tuple[int, int], ...]]:
             room, count = room - taken, count - taken
             if room:
                 continue
-            yield tuple(parts)
+            yield tuple(parts), 1
             parts, room = [], block
-        for _ in range(count // block):
-            yield token
+        if count >= block:
+            yield token, count // block
         if count % block:
             parts, room = [(token, count % block)], block - count % block
 

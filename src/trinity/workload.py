@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from trinity.errors import ConfigError, TraceError
 from trinity.messages import IMAGE, MediaSpan, Work
 from trinity.model_shapes import Model
 from trinity.trace import Trace, TraceImage, TraceRow
 
+Counts = npt.NDArray[np.int64]
 HASHED = 512  # tokens that one of Mooncake's hashes stands for
 OUTPUT = 0  # every token of every output: its value means nothing
 
@@ -49,16 +53,14 @@ def _job(row: TraceRow, number: int, model: Model) -> Job:
     if not 0 <= at < math.inf:
         raise TraceError(f"row {number} arrives at {row.timestamp!r} ms; a time stamp is a number of at least 0")
     try:
-        tokens = [_tokens(image, model) for image in row.images]
+        tokens = [image.tokens or _tokens(image, model) for image in row.images]
     except ConfigError:  # the model's rule has no answer for an image of this size
         return Job(at, 0, (), 1, refused=True)
     visual = sum(tokens)
     text = row.text_length if row.text_length is not None else row.input_length - visual
     prompt = visual + max(1, text)
-    images = tuple(
-        (count, image.content or f"{number}.{place}")
-        for place, (count, image) in enumerate(zip(tokens, row.images, strict=True))
-    )
+    contents = [image.content or f"{number}.{place}" for place, image in enumerate(row.images)]
+    images = tuple(zip(tokens, contents, strict=True))
     refused = prompt >= model.context or (bool(images) and model.vision is None)
     most = max(1, min(row.output_length, model.context - prompt))
     return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0)
@@ -69,9 +71,32 @@ def asked_tokens(job: Job, ask: int, context: int) -> int:
     return max(job.max_tokens, min(max(ask, job.asked), context - job.prompt))
 
 
+class Sizes(NamedTuple):
+    """Of each request, as whole numbers: tokens of prompt, output and images, how many images, whether the model takes
+    it; and whether any has hashes of its prefix."""
+
+    prompt: Counts
+    output: Counts
+    visual: Counts
+    images: Counts
+    taken: npt.NDArray[np.bool_]
+    hashed: bool
+
+
+def sizes_of(jobs: Sequence[Job]) -> Sizes:
+    """In the jobs' order."""
+    count = len(jobs)
+    return Sizes(
+        np.fromiter((job.prompt for job in jobs), np.int64, count),
+        np.fromiter((job.max_tokens for job in jobs), np.int64, count),
+        np.fromiter((sum([tokens for tokens, _ in job.images]) for job in jobs), np.int64, count),
+        np.fromiter((len(job.images) for job in jobs), np.int64, count),
+        np.fromiter((not job.refused for job in jobs), np.bool_, count),
+        any(job.hash_ids for job in jobs),
+    )
+
+
 def _tokens(image: TraceImage, model: Model) -> int:
-    if image.tokens:
-        return image.tokens
     if image.width and image.height:
         return model.visual_tokens(image.width, image.height)
     return model.image_tokens

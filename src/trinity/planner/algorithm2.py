@@ -71,20 +71,18 @@ def workload(trace: Trace, model: Model) -> Workload:
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
     no such request, or a time stamp is none.
     """
-    jobs = [job for job in requests_of(trace, model).jobs if not job.refused]
-    if not jobs:
+    sizes = requests_of(trace, model).sizes
+    prompts, images = sizes.prompt[sizes.taken], int(sizes.images[sizes.taken].sum())
+    if not len(prompts):
         refused = f"its {len(trace):,} requests are all beyond the model's context or modality" if len(trace) else ""
         raise TraceError(f"an empty trace cannot be planned on: {refused or 'serve or load some requests first'}")
-    visual = prompt = decode = looked_at = images = 0
-    for job in jobs:
-        tokens = job.max_tokens - 1
-        visual += sum(count for count, _ in job.images)  # line 3
-        prompt += job.prompt  # line 4
-        decode += tokens  # line 5
-        images += len(job.images)
-        looked_at += tokens * job.prompt + tokens * (tokens + 1) // 2
-    context = looked_at / decode if decode else prompt / len(jobs)
-    return Workload(len(jobs), visual, prompt, decode, context, visual / images if images else 0.0)
+    tokens = sizes.output[sizes.taken] - 1
+    visual = int(sizes.visual[sizes.taken].sum())  # line 3
+    prompt = int(prompts.sum())  # line 4
+    decode = int(tokens.sum())  # line 5
+    looked_at = int((tokens * prompts + tokens * (tokens + 1) // 2).sum())
+    context = looked_at / decode if decode else prompt / len(prompts)
+    return Workload(len(prompts), visual, prompt, decode, context, visual / images if images else 0.0)
 
 
 def profiled(load: Workload, cost: Cost, slo: SLO, model: Model, capacity: float) -> Profile:

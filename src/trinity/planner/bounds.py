@@ -16,6 +16,8 @@ from itertools import combinations
 from math import ceil, inf
 from typing import NamedTuple
 
+import numpy as np
+
 from trinity.cost import Cost, Device
 from trinity.model_shapes import Model
 from trinity.placement import STAGES
@@ -23,9 +25,9 @@ from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
 from trinity.planner.collisions import interrupted, waiting
 from trinity.scheduler import latency_bound
-from trinity.serving import requests_of
+from trinity.serving import Requests, requests_of
 from trinity.trace import SLO, Rule, Trace
-from trinity.workload import HASHED, Job
+from trinity.workload import HASHED, Counts
 
 BLOCK = 16  # tokens of a KV block
 QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived
@@ -76,14 +78,15 @@ class Bounds:
         offline: bool = False,
     ) -> None:
         self.slo, self.model, self.kinds, self.rule = slo, model, kinds, rule
-        self.load, jobs = workload(trace, model), requests_of(trace, model).jobs
-        self._gaps = Counter(max(0, job.max_tokens - 1) for job in jobs if not job.refused)
-        self.need = _need(jobs, 1.0 if order == "fcfs" else share)
+        self.load, requests = workload(trace, model), requests_of(trace, model)
+        later = requests.sizes.output - 1  # tokens but the first one
+        self._gaps = Counter(later[requests.sizes.taken].tolist())
+        self.need = _need(requests, 1.0 if order == "fcfs" else share)
         self.share = share if order == "fcfs" else 1.0
         self.both_lanes = min(2.0, max(1.0, 2 / interference)) if len(lanes) > 1 else 1.0
         self.decode_counts = stable or rule in ("guard", "tpot")  # else a starved D may go unseen
         self._queue = 0.0 if offline else QUEUE * slo.ttft / len(trace)
-        self._tail = 0.0 if offline else _tail(jobs, slo) / len(trace)
+        self._tail = 0.0 if offline else _tail(later, slo) / len(trace)
         self.least = cache(self._least)
         self.usual = cache(self._usual)
         self._asked, self._collisions = share, cache(self._colliding)
@@ -259,30 +262,39 @@ def _largest(seconds: Callable[[float], float], limit: float, low: float, high: 
     return low
 
 
-def _need(jobs: Sequence[Job], share: float) -> Need:
+def _need(requests: Requests, share: float) -> Need:
     """Means over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
+    sizes = requests.sizes
+    known, hashed = _repeated(requests)
+    tokens = np.where(sizes.taken, sizes.output - 1, 0)
+    held = tokens * -(-(sizes.prompt + sizes.output) // BLOCK)
+    return Need(
+        _lightest(sizes.visual - known, share),
+        _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASHED), 0), share),
+        _lightest(tokens, share),
+        _lightest(np.where((known > 0) | (hashed > 0), 0, held), share),
+    )
+
+
+def _repeated(requests: Requests) -> tuple[Counts, Counts]:
+    """Visual tokens, and hashes, of each request that came before."""
+    known, hashed = np.zeros((2, len(requests.jobs)), np.int64)
     seen: set[str | int] = set()
-    encode, prefill, decode, held = [], [], [], []
-    for job in jobs:
-        known = [tokens for tokens, content in job.images if content in seen]
-        hashed = sum(each in seen for each in job.hash_ids)
-        seen.update(content for _, content in job.images)
+    for number, job in enumerate(requests.jobs if requests.shared or requests.sizes.hashed else ()):
+        known[number] = sum([tokens for tokens, content in job.images if content in seen])
+        hashed[number] = sum([each in seen for each in job.hash_ids])
+        seen.update([content for _, content in job.images])
         seen.update(job.hash_ids)
-        tokens = 0 if job.refused else job.max_tokens - 1
-        encode.append(sum(count for count, _ in job.images) - sum(known))
-        prefill.append(0 if job.refused else max(1, job.prompt - sum(known) - hashed * HASHED))
-        decode.append(tokens)
-        held.append(0 if known or hashed else tokens * ceil((job.prompt + job.max_tokens) / BLOCK))
-    return Need(*(_lightest(each, share) for each in (encode, prefill, decode, held)))
+    return known, hashed
 
 
-def _lightest(values: Sequence[float], share: float) -> float:
-    kept = sorted(values)[: ceil(share * len(values))]
-    return sum(kept) / len(values)
+def _lightest(values: Counts, share: float) -> float:
+    kept = np.sort(values)[: ceil(share * len(values))]
+    return int(kept.sum()) / len(values)
 
 
-def _tail(jobs: Sequence[Job], slo: SLO) -> float:
-    """Seconds that outputs may still take after the last arrival, by token: long ones have more of both."""
-    lengths = [job.max_tokens - 1 for job in jobs]
-    tokens = sum(lengths)
-    return slo.tbt * sum(each * each for each in lengths) / tokens if tokens else 0.0
+def _tail(lengths: Counts, slo: SLO) -> float:
+    """Seconds that outputs of so many tokens may still take after the last arrival, by token: long ones have more of
+    both."""
+    tokens = int(lengths.sum())
+    return slo.tbt * int((lengths * lengths).sum()) / tokens if tokens else 0.0
