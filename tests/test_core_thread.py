@@ -164,6 +164,35 @@ def test_a_lane_decides_on_nothing_that_comes_behind_its_own() -> None:
     assert core.heard == [(event(1), "MainThread"), (event(2), "trinity-D0-core")]
 
 
+class Late:
+    """A lock that the lane gets only once the thread, which was at it, has decided on what the lane has just posted."""
+
+    def __init__(self, thread: CoreThread, decided: Callable[[], bool]) -> None:
+        self._lock, self._thread, self._decided = thread._lock, thread, decided
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    release = __exit__
+
+    def acquire(self, blocking: bool) -> bool:
+        self._thread._bell.put(None)
+        until(self._decided)
+        return self._lock.acquire()
+
+
+def test_a_lane_whose_event_was_decided_on_before_it_could_has_nothing_to_do() -> None:
+    core = Core()
+    with deciding(core) as (thread, ends):
+        thread._lock = cast(Any, Late(thread, lambda: event(1) in core.events))
+        thread.decide(event(1))
+        assert core.events == [event(1)]
+    assert not ends.failures
+
+
 def test_a_timer_that_a_decision_sets_wakes_the_thread() -> None:
     core = Core()
     core.due = FAR

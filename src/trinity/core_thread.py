@@ -70,8 +70,8 @@ class CoreThread:
             return
         ring = True
         try:
-            while not self._over and self._take() is not event:
-                pass
+            while not self._over and self._inbox and self._take() is not event:
+                pass  # empty where the thread was at it when this came, and has decided on it since
             due = self._core.next_timer()
             ring = self._over or (due is not None and due < self._due)
         finally:
