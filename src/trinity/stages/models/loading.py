@@ -18,6 +18,7 @@ from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.fused import fuse
 from trinity.stages.models.last_layer import sample_last, take_states
+from trinity.stages.models.lean import lean
 from trinity.stages.models.linear import pack, quicken
 from trinity.stages.models.loaded import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models, known_text
@@ -105,6 +106,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
             pack(part)
         quicken(part)
         fuse(part)
+        lean(part)
     return part
 
 

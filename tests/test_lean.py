@@ -1,0 +1,157 @@
+"""Decoder layers over decode rows alone give what they give by themselves, and where they would not are left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from trinity import native
+from trinity.stages.attention import PAGED, LayerAsk, PagedBatch, register_attention
+from trinity.stages.models import few_rows, fused, last_layer, linear
+from trinity.stages.models import lean as module
+from trinity.stages.models.fused import fuse
+from trinity.stages.models.lean import Shown, _Lean, _no_rows, lean
+from trinity.stages.models.linear import pack
+
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if few_rows.available(each)]
+if not DTYPES or not fused.available():
+    pytest.skip(f"no kernels for few rows on this processor: {native.describe()}", allow_module_level=True)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "head_dim": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_few_faster", lambda dtype: True)
+
+
+def model_of(config: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """Random, packed and fused, as a decode instance has it."""
+    register_attention()
+    torch.manual_seed(0)
+    found = AutoModel.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    for name, parameter in found.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    found.set_attn_implementation(PAGED)
+    pack(found)
+    fuse(found)
+    if any(each.few is None for each in found.layers.modules() if isinstance(each, linear.PackedLinear)):
+        pytest.skip("oneDNN packs in another order on this processor")
+    return found
+
+
+def asked_of(layer: Any, count: int, dtype: torch.dtype, backend: Any, seed: int = 3) -> tuple[Tensor, dict[str, Any]]:
+    made = [
+        torch.randn(1, count, size, generator=torch.Generator().manual_seed(seed + number)).to(dtype)
+        for number, size in enumerate((SIZES["hidden_size"], SIZES["head_dim"], SIZES["head_dim"]))
+    ]
+    cache = torch.empty((1, 2, 2, SIZES["num_key_value_heads"], 1, SIZES["head_dim"]), device="meta")
+    named = {"position_embeddings": (made[1], made[2]), "attention_mask": None, "use_cache": False}
+    return made[0], {**named, "trinity_batch": PagedBatch(_no_rows(), cache, backend)}
+
+
+CONFIGS = [
+    LlamaConfig(**SIZES),
+    LlamaConfig(**SIZES, attention_bias=True),
+    MistralConfig(**SIZES, sliding_window=9),
+    Qwen2Config(**{name: value for name, value in SIZES.items() if name != "head_dim"}),
+]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) -> None:
+    model = model_of(config, dtype)
+    plain = [(type(layer), layer) for layer in model.layers]
+    assert lean(model) == 2
+    for kind, layer in plain:
+        assert isinstance(layer, _Lean)
+        assert isinstance(layer, kind)
+        for count in (1, 8, 32):
+            mine, theirs = Shown(), Shown()
+            rows, named = asked_of(layer, count, dtype, mine)
+            found = layer(rows, **named)
+            _, named = asked_of(layer, count, dtype, theirs)
+            wanted = kind.forward(layer, rows, **named)
+            near = 1e-5 if dtype == torch.float32 else 2e-2
+            largest = float(wanted.abs().max())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=near * largest)
+            assert mine.ask == theirs.ask
+            assert isinstance(mine.ask, LayerAsk)
+
+
+@torch.inference_mode()
+def test_all_but_decode_rows_go_the_layers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    lean(model)
+    layer, ran = model.layers[0], []
+    own = module.Plan.run
+    monkeypatch.setattr(module.Plan, "run", lambda *given: ran.append(1) or own(*given))  # type: ignore[func-returns-value]
+    rows, named = asked_of(layer, 4, torch.float32, Shown())
+    layer(rows, **named)
+    assert len(ran) == 1
+    many, of_many = asked_of(layer, 33, torch.float32, Shown())
+    layer(many, **of_many)
+    gaps = torch.cat((rows, rows), -1)[..., : SIZES["hidden_size"]]
+    layer(gaps, **named)
+    batch = named["trinity_batch"]
+    chunked = copy.copy(batch.rows)
+    chunked.chunks = ("a chunk",)
+    layer(rows, **named | {"trinity_batch": PagedBatch(chunked, batch.cache, Shown())})
+    assert len(ran) == 1
+
+
+@torch.inference_mode()
+def test_the_last_layer_may_be_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    assert last_layer.sample_last(model, 0)
+    kind = type(model.layers[1])
+    assert lean(model) == 2
+    assert isinstance(model.layers[1], last_layer._LastLayer)
+    many, named = asked_of(model.layers[1], 40, torch.float32, Shown())
+    assert torch.equal(model.layers[1](many, **named), kind.forward(model.layers[1], many, **named))
+    assert lean(model) == 0, "once"
+
+
+class Scaled(nn.Module):
+    """What hides behind a name that is known: a layer that does something more."""
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        return super().forward(hidden_states, **named) * 1.01  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("spoil", ["scaled", "raises", "norms", "further", "plain"])
+def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
+    if spoil == "norms":
+        assert lean(model_of(Qwen3Config(**SIZES))) == 0, "of queries and keys"
+        return
+    model = model_of(LlamaConfig(**SIZES))
+    layer = model.layers[0]
+    kind: Any = type(layer)
+    if spoil == "scaled":
+        layer.__class__ = type("Layer", (Scaled, kind), {})
+    elif spoil == "raises":
+        layer.__class__ = type("Layer", (kind,), {"forward": lambda self: None})
+    elif spoil == "further":
+        layer.further = nn.Linear(2, 2)
+    else:
+        layer.mlp.up_proj.few = None
+    kept = type(layer)
+    assert lean(model) == 1
+    assert type(layer) is kept
