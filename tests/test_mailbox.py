@@ -113,3 +113,24 @@ def test_a_loop_that_is_gone_is_told_of(system: str) -> None:
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
         box.put(1)
+
+
+async def test_one_that_cannot_be_taken_does_not_keep_those_behind_it(system: str) -> None:
+    taken, told, done = list[int](), list[str](), asyncio.Event()
+
+    def take(item: int) -> None:
+        if item == 1:
+            raise ZeroDivisionError
+        taken.append(item)
+        done.set()
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: told.append(repr(context["exception"])))
+    box = Mailbox(take)
+    box.open(loop)
+    box.put(1)
+    box.put(2)
+    async with asyncio.timeout(SOON_S):
+        await done.wait()
+    box.close()
+    assert (taken, told) == ([2], ["ZeroDivisionError()"])

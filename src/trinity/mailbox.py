@@ -59,4 +59,8 @@ class Mailbox(Generic[T]):
     def _rung(self) -> None:
         assert self._bell is not None
         os.eventfd_read(self._bell)
-        self.empty()
+        try:
+            self.empty()
+        finally:
+            if self._items and self._bell is not None:  # one of them raised: those behind it are not lost
+                os.eventfd_write(self._bell, 1)
