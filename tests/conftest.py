@@ -10,6 +10,9 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before triton is imported, which transformers may do: without a GPU its kernels run in its interpreter.
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/proc/driver/nvidia"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
