@@ -43,13 +43,26 @@ class Broken(TorchAttention):
             ask = LayerAsk(ask.layer, ask.scale, ask.window + 1, softcap=ask.softcap)
         if self.how == "softcap":
             ask = LayerAsk(ask.layer, ask.scale, ask.window)
+        how, self.how = self.how, ""  # its own halves are whole here
         seen = super().attend(rows, cache, qkv, ask)
+        self.how = how
         if self.how == "one row":
             seen[3] += 0.01
         if self.how == "nan":
             seen[0, 0, 0] = torch.nan
         if self.how == "writes beside":
             cache[0, 0, 0, 0, 0, 0] += 1
+        return seen
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        super().write(rows, cache, key, value, layer)
+        if self.how == "writes half":
+            cache[rows.blocks[-1], layer, 1, :, rows.offsets[-1]] = 0
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        seen = super().read(rows, cache, query, ask)
+        if self.how == "reads another row":
+            seen = seen.roll(1, 0)
         return seen
 
 
@@ -62,6 +75,8 @@ class Broken(TorchAttention):
         ("one row", "differs from torch's by 1.0e-02"),
         ("nan", "differs from torch's by inf"),
         ("writes beside", "differs from torch's by 1.0e\\+00"),
+        ("writes half", "differs from torch's"),
+        ("reads another row", "differs from torch's"),
     ],
 )
 def test_a_wrong_backend_is_found_out(how: str, why: str) -> None:
@@ -215,6 +230,14 @@ def test_flash_kernels_are_asked_for_what_they_can_do(libraries: list[str], whic
         scene = Scene([Text(21, 1, True), Text(3, 1, True), Text(40, 11, False), Text(18, 18, False)], heads, 8, 16, 0)
         torch.testing.assert_close(scene.run(backend, ASKS[ask]), scene.oracle(ASKS[ask]), atol=2e-5, rtol=1e-4)
     assert libraries == ([which] * 2 if served else [])
+
+
+@pytest.mark.parametrize("which", ["flash", "varlen"])
+def test_flash_kernels_read_what_is_written(libraries: list[str], which: str) -> None:
+    """Both halves apart: twice for each of the probe's batches that a kernel serves."""
+    backend = FlashAttention(flash_attn, True) if which == "flash" else FlashAttention(torch_varlen, False)
+    assert problem(backend, SHAPE, torch.float32, CPU) is None
+    assert libraries == [which] * (8 if which == "flash" else 4), "torch's has no softcap"
 
 
 def test_groups_are_left_to_torch(libraries: list[str]) -> None:

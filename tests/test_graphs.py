@@ -15,7 +15,7 @@ from test_language import PROMPT, Solo, work
 from trinity.stages import decode_graphs
 from trinity.stages.attention import LayerAsk, PagedRows
 from trinity.stages.attention_torch import TorchAttention
-from trinity.stages.batch import Decodes
+from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.decode_graphs import DecodeGraphs, pack, static_rows
 from trinity.stages.encode import recorded_as
 from trinity.stages.graphs import Graphs, graphs_for
@@ -153,6 +153,39 @@ def test_decodes_are_recorded_and_their_tokens_the_same(name: str, narrow: None)
     assert all((taped.seen[at] - eager.seen[at]).abs().max() < 1e-4 for at in eager.seen)
     assert 4 <= recorder.recordings <= 8
     assert recorder.replays > 24
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_a_warm_stage_records_nothing_more(name: str, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes that the cache has blocks for, largest first, of rows that are compared; nothing stays."""
+    monkeypatch.setattr(decode_graphs, "SIZES", (1, 2, 4, 8, 1 << 20))
+    eager, taped = Solo(name), Solo(name, backend=StaticTorch())
+    made, recorder = graphs()
+    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    taped.stage.warm()
+    assert list(made._calls) == [("decode", size, 4) for size in (8, 4, 2, 1)]
+    assert not taped.pool.memory.tensor.any()
+    assert serve(taped, 8) == serve(eager, 8)
+    assert recorder.recordings == 4
+
+
+@pytest.mark.parametrize(("letters", "recorded", "prefilled"), [("P", 0, 1), ("D", 2, 0)])
+def test_a_stage_of_one_letter_warms_that(
+    letters: str, recorded: int, prefilled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo = Solo(letters=letters, backend=StaticTorch())
+    made, recorder = graphs(most=2)
+    solo.stage._graphs = DecodeGraphs(solo.model, solo.pool.memory.tensor, StaticTorch(), made)
+    chunks: list[int] = []
+    own = solo.stage._eager
+
+    def eager(decodes: Decodes, asked: Sequence[Chunk], group: int) -> Tensor:
+        chunks.append(len(asked))
+        return own(decodes, asked, group)
+
+    monkeypatch.setattr(solo.stage, "_eager", eager)
+    solo.stage.warm()
+    assert (recorder.recordings, chunks) == (recorded, [1] * prefilled)
 
 
 def test_a_batch_beyond_the_sizes_runs_as_it_is(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,10 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
         backend = choose(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         graphs = graphs_for(setup.model.device)
-        made.append(LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs))
+        stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
+        if graphs is not None:
+            stage.warm()
+        made.append(stage)
     return made
 
 

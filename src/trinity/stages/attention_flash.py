@@ -47,14 +47,27 @@ class FlashAttention(TorchAttention):
 
     def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        batch = rows.kept.get("flash")
+        batch = self._batch(rows, cache, ask)
         if batch is None:
-            batch = rows.kept["flash"] = _flash_rows(varlen_rows(rows, cache.device), rows)
-        if batch.groups or not self._serves(ask):
             return super().attend(rows, cache, qkv, ask)
         self.write(rows, cache, *qkv[1:], ask.layer)
+        return self._seen(batch, cache, qkv[0], ask)
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """See ``Halves``."""
+        batch = self._batch(rows, cache, ask)
+        return super().read(rows, cache, query, ask) if batch is None else self._seen(batch, cache, query, ask)
+
+    def _batch(self, rows: PagedRows, cache: Tensor, ask: LayerAsk) -> FlashRows | None:
+        """None: plain torch does it."""
+        batch: FlashRows | None = rows.kept.get("flash")
+        if batch is None:
+            batch = rows.kept["flash"] = _flash_rows(varlen_rows(rows, cache.device), rows)
+        return None if batch.groups or not self._serves(ask) else batch
+
+    def _seen(self, batch: FlashRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
         pages = (cache[:, ask.layer, 0].transpose(1, 2), cache[:, ask.layer, 1].transpose(1, 2))
-        return self._call(qkv[0].contiguous(), pages, batch, ask)
+        return self._call(query.contiguous(), pages, batch, ask)
 
     def _serves(self, ask: LayerAsk) -> bool:
         return ask.span is None and ask.sinks is None and (ask.softcap is None or self._softcap)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.attention import AttentionBackend, ChunkRows, LayerAsk, PagedRows
+from trinity.stages.attention import AttentionBackend, ChunkRows, LayerAsk, PagedRows, halves
 from trinity.stages.attention_torch import TorchAttention
 
 LAYERS, LAYER = 2, 1
@@ -19,7 +19,8 @@ _SEED = 20
 def problem(backend: AttentionBackend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None where it may.
 
-    It is run on decodes and chunks of several lengths, with one query head for each KV head and with two.
+    It is run on decodes and chunks of several lengths, with one query head for each KV head and with two; then each of
+    its halves, if it has them.
     """
     try:
         errors = list(_errors(backend, shape, dtype, device))
@@ -48,11 +49,30 @@ def _errors(
             total = len(rows.blocks)
             cache = normal(11, LAYERS, 2, heads, block_rows, width)
             qkv = (normal(total, heads * group, width), normal(total, heads, width), normal(total, heads, width))
-            wide = cache.to(torch.float32, copy=True)
+            fresh, wide = cache.clone(), cache.to(torch.float32, copy=True)
             wanted = oracle.attend(_rows(block_rows, device), wide, tuple(part.float() for part in qkv), ask)  # type: ignore[arg-type]
             found = backend.attend(rows, cache, qkv, ask)
-            yield float((found.float() - wanted).abs().max().nan_to_num(torch.inf))
-            yield float((cache.float() - wide).abs().max().nan_to_num(torch.inf))
+            yield _most(found, wanted)
+            yield _most(cache, wide)
+            if (half := halves(backend)) is not None:
+                half.write(rows, fresh, *qkv[1:], ask.layer)
+                yield _most(fresh, wide)
+                last, ends = _ends(rows)
+                yield _most(half.read(ends, cache, qkv[0][last], ask), wanted[last])
+
+
+def _most(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).abs().max().nan_to_num(torch.inf))
+
+
+def _ends(rows: PagedRows) -> tuple[Tensor, PagedRows]:
+    """The last row of every sequence, as decode rows."""
+    last = torch.tensor([*range(rows.decodes), *(chunk.first + chunk.length - 1 for chunk in rows.chunks)])
+    width = rows.tables.shape[1]
+    tables = [np.resize(chunk.table.cpu().numpy(), width) for chunk in rows.chunks]  # wrapped, so its own blocks still
+    lengths = np.append(rows.lengths, [chunk.end for chunk in rows.chunks])
+    last = last.to(rows.blocks.device)
+    return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
 
 
 def _rows(block_rows: int, device: torch.device) -> PagedRows:

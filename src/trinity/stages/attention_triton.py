@@ -57,8 +57,12 @@ class TritonAttention:
 
     def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in qkv)
-        self._write(rows, cache, key, value, ask.layer)
+        self.write(rows, cache, *qkv[1:], ask.layer)
+        return self.read(rows, cache, qkv[0], ask)
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        """See ``Halves``."""
+        query = _close(query)
         plan = rows.kept.get("triton")
         if plan is None:
             group = query.shape[1] // cache.shape[3]
@@ -69,7 +73,9 @@ class TritonAttention:
             self._attend(plan.varlen, wave, cache, query, ask, out)
         return out
 
-    def _write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """See ``Halves``."""
+        key, value = _close(key), _close(value)
         _, layers, _, heads, block_rows, width = cache.shape
         kernels.write[(len(rows.blocks), -(-heads // HEADS_WRITTEN))](
             *(key, value, rows.blocks, rows.offsets, cache, layer, layers, block_rows),
@@ -129,6 +135,11 @@ class TritonAttention:
         wanted = WAVES * self._processors // (wave.tiles.shape[1] * cache.shape[3])
         most = min(wanted, -(-wave.longest // KEYS), MOST_SPLITS)
         return 1 << max(0, most.bit_length() - 1)
+
+
+def _close(part: Tensor) -> Tensor:
+    """With the elements of a head beside each other, as the kernels take it."""
+    return part if part.stride(-1) == 1 else part.contiguous()
 
 
 def power_of_two(number: int) -> int:

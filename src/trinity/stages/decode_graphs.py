@@ -47,6 +47,19 @@ class DecodeGraphs:
             )
         return None if found is None else found[0][: len(decodes.ids)]
 
+    def warm(self) -> None:
+        """Record every size that the cache has blocks for, the largest first: the others fit into its memory.
+
+        Its rows are real ones, of one block each, so that a replay is compared with more than padding. What they write
+        is not undone.
+        """
+        height = self.kv.shape[4]
+        for size in sorted(each for each in SIZES if each <= self.kv.shape[0])[::-1]:
+            at = np.arange(size)
+            lengths = 1 + at % height
+            ids = at % self.model.adapter.text_config.vocab_size
+            self.run(Decodes(ids, lengths - 1, lengths, at[:, None]))
+
     def _forward(self, inputs: Tensors, size: int, width: int) -> Tensors:
         ids, rope, blocks, offsets, lengths, slots = inputs[0][: _COLUMNS * size].view(_COLUMNS, size)
         tables = inputs[0][_COLUMNS * size :].view(size, width)

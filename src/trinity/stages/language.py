@@ -73,6 +73,19 @@ class LanguageStage:
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
 
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Compile and record what the first requests would wait for. No request may be open."""
+        if "P" in self.letters:
+            ids = np.arange(self._block_rows)
+            rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
+            self._eager(NO_DECODES, [Chunk(ids, rope, 0, np.zeros(1, dtype=np.int64))], 0)
+        if self._graphs is not None and "D" in self.letters:
+            self._graphs.warm()
+        self.kv.tensor.zero_()
+        if self.kv.tensor.is_cuda:
+            torch.cuda.synchronize(self.kv.tensor.device)  # the lane has a stream of its own
+
     def open(self, request: Open) -> None:
         """Take a request in. Raises ``StageError`` where it is open already or its media do not fit its prompt."""
         self._rows.open(request)
