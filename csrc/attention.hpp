@@ -62,11 +62,12 @@ struct AttentionTask {
 };
 
 // `compute`: a task. `memory` has room for scratch(...) floats and begins at a multiple of 64 bytes. `next`: the task
-// that this thread is known to compute after it, or none. `queries`: rows times heads that a task should have at most.
+// that this thread is known to compute after it, or none. `queries`: rows times heads that a task should have at most;
+// `together`: those that go through it together.
 struct AttentionKernel {
     void (*compute)(const Attention &, const AttentionTask &, const AttentionTask *next, float *memory);
     size_t (*scratch)(const Attention &, const AttentionTask &);
-    int64_t queries;
+    int64_t queries, together;
 };
 
 const AttentionKernel *attention_portable(const PagedCache &cache);
@@ -74,6 +75,8 @@ const AttentionKernel *attention_portable(const PagedCache &cache);
 const AttentionKernel *attention_avx512(const PagedCache &cache, bool dots);
 // nullptr: not on this processor or system, or not of this width or dtype. For tasks of one head, scales above 0.
 const AttentionKernel *attention_amx(const PagedCache &cache);
+// The same in float32, for any scale.
+const AttentionKernel *attention_avx512_rows(const PagedCache &cache);
 
 // Reads a task's keys and values and computes nothing: the limit that benchmarks show; nullptr without AVX-512.
 const AttentionKernel *attention_loads();

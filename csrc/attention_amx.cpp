@@ -89,25 +89,6 @@ template <int QUERIES> void weigh(const Room &room, float *seen, int64_t from, i
 
 // ---------------------------------------------------------------- softmax
 
-// The largest of each lane's scores of keys [from, count).
-inline Vector largest(float *scores, int64_t from, int64_t count) {
-    Vector most[4] = {all(NOTHING), all(NOTHING), all(NOTHING), all(NOTHING)};
-    for (int64_t key = from; key < count; key += 4)
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) most[i] = _mm512_max_ps(most[i], _mm512_load_ps(scores + (key + i) * LANES));
-    return _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-}
-
-// Where a query does not see a key, its score becomes none.
-inline void hide(float *scores, int64_t from, int64_t count, Bits first, Bits end) {
-    for (int64_t key = from; key < count; key++) {
-        const Bits at = _mm512_set1_epi32(static_cast<int>(key));
-        const __mmask16 seen = _mm512_cmp_epi32_mask(at, first, _MM_CMPINT_NLT);
-        const auto hidden = static_cast<__mmask16>(~_mm512_mask_cmp_epi32_mask(seen, at, end, _MM_CMPINT_LT));
-        _mm512_mask_store_ps(scores + key * LANES, hidden, all(NOTHING));
-    }
-}
-
 // Scores of keys [from, count) become weights, in place. Returns what the results so far are to be multiplied with.
 inline Vector weights_of(float *scores, int64_t from, int64_t count, Vector scale, float *most, float *sums) {
     const Vector before = _mm512_load_ps(most);
@@ -132,17 +113,6 @@ inline Vector weights_of(float *scores, int64_t from, int64_t count, Vector scal
     return shrunk;
 }
 
-// Scores of keys [from, count) as softcap * tanh(score * scale / softcap), by exact powers: softcap multiplies errors.
-void capped(float *scores, int64_t from, int64_t count, float scale, float softcap) {
-    const Vector by = all(scale / softcap), sign = all(-0.0f), one = all(1.0f);
-    for (float *at = scores + from * LANES; at < scores + count * LANES; at += LANES) {
-        const Vector x = _mm512_mul_ps(_mm512_load_ps(at), by);
-        const Vector e = exact_power(_mm512_mul_ps(_mm512_abs_ps(x), all(-2 * LOG2_E)));
-        const Vector size = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-        _mm512_store_ps(at, _mm512_mul_ps(_mm512_or_ps(size, _mm512_and_ps(x, sign)), all(softcap)));
-    }
-}
-
 void scaled(float *seen, int64_t width, Vector by) {
     if (_mm512_cmp_ps_mask(by, all(1.0f), _CMP_NEQ_UQ) == 0) return;
     for (int64_t i = 0; i < width * LANES; i += LANES)
@@ -151,35 +121,11 @@ void scaled(float *seen, int64_t width, Vector by) {
 
 // ---------------------------------------------------------------- a task
 
-// The heads of a tile's queries in `from`; nothing beyond `rows`.
-struct Lanes {
-    Bf16 *at[LANES] = {};
-    int64_t row[LANES], head[LANES], count;
-
-    Lanes(const Attention &a, const AttentionTask &task, const Strided &from, int64_t tile, int64_t rows)
-        : count(least_of(rows - tile * LANES, LANES)) {
-        const int64_t group = a.group(), first = tile * LANES;
-        int64_t down = task.row + first / group, across = first % group;
-        for (int64_t lane = 0; lane < count; lane++) {
-            row[lane] = down;
-            head[lane] = task.head * group + across;
-            at[lane] = reinterpret_cast<Bf16 *>(from.address) + down * from.row + head[lane] * from.head;
-            if (++across == group) across = 0, down++;
-        }
-    }
-};
-
 void begin(const Attention &a, const AttentionTask &task, const Room &room, int64_t rows) {
     for (int64_t tile = 0; tile < room.tiles; tile++) {
-        const Lanes lanes(a, task, a.query, tile, rows);
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            const int64_t m = tile * LANES + lane;
-            const bool there = lane < lanes.count;
-            room.first[m] = there ? static_cast<int32_t>(a.first[lanes.row[lane]]) : INT32_MAX;
-            room.end[m] = there ? static_cast<int32_t>(a.end[lanes.row[lane]]) : 0;
-            room.most[m] = there && a.sinks ? a.sinks[lanes.head[lane]] * LOG2_E : NOTHING;
-            room.sums[m] = there && a.sinks ? 1 : 0;
-        }
+        const Lanes<Bf16> lanes(a, task, a.query, tile, rows);
+        const int64_t m = tile * LANES;
+        begin_lanes(a, lanes, LOG2_E, room.first + m, room.end + m, room.most + m, room.sums + m);
         pack_queries(lanes.at, lanes.count, a.cache.width, room.steps, room.query + tile * room.steps * TILE_BYTES);
     }
     const int64_t all_seen = room.tiles * room.width * LANES;
@@ -188,7 +134,7 @@ void begin(const Attention &a, const AttentionTask &task, const Room &room, int6
 
 void finish(const Attention &a, const AttentionTask &task, const Room &room, int64_t rows) {
     for (int64_t tile = 0; tile < room.tiles; tile++) {
-        const Lanes lanes(a, task, a.out, tile, rows);
+        const Lanes<Bf16> lanes(a, task, a.out, tile, rows);
         const Vector share = _mm512_div_ps(all(1.0f), _mm512_load_ps(room.sums + tile * LANES));
         for (int64_t from = 0; from < a.cache.width; from += 16) {
             Bits turned[16];
@@ -209,46 +155,20 @@ void finish(const Attention &a, const AttentionTask &task, const Room &room, int
 // Keys [at, at + count), which are packed, for QUERIES tiles.
 template <int QUERIES>
 void attend_tiles(const Attention &a, const Room &room, int64_t tile, int64_t at, int64_t count) {
-    Bits first[QUERIES], end[QUERIES];
-    int64_t lowest = INT32_MAX, highest = 0, all_from = 0, all_to = INT32_MAX;
-    const Bits base = _mm512_set1_epi32(static_cast<int>(at));
-    for (int q = 0; q < QUERIES; q++) {
-        first[q] = _mm512_sub_epi32(_mm512_load_si512(room.first + (tile + q) * LANES), base);
-        end[q] = _mm512_sub_epi32(_mm512_load_si512(room.end + (tile + q) * LANES), base);
-        lowest = least_of(lowest, _mm512_reduce_min_epi32(first[q]));
-        highest = most_of(highest, _mm512_reduce_max_epi32(end[q]));
-        all_from = most_of(all_from, _mm512_reduce_max_epi32(first[q]));
-        all_to = least_of(all_to, _mm512_reduce_min_epi32(end[q]));
-    }
-    const int64_t from = most_of(lowest, 0) / STEP * STEP, to = up(least_of(highest, count), STEP);
+    const Ranges<QUERIES> ranges(room.first + tile * LANES, room.end + tile * LANES, at, count, STEP);
+    const int64_t from = ranges.from, to = ranges.to;
     if (from >= to) return;
     score<QUERIES>(room, room.query + tile * room.steps * TILE_BYTES, from, to);
     const Vector scale = all((a.softcap != 0 ? 1 : a.scale) * LOG2_E);
     for (int q = 0; q < QUERIES; q++) {
         float *scores = room.scores + q * KEYS * LANES;
         if (a.softcap != 0) capped(scores, from, to, a.scale, a.softcap);
-        hide(scores, from, least_of(all_from, to), first[q], end[q]); // between these, every query sees every key
-        hide(scores, most_of(most_of(all_from, all_to), from), to, first[q], end[q]);
+        ranges.hide_from(q, scores);
         const int64_t m = (tile + q) * LANES;
         const Vector shrunk = weights_of(scores, from, to, scale, room.most + m, room.sums + m);
         scaled(room.seen + m * room.width, room.width, shrunk);
     }
     weigh<QUERIES>(room, room.seen + tile * LANES * room.width, from, to);
-}
-
-// Where keys [at, at + count) of a request and their values lie.
-void locate(const Attention &a, const AttentionTask &task, int64_t at, int64_t count, const Bf16 **keys,
-            const Bf16 **values) {
-    const int64_t height = a.cache.height;
-    const auto *key = reinterpret_cast<const Bf16 *>(a.held.keys);
-    const auto *value = reinterpret_cast<const Bf16 *>(a.held.values);
-    int64_t block = at / height, offset = at % height;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t place = task.table[block] * a.held.block + task.head * a.held.head + offset * a.held.row;
-        keys[i] = key + place;
-        values[i] = value + place;
-        if (++offset == height) offset = 0, block++;
-    }
 }
 
 struct alignas(64) TileShapes {
@@ -261,16 +181,13 @@ void attend(const Attention &a, const AttentionTask &task, const AttentionTask *
     const int64_t rows = task.rows * a.group();
     const Room room(a.cache.width, rows, memory);
     begin(a, task, room, rows);
-    int64_t first = a.first[task.row], end = a.end[task.row];
-    for (int64_t row = task.row + 1; row < task.row + task.rows; row++) {
-        first = least_of(first, a.first[row]);
-        end = most_of(end, a.end[row]);
-    }
+    const Span span(a, task);
     const TileShapes shapes;
     _tile_loadconfig(&shapes);
-    const int64_t packs = (end - first + KEYS - 1) / KEYS, each = up((end - first + packs - 1) / packs, STEP);
-    for (int64_t at = first; at < end; at += each) {
-        const int64_t count = least_of(each, end - at);
+    const int64_t packs = (span.end - span.first + KEYS - 1) / KEYS;
+    const int64_t each = up((span.end - span.first + packs - 1) / packs, STEP);
+    for (int64_t at = span.first; at < span.end; at += each) {
+        const int64_t count = least_of(each, span.end - at);
         const Bf16 *keys[KEYS], *values[KEYS];
         locate(a, task, at, count, keys, values);
         pack_keys(keys, count, a.cache.width, room.steps, room.keys);
@@ -300,7 +217,7 @@ bool granted() {
 
 const AttentionKernel *attention_amx(const PagedCache &cache) {
     static const bool here = granted();
-    static const AttentionKernel kernel{attend, scratch, 1024};
+    static const AttentionKernel kernel{attend, scratch, 1024, 2 * LANES};
     return here && cache.bf16 && cache.width <= WIDEST ? &kernel : nullptr;
 }
 

@@ -329,7 +329,7 @@ void load_only(const Attention &a, const AttentionTask &task, const AttentionTas
 } // namespace
 
 const AttentionKernel *attention_loads() {
-    static constexpr AttentionKernel found{load_only, scratch, QUERIES};
+    static constexpr AttentionKernel found{load_only, scratch, QUERIES, 1};
     return __builtin_cpu_supports("avx512f") ? &found : nullptr;
 }
 

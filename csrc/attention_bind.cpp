@@ -27,36 +27,42 @@ using Rows = std::tuple<uintptr_t, int64_t, int64_t>; // address; elements from 
 
 namespace {
 
-constexpr int64_t FILL = 8;   // rows times heads of a chunk from which tiles pay
-constexpr int64_t FILLED = 32; // rows times heads that go through them together
+constexpr int64_t FILL_TILES = 8, FILL = 32; // rows times heads from which a kernel of many rows pays: AMX; float32
 
 [[noreturn]] void refuse(const std::string &why) { throw std::invalid_argument(why); }
 
-// "best" of this processor; "amx" for every row; "avx512" without bf16 dot products; "portable"; "loads" reads and
-// computes nothing.
+// For few rows: "best" of this processor, also where "many" rows have another; "avx512" without bf16 dot products;
+// "portable"; "loads" reads and computes nothing.
 const AttentionKernel *kernel_of(const std::string &name, const PagedCache &cache) {
     const AttentionKernel *found = nullptr;
-    if (name == "best" || name == "avx512" || name == "amx") found = trinity::attention_avx512(cache, name != "avx512");
+    if (name == "best" || name == "avx512" || name == "many")
+        found = trinity::attention_avx512(cache, name != "avx512");
     if (name == "loads") found = trinity::attention_loads();
     if (found == nullptr && name == "loads") refuse("no AVX-512 here: no pass to compare with");
     return found != nullptr ? found : trinity::attention_portable(cache);
 }
 
-// The kernel in tiles, or none, and for which requests: a decode, which waits for memory, is none.
-struct Tiles {
+const AttentionKernel *many_rows(const PagedCache &cache, float scale) {
+    if (!cache.bf16) return trinity::attention_avx512_rows(cache);
+    return scale > 0 ? trinity::attention_amx(cache) : nullptr;
+}
+
+// The kernel of many rows, or none, and for which requests: a decode, which waits for memory, is none.
+struct Many {
     const AttentionKernel *kernel;
     bool always;
+    int64_t fill;
 
-    Tiles(const std::string &name, const PagedCache &cache, float scale)
-        : kernel(scale > 0 && (name == "best" || name == "amx") ? trinity::attention_amx(cache) : nullptr),
-          always(name == "amx") {}
-    bool fit(int64_t rows, int64_t group) const { return kernel && (always || (rows > 1 && rows * group >= FILL)); }
+    Many(const std::string &name, const PagedCache &cache, float scale)
+        : kernel(name != "best" && name != "many" ? nullptr : many_rows(cache, scale)), always(name == "many"),
+          fill(cache.bf16 ? FILL_TILES : FILL) {}
+    bool fit(int64_t rows, int64_t group) const { return kernel && (always || (rows > 1 && rows * group >= fill)); }
 };
 
-// How many of `rows` go into each task: all about as many, and tiles that are filled.
+// How many of `rows` go into each task: all about as many, and such as go through the kernel together.
 int64_t even(int64_t rows, int64_t group, const AttentionKernel &kernel) {
     const int64_t pieces = (rows * group + kernel.queries - 1) / kernel.queries;
-    const int64_t filled = std::max<int64_t>(1, FILLED / group);
+    const int64_t filled = std::max<int64_t>(1, kernel.together / group);
     return pieces < 2 ? rows : ((rows + pieces - 1) / pieces + filled - 1) / filled * filled;
 }
 
@@ -142,14 +148,14 @@ class Plan {
     // A request's rows in pieces that share tiles. One row goes through all heads of a block, which lie together, at
     // once; where that leaves threads idle, and of more rows, each head is a task of its own.
     std::vector<AttentionTask> tasks_for(const Attention &attention, int threads, const AttentionKernel &kernel,
-                                         const Tiles &tiles) const {
+                                         const Many &many) const {
         std::vector<AttentionTask> tasks;
         const bool alone = requests() >= 2 * static_cast<size_t>(std::max(threads, 1)) || threads < 2;
         const int64_t group = attention.group();
         for (size_t i = 0; i < requests(); i++) {
             const int64_t *at = &requests_[4 * i], *table = tables_.data() + at[2];
-            const bool tiled = tiles.fit(at[1], group);
-            const AttentionKernel &used = tiled ? *tiles.kernel : kernel;
+            const bool tiled = many.fit(at[1], group);
+            const AttentionKernel &used = tiled ? *many.kernel : kernel;
             const int64_t together = at[1] == 1 && alone && !tiled ? cache_.heads : 1;
             const int64_t most = tiled ? even(at[1], group, used) : std::max<int64_t>(1, used.queries / group);
             for (int64_t head = 0; head < cache_.heads; head += together)
@@ -163,19 +169,19 @@ class Plan {
     std::vector<int64_t> blocks_, offsets_, tables_, requests_;
 };
 
-// Attention without a cache: [batch, rows, heads] see all of [batch, keys, kv_heads], in bf16; `keys` and `values` lie
+// Attention without a cache: [batch, rows, heads] see all of [batch, keys, kv_heads]; `keys` and `values` lie
 // alike, and so do the parts of the batch, one after the other.
 void attend_all(const Rows &query, const Rows &keys, uintptr_t values, const Rows &out,
                 const std::tuple<int64_t, int64_t, int64_t> &sizes, const std::pair<int64_t, int64_t> &heads,
-                int64_t width, float scale, int threads) {
+                int64_t width, bool bf16, float scale, int threads) {
     const auto [batch, rows, seen] = sizes;
     const auto [address, row, head] = keys;
     const auto [queries, held] = heads;
     if (std::min({batch, rows, seen}) < 0 || std::min({width, queries, held}) < 1 || queries % held != 0)
         refuse("attention of [batch, rows, heads, width] whose heads are a multiple of kv_heads");
-    const PagedCache cache{0, batch, 1, held, std::max<int64_t>(seen, 1), width, true};
-    const AttentionKernel *kernel = Tiles("best", cache, scale).kernel;
-    if (kernel == nullptr || seen == 0) refuse("no tiles for such attention on this machine");
+    const PagedCache cache{0, batch, 1, held, std::max<int64_t>(seen, 1), width, bf16};
+    const AttentionKernel *kernel = many_rows(cache, scale);
+    if (kernel == nullptr || seen == 0) refuse("no kernel for such attention on this machine");
     const std::vector<int64_t> first(static_cast<size_t>(batch * rows), 0), end(first.size(), seen);
     const Attention attention{cache, {address, values, seen * row, head, row}, strided(query), strided(out), queries, 0,
                               first.data(), end.data(), nullptr, scale, 0};
@@ -192,7 +198,10 @@ void attend_all(const Rows &query, const Rows &keys, uintptr_t values, const Row
     trinity::run_attention(attention, tasks.data(), tasks.size(), threads);
 }
 
-// What does the work of chunks of many rows.
+// Whether there is a kernel for many rows.
+bool many(bool bf16, int64_t width) { return many_rows({0, 1, 1, 1, 1, width, bf16}, 1) != nullptr; }
+
+// What does the work of few rows, or AMX that of many.
 std::string instructions(bool bf16, int64_t width) {
     const PagedCache cache{0, 1, 1, 1, 1, width, bf16};
     if (trinity::attention_amx(cache) != nullptr) return "amx";
@@ -210,6 +219,7 @@ void bind_attention(nb::module_ &module) {
         .def("attend", &Plan::attend, "cache"_a, "layer"_a, "query"_a, "out"_a, "heads"_a, "first"_a.noconvert(),
              "end"_a.noconvert(), "scale"_a, "softcap"_a, "sinks"_a, "threads"_a, "kernel"_a);
     module.def("attention_instructions", &instructions, "bf16"_a, "width"_a);
+    module.def("attention_many", &many, "bf16"_a, "width"_a);
     module.def("attend_all", &attend_all, "query"_a, "keys"_a, "values"_a, "out"_a, "sizes"_a, "heads"_a, "width"_a,
-               "scale"_a, "threads"_a);
+               "bf16"_a, "scale"_a, "threads"_a);
 }

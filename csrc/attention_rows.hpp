@@ -129,7 +129,7 @@ void attend(const Attention &a, const AttentionTask &task, const AttentionTask *
 }
 
 template <class Ops> const AttentionKernel *kernel() {
-    static constexpr AttentionKernel found{attend<Ops>, scratch, QUERIES};
+    static constexpr AttentionKernel found{attend<Ops>, scratch, QUERIES, 1};
     return &found;
 }
 

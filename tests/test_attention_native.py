@@ -27,7 +27,7 @@ PLAIN = LayerAsk(LAYER, 0.3)
 WIDE = 64  # of a width that AVX-512 is for; 20 and 7 are not
 
 
-KERNELS = ("best", "amx", "avx512", "portable")
+KERNELS = ("best", "many", "avx512", "portable")
 
 
 @pytest.fixture(params=KERNELS)

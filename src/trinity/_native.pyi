@@ -43,6 +43,7 @@ def cuda_copy_blocks(
     stream: int,
 ) -> None: ...
 def attention_instructions(bf16: bool, width: int) -> str: ...
+def attention_many(bf16: bool, width: int) -> bool: ...
 def attend_all(
     query: tuple[int, int, int],
     keys: tuple[int, int, int],
@@ -51,6 +52,7 @@ def attend_all(
     sizes: tuple[int, int, int],
     heads: tuple[int, int],
     width: int,
+    bf16: bool,
     scale: float,
     threads: int,
 ) -> None: ...

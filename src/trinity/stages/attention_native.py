@@ -2,8 +2,9 @@
 
 Decode rows and chunks read their blocks in place, with the query heads of one key-value head as rows of one matrix.
 What a row sees is a range of positions: causal, windows, runs and images that see each other in both directions.
-Chunks in bfloat16 go through AMX tiles where the processor has them; where it has none, and the chunk is long, torch is
-faster and is left to it, and so are chunks whose groups are no ranges.
+Chunks go through a kernel of many rows where the processor has what it takes: AMX tiles for bfloat16, AVX-512 for
+float32. Long ones in bfloat16 without tiles are left to torch, which is faster, and so are chunks whose groups are no
+ranges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trinity.stages.attention_torch import TorchAttention
 
 Ints = np.ndarray
 LONG = 32  # rows of a chunk in bfloat16 from which torch, whose products use oneDNN, is faster than all but AMX tiles
-TILED = ("best", "amx")  # kernels that take tiles where there are some
+TILED = ("best", "many")  # kernels that take tiles where there are some
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class _Plan:
 class NativeAttention(TorchAttention):
     """``AttentionBackend`` by the extension.
 
-    ``kernel``: "best" for this processor, "amx" (its tiles for every row, not only where they pay), "avx512" (without
-    its bf16 dot products), "portable", or "loads", which reads what the others read and computes nothing: the limit
-    that benchmarks show.
+    ``kernel``: "best" for this processor, "many" (its kernel of many rows for every row, not only where that pays),
+    "avx512" (without that and without bf16 dot products), "portable", or "loads", which reads what the others read and
+    computes nothing: the limit that benchmarks show.
     """
 
     def __init__(self, kernel: str = "best") -> None:

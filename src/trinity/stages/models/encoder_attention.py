@@ -1,8 +1,8 @@
-"""Attention of encoders, which keep no cache, in AMX tiles by csrc/attention_amx.cpp: bfloat16, on CPUs that have them.
+"""Attention of encoders, which keep no cache, on CPUs: bfloat16 in AMX tiles, float32 with AVX-512, where they have it.
 
 An attention layer's forward is its own code with another ``ALL_ATTENTION_FUNCTIONS`` among its names. What that gives
-for torch's ``scaled_dot_product_attention`` takes the tiles where every row sees every other, and transformers' own way
-where not: masks, causal layers, other dtypes, gradients.
+for torch's ``scaled_dot_product_attention`` takes the kernels of csrc/attention_amx.cpp and attention_avx512_rows.cpp
+where every row sees every other, and transformers' own way where not: masks, causal layers, other dtypes, gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trinity import native
 
 FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 _BEYOND = ("position_bias", "cache", "softcap")  # keywords that change what sdpa computes
-_TOLERANCE = 2e-2  # of values of size 1, rounded to bfloat16
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of values of size 1
 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Every row of ``query`` sees all of ``key``, in bfloat16.
+    """Every row of ``query`` sees all of ``key``, in bfloat16 or float32.
 
     ``query`` is [batch, heads, rows, width], ``key`` and ``value`` are [batch, kv_heads, keys, width] and not empty.
-    Returns [batch, rows, heads, width]. Raises ``ValueError`` where this machine has no tiles for it.
+    Returns [batch, rows, heads, width]. Raises ``ValueError`` where this machine has no kernel for it.
     """
     batch, heads, rows, width = query.shape
     query, key, value = _close(query), _close(key), _close(value)
@@ -40,6 +40,7 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
         (batch, rows, key.shape[2]),
         (heads, key.shape[1]),
         width,
+        query.dtype == torch.bfloat16,
         scale,
         torch.get_num_threads(),
     )
@@ -60,20 +61,22 @@ def functions_for(forward: Any, dtype: torch.dtype) -> Any:
     """What ``forward`` of an attention layer is to find as ``ALL_ATTENTION_FUNCTIONS``; None: what it finds."""
     plain = getattr(forward, "__globals__", {}).get(FUNCTIONS)
     asked = plain is not None and {FUNCTIONS, "get_interface"} <= set(forward.__code__.co_names)
-    return _Functions(plain) if asked and dtype == torch.bfloat16 and available() else None
+    return _Functions(plain) if asked and available(dtype) else None
 
 
 @cache
 @torch.inference_mode()
-def available() -> bool:
-    """Whether there are tiles here, and a small random batch through them is what torch gives."""
-    if not hasattr(native.extension, "attend_all") or native.extension.attention_instructions(True, 24) != "amx":
+def available(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel here, and a small random batch through it is what torch gives."""
+    if dtype not in _TOLERANCE or not hasattr(native.extension, "attention_many"):
+        return False
+    if not native.extension.attention_many(dtype == torch.bfloat16, 24):
         return False
     noise = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 2, 35, 24, generator=noise).bfloat16() for _ in range(3))
+    query, key, value = (torch.randn(2, 2, 35, 24, generator=noise).to(dtype) for _ in range(3))
     wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), scale=0.3)
     found = attend_all(query, key, value, 0.3).transpose(1, 2).float()
-    return torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
+    return torch.allclose(found, wanted, rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
 
 
 class _Functions:
@@ -84,14 +87,14 @@ class _Functions:
 
     def get_interface(self, name: str, default: Any) -> Any:
         found = self._plain.get_interface(name, default)
-        return _tiled(found) if found is self._plain["sdpa"] else found
+        return _ours(found) if found is self._plain["sdpa"] else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
 
 @cache
-def _tiled(plain: Any) -> Any:
+def _ours(plain: Any) -> Any:
     def attend(
         module: Any,
         query: Tensor,
@@ -119,5 +122,5 @@ def _sees_all(module: Any, named: dict[str, Any]) -> bool:
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     parts = (query, key, value)
     alike = query.shape[3] == key.shape[3] and key.shape == value.shape and query.shape[1] % key.shape[1] == 0
-    ours = all(part.dtype == torch.bfloat16 and part.device.type == "cpu" and part.numel() for part in parts)
-    return alike and ours and not any(part.requires_grad for part in parts)
+    ours = all(part.dtype == query.dtype and part.device.type == "cpu" and part.numel() for part in parts)
+    return alike and ours and available(query.dtype) and not any(part.requires_grad for part in parts)
