@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -14,7 +16,7 @@ from PIL import Image
 
 from checkpoint_fixtures import checkpoint
 from trinity.processor import Processed, RequestProcessor
-from trinity.processor_loading import IMAGE_TEXT, load_processor, recording
+from trinity.processor_loading import IMAGE_TEXT, load_processor, part_channels, recording
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -198,6 +200,49 @@ def test_what_a_processor_tells_its_tokenizer_is_kept_per_thread(text: Any) -> N
     assert spoken.text == "one text"
     with ThreadPoolExecutor(1) as other:
         assert not other.submit(hasattr, spoken, "text").result()
+
+
+def test_a_tokenizers_answer_for_a_processor_is_kept_and_never_written_to() -> None:
+    tokenizer, spoken, read = processor_of("llava").tokenizer, threading.local(), Counter[str]()
+
+    class Counting(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            read[text] += 1
+            return super().__call__(text, *args, **kwargs)
+
+    counting = copy.copy(tokenizer)
+    counting.__class__ = Counting
+    twin = recording(counting, spoken)
+    twin("one text")["added"] = [1]
+    assert (twin("one text"), spoken.text) == (tokenizer("one text"), "one text")
+    assert read["one text"] == 1
+    assert twin("one text", add_special_tokens=False, return_token_type_ids=True).keys() > tokenizer("one text").keys()
+    for number in range(200):
+        assert twin(f"text {number}") == tokenizer(f"text {number}")
+    assert twin("one text") == tokenizer("one text")
+    assert 2 < read["one text"] < 5, "kept for a while, not for ever"
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_channels_are_apart_in_memory_before_they_are_rescaled(name: str) -> None:
+    own, seen = processor_of(name)._loaded.processor.image_processor, list[bool]()
+    assert type(own).__name__ == type(oracle_of(name).image_processor).__name__
+    assert own.to_dict() == oracle_of(name).image_processor.to_dict()
+    given = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+
+    class Looking(type(own).__mro__[1]):  # type: ignore[misc]
+        def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(image.flags.c_contiguous)
+            return super().rescale(image, *args, **kwargs)
+
+    looked = copy.copy(oracle_of(name).image_processor)
+    looked.__class__ = Looking
+    part_channels(looked)
+    for how in ({"image": np.moveaxis(given, -1, 0), "scale": 1 / 255}, {"image": given.T, "scale": 2.0}):
+        right = oracle_of(name).image_processor.rescale(**how)
+        assert np.array_equal(looked.rescale(**how), right)
+        assert np.array_equal(own.rescale(**how), right)
+    assert seen == [True, True]
 
 
 def test_processed_is_plain() -> None:

@@ -219,10 +219,13 @@ class RequestProcessor:
         try:
             # As one text: splitting it at the images would tokenise the borders otherwise than the model's processor.
             special = self._adds_special(text, plan.text.rendered)
-            found = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+            return tuple(self._loaded.runs.ids(text, lambda short: self._tokenise(short, special)))
         except Exception as exc:
             raise RequestError(f"the prompt cannot be tokenised ({exc})", plan.request.request_id) from exc
-        return tuple(found)
+
+    def _tokenise(self, text: str, special: bool) -> Sequence[int]:
+        found: Sequence[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return found
 
     def _adds_special(self, text: str, rendered: bool) -> bool:
         """As transformers does: a chat template may have written the first special token itself."""
