@@ -14,6 +14,7 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 void bind_simulator(nb::module_ &module); // sim_bind.cpp
 void bind_attention(nb::module_ &module); // attention_bind.cpp
 void bind_elementwise(nb::module_ &module); // elementwise.cpp
+void bind_encoder(nb::module_ &module);     // encoder.cpp
 void bind_few_rows(nb::module_ &module);    // few_rows.cpp
 
 namespace {
@@ -59,6 +60,7 @@ NB_MODULE(_native, module) {
     bind_simulator(module);
     bind_attention(module);
     bind_elementwise(module);
+    bind_encoder(module);
     bind_few_rows(module);
 #ifdef TRINITY_WITH_CUDA
     module.attr("CUDA") = true;

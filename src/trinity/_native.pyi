@@ -95,6 +95,29 @@ def rms_norm(
     threads: int,
     kernel: str,
 ) -> None: ...
+def layer_norm(
+    rows_in: tuple[int, int],
+    added: tuple[int, int],
+    sums: tuple[int, int],
+    weight: int,
+    bias: int,
+    out: tuple[int, int],
+    rows: int,
+    width: int,
+    eps: float,
+    bf16: bool,
+    threads: int,
+    kernel: str,
+) -> None: ...
+def mapped(
+    rows_in: tuple[int, int],
+    table: int,
+    out: tuple[int, int],
+    rows: int,
+    width: int,
+    threads: int,
+    kernel: str,
+) -> None: ...
 def gated(
     gate: tuple[int, int],
     up: tuple[int, int],

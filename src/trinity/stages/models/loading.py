@@ -16,6 +16,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.encoder_parts import fuse_encoder
 from trinity.stages.models.fused import fuse
 from trinity.stages.models.last_layer import sample_last, take_states
 from trinity.stages.models.lean import lean
@@ -105,6 +106,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
         if packed:
             pack(part)
         quicken(part)
+        fuse_encoder(part)
         fuse(part)
         lean(part)
     return part
