@@ -20,8 +20,10 @@ namespace {
 
 constexpr int64_t SHARE = 1 << 15; // elements that are worth a thread
 
+// "best" of this processor; "avx512", without its own rounding to bf16; "portable".
 const Elementwise &kernels_of(const std::string &name, bool bf16) {
-    const Elementwise *found = name == "portable" ? nullptr : elementwise_avx512(bf16);
+    const Elementwise *found = name == "best" && bf16 ? elementwise_bf16() : nullptr;
+    if (found == nullptr && name != "portable") found = elementwise_avx512(bf16);
     return found != nullptr ? *found : elementwise_portable(bf16);
 }
 
@@ -51,7 +53,13 @@ void spread(const Asked &asked, void (*kernel)(const Asked &, int64_t, int64_t),
 
 void norm(const Rows &in, uintptr_t weight, const Rows &out, int64_t rows, int64_t width, float eps, bool bf16,
           int threads, const std::string &kernel) {
-    const RmsNorm asked{matrix(in), matrix(out), weight, width, eps};
+    const RmsNorm asked{matrix(in), {}, {}, matrix(out), weight, width, eps};
+    spread(asked, kernels_of(kernel, bf16).rms_norm, rows, width, threads);
+}
+
+void add_norm(const Rows &in, const Rows &added, const Rows &sums, uintptr_t weight, const Rows &out, int64_t rows,
+              int64_t width, float eps, bool bf16, int threads, const std::string &kernel) {
+    const RmsNorm asked{matrix(in), matrix(added), matrix(sums), matrix(out), weight, width, eps};
     spread(asked, kernels_of(kernel, bf16).rms_norm, rows, width, threads);
 }
 
@@ -73,6 +81,8 @@ void turn(const Rows &in, int64_t in_head, const Rows &cosine, const Rows &sine,
 void bind_elementwise(nb::module_ &module) {
     module.def("rms_norm", &norm, "rows_in"_a, "weight"_a, "out"_a, "rows"_a, "width"_a, "eps"_a, "bf16"_a,
                "threads"_a, "kernel"_a, Released());
+    module.def("add_rms_norm", &add_norm, "rows_in"_a, "added"_a, "sums"_a, "weight"_a, "out"_a, "rows"_a, "width"_a,
+               "eps"_a, "bf16"_a, "threads"_a, "kernel"_a, Released());
     module.def("gated", &gate, "gate"_a, "up"_a, "out"_a, "rows"_a, "width"_a, "slope"_a, "bf16"_a, "threads"_a,
                "kernel"_a, Released());
     module.def("rotary", &turn, "rows_in"_a, "in_head"_a, "cosine"_a, "sine"_a, "out"_a, "out_head"_a, "rows"_a,

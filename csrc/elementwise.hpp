@@ -13,9 +13,10 @@ struct Matrix {
     int64_t stride;
 };
 
-// out = in / sqrt(mean(in^2) + eps) * weight, row by row.
+// out = in / sqrt(mean(in^2) + eps) * weight, row by row. With `added`, in + added takes the place of in, and is left in
+// `sums`, which may be in; without `weight` that is all.
 struct RmsNorm {
-    Matrix in, out;
+    Matrix in, added, sums, out;
     uintptr_t weight;
     int64_t width;
     float eps;
@@ -43,5 +44,6 @@ struct Elementwise {
 
 const Elementwise &elementwise_portable(bool bf16);
 const Elementwise *elementwise_avx512(bool bf16); // nullptr: not on this processor
+const Elementwise *elementwise_bf16();
 
 } // namespace trinity

@@ -69,6 +69,14 @@ template <class T> void rms_norm(const RmsNorm &norm, int64_t first, int64_t end
     for (int64_t row = first; row < end; row++) {
         const T *in = row_of<const T>(norm.in, row);
         T *out = row_of<T>(norm.out, row);
+        if (norm.added.address != 0) {
+            const T *added = row_of<const T>(norm.added, row);
+            T *sums = row_of<T>(norm.sums, row);
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) set(sums + i, get(in[i]) + get(added[i]));
+            in = sums;
+        }
+        if (weight == nullptr) continue;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < width; i++) sum += get(in[i]) * get(in[i]);

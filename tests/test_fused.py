@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModel
 
 from trinity import native
 from trinity.stages.models import fused, load_model
-from trinity.stages.models.fused import fuse, quick_gelu, rms_norm, rotate, silu_mul
+from trinity.stages.models.fused import add_norm, fuse, quick_gelu, rms_norm, rotate, silu_mul, turn
 from trinity.testing.checkpoints import build_checkpoint
 
 if not fused.available():
     pytest.skip(f"no elementwise kernels in the extension: {native.describe()}", allow_module_level=True)
 
-KERNELS = ("best", "portable")
+KERNELS = ("best", "avx512", "portable")
 DTYPES = (torch.float32, torch.bfloat16)
 ways = st.tuples(st.sampled_from(KERNELS), st.sampled_from(DTYPES))
 widths = st.integers(1, 130) | st.sampled_from([768, 1000])
@@ -56,6 +56,39 @@ def test_rms_norm(rows: int, width: int, way: tuple[str, torch.dtype]) -> None:
     check(rms_norm(given_rows, weight, 1e-5, kernel), plain_norm(given_rows, weight, 1e-5))
 
 
+@given(rows_of, widths, ways, st.booleans())
+def test_add_norm(rows: int, width: int, way: tuple[str, torch.dtype], there: bool) -> None:
+    kernel, dtype = way
+    states, added, weight = (
+        drawn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(((rows, width), (rows, width), (width,)))
+    )
+    wanted = states + added
+    sums = states if there else torch.empty_like(states)
+    kept = states.clone()
+    normed = add_norm(states, added, sums, (weight, 1e-5), kernel)
+    assert torch.equal(sums, wanted)
+    check(normed, plain_norm(wanted, weight, 1e-5))
+    assert there or torch.equal(states, kept)
+    assert add_norm(sums, added, sums, None, kernel) is sums
+    assert torch.equal(sums, wanted + added)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_bfloat16_rounds_as_it_should(kernel: str) -> None:
+    """But where results are so small that torch's own are too."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[(every > -87) & (every < 1e30)]
+    found, wanted = silu_mul(every.clone(), torch.ones_like(every), kernel), nn.functional.silu(every.double())
+    normal = wanted.abs() > 1e-37
+    assert torch.equal(found[normal], wanted.bfloat16()[normal])
+    assert found[~normal].abs().max() <= 1e-37
+    every = every[every > -50]
+    sharper = 1.702 * every
+    wanted = every * torch.sigmoid(sharper.double()).bfloat16()
+    normal = wanted.abs() > 1e-37
+    assert torch.equal(quick_gelu(every, kernel)[normal], wanted[normal])
+
+
 @given(rows_of, widths, ways)
 def test_silu_mul_and_quick_gelu(rows: int, width: int, way: tuple[str, torch.dtype]) -> None:
     kernel, dtype = way
@@ -73,6 +106,10 @@ def test_rotary(rows: int, heads: int, half: int, way: tuple[str, torch.dtype]) 
     cosine, sine = (drawn(1, rows, 2 * half, dtype=dtype, seed=seed) for seed in (1, 2))
     for laid in (together.transpose(1, 2), together.transpose(1, 2).contiguous()):
         check(rotate(laid, cosine, sine, kernel), plain_rotary(laid, cosine, sine))
+    wanted = plain_rotary(together.transpose(1, 2), cosine, sine).transpose(1, 2).reshape(rows, -1)
+    flat = together.view(rows, -1)
+    turn(flat, cosine[0], sine[0], flat, kernel)
+    check(flat, wanted)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

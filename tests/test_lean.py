@@ -1,8 +1,8 @@
-"""Decoder layers over decode rows alone give what they give by themselves, and where they would not are left alone."""
+"""Decoder layers as a row of kernels give what they give by themselves, and where they would not are left alone."""
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from trinity import native
-from trinity.stages.attention import PAGED, LayerAsk, PagedBatch, register_attention
+from trinity.stages.attention import PAGED, KeysWritten, LayerAsk, PagedBatch, PagedRows, register_attention
 from trinity.stages.models import few_rows, fused, last_layer, linear
 from trinity.stages.models import lean as module
 from trinity.stages.models.fused import fuse
@@ -83,7 +83,7 @@ def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) 
     for kind, layer in plain:
         assert isinstance(layer, _Lean)
         assert isinstance(layer, kind)
-        for count in (1, 8, 32):
+        for count in (1, 8, 32, 33, 70):
             mine, theirs = Shown(), Shown()
             rows, named = asked_of(layer, count, dtype, mine)
             found = layer(rows, **named)
@@ -97,7 +97,38 @@ def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) 
 
 
 @torch.inference_mode()
-def test_all_but_decode_rows_go_the_layers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_batches_go_through_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 20)
+    assert [(each.start, each.stop) for each in module._pieces(70)] == [(0, 32), (32, 64), (64, 70)]
+    assert [(each.start, each.stop) for each in module._pieces(20)] == [(0, 20)]
+    model = model_of(LlamaConfig(**SIZES), dtype)
+    kind = type(model.layers[0])
+    lean(model)
+    rows, named = asked_of(model.layers[0], 70, dtype, Shown())
+    kept = rows.clone()
+    wanted = kind.forward(model.layers[0], rows, **named)
+    found = model.layers[0](rows, **named)
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, wanted, rtol=0, atol=near * float(wanted.abs().max()))
+    assert torch.equal(rows, kept), "what a layer is given is its caller's"
+
+
+@torch.inference_mode()
+def test_states_of_the_layer_before_are_written_over() -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    kind = type(model.layers[0])
+    lean(model)
+    rows, named = asked_of(model.layers[0], 40, torch.float32, Shown())
+    wanted = kind.forward(model.layers[1], kind.forward(model.layers[0], rows, **named), **named)
+    first = model.layers[0](rows, **named)
+    second = model.layers[1](first, **named)
+    assert second.data_ptr() == first.data_ptr()
+    torch.testing.assert_close(second, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+@torch.inference_mode()
+def test_what_is_not_as_at_load_goes_the_layers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**SIZES))
     lean(model)
     layer, ran = model.layers[0], []
@@ -106,15 +137,53 @@ def test_all_but_decode_rows_go_the_layers_own_way(monkeypatch: pytest.MonkeyPat
     rows, named = asked_of(layer, 4, torch.float32, Shown())
     layer(rows, **named)
     assert len(ran) == 1
-    many, of_many = asked_of(layer, 33, torch.float32, Shown())
-    layer(many, **of_many)
     gaps = torch.cat((rows, rows), -1)[..., : SIZES["hidden_size"]]
     layer(gaps, **named)
     batch = named["trinity_batch"]
-    chunked = copy.copy(batch.rows)
-    chunked.chunks = ("a chunk",)
-    layer(rows, **named | {"trinity_batch": PagedBatch(chunked, batch.cache, Shown())})
+    layer(rows, **named | {"trinity_batch": replace(batch, half="read", backend=Halved())})
+    layer(rows, **named | {"position_embeddings": tuple(each[:, :1] for each in named["position_embeddings"])})
     assert len(ran) == 1
+
+
+class Halved(Shown):
+    """Attention in two halves, of which each is shown."""
+
+    def __init__(self) -> None:
+        self.written: list[Tensor] = []
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        self.written += [key.clone(), value.clone(), torch.tensor(layer)]
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+        self.ask = ask
+        return query * 0.5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [[39], [3, 39], []])
+def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: list[int]) -> None:
+    model = model_of(LlamaConfig(**SIZES), dtype)
+    assert last_layer.sample_last(model, 0)
+    layer, kind = model.layers[1], type(model.layers[1])
+    assert lean(model) == 2
+    found, shown = [], []
+    for forward in (type(layer).forward, kind.forward):
+        backend = Halved()
+        rows, named = asked_of(layer, 40, dtype, backend)
+        named["trinity_batch"] = replace(named["trinity_batch"], sampled=_no_rows(), last=torch.tensor(last).long())
+        if last:
+            found.append(forward(layer, rows, **named))
+        else:
+            with pytest.raises(KeysWritten):
+                forward(layer, rows, **named)
+        shown.append(backend)
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    mine, theirs = shown
+    assert len(mine.written) == len(theirs.written) == 3
+    for one, other in zip([*mine.written, *found[:1]], [*theirs.written, *found[1:]], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=near * float(other.abs().max()))
+    assert mine.ask == theirs.ask
 
 
 @torch.inference_mode()
@@ -125,7 +194,8 @@ def test_the_last_layer_may_be_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lean(model) == 2
     assert isinstance(model.layers[1], last_layer._LastLayer)
     many, named = asked_of(model.layers[1], 40, torch.float32, Shown())
-    assert torch.equal(model.layers[1](many, **named), kind.forward(model.layers[1], many, **named))
+    wanted = kind.forward(model.layers[1], many, **named)
+    torch.testing.assert_close(model.layers[1](many, **named), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
     assert lean(model) == 0, "once"
 
 
@@ -151,7 +221,7 @@ def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
     elif spoil == "further":
         layer.further = nn.Linear(2, 2)
     else:
-        layer.mlp.up_proj.few = None
+        layer.mlp.up_proj.__class__ = nn.Linear
     kept = type(layer)
     assert lean(model) == 1
     assert type(layer) is kept

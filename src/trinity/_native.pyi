@@ -118,6 +118,19 @@ def mapped(
     threads: int,
     kernel: str,
 ) -> None: ...
+def add_rms_norm(
+    rows_in: tuple[int, int],
+    added: tuple[int, int],
+    sums: tuple[int, int],
+    weight: int,
+    out: tuple[int, int],
+    rows: int,
+    width: int,
+    eps: float,
+    bf16: bool,
+    threads: int,
+    kernel: str,
+) -> None: ...
 def gated(
     gate: tuple[int, int],
     up: tuple[int, int],

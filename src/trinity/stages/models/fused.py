@@ -59,6 +59,32 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float, kernel: str = "best") -> 
     return out
 
 
+def add_norm(
+    rows: Tensor, added: Tensor, sums: Tensor, norm: tuple[Tensor, float] | None, kernel: str = "best"
+) -> Tensor:
+    """``rows`` + ``added`` into ``sums``, which may be ``rows``; returns their norm by (weight, eps), where asked for.
+
+    All contiguous and alike; without a norm what is returned is ``sums``.
+    """
+    out, width, (weight, eps) = sums, rows.shape[-1], norm or (None, 0.0)
+    if weight is not None:
+        out = torch.empty_like(rows)
+    given = [(each.data_ptr(), width) for each in (rows, added, sums)]
+    at = 0 if weight is None else weight.data_ptr()
+    native.extension.add_rms_norm(
+        *given, at, (out.data_ptr(), width), rows.numel() // width, width, eps, *_how(rows, kernel)
+    )
+    return out
+
+
+def turn(heads: Tensor, cosine: Tensor, sine: Tensor, out: Tensor, kernel: str = "best") -> None:
+    """``rotate`` of ``heads`` [rows, heads * width] into ``out``, alike, which may be ``heads``; all contiguous."""
+    (rows, total), width = heads.shape, cosine.shape[-1]
+    given = [(each.data_ptr(), each.shape[-1]) for each in (cosine, sine, out)]
+    count = total // width
+    native.extension.rotary((heads.data_ptr(), total), width, *given, width, rows, count, width, *_how(heads, kernel))
+
+
 def silu_mul(gate: Tensor, up: Tensor, kernel: str = "best") -> Tensor:
     """silu(``gate``) * ``up``, written over ``gate``; contiguous and alike."""
     return _gated(gate, up.data_ptr(), gate, 1.0, kernel)

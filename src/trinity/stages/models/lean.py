@@ -1,14 +1,17 @@
-"""Decoder layers over decode rows alone, without what modules of transformers do around their products.
+"""Decoder layers as a row of kernels, without what modules of transformers do around their products.
 
-A decode step of a small model is a third host time: views, checks and dispatch, some hundred of them a layer. Where a
-layer's parts all have kernels of their own (``fused``, ``few_rows``), this calls them one after the other. As there, a
-layer is swapped only where its own forward gives the same on random rows at load, with attention that shows what it is
-asked; all but decode rows, and rows that the kernels are not for, go the layer's own way.
+A third of a decode step of a small model, and an eighth of its prefill, is host time: views, checks and dispatch, some
+hundred of them a layer. Where a layer's parts all have kernels of their own (``fused``, ``linear``), this calls them
+one after the other. As there, a layer is swapped only where its own forward gives the same on random rows at load, with
+attention that shows what it is asked; rows that the kernels are not for go the layer's own way.
+
+Long batches go through what lies before and behind attention in pieces: what is between two products is then small
+enough to be memory that was used just before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,14 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trinity.stages.attention import LayerAsk, PagedBatch, PagedRows
+from trinity import native
+from trinity.stages.attention import KeysWritten, LayerAsk, PagedBatch, PagedRows
 from trinity.stages.models.few_rows import FewRows
-from trinity.stages.models.fused import _eps, _GatedMlp, _Norm, _plain, rms_norm, rotate, silu_mul
+from trinity.stages.models.fused import _eps, _GatedMlp, _Norm, _plain, add_norm, rms_norm, silu_mul, turn
+from trinity.stages.models.last_layer import _LastLayer, _picked
+from trinity.stages.models.linear import PackedLinear
 
+PIECE = 1024  # rows
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest
+Product = Callable[[Tensor], Tensor]
+Turns = tuple[Tensor, Tensor]
 
 
 class _Lean(nn.Module):
@@ -34,9 +43,18 @@ class _Lean(nn.Module):
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
         batch: PagedBatch | None = named.get("trinity_batch")
-        if given or batch is None or batch.half or batch.rows.chunks or not self.plan.takes(hidden_states, named):
+        if given or batch is None or batch.half or not self.plan.takes(hidden_states, named):
             return self.whole(hidden_states, *given, **named)
-        return self.plan.run(hidden_states, named["position_embeddings"], batch)
+        turns = named["position_embeddings"]
+        if batch.sampled is None or not isinstance(self, _LastLayer):
+            return self.plan.run(hidden_states, turns, batch)
+        picked = _picked(named, batch, hidden_states.shape[1])
+        if picked is None or batch.last is None:
+            return self.whole(hidden_states, **named)
+        self.plan.write(hidden_states, turns, batch)
+        if not len(batch.last):
+            raise KeysWritten
+        return self.plan.run(hidden_states[:, batch.last], picked["position_embeddings"], picked["trinity_batch"])
 
 
 class Plan:
@@ -45,9 +63,12 @@ class Plan:
     def __init__(self, layer: Any, width: int) -> None:
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         self._norms = [(each.weight, _eps(each)) for each in (first, second)]
-        self._products: list[FewRows] = [getattr(layer.self_attn, name).few for name in _ATTENTION]
-        self._mlp: list[FewRows] = [getattr(layer.mlp, name).few for name in _MLP]
-        self._width = width
+        modules = [getattr(layer.self_attn, name) for name in _ATTENTION]
+        modules += [getattr(layer.mlp, name) for name in _MLP]
+        self._products: list[Product] = [each.forward for each in modules]
+        few: list[FewRows | None] = [each.few for each in modules]
+        self._few: Any = few if all(few) else None
+        self._width, self._hidden = width, len(first.weight)
         self.ask = LayerAsk(0, 1.0)
 
     def takes(self, rows: Tensor, named: dict[str, Any]) -> bool:
@@ -55,22 +76,71 @@ class Plan:
         if not isinstance(turned, tuple) or len(turned) != 2 or not _plain(rows, *turned):
             return False
         shape = (1, rows.shape[1], self._width)
-        return self._products[0].takes(rows) and turned[0].shape == turned[1].shape == shape
+        return rows.shape == (*shape[:2], self._hidden) and turned[0].shape == turned[1].shape == shape
 
-    def run(self, rows: Tensor, turns: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
+    def run(self, rows: Tensor, turns: Turns, batch: PagedBatch) -> Tensor:
         """[1, rows, hidden] to the same; ``turns``: cosines and sines [1, rows, head_dim]."""
-        count, (query, key, value, out), (gate, up, down) = rows.shape[1], self._products, self._mlp
-        normed = rms_norm(rows, *self._norms[0])
-        heads = [each(normed).view(1, count, -1, self._width) for each in (query, key, value)]
-        turned = [rotate(each.transpose(1, 2), *turns)[0].transpose(0, 1) for each in heads[:2]]
-        seen = batch.backend.attend(batch.rows, batch.cache, (turned[0], turned[1], heads[2][0]), self.ask)
-        rows = rows + out(seen.reshape(1, count, -1))
-        normed = rms_norm(rows, *self._norms[1])
-        return rows + down(silu_mul(gate(normed), up(normed)))
+        states = rows[0]
+        products = self._for(states)
+        if batch.half == "read":
+            (query,) = self._heads(states, turns, products[:1])
+            backend: Any = batch.backend
+            seen = backend.read(batch.rows, batch.cache, query, self.ask)
+        else:
+            query, key, value = self._heads(states, turns, products[:3])
+            seen = batch.backend.attend(batch.rows, batch.cache, (query, key, value), self.ask)
+        kept = batch.rows.kept
+        made = rows if kept.get("lean states") is rows else torch.empty_like(rows)
+        kept["lean states"] = made
+        self._behind(states, seen.reshape(len(states), -1), made[0], products[3:])
+        return made
+
+    def write(self, rows: Tensor, turns: Turns, batch: PagedBatch) -> None:
+        """Keys and values of ``rows`` into their blocks, and no more."""
+        key, value = self._heads(rows[0], turns, self._for(rows[0])[1:3])
+        backend: Any = batch.backend
+        backend.write(batch.rows, batch.cache, key, value, self.ask.layer)
+
+    def _for(self, states: Tensor) -> list[Product]:
+        found: list[Product] = self._few if self._few and self._few[0].takes(states) else self._products
+        return found
+
+    def _heads(self, states: Tensor, turns: Turns, products: list[Product]) -> list[Tensor]:
+        """What ``products`` make of the rows' norm, [rows, heads, width]; the last of two or more are values."""
+        turned = max(1, len(products) - 1)
+        found: list[Tensor] = []
+        for at in _pieces(len(states)):
+            normed = rms_norm(states[at], *self._norms[0])
+            angles = turns[0][0, at], turns[1][0, at]
+            for number, product in enumerate(products):
+                made = product(normed)
+                if at.start == 0:
+                    found.append(made if len(made) == len(states) else made.new_empty((len(states), made.shape[1])))
+                if number < turned:
+                    turn(made, *angles, found[number][at])
+                elif made is not found[number]:
+                    found[number][at] = made
+        return [each.view(len(states), -1, self._width) for each in found]
+
+    def _behind(self, rows: Tensor, seen: Tensor, made: Tensor, products: list[Product]) -> None:
+        """What follows attention, of ``rows`` and what they have ``seen``, into ``made``."""
+        out, gate, up, down = products
+        for at in _pieces(len(rows)):
+            states = made[at]
+            normed = add_norm(rows[at], out(seen[at]), states, self._norms[1])
+            add_norm(states, down(silu_mul(gate(normed), up(normed))), states, None)
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    number = -(-count // PIECE)
+    each = -(-count // (number * 16)) * 16 if number > 1 else count
+    return (slice(first, min(count, first + each)) for first in range(0, count, each))
 
 
 def lean(model: Any) -> int:
-    """Let the decoder layers of ``model`` that fit run decode rows so; how many."""
+    """Let the decoder layers of ``model`` that fit run so; how many."""
+    if not hasattr(native.extension, "add_rms_norm"):
+        return 0
     found = [layer for layer in model.modules() if _might(layer)]
     return sum(_swap(layer) for layer in found)
 
@@ -88,7 +158,7 @@ def _might(layer: Any) -> bool:
         and norms
         and isinstance(mlp, _GatedMlp)
         and not others
-        and all(getattr(each, "few", None) for each in parts)
+        and all(isinstance(each, PackedLinear) for each in parts)
     )
 
 
