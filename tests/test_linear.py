@@ -84,6 +84,44 @@ def test_the_faster_way_is_taken(
     linear._faster.cache_clear()
 
 
+class Clock:
+    """Thread time that passes only as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def thread_time(self) -> float:
+        return self.now
+
+    def taking(self, *seconds: float) -> Callable[[], object]:
+        """Something that takes so long each time: the first is the run that warms up."""
+        left = iter(seconds)
+
+        def run() -> None:
+            self.now += next(left)
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "wanted"),
+    [
+        ([9.0, *[0.5] * 9], [9.0, *[1.0] * 9], True),
+        ([9.0, *[0.95] * 9], [9.0, *[1.0] * 9], False),
+        ([9.0, *[0.5] * 9], [9.0, *[1.0] * 6, 0.3, 0.3, 0.3], True),  # plain was lucky
+        ([9.0, 0.1, 0.1, *[1.0] * 7], [9.0, *[1.0] * 9], False),  # ours was
+        ([9.0, *[0.5] * 5, *[5.0] * 4], [9.0, *[1.0] * 5, *[10.0] * 4], True),  # another program came
+        ([0.0] * 10, [0.0] * 10, False),  # too short for the clock
+    ],
+)
+def test_one_run_of_luck_decides_nothing(
+    ours: list[float], plain: list[float], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(linear, "time", clock)
+    assert linear._worth_it(clock.taking(*ours), clock.taking(*plain)) is wanted
+
+
 @pytest.mark.usefixtures("always")
 def test_loaded_parts_are_quickened() -> None:
     model = load_model(checkpoint("llava"), "EPD", dtype=torch.float64)

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from trinity.stages.models.pages import make_huge
 
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
 _FEW = (8, 768, 2048, 6)  # what packed weights are for: rows, inputs, outputs, and so many weights that none is cached
-_REPEATS = 5
+_REPEATS = 9
 KERNELS = 256
 _WORTH_IT, _AS_GOOD = 0.9, 1.0
 
@@ -118,7 +119,7 @@ def _readable(shape: torch.Size, dtype: torch.dtype) -> bool:
 
 @cache
 def _few_faster(dtype: torch.dtype) -> bool:
-    """Measured as the others are, in some 50 ms. A cache may hold these weights: from memory there is more to gain."""
+    """Measured as the others are, in some 90 ms. A cache may hold these weights: from memory there is more to gain."""
     count, inputs, outputs, weights = _FEW
     rows = torch.ones(count, inputs, dtype=dtype)
     packed = [_packed(torch.ones(outputs, inputs, dtype=dtype)) for _ in range(weights)]
@@ -137,7 +138,7 @@ def _bound_kernels() -> None:
 
 @cache
 def _faster(dtype: torch.dtype) -> bool:
-    """Measured once per process and dtype, in about a millisecond; False where this torch lacks the operator."""
+    """Measured once per process and dtype, in a few milliseconds; False where this torch lacks the operator."""
     _bound_kernels()
     rows, weight = torch.ones(_ROWS, _INPUTS, dtype=dtype), torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
     return _worth_it(lambda: _onednn(rows, weight, None), lambda: nn.functional.linear(rows, weight))
@@ -145,7 +146,7 @@ def _faster(dtype: torch.dtype) -> bool:
 
 @cache
 def _packed_faster(dtype: torch.dtype) -> bool:
-    """The same of packed weights and a few rows, in some 100 ms."""
+    """The same of packed weights and a few rows, in some 200 ms."""
     _bound_kernels()
     few, inputs, outputs, weights = _FEW
     rows = torch.ones(few, inputs, dtype=dtype)
@@ -160,19 +161,18 @@ def _packed_faster(dtype: torch.dtype) -> bool:
     )
 
 
+@torch.inference_mode()
 def _worth_it(ours: Callable[[], object], plain: Callable[[], object], most: float = _WORTH_IT) -> bool:
+    """In turn, and by the middle ratio: on a busy machine one of the two may well have a lucky or an unlucky run."""
     try:
-        return _least_seconds(ours) < most * _least_seconds(plain)
+        ours()
+        plain()
+        return median(_seconds(ours) / _seconds(plain) for _ in range(_REPEATS)) < most
     except (RuntimeError, AttributeError):
         return False
 
 
-@torch.inference_mode()
-def _least_seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.thread_time()  # others may have the processor meanwhile
     run()
-    spent = []
-    for _ in range(_REPEATS):
-        start = time.thread_time()  # others may have the processor meanwhile
-        run()
-        spent.append(time.thread_time() - start)
-    return min(spent)
+    return max(time.thread_time() - start, 1e-9)
