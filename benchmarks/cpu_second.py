@@ -42,9 +42,9 @@ async def measured(
 ) -> Found:
     engines = [Engine(dtype=dtype), *(Engine(kind=kind, dtype=dtype) for kind in kinds)]
     sweep, count = ((64, 128), 1) if setting.quick else (SWEEP, ROUNDS)
-    swept = {each.name: await measure.sweep(each, checkpoint, requests, sweep) for each in engines}
+    swept = {each.name: await measure.sweep(measure.settings(each, sweep), checkpoint, requests) for each in engines}
     ran = [each for each in engines if not all(one.problem for one in swept[each.name])]
-    chosen = [msgspec.structs.replace(each, tokens=measure.best(swept[each.name])) for each in ran]
+    chosen = [msgspec.structs.replace(each, tokens=measure.best(swept[each.name]).tokens) for each in ran]
     await asyncio.to_thread(setting.settle)
     async with measure.started(chosen, checkpoint) as servers:
         return Found(dtype=dtype, swept=swept, bursts=await measure.rounds(servers, requests, count))

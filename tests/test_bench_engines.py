@@ -16,12 +16,56 @@ from safetensors.torch import load_file, save_file
 from checkpoint_fixtures import checkpoint
 from fake_engine import Fake
 from trinity.bench import measure
-from trinity.bench.engines import wire
+from trinity.bench.engines import serve_trinity, wire
 from trinity.bench.engines.renaming import renamed
 from trinity.bench.engines.serve_openvino import properties
 from trinity.bench.engines.serve_transformers import Model, WithFeatures
 from trinity.bench.load import Maker, burst
 from trinity.bench.servers import Asked, Engine
+from trinity.errors import UnknownName
+
+
+def settings(**given: Any) -> dict[str, Any]:
+    own = {"checkpoint": str(checkpoint("llava")), "pipeline": given.pop("options", {})}
+    return {
+        "placement": "EPD",
+        "dtype": "float32",
+        "threads": 1,
+        "tokens": 64,
+        "media": 1,
+        "caches": False,
+        **own,
+        **given,
+    }
+
+
+def test_trinity_is_set_up_as_a_user_would() -> None:
+    one = serve_trinity.pipeline(settings(threads=2, options={"depth": 2}))
+    assert [(each.roles, each.threads, each.depth, each.image_cache) for each in one.instances] == [
+        ("EPD", 2, 2, False)
+    ]
+    assert one.hosting == "thread"
+    two = serve_trinity.pipeline(settings(placement="EP+D", options={"threads_of": {"EP": 2}}))
+    assert [(each.name, each.threads) for each in two.instances] == [("EP0", 2), ("D0", 1)]
+    assert two.hosting == "process"
+    with pytest.raises(UnknownName, match="unheard"):
+        serve_trinity.pipeline(settings(options={"unheard": 1}))
+
+
+@pytest.mark.filterwarnings("ignore::trinity.errors.TrinityWarning")
+async def test_under_an_slo_budgets_are_searched_and_not_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_CACHE", str(tmp_path))
+    async with serve_trinity.pipeline(settings(tokens=3, options={"slo": [9.0, 5.0], "policy": "time"})) as pipe:
+        (host,) = pipe.hosts.values()
+        rules = host.loaded.settings.rules
+    assert (rules.policy, rules.limit_s) == ("time", 4.9)
+    assert rules.tokens > 3
+    assert rules.cost is not None
+    async with serve_trinity.pipeline(settings(tokens=3)) as pipe:
+        (host,) = pipe.hosts.values()
+        assert (host.loaded.settings.rules.policy, host.loaded.settings.rules.tokens) == ("alg1", 3)
 
 
 def test_prompts_lose_all_but_one_placeholder_of_each_image() -> None:

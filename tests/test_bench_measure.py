@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from faking import FakeServer, asked, engine, starter
-from trinity.bench import load, machine, measure
+from trinity.bench import load, machine, measure, outcome
 from trinity.bench.measure import Burst, Swept
 from trinity.bench.search import Goal
 from trinity.bench.servers import Asked, Engine, Peer, Server
@@ -41,12 +41,13 @@ async def test_a_sweep_tries_every_setting_and_says_which_did_not_run(tmp_path: 
         tried.append(each.tokens)
         return fakes(msgspec.structs.replace(each, options={"dies": each.tokens == 64}), at)
 
-    found = await measure.sweep(engine(), tmp_path, [asked()], [64, 128], start)
+    found = await measure.sweep(measure.settings(engine(), [64, 128]), tmp_path, [asked()], start)
     assert tried == [64, 128]
     assert "did not start" in found[0].problem
     assert found[1].per_cpu_s > 0
-    assert measure.best(found) == 128
-    assert await measure.sweep(engine(), tmp_path, [asked()], [64], start) == []
+    assert measure.best(found) == found[1]
+    assert (found[0].tokens, found[1].tokens) == (64, 128)
+    assert await measure.sweep([engine()], tmp_path, [asked()], start) == []
 
 
 async def test_a_sweep_may_judge_by_a_trial(tmp_path: Path) -> None:
@@ -56,20 +57,28 @@ async def test_a_sweep_may_judge_by_a_trial(tmp_path: Path) -> None:
         seen.append(server.engine.name)
         return 0.25 * len(seen)
 
-    found = await measure.sweep(engine(), tmp_path, [asked()], [64, 128], starter(), tried)
+    found = await measure.sweep(measure.settings(engine(), [64, 128]), tmp_path, [asked()], starter(), tried)
     assert [each.attained for each in found] == [0.25, 0.5]
-    assert measure.best(found) == 128
+    assert measure.best(found).tokens == 128
 
 
 def test_what_is_in_time_comes_before_what_is_fast() -> None:
     slow, fast = Swept(tokens=1, per_cpu_s=1.0, attained=0.5), Swept(tokens=2, per_cpu_s=2.0, attained=0.4)
     even = msgspec.structs.replace(fast, tokens=3, attained=0.5)
-    assert (measure.best([slow, fast]), measure.best([slow, fast, even])) == (1, 3)
+    assert (measure.best([slow, fast]).tokens, measure.best([slow, fast, even]).tokens) == (1, 3)
+
+
+def test_a_setting_is_said_in_words() -> None:
+    wide = {"threads_of": {"EP": 2}}
+    searched = {"slo": [1.05, 0.0703], "policy": "time"}
+    swept = [Swept(tokens=64), Swept(tokens=64, options=wide), Swept(tokens=64, options=searched, problem="no")]
+    rows = outcome.sweep_table({"x": swept}).rows
+    assert [row[1] for row in rows] == ["64", "64, EP x 2 threads", "searched for 1.05 s, 70.3 ms"]
 
 
 def test_the_best_setting_is_by_cpu_time_or_by_wall_time() -> None:
     found = [Swept(tokens=1, per_cpu_s=2.0, per_s=1.0), Swept(tokens=2, per_cpu_s=1.0, per_s=2.0)]
-    assert (measure.best(found), measure.best(found, wall=True)) == (1, 2)
+    assert (measure.best(found).tokens, measure.best(found, wall=True).tokens) == (1, 2)
     with pytest.raises(ConfigError, match="no such thing"):
         measure.best([Swept(tokens=1, problem="no such thing")])
 

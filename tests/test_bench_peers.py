@@ -142,7 +142,8 @@ def test_nothing_is_said_of_what_has_not_run() -> None:
 
 
 async def test_an_engine_of_which_no_setting_runs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def swept(engine: Engine, *_: object, **__: object) -> list[Swept]:
+    async def swept(settings: Sequence[Engine], *_: object, **__: object) -> list[Swept]:
+        engine = settings[0]
         late = engine.placement == "EP+D"
         found = [Swept(tokens=tokens, per_s=tokens / 10, attained=late * 64 / tokens) for tokens in (64, 128)]
         return [Swept(tokens=64, problem="no")] if engine.kind == "vllm" else found
@@ -152,10 +153,72 @@ async def test_an_engine_of_which_no_setting_runs_is_left_out(monkeypatch: pytes
 
     monkeypatch.setattr(served.measure, "sweep", swept)
     engines = served.engines_of(served.Sizes(), ["openvino", "vllm"])
-    chosen, seen = await served.tuned(engines, tmp_path, [], (64, 128), tried)
+    settings = [served.settings_of(each, (64, 128), SLO(1.0, 0.1)) for each in engines]
+    chosen, seen = await served.tuned(settings, tmp_path, [], tried)
     assert [each.kind for each in chosen] == ["trinity"] * 5 + ["openvino"]
     assert [each.placement for each in chosen if each.tokens == 64] == ["EP+D"]  # the others tie, and 128 is faster
     assert set(seen) == {each.name for each in engines}
+
+
+def test_every_engine_has_as_many_settings_and_trinity_what_a_user_would_try() -> None:
+    sizes = served.Sizes()
+    engines = served.engines_of(sizes, sizes.peers)
+    settings = {each.placement + each.kind: served.settings_of(each, sizes.sweep, SLO(1.0, 0.1)) for each in engines}
+    assert {len(each) for each in settings.values()} == {len(sizes.sweep)}
+    assert {each.name for one in settings.values() for each in one} == {each.name for each in engines}
+    tried = {name: [(each.tokens, each.options) for each in one] for name, one in settings.items()}
+    assert tried["EPDvllm"] == tried["EPDopenvino"] == [(128, {}), (512, {}), (2048, {})]
+    assert tried["EPDtrinity"][2][1] == {"slo": [1.0, 0.1], "policy": "time"}
+    assert tried["EP+Dtrinity"] == [(512, {}), (2048, {}), (2048, {"threads_of": {"EP": 2}})]
+    assert tried["E+PDtrinity"] == [(128, {}), (512, {}), (128, {"threads_of": {"PD": 2}})]
+    assert [each.tokens for each in served.settings_of(engines[0], (64,), SLO(1.0, 0.1))] == [64]
+
+
+async def test_the_setting_that_is_chosen_is_the_one_that_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def swept(settings: Sequence[Engine], *_: object, **__: object) -> list[Swept]:
+        shares = [0.5, 0.6, 0.9]
+        return [
+            Swept(tokens=one.tokens, options=one.options, attained=share)
+            for one, share in zip(settings, shares, strict=True)
+        ]
+
+    async def tried(_: object) -> float:
+        return 1.0
+
+    monkeypatch.setattr(served.measure, "sweep", swept)
+    engine = Engine(placement="EP+D")
+    (chosen,), _ = await served.tuned([served.settings_of(engine, (1, 2, 3), SLO(1.0, 0.1))], tmp_path, [], tried)
+    assert (chosen.tokens, chosen.options) == (3, {"threads_of": {"EP": 2}})
+
+
+def test_no_rate_lies_between_two_of_the_grid() -> None:
+    """So that a goal's trials are those of a bisection of the grid alone: about log2 of it."""
+    rates = [round(share * 4.016, 3) for share in served.SHARES]
+    for limit in (0.5, 1.5, 3.0, 6.0, 10.0, 20.0):
+        trials: list[search.Trial] = []
+        while (rate := search.next_rate(trials, GOALS, rates, served.TOLERANCE)) is not None:
+            assert rate in rates
+            trials.append(trial(rate, rate <= limit))
+        assert len(trials) <= 4
+
+
+def trial(rate: float, holds: bool) -> search.Trial:
+    return search.Trial(
+        engine="a",
+        rate=rate,
+        seed=0,
+        requests=9,
+        failed=0,
+        attainment={goal.key: float(holds) for goal in GOALS},
+        ttft_s=None,
+        tbt_s=None,
+        late_p95_s=0.0,
+        cpu_s=1.0,
+        wall_s=1.0,
+        foreign=0.0,
+    )
 
 
 # ---------------------------------------------------------------- installing

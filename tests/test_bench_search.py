@@ -61,6 +61,24 @@ def test_one_trial_answers_all_goals() -> None:
     assert len(searched({TIGHT: 1.9, LOOSE: 1.9})) == len(searched({TIGHT: 1.9}))
 
 
+def test_the_next_rate_is_the_one_that_tells_most_of_all_goals() -> None:
+    """One goal is open between 0.5 and 4, the other above 1: 2 halves what is left of both, 1 is of no use to one."""
+    trials = [seen(0.5, {TIGHT: 9.0, LOOSE: 9.0}), seen(1.0, {TIGHT: 0.5, LOOSE: 9.0})]
+    assert next_rate(trials[:1], GOALS, [0.5, 1.0, 2.0, 4.0]) == 2.0
+    assert next_rate(trials, GOALS, [0.5, 1.0, 2.0, 4.0, 8.0]) == 4.0
+    assert next_rate([], GOALS, [1.0, 2.0]) == 2.0  # both tell as much: the shorter trial
+
+
+def test_a_grid_is_bisected() -> None:
+    """All limits at one place: as few trials as a bisection needs; at several, fewer than one for each."""
+    grid = [1.25**power for power in range(10)]
+    assert max(len(searched({TIGHT: limit, LOOSE: limit}, grid)) for limit in (0.5, 1.1, 2.2, 5.5, 99.0)) <= 9
+    trials: list[Trial] = []
+    while (rate := next_rate(trials, GOALS, grid, 0.26)) is not None:
+        trials.append(seen(rate, {TIGHT: 1.1, LOOSE: 6.0}))
+    assert len(trials) <= 6
+
+
 def test_none_that_holds_is_0_and_one_that_always_does_is_open() -> None:
     trials = searched({TIGHT: 0.1, LOOSE: 100.0})
     assert bracket(trials, TIGHT) == Bracket(0.0, 0.5)

@@ -15,7 +15,7 @@ from trinity import traces
 from trinity.bench import outcome
 from trinity.bench.load import Make, Maker, burst, drawn, fitted, made
 from trinity.bench.machine import facts
-from trinity.bench.measure import Tried, attaining, best, exactness, rounds, started, sweep, trial_of
+from trinity.bench.measure import Tried, attaining, best, exactness, rounds, settings, started, sweep, trial_of
 from trinity.bench.search import RULES, Goal, Trial, checked_rates, goodputs, plain, turns
 from trinity.bench.servers import DTYPES, Asked, Engine, python_of
 from trinity.trace import SLO, Trace
@@ -50,10 +50,10 @@ async def tuned(
     tried: Tried | None = None,
 ) -> tuple[list[Engine], dict[str, Any]]:
     """Every engine with the best setting of a sweep of the same size, and all the sweeps."""
-    swept = {each.name: await sweep(each, checkpoint, requests, tokens, tried=tried) for each in engines}
+    swept = {each.name: await sweep(settings(each, tokens), checkpoint, requests, tried=tried) for each in engines}
     if len(tokens) > 1:
         print(outcome.text([outcome.sweep_table(dict(swept))]), flush=True)
-    found = {name: best(each, wall=tried is not None) if each else tokens[0] for name, each in swept.items()}
+    found = {name: best(each, wall=tried is not None).tokens if each else tokens[0] for name, each in swept.items()}
     chosen = [msgspec.structs.replace(each, tokens=found[each.name]) for each in engines]
     return chosen, {name: [msgspec.to_builtins(each) for each in found] for name, found in swept.items()}
 

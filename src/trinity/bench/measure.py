@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from trinity.bench.client import replayed
 from trinity.bench.load import Make, drawn, made
@@ -58,59 +60,65 @@ def _check(server: Peer, answer: Answer, request: Asked) -> None:
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of an engine's batching, tried on a burst; ``problem`` says why it did not run.
+    """One setting of an engine, tokens a step and options, tried on a burst; ``problem`` says why it did not run.
 
     ``attained``: the share of a short trial's requests that were in time, mean of the goals; None without a trial.
     """
 
     tokens: int
+    options: dict[str, Any] = {}
     per_cpu_s: float = 0.0
     per_s: float = 0.0
     attained: float | None = None
     problem: str = ""
 
 
+def settings(engine: Engine, tokens: Sequence[int]) -> list[Engine]:
+    """The engine with every number of tokens a step."""
+    return [replace(engine, tokens=each) for each in tokens]
+
+
 async def sweep(
-    engine: Engine,
+    engines: Sequence[Engine],
     checkpoint: Path,
     requests: Sequence[Asked],
-    tokens: Sequence[int],
     start: Starter = Server,
     tried: Tried | None = None,
 ) -> list[Swept]:
-    """The same burst under every number of tokens a step, each after one request to warm up; nothing for only one.
+    """The same burst under every setting of an engine, each after one request to warm up; nothing for only one.
 
     ``tried``: a trial that follows each burst, as ``attaining`` makes it.
     """
     found: list[Swept] = []
-    for each in tokens if len(tokens) > 1 else ():
+    for each in engines if len(engines) > 1 else ():
+        one = Swept(tokens=each.tokens, options=each.options)
         try:
-            async with start(msgspec.structs.replace(engine, tokens=each), checkpoint) as server:
+            async with start(each, checkpoint) as server:
                 await burst(server, requests[:1])
                 seen = await burst(server, requests)
                 share = await tried(server) if tried else None
-            found.append(Swept(tokens=each, per_cpu_s=seen.per_cpu_s, per_s=seen.per_s, attained=share))
+            found.append(replace(one, per_cpu_s=seen.per_cpu_s, per_s=seen.per_s, attained=share))
         except (ConfigError, PeerLost) as error:
-            found.append(Swept(tokens=each, problem=str(error)))
+            found.append(replace(one, problem=str(error)))
     return found
 
 
-def best(swept: Sequence[Swept], wall: bool = False) -> int:
-    """Tokens a step of the setting that attains most, and does most by CPU or wall time where that is equal.
+def best(swept: Sequence[Swept], wall: bool = False) -> Swept:
+    """The setting that attains most, and does most by CPU or wall time where that is equal.
 
     Raises ``ConfigError`` where none ran.
     """
     ran = [each for each in swept if not each.problem]
     if not ran:
         raise ConfigError(f"no setting of the sweep ran: {'; '.join(each.problem for each in swept)}")
-    return max(ran, key=lambda each: (each.attained or 0.0, each.per_s if wall else each.per_cpu_s)).tokens
+    return max(ran, key=lambda each: (each.attained or 0.0, each.per_s if wall else each.per_cpu_s))
 
 
 async def tokens_of(
     engine: Engine, checkpoint: Path, requests: Sequence[Asked], start: Starter = Server
 ) -> list[list[int]]:
     """What an engine answers, in float32."""
-    async with start(msgspec.structs.replace(engine, dtype="float32"), checkpoint) as server:
+    async with start(replace(engine, dtype="float32"), checkpoint) as server:
         answers = [server.ask(each) for each in requests]
         for answer in answers:
             await answer.done.wait()

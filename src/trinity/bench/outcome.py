@@ -10,6 +10,7 @@ from typing import Any
 from trinity.bench.machine import FOREIGN
 from trinity.bench.measure import Burst, Swept, calm, paired
 from trinity.bench.search import Found, Goal, Trial, counted, ratios
+from trinity.bench.servers import Engine
 from trinity.pictures.drawing import MARKERS, SERIES, drawn
 from trinity.tables import Table, as_text, distribution
 
@@ -18,7 +19,7 @@ def sweep_table(swept: dict[str, Sequence[Swept]]) -> Table:
     """Settings by engine; what they attained where there was a trial."""
     each_one = [(name, each) for name, settings in swept.items() for each in settings]
     rows = [
-        (name, f"{each.tokens}", *((f"{each.per_cpu_s:.2f}", f"{each.per_s:.2f}") if not each.problem else ("-", "-")))
+        (name, setting(each), *((f"{each.per_cpu_s:.2f}", f"{each.per_s:.2f}") if not each.problem else ("-", "-")))
         for name, each in each_one
     ]
     columns: tuple[str, ...] = ("sweep of tokens a step", "tokens", "req/CPU s", "req/s")
@@ -26,6 +27,13 @@ def sweep_table(swept: dict[str, Sequence[Swept]]) -> Table:
         return Table(columns, rows)
     shares = ["-" if each.attained is None else f"{each.attained:.0%}" for _, each in each_one]
     return Table((*columns, "in time"), [(*row, share) for row, share in zip(rows, shares, strict=True)])
+
+
+def setting(each: Swept | Engine) -> str:
+    """In words: budgets that are searched take the place of tokens."""
+    slo, threads = each.options.get("slo"), each.options.get("threads_of", {})
+    budget = f"searched for {slo[0]:g} s, {slo[1] * 1e3:g} ms" if slo else f"{each.tokens}"
+    return ", ".join([budget, *(f"{roles} x {count} threads" for roles, count in threads.items())])
 
 
 def cpu_table(found: dict[str, list[Burst]], ours: str, exact: dict[str, int], asked: int) -> Table:

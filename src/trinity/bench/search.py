@@ -104,22 +104,28 @@ def bracket(trials: Iterable[Trial], goal: Goal) -> Bracket:
 def next_rate(
     trials: Sequence[Trial], goals: Iterable[Goal], rates: Sequence[float], tolerance: float = TOLERANCE
 ) -> float | None:
-    """Where to look next, None where all goals are found: the middle of the grid's open part, then between two rates.
+    """Where to look next, None where all goals are found: on the grid first, then between two of its rates.
 
-    The goal whose answer is least known goes first. A rate that was tried is not tried again.
+    On the grid: where the answers of all goals that are open tell most together. A rate is not tried again.
     """
     tried = {each.rate for each in trials}
-    found = sorted(
-        (bracket(trials, goal) for goal in goals), key=lambda each: -min(each.high, 1e9) / max(each.low, 1e-9)
-    )
+    found = [bracket(trials, goal) for goal in goals]
+    inside = [[rate for rate in rates if each.low < rate < each.high and rate not in tried] for each in found]
+    if any(inside):  # of equals the highest: its trial is the shortest
+        return max(sorted(rates, reverse=True), key=lambda rate: sum(_told(each, rate) for each in inside))
     for each in found:
-        inside = [rate for rate in rates if each.low < rate < each.high and rate not in tried]
-        if inside:
-            return inside[len(inside) // 2]
         middle = round(math.sqrt(each.low * each.high), 4) if each.low > 0 and each.high < math.inf else None
         if middle is not None and each.high / each.low > 1 + tolerance and middle not in tried:
             return middle
     return None
+
+
+def _told(inside: Sequence[float], rate: float) -> float:
+    """What a trial tells, in nats, of a goal whose limit lies anywhere between these rates, or beyond either end."""
+    if rate not in inside:
+        return 0.0
+    below = (inside.index(rate) + 1) / (len(inside) + 1)
+    return -below * math.log(below) - (1 - below) * math.log(1 - below)
 
 
 def checked_rates(rates: Iterable[float]) -> list[float]:

@@ -27,14 +27,14 @@ START_S = 600.0  # a first start exports the checkpoint
 PEERS = ("generate_batch", "openvino", "vllm")
 DTYPES = ("float32", "bfloat16")
 _MODULES = {"generate_batch": "transformers", "generate": "transformers"}
-_ENDS_S = 10.0
+_ENDS_S, _PEER_ENDS_S = 10.0, 3.0  # some never end by themselves
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be served with: trinity under a placement, or a peer.
 
     ``tokens`` bounds a step (prefill tokens and decodes), ``requests`` those that run at once. ``caches``: prefix and
-    image caches. ``options`` go to ``Pipeline``.
+    image caches. ``options`` go to ``Pipeline``, see ``engines.serve_trinity``.
     """
 
     kind: str = "trinity"
@@ -287,7 +287,7 @@ class Server:
         with suppress(OSError):
             await self._writer.wait_closed()
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, _ENDS_S)
+            await asyncio.to_thread(process.wait, _ENDS_S if self.engine.kind == "trinity" else _PEER_ENDS_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)

@@ -10,9 +10,13 @@ from typing import Any
 
 from trinity.bench.engines.wire import Message, about
 from trinity.budget import Budgets
+from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
+from trinity.planned import InstanceOptions
 from trinity.request import Media, Request, Sampling
+from trinity.scheduler import Rules
+from trinity.trace import SLO
 
 LINE = 1 << 28  # bytes of the longest line: a request's pictures
 
@@ -37,21 +41,26 @@ class Answers:
 
 
 def pipeline(settings: Message) -> Pipeline:
-    """One instance on threads of this process, several in processes of their own."""
-    placement = Placement.parse(settings["placement"])
-    several = sum(group.count for group in placement.groups) > 1
-    budgets = Budgets(tokens=settings["tokens"], media=settings["media"])
+    """One instance on threads of this process, several in processes of their own.
+
+    Options: those of ``Pipeline`` and of its instances; ``threads_of``, threads by roles; ``slo``, TTFT and TBT in
+    seconds: budgets are searched under it, and the engine's tokens are left out; ``policy`` of the scheduler.
+    """
+    given = dict(settings.get("pipeline", {}))
+    slo, policy, threads = given.pop("slo", None), given.pop("policy", "alg1"), given.pop("threads_of", {})
+    each = {"prefix_cache": settings["caches"], "image_cache": settings["caches"]}
+    each |= {name: given.pop(name) for name in [*given] if name in InstanceOptions.__annotations__}
+    named = Placement.parse(settings["placement"]).instances()
     return Pipeline(
         settings["checkpoint"],
-        placement,
-        hosting="process" if several else "thread",
+        [Instance(roles, name, threads=threads.get(roles, settings["threads"]), **each) for name, roles in named],
+        hosting="process" if len(named) > 1 else "thread",
         dtype=settings["dtype"],
-        threads=settings["threads"],
-        budgets=budgets,
-        prefix_cache=settings["caches"],
-        image_cache=settings["caches"],
+        slo=SLO(*slo) if slo else None,
+        budgets=None if slo else Budgets(tokens=settings["tokens"], media=settings["media"]),
+        rules=Rules(policy=policy),
         max_waiting=1 << 16,
-        **settings.get("pipeline", {}),
+        **given,
     )
 
 
