@@ -142,7 +142,7 @@ def watch_loop(pipe: Pipeline, notes: Notes) -> None:
         nonlocal last
         if isinstance(event, Emit):
             now = time.thread_time()
-            notes.add("loop", now - last, len(event.tokens))
+            notes.add("loop", now - last, len(event.sampled))
             last = now
         post(event)
 

@@ -105,6 +105,12 @@ def emptied(core: InstanceCore) -> None:
     assert core.idle()
 
 
+def emitted(*rows: tuple[str, int, int, Sampled]) -> Emit:
+    """Rows as columns: request, attempt, index, what was sampled."""
+    requests, attempts, indices, sampled = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Emit(requests, attempts, indices, sampled)
+
+
 def done(step: int, lane: str = "joint", /, **tokens: int) -> Stepped:
     """Step ``step`` ended and gave these tokens."""
     return Stepped(step, lane, {request: Sampled(token) for request, token in tokens.items()})
@@ -176,7 +182,7 @@ def _message(value: Value) -> str:
     if isinstance(value, Withdraw):
         return f"withdraw {value.id}{f' {value.failure.error}' if value.failure else ''}"
     if isinstance(value, Emit):
-        return "emit " + " ".join(f"{each.request}#{each.index}={each.sampled.token}" for each in value.tokens)
+        return "emit " + " ".join(f"{request}#{index}={sampled.token}" for request, _, index, sampled in value.rows())
     if isinstance(value, Finished):
         failed = f" {value.failure.error}" if value.failure else ""
         return f"finished {value.request} {value.reason} {value.count} by way of {' '.join(value.route)}{failed}"

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from core_tables import done, image_offer, kv_offer, make_core, work
+from core_tables import done, emitted, image_offer, kv_offer, make_core, work
 from trinity.frontend import Deliver, End, FrontendCore
 from trinity.messages import (
     Cancel,
     Commit,
-    Emit,
-    Emitted,
     Encode,
     Finished,
     Open,
@@ -56,7 +54,7 @@ def fin(request: str) -> Send:
 
 
 def out(*indices: int) -> Send:
-    return Send("frontend", Emit(tuple(Emitted("r", 0, index, Sampled(1)) for index in indices)))
+    return Send("frontend", emitted(*(("r", 0, index, Sampled(1)) for index in indices)))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from core_tables import brief, done, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
+from core_tables import brief, done, emitted, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
 from trinity.frontend import FrontendCore
 from trinity.messages import (
     Commit,
-    Emit,
-    Emitted,
     Failure,
     Finished,
     Forget,
@@ -253,7 +251,7 @@ def test_the_front_end_takes_the_first_end_it_hears_of() -> None:
     why = Failure("MigrationError", "silent", {"cause": "LeaseExpired"})
     assert core.handle(ended, 1.0) == [], "its token is on a slower channel"
     assert core.handle(Finished(request="r", attempt=0, reason="error", failure=why, route=("E0", "P0")), 2.0) == []
-    commands = core.handle(Emit((Emitted("r", 0, 0, Sampled(5)),)), 3.0)
+    commands = core.handle(emitted(("r", 0, 0, Sampled(5))), 3.0)
     assert brief(commands)[:2] == ["deliver r#0=5", "end r length"]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from core_tables import brief, done, emptied, image_offer, make_core, peer_up, sent, table, work
+from core_tables import brief, done, emitted, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
 from trinity.frontend import Deliver, End, FrontendCore
 from trinity.messages import (
     Commit,
-    Emit,
-    Emitted,
     Finished,
     Forget,
     Moved,
@@ -179,7 +177,7 @@ def test_a_first_token_that_was_lost_with_its_instance_is_not_waited_for(finishe
     if finished:
         done_there = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
         assert core.handle(done_there, 0.5) == []
-    core.handle(Emit((Emitted("r", 0, 1, Sampled(5)),)), 0.5)
+    core.handle(emitted(("r", 0, 1, Sampled(5))), 0.5)
     assert ends(list(core.handle(PeerLost("P0"), 1.0))) == [("r", "StageError")]
     assert not core.entries
 
@@ -187,7 +185,7 @@ def test_a_first_token_that_was_lost_with_its_instance_is_not_waited_for(finishe
 def test_one_that_has_come_is_enough() -> None:
     core = frontend()
     asked(core, *ROUTE)
-    core.handle(Emit((Emitted("r", 0, 0, Sampled(5)),)), 0.5)
+    core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
     assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
     assert core.entries
 
@@ -202,10 +200,10 @@ def test_a_move_to_an_instance_that_is_lost_already_is_a_loss() -> None:
 def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
     core = frontend()
     asked(core, *ROUTE)
-    core.handle(Emit((Emitted("r", 0, 0, Sampled(5)),)), 0.5)
+    core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
     core.handle(PeerLost("D0"), 1.0)
     late = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
-    assert core.handle(Emit((Emitted("r", 0, 1, Sampled(5)),)), 2.0) == []
+    assert core.handle(emitted(("r", 0, 1, Sampled(5))), 2.0) == []
     assert core.handle(late, 2.0) == [Send(name, Forget("r")) for name in ("E0", "P0", "D0")]
     assert core.waiting == 0
 
@@ -215,7 +213,7 @@ def test_a_request_that_finished_before_the_loss_keeps_its_end() -> None:
     asked(core, *ROUTE)
     core.handle(Finished(request="r", attempt=0, reason="length", count=1, route=("E0", "P0", "D0")), 0.5)
     assert ends(list(core.handle(PeerLost("D0"), 1.0))) == []
-    commands = core.handle(Emit((Emitted("r", 0, 0, Sampled(5)),)), 2.0)  # P's channel is slower than D's
+    commands = core.handle(emitted(("r", 0, 0, Sampled(5))), 2.0)  # P's channel is slower than D's
     assert isinstance(commands[0], Deliver)
     assert ends(list(commands)) == [("r", "length")]
 

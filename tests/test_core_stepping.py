@@ -6,7 +6,7 @@ import pytest
 
 from core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
 from trinity.errors import ConfigError
-from trinity.messages import Emit, Emitted, Failure, Finished, Forget, Sampled, Step, Stepped, Submit, Work
+from trinity.messages import Emit, Failure, Finished, Forget, Sampled, Step, Stepped, Submit, Work
 from trinity.scheduler import Rules
 
 
@@ -121,7 +121,7 @@ def test_log_probabilities_travel_with_the_token() -> None:
     core.handle(Submit(work("r", 3, attempt=4)), 0.0)
     sampled = Sampled(5, -0.5, ((5, -0.5), (6, -1.0)))
     emit = sent(core.handle(Stepped(1, "joint", {"r": sampled}), 0.0), Emit)[0]
-    assert emit.tokens == (Emitted("r", 4, 0, sampled),)
+    assert list(emit.rows()) == [("r", 4, 0, sampled)]
 
 
 def test_inputs_of_each_item_go_to_the_encoder_with_its_span() -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from core_tables import Row, brief, peer_up, sent, work
+from core_tables import Row, brief, emitted, peer_up, sent, work
 from trinity.frontend import Abort, Deliver, End, FrontendCore
 from trinity.messages import (
     Emit,
-    Emitted,
     Failure,
     Finished,
     Sampled,
@@ -36,7 +35,7 @@ def table(core: FrontendCore, rows: Iterable[Row], now: float = 0.0) -> None:
 
 
 def emit(request: str, *tokens: tuple[int, int], attempt: int = 0) -> Emit:
-    return Emit(tuple(Emitted(request, attempt, index, Sampled(token)) for index, token in tokens))
+    return emitted(*((request, attempt, index, Sampled(token)) for index, token in tokens))
 
 
 def finished(count: int, reason: str = "length", route: str = "P0 D0", **fields: object) -> Finished:
@@ -97,7 +96,7 @@ def test_the_first_token_may_come_last() -> None:
 def test_one_emit_has_the_tokens_of_many_requests() -> None:
     core = make_frontend()
     table(core, [(Submit(work("r", 1)), ["P0: submit r"]), (Submit(work("s", 1)), ["P0: submit s"])])
-    both = Emit((Emitted("s", 0, 0, Sampled(4)), Emitted("r", 0, 0, Sampled(5))))
+    both = emitted(("s", 0, 0, Sampled(4)), ("r", 0, 0, Sampled(5)))
     table(core, [(both, ["deliver s#0=4", "deliver r#0=5"])])
 
 
@@ -346,4 +345,4 @@ def test_delivered_tokens_keep_what_the_sampler_said() -> None:
     core = make_frontend()
     core.handle(Submit(work("r", 1)), 0.0)
     sampled = Sampled(5, -0.5, ((5, -0.5),))
-    assert core.handle(Emit((Emitted("r", 0, 0, sampled),)), 0.0) == [Deliver("r", 0, sampled)]
+    assert core.handle(emitted(("r", 0, 0, sampled)), 0.0) == [Deliver("r", 0, sampled)]

@@ -6,13 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from core_tables import brief, peer_up, sent, work
+from core_tables import brief, emitted, peer_up, sent, work
 from test_frontend import make_frontend
 from trinity.frontend import Abort, End, FrontendCore
 from trinity.messages import (
     PREEMPTED,
-    Emit,
-    Emitted,
     Finished,
     Forget,
     Moved,
@@ -29,7 +27,7 @@ def returning() -> FrontendCore:
     core.handle(Submit(work("r", "cat", 1, max_tokens=9, deadline_s=10.0), ("pixels",)), 1.0)
     for hop, name in enumerate(("P0", "D0"), start=1):
         core.handle(Moved("r", 0, name, hop), 2.0)
-    core.handle(Emit((Emitted("r", 0, 0, Sampled(7)),)), 3.0)
+    core.handle(emitted(("r", 0, 0, Sampled(7))), 3.0)
     return core
 
 
@@ -41,7 +39,7 @@ def sent_back(count: int, attempt: int = 0, **fields: Any) -> Finished:
 def test_what_was_sent_back_goes_again_with_its_tokens_its_inputs_and_the_time_that_is_left() -> None:
     core = returning()
     assert brief(core.handle(sent_back(2), 4.0)) == [], "its second token is still on its way"
-    out = core.handle(Emit((Emitted("r", 0, 1, Sampled(8)),)), 5.0)
+    out = core.handle(emitted(("r", 0, 1, Sampled(8))), 5.0)
     (again,) = sent(out, Submit)
     assert (again.inputs, again.tokens, again.work.attempt, again.work.number) == (("pixels",), (7, 8), 1, 1)
     assert again.work.deadline_s == 6.0
@@ -50,7 +48,7 @@ def test_what_was_sent_back_goes_again_with_its_tokens_its_inputs_and_the_time_t
 
 def test_the_end_of_what_was_sent_back_tells_all_that_it_went_through() -> None:
     core = returning()
-    core.handle(Emit((Emitted("r", 0, 1, Sampled(8)),)), 4.0)
+    core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
     core.handle(sent_back(2, spans={"prefill": 1.0, "decode": 2.0}, cached_tokens=4, transfers=({"kind": "kv"},)), 5.0)
     assert brief(core.handle(Moved("r", 0, "elsewhere", 2), 5.0)) == [], "of the former attempt"
     last = Finished(
@@ -64,7 +62,7 @@ def test_the_end_of_what_was_sent_back_tells_all_that_it_went_through() -> None:
         route=("E0", "P0", "D0"),
         preemptions=2,
     )
-    core.handle(Emit((Emitted("r", 1, 2, Sampled(9)),)), 6.0)
+    core.handle(emitted(("r", 1, 2, Sampled(9))), 6.0)
     ends = [each for each in core.handle(last, 7.0) if isinstance(each, End)]
     assert [end.reason for end in ends] == ["length"]
     found = ends[0].finished
@@ -88,7 +86,7 @@ def test_what_was_given_up_meanwhile_is_not_sent_again() -> None:
 
 def test_what_was_sent_back_ends_with_an_error_where_its_first_stage_is_gone() -> None:
     core = returning()
-    core.handle(Emit((Emitted("r", 0, 1, Sampled(8)),)), 4.0)
+    core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
     core.handle(PeerLost("E0"), 4.5)
     (end,) = [each for each in core.handle(sent_back(2), 5.0) if isinstance(each, End)]
     assert end.reason == "error"
@@ -104,7 +102,7 @@ def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_o
     core.handle(peer_up("P1", kv=4), 0.0)
     core.handle(replace(peer_up("D0"), returns=True), 0.0)
     core.handle(Submit(work("r", "cat", 1, max_tokens=20), ("pixels",)), 0.0)
-    core.handle(Emit(tuple(Emitted("r", 0, index, Sampled(7)) for index in range(9))), 1.0)
+    core.handle(emitted(*(("r", 0, index, Sampled(7)) for index in range(9))), 1.0)
     first = core.handle(sent_back(9), 2.0)
     (again,) = sent(first, Submit)
     assert again.work.outputs == 9
@@ -120,7 +118,7 @@ def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_o
 def test_a_loss_after_it_was_sent_again_counts_the_tokens_of_the_new_attempt() -> None:
     """P0 samples the third token and is lost before it came: D0 cannot make up for it."""
     core = returning()
-    core.handle(Emit((Emitted("r", 0, 1, Sampled(8)),)), 4.0)
+    core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
     core.handle(sent_back(2), 5.0)
     core.handle(Moved("r", 1, "P0", 1), 6.0)
     core.handle(Moved("r", 1, "D0", 2), 6.0)

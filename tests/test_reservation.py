@@ -246,7 +246,7 @@ def test_a_preempted_request_without_its_tokens_is_noticed(monkeypatch: pytest.M
 
 
 def test_growing_without_a_word_to_the_stages_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "Grow", lambda blocks: Emit(()))
+    monkeypatch.setattr(growth, "Grow", lambda blocks: Emit((), (), (), ()))
     hangs_or_starves()
 
 

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_tables import emitted
 from trinity.budget import Budgets, StepCost
 from trinity.cost import Roofline, device
 from trinity.errors import HandshakeError
-from trinity.messages import Commit, Emit, Emitted, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
+from trinity.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
 from trinity.model_shapes import model
 from trinity.paced import LLAVA_15_7B, Paced
 from trinity.request import Sampling
@@ -42,7 +43,7 @@ messages = st.one_of(
     st.builds(Commit, names, st.lists(counts, max_size=5).map(tuple), counts, st.dictionaries(names, st.floats(0, 9))),
     st.builds(PeerUp, names, st.sampled_from(["E", "PD"]), counts, st.dictionaries(names, counts)),
     st.builds(
-        Emit, st.lists(st.builds(Emitted, names, counts, counts, st.builds(Sampled, counts)), max_size=4).map(tuple)
+        lambda rows: emitted(*rows), st.lists(st.tuples(names, counts, counts, st.builds(Sampled, counts)), max_size=4)
     ),
 )
 

@@ -158,7 +158,7 @@ class Logged(Simulated):
             offer = self.offers[event.offer if isinstance(event, Pulled) else event.id]
             return offer.work.request, _kind(offer.kind), _count(event)
         if isinstance(event, Emit):
-            return -1, 0, len(event.tokens)
+            return -1, 0, len(event.requests)
         if isinstance(event, Finished):
             return event.request, REASONS.index(event.reason), event.count
         if isinstance(event, Stepped):

@@ -17,7 +17,6 @@ from trinity.messages import (
     PREEMPTED,
     Cancel,
     Emit,
-    Emitted,
     Failure,
     Finished,
     Forget,
@@ -95,8 +94,8 @@ class FrontendCore:
     def handle(self, event: Value, now: float) -> list[Value]:
         self._out = []
         if isinstance(event, Emit):
-            for emitted in event.tokens:
-                self._emitted(emitted, now)
+            for row in event.rows():
+                self._emitted(*row, now)
         elif isinstance(event, Finished):
             self._finished(event, now)
         elif isinstance(event, Submit):
@@ -155,21 +154,21 @@ class FrontendCore:
                 return _too_large(self.router, work, letter)
         return None
 
-    def _emitted(self, emitted: Emitted, now: float) -> None:
-        entry = self.entries.get(emitted.request)
-        if entry is None or entry.aborted or emitted.attempt != entry.work.attempt or emitted.index < entry.delivered:
+    def _emitted(self, request: str, attempt: int, index: int, sampled: Sampled, now: float) -> None:
+        entry = self.entries.get(request)
+        if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
             return
-        if emitted.index == entry.delivered and entry.delivered and not entry.early and entry.finished is None:
-            self._out.append(Deliver(emitted.request, entry.delivered, emitted.sampled))  # most tokens
-            entry.tokens.append(emitted.sampled.token)
+        if index == entry.delivered and index and not entry.early and entry.finished is None:
+            self._out.append(Deliver(request, index, sampled))  # most tokens
+            entry.tokens.append(sampled.token)
             entry.delivered += 1
             return
-        entry.early[emitted.index] = emitted.sampled
+        entry.early[index] = sampled
         while entry.delivered in entry.early:
             if not entry.delivered:
                 self.waiting -= 1
             sampled = entry.early.pop(entry.delivered)
-            self._out.append(Deliver(emitted.request, entry.delivered, sampled))
+            self._out.append(Deliver(request, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
             entry.delivered += 1
         self._settle(entry, now)

@@ -6,6 +6,7 @@ differ, so only what remains or what was spent travels).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -324,19 +325,25 @@ class Pull(Value, frozen=True):
 # ---------------------------------------------------------------- instance → front end
 
 
-class Emitted(Value, frozen=True):
-    """One output token of one request."""
-
-    request: str
-    attempt: int
-    index: int
-    sampled: Sampled
-
-
 class Emit(Value, frozen=True):
-    """All tokens of one step."""
+    """All tokens of one step, in columns: whose, of which attempt, which of its outputs, and what was sampled.
 
-    tokens: tuple[Emitted, ...]
+    Which one is ``starts[i] + behind``: most steps have the same ``starts`` as the one before.
+    """
+
+    requests: tuple[str, ...]
+    attempts: tuple[int, ...]
+    starts: tuple[int, ...]
+    sampled: tuple[Sampled, ...]
+    behind: int = 0
+
+    def rows(self) -> Iterator[tuple[str, int, int, Sampled]]:
+        """Request, attempt, index and sample of each. Raises ``ValueError`` where the columns differ in length."""
+        behind = self.behind
+        for request, attempt, start, sampled in zip(
+            self.requests, self.attempts, self.starts, self.sampled, strict=True
+        ):
+            yield request, attempt, start + behind, sampled
 
 
 class Finished(Value, frozen=True, kw_only=True):

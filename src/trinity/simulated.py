@@ -101,7 +101,7 @@ class Worker:
         else:
             requests = self.core.state.requests
             states = [requests[request] for request in decodes]
-            self._context = sum([len(state.work.prompt) + len(state.tokens) for state in states])
+            self._context = sum([len(state.work.prompt) + state.outputs for state in states])
         return self._context
 
     def book(self, counts: Counts, seconds: float) -> None:
@@ -314,7 +314,7 @@ class Simulated(Engine):
 
     def _stops(self, name: str, request: str) -> bool:
         """Whether the request's next token is the last one of its output."""
-        return len(self.workers[name].core.state.requests[request].tokens) + 1 == self.jobs[int(request)].max_tokens
+        return self.workers[name].core.state.requests[request].outputs + 1 == self.jobs[int(request)].max_tokens
 
 
 def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:

@@ -114,14 +114,14 @@ def next_decodes(s: State) -> tuple[str, ...]:
     A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
     """
     flying = s.flying()
-    rows = [each for each, state in s.decoding.items() if len(state.tokens) + flying[each] < state.max_tokens]
+    rows = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
     if "D" in s.settings.roles:
         rows += [request for request, state in s.prefilling.items() if _decodes_next(state)]
     return tuple(rows)
 
 
 def _decodes_next(state: RequestState) -> bool:
-    return state.scheduled == state.text and len(state.tokens) + 1 < state.max_tokens
+    return state.scheduled == state.text and state.outputs + 1 < state.max_tokens
 
 
 def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ def submit(s: State, event: Submit, now: float) -> None:
     """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
     work = event.work
     assert work.request not in s.requests, f"{work.request} is here already"
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, tokens=list(event.tokens))
+    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, written=list(event.tokens))
     state.route = (*event.route, s.settings.name)
     s.tombstones.pop(work.request, None)  # it may have been here before it was preempted elsewhere
     s.set_deadline(state, work.deadline_s, now)

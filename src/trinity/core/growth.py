@@ -47,7 +47,7 @@ def _full(s: State, rows: tuple[str, ...]) -> list[RequestState]:
     for request in rows:
         state = s.decoding.get(request)
         if state is not None:
-            held = len(state.work.prompt) + len(state.tokens) + flying[request]
+            held = len(state.work.prompt) + state.outputs + flying[request]
         else:
             state = s.prefilling[request]
             held = state.text + 1

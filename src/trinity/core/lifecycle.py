@@ -67,6 +67,7 @@ def end(s: State, state: RequestState, now: float, reason: str, why: Failure | N
     work = state.work
     state.ending = Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why)
     s.leaving.add(work.request)
+    state.leave_columns()
     _leave_queues(s, work.request)
     conclude_if_quiet(s, state, now)
 
@@ -110,7 +111,7 @@ def commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
     left = state.deadline - now if state.work.deadline_s is not None else None
     said = Commit(offer, tuple(state.tokens), state.reused or 0, state.spans, tuple(state.transfers), left, ending)
     lease = s.outgoing[offer]
-    lease.count = len(state.tokens)
+    lease.count = state.outputs
     s.send(lease.target, said)
 
 
@@ -120,7 +121,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
         attempt=ending.attempt,
         reason=ending.reason,
         failure=ending.failure,
-        count=len(state.tokens),
+        count=state.outputs,
         spans=state.spans,
         cached_tokens=state.reused or 0,
         transfers=tuple(state.transfers),

@@ -20,6 +20,7 @@ def age(state: RequestState) -> tuple[int, str]:
 def preempt(s: State, state: RequestState, now: float) -> None:
     """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
     request, prompt = state.work.request, len(state.work.prompt)
+    state.leave_columns()
     written = state.done if request in s.prefilling else prompt + len(state.tokens) - 1
     for running in (s.prefilling, s.decoding):
         running.pop(request, None)

@@ -6,14 +6,16 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
 from math import inf
 from typing import Any
 
 from trinity.blocks import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.cells import Cells, Piece
+from trinity.core.columns import Columns
 from trinity.core.lanes import Flights
+from trinity.core.phases import SPAN
+from trinity.core.phases import Phase as Phase
 from trinity.core.queues import Queue
 from trinity.core.rates import StepRates
 from trinity.core.settings import Settings as Settings
@@ -39,34 +41,6 @@ from trinity.routing import Router
 MISSING = "missing"  # how a target ends an offer whose features are not where it said
 
 
-class Phase(Enum):
-    """Where a request stands on this instance."""
-
-    IMAGE_QUEUE = "waits to be encoded"
-    ENCODING = "its media are being encoded"
-    IMAGE_OFFER = "waits for image blocks to pull into"
-    IMAGE_PULL = "its features are on their way"
-    KV_QUEUE = "waits for prefill"
-    PREFILLING = "its prompt is being prefilled"
-    KV_OFFER = "waits for KV blocks to pull into"
-    KV_PULL = "its KV is on its way"
-    DECODING = "decodes"
-
-
-# The span of TriInfer's figure 11 that the time in each phase belongs to.
-SPAN = {
-    Phase.IMAGE_QUEUE: "encode_queue",
-    Phase.ENCODING: "encode",
-    Phase.IMAGE_OFFER: "ep_migration",
-    Phase.IMAGE_PULL: "ep_migration",
-    Phase.KV_QUEUE: "prefill_queue",
-    Phase.PREFILLING: "prefill",
-    Phase.KV_OFFER: "pd_migration",
-    Phase.KV_PULL: "pd_migration",
-    Phase.DECODING: "decode",
-}
-
-
 @dataclass(slots=True)
 class MediaSlot:
     """One media item of a request here: its image-cache blocks once reserved, and whether they hold the features."""
@@ -80,14 +54,15 @@ class MediaSlot:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that lives here. What every decode step reads comes first, so that it shares a line of the cache."""
+    """A request that lives here. ``written``: its outputs, but for those that ``columns`` has."""
 
     work: Work
     phase: Phase
     since: float
     inputs: tuple[Any, ...] = ()
     ending: Finished | None = None
-    tokens: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    columns: Columns | None = None
     attempt: int = field(init=False)
     max_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -116,7 +91,33 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
-        self.text = len(self.work.prompt) + len(self.tokens)
+        self.text = len(self.work.prompt) + len(self.written)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its outputs so far."""
+        self.write()
+        return self.written
+
+    @property
+    def outputs(self) -> int:
+        """How many those are."""
+        return len(self.written) if self.columns is None else self.columns.tokens(self.work.request)
+
+    def write(self) -> None:
+        if self.columns is not None:
+            self.written += self.columns.news(self.work.request)
+
+    def join_columns(self, columns: Columns) -> None:
+        """It decodes together with others from now on."""
+        columns.join(self.work.request, self.attempt, len(self.written), self.max_tokens, self.stop_ids)
+        self.columns = columns
+
+    def leave_columns(self) -> None:
+        if self.columns is not None:
+            self.write()
+            self.columns.leave(self.work.request)
+            self.columns = None
 
     @property
     def age(self) -> tuple[int, str]:
@@ -250,6 +251,7 @@ class State:
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
+        self.columns = Columns()
         self.fresh: list[str] = []  # decode from the next step on
         self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
         self.pending: dict[str, PendingMedia] = {}

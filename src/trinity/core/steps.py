@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from trinity.core.admission import Candidates, next_decodes, own_items
 from trinity.core.growth import placed
 from trinity.core.kv_source import chunk_done, group_for, measure, open_streams
@@ -13,7 +11,7 @@ from trinity.core.lifecycle import conclude_if_quiet, drop_media, end, queue_pre
 from trinity.core.source import announce, may_offer, offer_kv, offer_media
 from trinity.core.state import RequestState, State
 from trinity.core.target import admit_offers, start_decoding
-from trinity.messages import FRONTEND, Emit, Emitted, Encode, Prefill, Send, Step, Stepped
+from trinity.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Send, Step, Stepped
 from trinity.scheduler import Batch, schedule
 
 
@@ -115,18 +113,15 @@ def stepped(s: State, event: Stepped, now: float) -> None:
     running = flight.popleft()
     step, failed = running.step, event.failed
     s.rates.learn(step, event.seconds)
-    emitted: list[Emitted] = []
     before = len(s.out)
     if step.encodes:
         _encoded(s, step, event, now)
-    if step.prefills:
-        measure(s, running, event, now)
-    for row in step.prefills:
-        if row.request not in failed:
-            _prefilled(s, row, event, emitted, now)
-    _take(s, [each for each in step.decodes if each not in failed] if failed else step.decodes, event, emitted, now)
-    if emitted:  # ahead of the ends that these tokens brought about
-        s.out.insert(before, Send(FRONTEND, Emit(tuple(emitted))))
+    emit = _prefilled(s, running, event, now) if step.prefills else None
+    if step.decodes:
+        decoded = _decoded(s, step.decodes, event, now)
+        emit = decoded if emit is None else _joined(emit, decoded)
+    if emit is not None:  # ahead of the ends that these tokens brought about
+        s.out.insert(before, Send(FRONTEND, emit))
     for request, why in failed.items():
         end(s, s.requests[request], now, "error", why)
     for request in running.requests if s.leaving else ():
@@ -182,7 +177,20 @@ def _announce_media(s: State, step: Step, now: float) -> None:
                 offer_media(s, state, now)
 
 
-def _prefilled(s: State, row: Prefill, event: Stepped, emitted: list[Emitted], now: float) -> None:
+def _prefilled(s: State, running: Running, event: Stepped, now: float) -> Emit | None:
+    """Prompts are further; those at their end have their first token."""
+    measure(s, running, event, now)
+    firsts: list[tuple[str, int, int, Sampled]] = []
+    for row in running.step.prefills:
+        if row.request not in event.failed:
+            _chunk(s, row, event, firsts, now)
+    if not firsts:
+        return None
+    requests, attempts, starts, sampled = zip(*firsts, strict=True)
+    return Emit(requests, attempts, starts, sampled)
+
+
+def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, int, Sampled]], now: float) -> None:
     state = s.requests[row.request]
     if state.ending is not None:
         return
@@ -193,26 +201,58 @@ def _prefilled(s: State, row: Prefill, event: Stepped, emitted: list[Emitted], n
         return
     del s.prefilling[row.request]
     drop_media(s, state)
-    _take(s, (row.request,), event, emitted, now)
-    if state.ending is not None:
-        return
-    if "D" in s.settings.roles:
+    sampled = event.sampled.get(row.request)
+    assert sampled is not None, f"a row of {row.request} gave no token"
+    firsts.append((row.request, state.attempt, len(state.written), sampled))
+    state.written.append(sampled.token)
+    if sampled.token in state.stop_ids or len(state.written) >= state.max_tokens:
+        end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
+    elif "D" in s.settings.roles:
         start_decoding(s, state, now)
     else:
         offer_kv(s, state, now)
 
 
-def _take(s: State, requests: Sequence[str], event: Stepped, emitted: list[Emitted], now: float) -> None:
-    """Take one token of each of these rows, unless its request is ending."""
-    found, states = event.sampled, s.requests
-    for request in requests:
-        state = states[request]
-        if state.ending is not None:
-            continue
-        sampled = found.get(request)
-        assert sampled is not None, f"a row of {request} gave no token"
-        tokens, token = state.tokens, sampled.token
-        emitted.append(Emitted(request, state.attempt, len(tokens), sampled))
-        tokens.append(token)
-        if token in state.stop_ids or len(tokens) >= state.max_tokens:
-            end(s, state, now, "stop" if token in state.stop_ids else "length")
+def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emit | None:
+    """Take one token of each of these rows, unless its request is ending or has failed."""
+    columns = s.columns
+    if rows != columns.rows or event.failed or s.leaving:
+        rows = tuple([each for each in rows if each not in event.failed and s.requests[each].ending is None])
+        _gather(s, rows)
+        if not rows:
+            return None
+    try:
+        emit, more = columns.take(event.sampled)
+    except KeyError as missing:
+        raise AssertionError(f"a row of {missing.args[0]} gave no token") from None
+    if more:
+        for request, reason in columns.ends():
+            end(s, s.requests[request], now, reason)
+        if columns.full():
+            for request in columns.members:
+                s.requests[request].write()
+            columns.clear()
+    return emit
+
+
+def _gather(s: State, rows: tuple[str, ...]) -> None:
+    """These are the rows of the next columns."""
+    new, gone = s.columns.missing(rows)
+    for request in gone:
+        s.requests[request].leave_columns()
+    for request in new:
+        s.requests[request].join_columns(s.columns)
+    if rows:
+        s.columns.arrange(rows)
+
+
+def _joined(firsts: Emit, rest: Emit | None) -> Emit:
+    """First tokens of prompts ahead of those of decode rows."""
+    if rest is None:
+        return firsts
+    return Emit(
+        firsts.requests + rest.requests,
+        firsts.attempts + rest.attempts,
+        firsts.starts + tuple([start + rest.behind for start in rest.starts]),
+        firsts.sampled + rest.sampled,
+    )

@@ -48,7 +48,7 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
     if spared.cancelled:
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, spared.inputs, tokens=spared.tokens, route=route)
+    state = RequestState(work, Phase.IMAGE_QUEUE, now, spared.inputs, written=spared.tokens, route=route)
     state.deadline = spared.deadline
     if work.deadline_s is not None:
         heapq.heappush(s.deadlines, (state.deadline, work.request))

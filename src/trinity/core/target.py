@@ -60,7 +60,7 @@ def committed(s: State, event: Commit, now: float) -> None:
     state.incoming.commit = event
     if state.incoming.prefilled is None:
         state.incoming.prefilled = now
-    state.tokens = list(event.tokens)
+    state.written = list(event.tokens)
     state.reused = event.cached_tokens if state.incoming.offer.kind == KV else None
     if event.tokens and state.incoming.offer.kind == IMAGE:
         state.text, state.keys = len(state.work.prompt) + len(event.tokens), []

@@ -130,7 +130,7 @@ def _check_order(s: State, flight: Sequence[Step]) -> None:
             sampled[row.request] += row.last
         for request in step.decodes:
             state = s.requests[request]
-            position = len(state.work.prompt) + len(state.tokens) + sampled[request] - 1
+            position = len(state.work.prompt) + state.outputs + sampled[request] - 1
             sampled[request] += 1
             _check_unmatchable(s, KV, _blocks_of(s, state, position, position + 1))
 

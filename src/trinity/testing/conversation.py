@@ -135,8 +135,7 @@ class Conversation:
         elif isinstance(message, Forget):
             self.forgotten[to, message.request] += 1
         elif isinstance(message, Emit):
-            emitted = [(each.request, each.index) for each in message.tokens]
-            self._once(name, emitted)
+            self._once(name, [(request, index) for request, _, index, _ in message.rows()])
         else:
             self._migrates(name, to, message)
 
