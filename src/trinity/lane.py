@@ -56,6 +56,7 @@ class Lane:
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
+        self._streams = type(self._stream) is not LaneStream  # whether there is anything to be said to it
         self.cpu_s = 0.0
         self._depth, self._flight = depth, deque[Launched]()
         self._free_at = 0.0  # when the last step ended
@@ -199,7 +200,10 @@ class Lane:
     def _answer(self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]) -> Stepped:
         self._free_at = time.perf_counter()
         seconds = self._free_at - started
-        title, said = _shown(step)
+        if step.encodes or step.prefills:
+            title, said = _shown(step)
+        else:  # most steps
+            title, said = "decode", {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
         if self._emulated:  # must not pass for computed
             title = f"emulated {title}"
         for stage in self._remarking:
@@ -209,7 +213,8 @@ class Lane:
 
     def _forward(self, step: Step) -> dict[str, Sampled]:
         sampled: dict[str, Sampled] = {}
-        self._stream.begin()
+        if self._streams:
+            self._stream.begin()
         try:
             for stage in self.stages:
                 rows = rows_for(step, stage.letters)
@@ -217,7 +222,8 @@ class Lane:
                     found = stage.forward(rows) or {}
                     sampled = checked(sampled) | checked(found) if sampled else found
         finally:
-            self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
+            if self._streams:
+                self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
         return complete(step, sampled)
 
     def _alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
@@ -295,8 +301,6 @@ def _title(step: Step) -> str:
 
 def _shown(step: Step) -> tuple[str, dict[str, float]]:
     """What the timeline says of a step: its name and its rows."""
-    if not (step.encodes or step.prefills):  # most steps
-        return "decode", {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
     return _title(step), {
         "media tokens": sum(row.span.tokens for row in step.encodes),
         "prefill tokens": sum(row.length for row in step.prefills),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from trinity.messages import Step
 from trinity.scheduler import NOTHING, Outstanding
@@ -12,8 +13,7 @@ from trinity.scheduler import NOTHING, Outstanding
 LANES = {"joint": "EPD", "vision": "E", "language": "PD"}
 
 
-@dataclass(slots=True)
-class Running:
+class Running(msgspec.Struct):  # which makes one in less time than a dataclass
     """A step in flight on a lane."""
 
     step: Step

@@ -41,7 +41,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue or s.preempted):
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
         if rows:
-            _start(s, lane, Step(s.steps + 1, lane, decodes=rows), now)
+            _start(s, lane, Step(s.steps + 1, lane, (), (), rows), now)
         return False  # a step lets nothing more be admitted
     candidates = Candidates(s, lane, rows, now)
     batch = schedule(candidates.view, s.settings.rules)

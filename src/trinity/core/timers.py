@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from math import inf
 
 from trinity.core.leases import check_leases
 from trinity.core.lifecycle import end
@@ -13,7 +14,9 @@ from trinity.messages import Tick
 
 def next_timer(s: State) -> float | None:
     """When a Tick is due."""
-    due = min(s.report_at, s.lease_check if s.outgoing or s.incoming or s.fetches else s.report_at)
+    due = s.report_at
+    if s.lease_check < due and (s.outgoing or s.incoming or s.fetches):
+        due = s.lease_check
     while s.deadlines:
         at, request = s.deadlines[0]
         state = s.requests.get(request)
@@ -21,7 +24,7 @@ def next_timer(s: State) -> float | None:
             due = min(due, at)
             break
         heapq.heappop(s.deadlines)
-    return due if due < float("inf") else None
+    return due if due < inf else None
 
 
 def tick(s: State, event: Tick, now: float) -> None:
