@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,12 @@ from benchmarks.live import (
     opened,
     placed,
     seen,
+    served,
     traffic,
     unreached,
 )
 from benchmarks.report import Result, Table
-from benchmarks.setting import FOREIGN, Setting, disturbed
+from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
 from trinity.budget import Budgets, predicted_budgets
 from trinity.cluster import Cluster
 from trinity.cost import DEVICES, Roofline, Tables
@@ -45,7 +49,7 @@ from trinity.placement import Placement
 from trinity.planner import HybridPlanner
 from trinity.profile import profile_tables
 from trinity.scheduler import Rules, latency_bound
-from trinity.trace import SLO, Trace
+from trinity.trace import SLO, Trace, TraceRow
 from trinity.traces.synthetic import synthesise
 
 DISAGGREGATED = ("EP+D", "ED+P", "PD+E")  # every method of two instances but two of EPD
@@ -58,6 +62,9 @@ LADDER = (0.4, 0.6, 0.8, 1.0, 1.2)  # of the simulated goodput
 SHORT = (0.4, 0.7, 1.0)  # of what two EPD instances do of a burst: real requests take their time
 EASE = (6.0, 4.0)  # times the TTFT and the TBT of a request that is alone
 SPENT = 0.85
+REAL = 0.6  # of the minutes; the emulated ones run side by side
+END_S = 10.0  # of an emulated round, from the last request on
+LEAST = 60  # requests of an emulated round
 
 NEXT = model_named("llava-next-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
@@ -166,20 +173,47 @@ def textcaps(count: int, seed: int) -> Trace:
     return synthesise("TextCaps", count, visual_tokens=NEXT.visual_tokens, rate=1.0, seed=seed)
 
 
-async def paced(setting: Setting) -> Seen:
+def at_rate(way: Way, rate: float, count: int) -> list[TraceRow]:
+    """One way at one rate, in a process that does nothing else."""
+
+    async def once() -> Trace:
+        async with opened(PACED, [way], BUDGETED) as pipes:
+            return await served(pipes[way.name], textcaps(count, seed=2), rate)
+
+    return list(asyncio.run(once()))
+
+
+def side_by_side(ways: Sequence[Way], rates: Sequence[float], count: int, until: float) -> tuple[Rounds, float]:
+    """All ways at the same time, rate after rate; none begins after ``until``. Also others' largest share."""
+    found: Rounds = {}
+    foreign = 0.0
+    with ProcessPoolExecutor(len(ways), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for rate in rates:
+            if time.monotonic() < until:
+                with ForeignLoad() as load:
+                    made = list(pool.map(at_rate, ways, repeat(rate), repeat(count)))
+                foreign = max(foreign, load.share)
+                found |= {(way.name, rate): [Trace(rows)] for way, rows in zip(ways, made, strict=True)}
+    return found, foreign
+
+
+def fitting(seconds: float, rates: Sequence[float]) -> int:
+    """How many requests at each rate take so many seconds, the ends of the last ones included."""
+    return max(LEAST, int((seconds - END_S * len(rates)) / sum(1 / rate for rate in rates)))
+
+
+def paced(setting: Setting) -> Seen:
     """What the planner chooses on other requests, against as many E, P and D (TriInfer 5.3)."""
     until = time.monotonic() + 60 * setting.minutes
     planner = HybridPlanner(
         NEXT, PACED_SLO, cluster=Cluster(devices=(DEVICE,) * INSTANCES), rule="p90", least_requests=PLANNED
     )
-    plan = await asyncio.to_thread(planner.plan, textcaps(PLANNED, seed=1))
+    plan = planner.plan(textcaps(PLANNED, seed=1))
     ways = paced_ways(plan.placement)
     ways = [ways[0], ways[-1]] if setting.quick else ways
     rates = [share * plan.best.goodput["p90"] for share in (LADDER[:1] if setting.quick else LADDER)]
-    async with opened(PACED, ways, BUDGETED) as pipes:
-        seconds = SPENT * (until - time.monotonic()) / (len(ways) * sum(1 / rate for rate in rates))
-        count = 6 if setting.quick else max(60, int(seconds))
-        found, foreign = await in_turns(pipes, textcaps(count, seed=2), rates, 1, until)
+    count = 6 if setting.quick else fitting(SPENT * (until - time.monotonic()), rates)
+    found, foreign = side_by_side(ways, rates, count, until)
     told = {"plan": plan.placement, "simulated": plan.best.goodput["p90"], "count": count}
     told["cells"] = len(ways) * len(rates)
     return Seen(PACED_SLO, rates, found, foreign, told)
@@ -189,10 +223,9 @@ async def paced(setting: Setting) -> Seen:
 
 
 def run(setting: Setting) -> Result:
-    """Half of the minutes each."""
-    half = Setting(setting.quick, setting.patience_s, setting.minutes / 2, setting.kept, setting.checkpoint)
     model = setting.pick("llava-110m", "llava")
-    return result({model.name: asyncio.run(real(model, half)), "emulated": asyncio.run(paced(half))}, model.name)
+    first, second = (replace(setting, minutes=share * setting.minutes) for share in (REAL, 1 - REAL))
+    return result({model.name: asyncio.run(real(model, first)), "emulated": paced(second)}, model.name)
 
 
 def result(kinds: dict[str, Seen], name: str) -> Result:
@@ -208,11 +241,12 @@ def result(kinds: dict[str, Seen], name: str) -> Result:
             f"{EASE[0]:g} and {EASE[1]:g} times what a request alone takes. {own.facts['exact']} "
             f"Emulated: {NEXT.name}, {PACED}; {INSTANCES} instances, requests like TextCaps' at random times, "
             f"{emulated.facts['count']} at each rate, SLO {words(emulated.slo)}; the planner chose "
-            f"{emulated.facts['plan']} on other requests (simulated goodput {emulated.facts['simulated']:.2f}). "
+            f"{emulated.facts['plan']} on other requests (simulated goodput {emulated.facts['simulated']:.2f}); all "
+            "ways are served at the same time, each in a process of its own, which takes a fifth of a core. "
             "Algorithm 1 has budgets searched under the SLO on costs measured before; no budgets: decodes first, whole "
             "prompts, any number of images; no stage-level batching: besides, decodes wait while there is anything to "
             "prefill or encode. Goodput in requests a second, between two rates on the line; wall time, caches off, "
-            "ways in turns."
+            "real ways in turns."
         ),
         tables=[table for kind, each in kinds.items() for table in (goodputs(kind, each), attainments(kind, each))],
         notes=[

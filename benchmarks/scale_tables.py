@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.scale_live import BUDGETED, LIMITS, PER_HOST, SOURCE, bounds, paced
+from benchmarks.scale_rows import ABOVE, BELOW, STEP, Sizes
+from trinity.goodput import LEAST_TTFTS
 from trinity.messages import IMAGE, KV
 
 Record = dict[str, Any]
@@ -14,11 +16,13 @@ AGREE = 0.05  # by how much latencies may differ between dilations
 GOODPUTS = (
     "row",
     "placement",
+    "simulated, long",
     "simulated",
     "live: holds",
     "live: does not",
     "in time there, live / simulated",
     "requests",
+    "dilation",
     "most CPU",
     "steps late",
     "not valid",
@@ -27,14 +31,22 @@ GOODPUTS = (
 
 
 class Line(NamedTuple):
-    """A row of a workload: rates in requests/s of the device's time. ``low`` and ``high`` bracket the live goodput."""
+    """A row of a workload: rates in requests/s of the device's time. ``low`` and ``high`` bracket the live goodput.
+
+    ``simulated``: goodput of the ``asked`` requests that are served live; ``steady``: of a longer trace. ``why``: the
+    live one is not bracketed.
+    """
 
     name: str
     placement: str
+    steady: float
     simulated: float
+    asked: int
     low: float | None
     high: float | None
+    dilation: int
     replays: list[Record]
+    why: str = ""
 
     @property
     def valid(self) -> list[Record]:
@@ -57,16 +69,17 @@ class Line(NamedTuple):
         late = max((each["signs"]["steps"] for each in self.valid), default=0.0)
         wrong = sorted({f"{each['task'][4]:.0f}" for each in self.replays if each["late"]})
         why = sorted({sign for each in self.replays for sign in each["late"]})
-        shown = [f"{each:.1f}" if each is not None else "-" for each in (self.simulated, self.low, self.high)]
-        requests = f"{max((each['task'][3] for each in self.replays), default=0):,}"
-        verdict = {True: "agrees", False: "differs", None: "open"}[self.agrees]
+        rates = (self.steady, self.simulated, self.low, self.high)
+        shown = [f"{each:.1f}" if each is not None else "-" for each in rates]
+        verdict = {True: "agrees", False: "differs", None: f"open: {self.why}"}[self.agrees]
         seen = f"{self.at(self.low)}; {self.at(self.high)}"
         return [
             self.name,
             self.placement,
             *shown,
             seen,
-            requests,
+            f"{self.asked:,}",
+            f"{self.dilation}",
             f"{cpu:.0%}",
             f"{late:.1%}",
             f"{', '.join(wrong)} ({', '.join(why)})" if wrong else "none",
@@ -82,7 +95,6 @@ class Workload(NamedTuple):
     """One dataset: what was found of its rows, full-size transfers, and replays at other dilations."""
 
     dataset: str
-    dilation: int
     lines: list[Line]
     full: Record | None
     dilations: list[Record]
@@ -90,26 +102,29 @@ class Workload(NamedTuple):
     def table(self) -> Table:
         slo = bounds(self.dataset)
         title = (
-            f"{self.dataset} (SLO {slo.ttft:g} s, {slo.tbt:g} s; emulation, {self.dilation} times slower than the "
-            "device): goodput, requests/s of the device"
+            f"{self.dataset} (SLO {slo.ttft:g} s, {slo.tbt:g} s; emulation): goodput, requests/s of the device, whose "
+            "time is dilated live"
         )
         return Table(title, GOODPUTS, [line.cells() for line in self.lines])
 
 
-def tabled(workloads: Sequence[Workload], instances: int) -> Result:
+def tabled(workloads: Sequence[Workload], sizes: Sizes, notes: Sequence[str] = ()) -> Result:
     """All that is shown."""
     known = [each for each in workloads if any(line.replays for line in each.lines)]
     result = Result(
         "scale",
-        f"Scale without the hardware: {instances} instances of LLaVA-1.5-7B, emulated",
-        method(instances),
+        f"Scale without the hardware: {sizes.instances} instances of LLaVA-1.5-7B, emulated",
+        method(sizes),
         tables=[each.table() for each in known],
+        notes=list(notes),
     )
-    result.tables += [moved(known), *(dilated(each) for each in known if each.dilations)]
+    result.tables += [
+        moved([each for each in workloads if each in known or each.full]),
+        *(dilated(each) for each in known if each.dilations),
+    ]
     result.aims = aims(known, workloads)
     result.values = {
         each.dataset: {
-            "dilation": each.dilation,
             "full": each.full,
             "dilations": each.dilations,
             "rows": [line._asdict() for line in each.lines],
@@ -119,17 +134,21 @@ def tabled(workloads: Sequence[Workload], instances: int) -> Result:
     return result
 
 
-def method(instances: int) -> str:
+def method(sizes: Sizes) -> str:
     said = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS.items())
     emulated = paced(1.0)
     return (
-        f"EMULATION: {instances} instances (threads, cores, messages, block pools, leases, transfers with "
+        f"EMULATION: {sizes.instances} instances (threads, cores, messages, block pools, leases, transfers with "
         f'verify="always") are live; their stages wait for what {SOURCE} says ({PER_HOST} devices a host). Blocks are '
         f"{emulated.factor(KV):g} times (KV) and {emulated.factor(IMAGE):g} times (images) smaller than the model's; "
         "their transfers take what this machine takes. Costs, bounds and arrivals are dilated by the factor printed "
-        "with each workload, equal for all its rows. Requests as TriInfer's datasets, Poisson arrivals, bounds of its "
-        f"table 5, goodput by the guarded rule; budgets are searched for {BUDGETED:g} of the TBT bound, live and "
-        "simulated. Live rates are 10 % apart, the first two around the simulated goodput of the same requests. "
+        "with each row, the larger the more CPU time its requests take. Requests as TriInfer's datasets, Poisson "
+        f"arrivals, bounds of its table 5, goodput by the guarded rule, budgets searched for {BUDGETED:g} of the TBT "
+        f"bound, live and simulated. A trace is to last {LEAST_TTFTS:g} TTFT bounds (simulated, long); the requests "
+        f"that are served live last {sizes.least_ttfts:g}, of every row, in which less of a queue builds up: their "
+        "goodput is higher, and is compared with the simulated one of the same requests (simulated). Live rates are "
+        f"{BELOW:g} and {ABOVE:g} times that, and {STEP:.3g} times apart beyond. The client and all instances are one "
+        "process, in which no search for cyclic garbage runs meanwhile: it would stop all hosts at once. "
         "A rate is not valid, and its replay judges nothing, where a sign of a saturated CPU is passed; stated before "
         f"the run: {said} (CPU of the process over a core, CPU of the machine, client's lateness p99 over the TTFT "
         "bound, steps' time beyond what was to be waited, event loop's lateness p99 over the TBT bound)."
@@ -196,7 +215,7 @@ def aims(known: Sequence[Workload], every: Sequence[Workload]) -> list[Aim]:
     whole = [each for each in known if all(line.agrees is not None or not line.simulated for line in each.lines)]
     made = [
         Aim(
-            "paced instances: the simulated goodput lies between two live rates 10 % apart",
+            f"paced instances: the simulated goodput lies between two live rates {STEP - 1:.0%} apart",
             "every row",
             f"{agreeing} of {len(judged)} rows",
             agreeing == len(judged) if judged else None,

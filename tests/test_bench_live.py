@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,26 @@ def test_the_emulated_ones_are_the_chosen_and_as_many_of_each() -> None:
         assert len(way.instances) == ablation.INSTANCES
         named = Placement.parse(way.name.partition(", ")[0])
         assert [each.roles for each in way.instances] == [roles for _, roles in named.instances()]
+
+
+def test_emulated_rounds_fit_the_time_that_is_left() -> None:
+    rates = [share * 14.0 for share in ablation.LADDER]
+    for seconds in (120.0, 200.0):
+        count = ablation.fitting(seconds, rates)
+        taken = sum(count / rate + ablation.END_S for rate in rates)
+        assert seconds - sum(1 / rate for rate in rates) < taken <= seconds
+    assert ablation.fitting(1.0, rates) == ablation.LEAST
+
+
+def test_emulated_ways_are_served_side_by_side_rate_after_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablation, "ProcessPoolExecutor", lambda count, **_: ThreadPoolExecutor(count))
+    ways = ablation.paced_ways("3ED3P")[1:4:2]
+    found, foreign = ablation.side_by_side(ways, [20.0], 4, time.monotonic() + 60)
+    assert list(found) == [(way.name, 20.0) for way in ways]
+    assert [len(rounds[0]) for rounds in found.values()] == [4, 4]
+    assert all(row.finish_reason == "length" for rounds in found.values() for row in rounds[0])
+    assert 0 <= foreign <= 1
+    assert ablation.side_by_side(ways, [20.0], 4, time.monotonic()) == ({}, 0.0), "no time is left"
 
 
 def test_the_best_is_compared_with_what_lacks_one_thing() -> None:

@@ -91,8 +91,7 @@ async def _one(pipe: Pipeline, row: TraceRow, request: Request, due: float) -> T
     stream = pipe.stream(request)
     try:
         async with stream:
-            async for _ in stream:
-                pass
+            await stream.whole()
     except TrinityError as error:
         failed = isinstance(error, RequestError) or stream.done  # the rest is the pipeline's end, not this request's
         if isinstance(error, ClosedError) or not failed:
