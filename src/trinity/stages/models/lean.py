@@ -26,7 +26,7 @@ from trinity.stages.models.fused import _eps, _GatedMlp, _Norm, _plain, add_norm
 from trinity.stages.models.last_layer import _LastLayer, _picked
 from trinity.stages.models.linear import PackedLinear
 
-PIECE = 1024  # rows
+PIECE = 2400  # rows: each piece reads the weights anew, and longer ones cost fresh pages
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
