@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from checkpoint_fixtures import checkpoint
 from stage_driver import OUTPUTS, Driver, generated, processed
-from test_language import PROMPT, Solo, work
-from trinity.messages import Open, Prefill, Step
+from test_language import Solo, work
+from told_layers import prefilled_and_told
+from trinity.messages import Prefill
 from trinity.stages import batch
 from trinity.stages.attention import LayerAsk, PagedRows
 from trinity.stages.attention_torch import TorchAttention
@@ -123,22 +124,9 @@ def test_logits_are_those_of_the_whole_layer(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_blocks_are_told_of_once_and_not_written_again() -> None:
     solo = Solo(letters="P")
-    layers = solo.pool.memory.shape.shape[0]
-    seen: list[tuple[int, Tensor]] = []
-    opened: Open | None = None
-
-    def look(first: int, end: int) -> None:
-        assert opened is not None
-        seen.extend((layer, solo.pool.memory.tensor[list(opened.blocks), layer].clone()) for layer in range(first, end))
-
-    solo.stage.on_layers = look
     counted = counting(solo)
-    opened = solo.open(work("a", max_tokens=1))
-    solo.stage.forward(Step(1, "joint", prefills=(Prefill("a", 0, len(PROMPT), True),), group=1))
+    prefilled_and_told(solo)
     assert counted.rows["read"] == 1
-    assert [layer for layer, _ in seen] == list(range(layers))
-    for layer, there in seen:
-        assert torch.equal(there, solo.pool.memory.tensor[list(opened.blocks), layer])
 
 
 class Whole:

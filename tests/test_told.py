@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_language import PROMPT, Solo, work
+from test_language import Solo, work
+from told_layers import prefilled_and_told
 from trinity.errors import StageError
 from trinity.lane import Lane
 from trinity.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
@@ -92,23 +93,8 @@ def test_on_an_accelerator_a_group_is_told_of_when_its_event_is_reached_and_in_o
 
 def test_a_language_stage_tells_of_layers_whose_bytes_do_not_change_any_more() -> None:
     solo = Solo("llama", letters="P")
-    layers = solo.pool.memory.shape.shape[0]
-    seen: list[tuple[int, Tensor]] = []
-    opened: Open | None = None
-
-    def look(first: int, end: int) -> None:
-        assert opened is not None
-        seen.extend((layer, solo.pool.memory.tensor[list(opened.blocks), layer].clone()) for layer in range(first, end))
-
     assert isinstance(solo.stage, Reporting)
-    solo.stage.on_layers = look
-    opened = solo.open(work("a", max_tokens=1))
-    step = Step(1, "joint", prefills=(Prefill("a", 0, len(PROMPT), True),), group=1)
-    token = solo.stage.forward(step)["a"].token
-    assert [layer for layer, _ in seen] == list(range(layers))
-    for layer, there in seen:
-        assert torch.equal(there, solo.pool.memory.tensor[list(opened.blocks), layer])
-    assert token == Solo("llama", letters="P").serve(work("a", max_tokens=1), 1)[0]
+    assert prefilled_and_told(solo) == Solo("llama", letters="P").serve(work("a", max_tokens=1), 1)[0]
 
 
 def test_a_step_that_nobody_asked_about_tells_nothing() -> None:
