@@ -29,9 +29,9 @@ from benchmarks.setting import ROOT, Setting
 from trinity.traces.synthetic import DATASETS
 
 TRIES = 2  # of a rate at which the CPU was saturated
-LOAD = 0.8  # of the cores, that replays may take together by what is expected of them
+LOAD = 0.75  # of the cores, that replays may take together by what is expected of them
 LEAST_LOAD, LESS = 0.5, 0.9  # where the machine was saturated all the same, so much less, down to
-ALONE = 0.4  # of a core, that one may take: what dilation is for
+ALONE = 0.35  # of a core, that one may take: what dilation is for
 DILATIONS = (2, 8)  # at least and at most
 COMPARED = (2, 3, 6)  # dilations of the same requests at the same rate
 AT_ONCE = 12
