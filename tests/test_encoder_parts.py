@@ -142,6 +142,31 @@ def test_layer_norms_of_modules(dtype: torch.dtype) -> None:
     assert torch.equal(model(states), model[3](model[2](model[1](model[0](states)))))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [(4, 4), (6, 3), (1, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_over_patches(dtype: torch.dtype, kernel: tuple[int, int], bias: bool) -> None:
+    plain = nn.Conv2d(3, 10, kernel, stride=kernel, bias=bias, padding="valid").to(dtype).requires_grad_(False)
+    model = nn.Sequential(copy.deepcopy(plain))
+    fuse_encoder(model)
+    assert fused(model) == 1
+    high, wide = kernel
+    shapes: list[tuple[int, ...]] = [(2, 3, 4 * high, 5 * wide), (3, 3, high, 3 * wide)]
+    for images in [*shapes, (2, 3, 4 * high + 1, 5 * wide), (3, 2 * high, wide * 2)]:
+        pixels = drawn(*images, dtype=dtype, scale=1.0)
+        check(model(pixels), plain(pixels))
+
+
+@pytest.mark.parametrize(
+    "named", [{"stride": 2}, {"padding": 1}, {"groups": 3}, {"dilation": 2}, {"stride": (4, 2), "kernel_size": (4, 4)}]
+)
+def test_other_convolutions_are_left_alone(named: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(**{"in_channels": 3, "out_channels": 6, "kernel_size": 4, "stride": 4, **named}))
+    fuse_encoder(model.requires_grad_(False))
+    assert fused(model) == 0
+
+
 def test_gradients_go_the_plain_way() -> None:
     model = nn.Sequential(nn.LayerNorm(24), nn.GELU()).bfloat16()
     fuse_encoder(model)

@@ -1,8 +1,9 @@
-"""Layer norms and activations of encoders in one pass over their rows on a CPU, by csrc/encoder*.cpp.
+"""Layer norms and activations of encoders in one pass over their rows on a CPU, by csrc/encoder*.cpp; patches.
 
 As in ``fused``, a module becomes one of a subclass of its class, where its own forward gives the same at load. A layer
 norm may take a sum into its pass. An activation in bfloat16 has 65,536 results: they are asked of the module itself,
-once, and looked up, so that they are its own to the bit, whichever activation it is.
+once, and looked up, so that they are its own to the bit, whichever activation it is. A convolution over patches that
+do not overlap is one product, and its rows lie as the next layer reads them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ def available() -> bool:
 
 
 def fuse_encoder(model: Any) -> None:
-    """Let layer norms of ``model``, and activations where it is in bfloat16, use the kernels, where they fit."""
+    """Let layer norms, convolutions over patches and, in bfloat16, activations of ``model`` be ours, where they fit."""
     dtypes = {each.dtype for each in model.parameters()}
     if not available() or any(each.is_cuda for each in model.parameters()):
         return
     for module in model.modules():
         if type(module) is nn.LayerNorm and _LayerNorm.fits(module):
             module.__class__ = _LayerNorm
+        elif type(module) is nn.Conv2d and _Patches.fits(module):
+            module.__class__ = _Patches
         elif torch.bfloat16 in dtypes and type(module).__module__ in _ACTIVATIONS:
             _tabulate(module)
 
@@ -85,6 +88,31 @@ class _LayerNorm(_Fused, nn.LayerNorm):
         if weight is None or bias is None or weight.ndim != 1 or not _plain(weight, bias):
             return False
         return _same(module, cls, _rows(len(weight), weight.dtype))
+
+
+class _Patches(_Fused, nn.Conv2d):
+    own = nn.Conv2d.forward
+
+    def forward(self, input: Tensor) -> Tensor:
+        (high, wide), whole = self.kernel_size, input.ndim == 4 and input.shape[1] == self.in_channels
+        if not whole or input.shape[2] % high or input.shape[3] % wide or not _plain(input, self.weight):
+            found: Tensor = self.own(input)
+            return found
+        batch, channels, height, width = input.shape
+        tall, broad = height // high, width // wide
+        patches = input.view(batch, channels, tall, high, broad, wide).permute(0, 2, 4, 1, 3, 5)
+        rows = patches.reshape(batch * tall * broad, channels * high * wide)
+        made = nn.functional.linear(rows, self.weight.view(self.out_channels, -1), self.bias)
+        return made.view(batch, tall, broad, -1).permute(0, 3, 1, 2)
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        simple = module.padding in ("valid", 0, (0, 0)) and module.groups == 1 and module.dilation == (1, 1)
+        if not simple or module.kernel_size != module.stride or not _plain(module.weight):
+            return False
+        (high, wide), channels = module.kernel_size, module.in_channels
+        rows = _rows(channels * 6 * high * wide, module.weight.dtype)[:, :1]
+        return _same(module, cls, rows.view(1, channels, 2 * high, 3 * wide) / (channels * high * wide) ** 0.5)
 
 
 class _Tabled(_Fused):

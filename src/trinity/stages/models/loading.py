@@ -16,6 +16,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention import PAGED, register_attention
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.encoder_layers import lean_encoder
 from trinity.stages.models.encoder_parts import fuse_encoder
 from trinity.stages.models.fused import fuse
 from trinity.stages.models.last_layer import sample_last, take_states
@@ -109,6 +110,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
         fuse_encoder(part)
         fuse(part)
         lean(part)
+        lean_encoder(part)
     return part
 
 
