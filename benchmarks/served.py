@@ -38,7 +38,6 @@ MINUTES = 12.0
 SHARES = (0.36, 0.45, 0.56, 0.7, 0.88, 1.1, 1.38, 1.72, 2.15, 2.7)  # of what (a) does with a burst
 TOLERANCE = 0.26  # no rate between two of these
 SWEEP_SHARE, SWEEP_BURST = 0.8, 4
-WIDER = {"2EPD": "EPD", "E+PD": "PD", "EP+D": "EP", "ED+P": "P"}  # who has two threads in the third setting
 LEAST_TBT_S = 1e-3
 Record = dict[str, Any]
 
@@ -71,21 +70,27 @@ def engines_of(sizes: Sizes, peers: Sequence[str]) -> list[Engine]:
 
 
 def settings_of(engine: Engine, tokens: Sequence[int], slo: SLO) -> list[Engine]:
-    """What a sweep tries: tokens a step; for trinity the last of its three is what a user would try besides.
+    """What a sweep tries: tokens a step; of trinity also what a user would try besides, for as many settings in all.
 
-    On one instance budgets under the SLO of the middle, for steps of a predicted length; on two, another thread for
-    the instance that prefills: it has what the other one's core has left. One that does not decode needs no small
-    steps.
+    Where a step may encode or decode beside a prefill: budgets under the middle SLO, for steps of a predicted length.
+    Of two instances: a second thread for the one that prefills, which takes what the other leaves of its core. Prompts
+    need not be cut where nobody decodes beside them.
     """
     plain = measure.settings(engine, tokens)
     if engine.kind != "trinity" or len(plain) != 3:
         return plain
     few, some, whole = plain
-    wider = WIDER.get(engine.placement)
-    if wider is None:
-        return [few, some, msgspec.structs.replace(engine, options={"slo": [slo.ttft, slo.tbt], "policy": "time"})]
-    first, last = ([some, whole], whole) if "D" not in wider else ([few, some], few)
-    return [*first, msgspec.structs.replace(last, options={"threads_of": {wider: 2}})]
+    searched = msgspec.structs.replace(engine, options={"slo": [slo.ttft, slo.tbt], "policy": "time"})
+    return {
+        "2EPD": [few, some, _wider(few, "EPD")],
+        "E+PD": [few, searched, _wider(few, "PD")],
+        "EP+D": [some, whole, _wider(whole, "EP")],
+        "ED+P": [some, whole, _wider(whole, "P")],
+    }.get(engine.placement, [few, some, searched])
+
+
+def _wider(engine: Engine, roles: str) -> Engine:
+    return msgspec.structs.replace(engine, options={"threads_of": {roles: 2}})
 
 
 class Kept:
