@@ -94,8 +94,7 @@ class FrontendCore:
     def handle(self, event: Value, now: float) -> list[Value]:
         self._out = []
         if isinstance(event, Emit):
-            for row in event.rows():
-                self._emitted(*row, now)
+            self._emit(event, now)
         elif isinstance(event, Finished):
             self._finished(event, now)
         elif isinstance(event, Submit):
@@ -154,21 +153,28 @@ class FrontendCore:
                 return _too_large(self.router, work, letter)
         return None
 
-    def _emitted(self, request: str, attempt: int, index: int, sampled: Sampled, now: float) -> None:
-        entry = self.entries.get(request)
-        if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
-            return
-        if index == entry.delivered and index and not entry.early and entry.finished is None:
-            self._out.append(Deliver(request, index, sampled))  # most tokens
-            entry.tokens.append(sampled.token)
-            entry.delivered += 1
-            return
+    def _emit(self, event: Emit, now: float) -> None:
+        entries, out, behind = self.entries, self._out, event.behind
+        rows = zip(event.requests, event.attempts, event.starts, event.sampled, strict=True)
+        for request, attempt, start, sampled in rows:
+            entry, index = entries.get(request), start + behind
+            if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
+                continue
+            if index == entry.delivered and index and not entry.early and entry.finished is None:  # most tokens
+                out.append(Deliver(request, index, sampled))
+                entry.tokens.append(sampled.token)
+                entry.delivered = index + 1
+            else:
+                self._emitted(entry, index, sampled, now)
+
+    def _emitted(self, entry: Entry, index: int, sampled: Sampled, now: float) -> None:
+        """A token that may be the first one, the last one, or ahead of its turn."""
         entry.early[index] = sampled
         while entry.delivered in entry.early:
             if not entry.delivered:
                 self.waiting -= 1
             sampled = entry.early.pop(entry.delivered)
-            self._out.append(Deliver(request, entry.delivered, sampled))
+            self._out.append(Deliver(entry.work.request, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
             entry.delivered += 1
         self._settle(entry, now)
