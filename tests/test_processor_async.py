@@ -96,6 +96,35 @@ async def test_images_of_one_request_are_read_in_parallel_off_the_loop(
 
 
 @pytest.mark.asyncio
+async def test_who_comes_first_of_a_burst_is_ready_before_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = await asyncio.to_thread(RequestProcessor, checkpoint("llava"), threads=1)
+    seen, asked = list[str](), [Request("<image>", images=[picture(seed)]) for seed in range(3)] + [Request("hello")]
+    names = {id(each.images[0]): each.request_id for each in asked[:3]}
+
+    def read(source: Any, limits: Any) -> Any:
+        seen.append(f"read {names[id(source)]}")
+        return read_image(source, limits)
+
+    async def served(request: Request) -> None:
+        seen.append(f"ready {(await processor.aprocess(request)).work.request}")
+
+    finish = processor._finish
+
+    def finished(plan: Any, items: Any) -> Processed:
+        seen.append(plan.request.request_id)
+        return finish(plan, items)
+
+    monkeypatch.setattr("trinity.processor.read_image", read)
+    monkeypatch.setattr(processor, "_finish", finished)
+    await asyncio.gather(*map(served, asked))
+    first, second, third, text = (each.request_id for each in asked)
+    worked = [each for each in seen if not each.startswith("ready")]
+    assert worked == [f"read {first}", first, f"read {second}", second, f"read {third}", third, text]
+    assert [each for each in seen if each.startswith("ready")] == [f"ready {each.request_id}" for each in asked]
+    await processor.aclose()
+
+
+@pytest.mark.asyncio
 async def test_one_bad_request_leaves_the_others_alone(llava: RequestProcessor) -> None:
     good, bad = Request("<image>", images=[picture(0)]), Request("<image><image>", images=[b"", picture(1)])
     results = await asyncio.gather(*(llava.aprocess(r) for r in (good, bad, good)), return_exceptions=True)

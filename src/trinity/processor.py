@@ -78,7 +78,9 @@ class RequestProcessor:
         Raises ``BadMedia`` (an image is unreadable, or images and markers differ in number), ``RequestTooLarge``
         (prompt beyond the context or ``Limits.max_prompt_tokens``), ``RequestError``, each with the request's id.
         """
-        plan = self._plan(request)
+        return self._whole(self._plan(request))
+
+    def _whole(self, plan: _Plan) -> Processed:
         return self._finish(plan, [self._item(plan, index) for index in range(len(plan.media))])
 
     async def aprocess(self, request: Request) -> Processed:
@@ -86,9 +88,15 @@ class RequestProcessor:
 
         Raises ``ClosedError`` after ``close()``, else as ``process``.
         """
-        plan = await self._run(lambda: self._plan(request))
-        items = await self._items(plan)
-        return await self._run(lambda: self._finish(plan, items))
+        begun = await self._run(self._begin, request)
+        if isinstance(begun, Processed):
+            return begun
+        return await self._run(self._finish, begun, await self._items(begun))
+
+    def _begin(self, request: Request) -> Processed | _Plan:
+        """All of it where no images are to be read side by side: at every change of threads a request queues again."""
+        plan = self._plan(request)
+        return plan if len(plan.media) > 1 else self._whole(plan)
 
     async def _items(self, plan: _Plan) -> list[Item]:
         """All media of a request in parallel; where one fails, nobody waits for the others, and none goes on unseen."""
