@@ -39,9 +39,18 @@ inline __m512i narrow(Pairs given) {
 
 inline Pairs rounded(Pairs given) { return wide(narrow(given)); }
 
-inline Mask left(int64_t count) { return count >= STEP ? ~Mask(0) : (Mask(1) << count) - 1; }
-inline __m512i load(const Bf16 *from, Mask mask) { return _mm512_maskz_loadu_epi16(mask, from); }
-inline void store(Bf16 *to, Mask mask, __m512i rows) { _mm512_mask_storeu_epi16(to, mask, rows); }
+// Rows in whole steps, then what is left: a mask is a further operation.
+constexpr Mask ALL = ~Mask(0);
+inline Mask left(int64_t count) { return count >= STEP ? ALL : (Mask(1) << count) - 1; }
+inline __m512i load(const Bf16 *from, Mask mask) {
+    return mask == ALL ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(mask, from);
+}
+inline void store(Bf16 *to, Mask mask, __m512i rows) {
+    if (mask == ALL)
+        _mm512_storeu_si512(to, rows);
+    else
+        _mm512_mask_storeu_epi16(to, mask, rows);
+}
 
 inline Vector dots(Vector sum, __m512i rows) {
     __m512bh pairs;
@@ -91,8 +100,7 @@ void rms_norm(const RmsNorm &norm, int64_t first, int64_t end) {
 // number and a rest, exactly, since x has 8 bits and the constant's first part 16.
 inline Vector sigmoid(Vector x) {
     constexpr float BITS = 1.44268798828125F, FURTHER = 7.0526075433e-6F, SHIFT = 12582912.0F; // 1.5 * 2^23
-    constexpr int LEAST_SIZE = 2;                                                           // with the sign of x
-    x = _mm512_range_ps(x, _mm512_set1_ps(87.0F), LEAST_SIZE);
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(87.0F)), _mm512_set1_ps(-87.0F));
     const Vector moved = _mm512_fnmadd_ps(x, _mm512_set1_ps(BITS), _mm512_set1_ps(SHIFT));
     const Vector whole = _mm512_sub_ps(moved, _mm512_set1_ps(SHIFT));
     Vector rest = _mm512_fnmsub_ps(x, _mm512_set1_ps(BITS), whole);
