@@ -183,6 +183,19 @@ def test_products_are_still_modules(dtype: torch.dtype) -> None:
     assert [name.split(".")[-1] for name in called] == ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 24, 37, 1100])
+def test_float32_products_get_whole_blocks_of_rows(dtype: torch.dtype, rows: int) -> None:
+    model, shapes = fused_model(CONFIGS[0], dtype), list[int]()
+    plain = copy.deepcopy(model)
+    lean_encoder(model)
+    layers_of(model)[0].mlp.fc1.register_forward_hook(lambda module, given, made: shapes.append(len(made)))
+    states = states_of(dtype, 1, rows)
+    check(layers_of(model)[0](states, None), layers_of(plain)[0](states, None))
+    assert shapes == [{1: 12, 37: 48}.get(rows, rows) if dtype == torch.float32 else rows]
+
+
 @pytest.mark.parametrize(("name", "layers"), [("llava", 1), ("llava_onevision", 1), ("idefics3", 1), ("gemma3", 1)])
 def test_loaded_encoders_use_them(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = processor_of(name).process(Request("<image>", images=[picture(0, 60, 80)]))

@@ -56,8 +56,8 @@ def test_a_sum_and_its_layer_norm(rows: int, width: int, way: tuple[str, torch.d
     kernel, dtype = way
     states, added = drawn(2, rows, width, dtype=dtype), drawn(2, rows, width, dtype=dtype, seed=3)
     weight, bias = drawn(width, dtype=dtype, seed=1), drawn(width, dtype=dtype, seed=2)
-    kept, total = states.clone(), states + added
-    found = add_norm(states, added, weight, bias, 1e-5, kernel)
+    kept, total, found = states.clone(), states + added, torch.empty_like(states)
+    add_norm(states, added, (weight, bias, 1e-5), found, kernel)
     assert torch.equal(added, total)
     assert torch.equal(states, kept)
     assert torch.equal(found, layer_norm(total, weight, bias, 1e-5, kernel))

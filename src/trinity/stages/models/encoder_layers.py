@@ -22,6 +22,7 @@ from trinity.stages.models.encoder_attention import FUNCTIONS
 from trinity.stages.models.encoder_parts import _LayerNorm, _Tabled, add_norm, layer_norm, mapped
 from trinity.stages.models.fused import _close, _gated, _plain, _QuickGelu, _rows
 
+BLOCK, MANY = 12, 1024  # oneDNN's float32 products of fewer rows than MANY lose a fourteenth by rows left over
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
 _TOLD = ("output_hidden_states", "return_dict")  # what a model is to show of what its layers make
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -63,8 +64,10 @@ class Plan:
         normed = layer_norm(states, *self._norms[0])
         parts = [each(normed).view(*states.shape[:2], -1, self._width).transpose(1, 2) for each in heads]
         total: Tensor = out(self.attend(parts[0], parts[1], parts[2], self.scale).view(*states.shape[:2], -1))
-        normed = add_norm(states, total, *self._norms[1])  # what is added to, total, is the sum from here
-        made: Tensor = self._outer(self._act(self._inner(normed)))
+        count = states.numel() // states.shape[-1]
+        room = _room(states, count)
+        add_norm(states, total, self._norms[1], room[:count])  # what is added to, total, is the sum from here
+        made: Tensor = self._outer(self._act(self._inner(room)))[:count].view(states.shape)
         return torch.add(total, made, out=made)
 
 
@@ -73,6 +76,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if encoder_attention._fits(query, key, value):
         return encoder_attention.attend_all(query, key, value, scale)
     return scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2).contiguous()
+
+
+def _room(states: Tensor, count: int) -> Tensor:
+    """[``count`` and some rows more, hidden], of which those more are zero."""
+    further = -count % BLOCK if states.dtype == torch.float32 and count < MANY else 0
+    room = states.new_empty((count + further, states.shape[-1]))
+    room[count:] = 0
+    return room
 
 
 def _in_place(act: Any) -> Callable[[Tensor], Tensor]:

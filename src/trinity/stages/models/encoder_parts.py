@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trinity import native
 from trinity.stages.models.fused import _Fused, _how, _plain, _rows, _same
 
+Norm = tuple[Tensor, Tensor, float]
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 _NUMBERS = 1 << 16
 _tables: dict[bytes, Tensor] = {}
@@ -46,20 +47,24 @@ def fuse_encoder(model: Any) -> None:
 
 def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, kernel: str = "best") -> Tensor:
     """``torch.nn.functional.layer_norm`` over the last axis; all contiguous, float32 or bfloat16."""
-    return _norm(rows, None, weight, bias, eps, kernel)
+    out = torch.empty_like(rows)
+    _norm(rows, None, (weight, bias, eps), out, kernel)
+    return out
 
 
-def add_norm(rows: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float, kernel: str = "best") -> Tensor:
-    """The layer norm of ``rows`` + ``added``; the sum itself is left in ``added``. All contiguous and alike."""
-    return _norm(rows, added, weight, bias, eps, kernel)
+def add_norm(rows: Tensor, added: Tensor, norm: Norm, out: Tensor, kernel: str = "best") -> None:
+    """The layer norm of ``rows`` + ``added`` into ``out``; the sum itself is left in ``added``.
+
+    ``norm``: weight, bias, eps. All contiguous, and of as many elements.
+    """
+    _norm(rows, added, norm, out, kernel)
 
 
-def _norm(rows: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, eps: float, kernel: str) -> Tensor:
-    out, width = torch.empty_like(rows), rows.shape[-1]
+def _norm(rows: Tensor, added: Tensor | None, norm: Norm, out: Tensor, kernel: str) -> None:
+    (weight, bias, eps), width = norm, rows.shape[-1]
     sums = (0 if added is None else added.data_ptr(), width)
     given = ((rows.data_ptr(), width), sums, sums, weight.data_ptr(), bias.data_ptr(), (out.data_ptr(), width))
     native.extension.layer_norm(*given, rows.numel() // width, width, eps, *_how(rows, kernel))
-    return out
 
 
 def mapped(rows: Tensor, table: Tensor, out: Tensor, kernel: str = "best") -> Tensor:
