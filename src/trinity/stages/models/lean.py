@@ -1,8 +1,9 @@
 """Decoder layers as a row of kernels, without what modules of transformers do around their products.
 
-A third of a decode step of a small model is host time: views, checks and dispatch, some hundred of them a layer. Where a
-layer's parts all have kernels of their own (``fused``, ``linear``), this calls them one after the other. As there, a layer is swapped only where its own forward gives the same on random rows at load, with
-attention that shows what it is asked; rows that the kernels are not for go the layer's own way.
+A third of a decode step of a small model is host time: views, checks and dispatch, some hundred of them a layer.
+Where a layer's parts all have kernels of their own (``fused``, ``linear``), this calls them one after the other. As
+there, a layer is swapped only where its own forward gives the same on random rows at load, with attention that shows
+what it is asked; rows that the kernels are not for go the layer's own way.
 
 Long batches go through what lies before and behind attention in pieces: what is between two products is then small
 enough to be memory that was used just before.
