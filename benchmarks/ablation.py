@@ -64,7 +64,7 @@ EASE = (6.0, 4.0)  # times the TTFT and the TBT of a request that is alone
 SPENT = 0.85
 REAL = 0.6  # of the minutes; the emulated ones run side by side
 END_S = 10.0  # of an emulated round, from the last request on
-LEAST = 60  # requests of an emulated round
+LEAST, FEW = 60, 4  # requests of an emulated round, and of the one before them
 
 NEXT = model_named("llava-next-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
@@ -184,10 +184,15 @@ def at_rate(way: Way, rate: float, count: int) -> list[TraceRow]:
 
 
 def side_by_side(ways: Sequence[Way], rates: Sequence[float], count: int, until: float) -> tuple[Rounds, float]:
-    """All ways at the same time, rate after rate; none begins after ``until``. Also others' largest share."""
+    """All ways at the same time, rate after rate; none begins after ``until``. Also others' largest share.
+
+    A first round of a few requests is left out: processes start in it.
+    """
     found: Rounds = {}
     foreign = 0.0
     with ProcessPoolExecutor(len(ways), mp_context=multiprocessing.get_context("spawn")) as pool:
+        if time.monotonic() < until:
+            list(pool.map(at_rate, ways, repeat(rates[0]), repeat(FEW)))
         for rate in rates:
             if time.monotonic() < until:
                 with ForeignLoad() as load:
@@ -198,8 +203,8 @@ def side_by_side(ways: Sequence[Way], rates: Sequence[float], count: int, until:
 
 
 def fitting(seconds: float, rates: Sequence[float]) -> int:
-    """How many requests at each rate take so many seconds, the ends of the last ones included."""
-    return max(LEAST, int((seconds - END_S * len(rates)) / sum(1 / rate for rate in rates)))
+    """How many requests at each rate take so many seconds, the ends of the last ones and a first round included."""
+    return max(LEAST, int((seconds - END_S * (1 + len(rates))) / sum(1 / rate for rate in rates)))
 
 
 def paced(setting: Setting) -> Seen:
