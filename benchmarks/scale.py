@@ -99,13 +99,18 @@ class Board:
 
     def dilation(self, row: Row) -> int:
         """The least at which a replay takes no more of a core than ``ALONE``; one more where the CPU was saturated."""
-        late = sum(bool(each["late"]) for each in self.replays(row))
+        late = sum(bool(each["late"]) for each in self.replays(row) if each in self.now)
         least, most = DILATIONS
         return min(most, max(least, math.ceil(row.rate * ABOVE * row.cpu_s / ALONE)) + late)
 
     def task(self, row: Row, step: int) -> Task:
         given = (self.dataset, row.placement, row.scheduled, row.asked)
         return Task(*given, rate_at(row, step), self.dilation(row))
+
+    @property
+    def now(self) -> list[Record]:
+        """Replays of this run."""
+        return self.kept.of("replay", self.dataset)[self.earlier :]
 
     def replays(self, row: Row) -> list[Record]:
         mine = (row.placement, row.scheduled)
@@ -117,8 +122,7 @@ class Board:
 
     def spent(self, row: Row) -> set[int]:
         """Steps at which the CPU was saturated each time that this run tried them."""
-        now = self.kept.of("replay", self.dataset)[self.earlier :]
-        late = [each["step"] for each in self.replays(row) if each["late"] and each in now]
+        late = [each["step"] for each in self.replays(row) if each["late"] and each in self.now]
         return {step for step in late if late.count(step) >= TRIES} - set(self.known(row))
 
     def next(self) -> list[tuple[Row, int]]:
@@ -150,7 +154,8 @@ class Board:
         for row in self.rows:
             low, high = (None if step is None else rate_at(row, step) for step in bracket(self.known(row)))
             given = (row.name, row.placement, row.steady, row.rate, row.asked)
-            lines.append(Line(*given, low, high, self.dilation(row), self.replays(row), self.why(row)))
+            dilation = max((each["task"][5] for each in self.replays(row)), default=self.dilation(row))
+            lines.append(Line(*given, low, high, dilation, self.replays(row), self.why(row)))
         return Workload(self.dataset, lines, full[0] if full else None, self.kept.of("dilation", self.dataset))
 
 

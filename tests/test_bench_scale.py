@@ -135,6 +135,8 @@ def test_dilation_leaves_each_replay_room_and_grows_where_the_cpu_was_saturated(
         made.kept.add("replay", "POPE", record(0, False, late=("loop",)))
     assert made.dilation(slow) == scale.DILATIONS[1]
     assert made.cpu_s(slow) == 0.1 / ROW.asked, "as measured, once it was"
+    made.earlier = len(made.kept.of("replay", "POPE"))
+    assert made.dilation(slow) == scale.DILATIONS[0], "the machine of a former run was another"
 
 
 def test_every_row_of_every_workload_comes_before_any_is_tried_further() -> None:
