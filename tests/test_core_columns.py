@@ -100,3 +100,11 @@ def test_nothing_is_kept_of_requests_that_have_left() -> None:
 def test_rows_of_an_emit_are_whole() -> None:
     with pytest.raises(ValueError, match="argument"):
         list(Emit(("a", "b"), (0,), (0,), (Sampled(1),)).rows())
+
+
+def test_whether_nobody_ends_soon_is_known_without_a_look_at_the_rows() -> None:
+    core = core_with(work("a", 3, max_tokens=9))
+    step(core)
+    step(core)
+    columns = core.state.columns  # a has 2 of its 9 tokens
+    assert [columns.lasts(more) for more in (0, 6, 7, 8)] == [True, True, False, False]

@@ -113,11 +113,14 @@ def next_decodes(s: State) -> tuple[str, ...]:
 
     A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
     """
+    rows = tuple(s.decoding)
+    if rows == s.columns.rows and not s.prefilling and s.columns.lasts(sum(map(len, s.lanes.values()))):
+        return rows  # most steps
     flying = s.flying()
-    rows = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
+    found = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
     if "D" in s.settings.roles:
-        rows += [request for request, state in s.prefilling.items() if _decodes_next(state)]
-    return tuple(rows)
+        found += [request for request, state in s.prefilling.items() if _decodes_next(state)]
+    return tuple(found)
 
 
 def _decodes_next(state: RequestState) -> bool:

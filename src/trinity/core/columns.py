@@ -96,6 +96,10 @@ class Columns:
                 found.append((request, "stop" if sampled.token in member.stops else "length"))
         return found
 
+    def lasts(self, steps: int) -> bool:
+        """Whether surely no row of the last column ends by its length within so many further columns."""
+        return self.count + steps < self._due
+
     def tokens(self, request: str) -> int:
         """How many a member has."""
         return self.count + self._members[request].start
