@@ -22,18 +22,17 @@ class Room {
             else
                 high = middle - 1;
         }
-        return int32_t(alone() ? std::max<int64_t>(low, 1) : low);
+        return int32_t(decodes || prefill_tokens || media_tokens ? low : std::max<int64_t>(low, 1));
     }
 
     bool media_fits(int32_t count) const {
-        if (rules_.policy == Policy::time) return alone() || seconds(0, count) <= rules_.limit_s;
+        if (rules_.policy == Policy::time) return !(prefill_tokens || media_tokens) || seconds(0, count) <= rules_.limit_s;
         return !rules_.media_budget || !media_tokens || media_tokens + count <= rules_.media;
     }
 
     bool chunked() const { return rules_.chunked; }
 
   private:
-    bool alone() const { return !(decodes || prefill_tokens || media_tokens); }
     double seconds(int64_t prefill, int64_t media) const {
         return rules_.cost->seconds(decodes + other_.decodes, prefill_tokens + prefill + other_.prefill_tokens,
                                     media_tokens + media + other_.media_tokens);

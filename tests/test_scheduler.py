@@ -236,7 +236,9 @@ def test_time_weighs_decodes_prompts_and_images_each_by_its_cost() -> None:
     found = batch(rules, decoding=("d", "e"), new_prefills=[prompt("p", 20)])
     assert found.prefills == [("p", 0, 12)]
     assert batch(rules, decoding=("d", "e"), new_encodes=[images("a", 2)]).encodes == [("a", (0,))]
-    assert batch(rules, decoding=("d", "e"), new_encodes=[images("a", 3)]).encodes == []
+    chunk = [prompt("p", 2)]
+    assert batch(rules, decoding=("d", "e"), prefilling=chunk, new_encodes=[images("a", 1)]).encodes == [("a", (0,))]
+    assert batch(rules, decoding=("d", "e"), prefilling=chunk, new_encodes=[images("a", 2)]).encodes == []
     found = batch(rules, encoding=[images("a", 1, 1, 1, 1)])
     assert found.encodes == [("a", (0, 1, 2))]
 
@@ -244,11 +246,17 @@ def test_time_weighs_decodes_prompts_and_images_each_by_its_cost() -> None:
 def test_time_runs_one_piece_alone_whatever_it_costs() -> None:
     assert batch(predicted(0.0), prefilling=[prompt("p", 4)]).prefills == [("p", 0, 1)]
     assert batch(predicted(0.0), encoding=[images("a", 5, 5)]).encodes == [("a", (0,))]
-    assert batch(predicted(0.0), decoding=("d",), prefilling=[prompt("p", 4)], encoding=[images("a", 5)]) == Batch(
-        ("d",)
-    )
+    assert batch(predicted(0.0), decoding=("d",), prefilling=[prompt("p", 4)]) == Batch(("d",))
     found = batch(predicted(0.0), prefilling=[prompt("p", 4)], encoding=[images("a", 5)])
     assert (found.prefills, found.encodes) == ([("p", 0, 1)], [])
+
+
+def test_time_admits_one_item_beside_decodes_where_none_would_ever_fit() -> None:
+    """Else text requests that come and decode without end would keep an image waiting without end."""
+    found = batch(predicted(4.0), decoding=("d", "e"), encoding=[images("a", 3, 1)], new_encodes=[images("b", 1)])
+    assert (list(found.decodes), found.encodes) == (["d", "e"], [("a", (0,))])
+    found = batch(predicted(4.0), decoding=("d", "e"), prefilling=[prompt("p", 1)], encoding=[images("a", 3)])
+    assert (found.prefills, found.encodes) == ([("p", 0, 1)], []), "a prompt's piece went first: the next step's turn"
 
 
 def test_time_is_bounded_by_the_token_budget_too() -> None:

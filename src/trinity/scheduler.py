@@ -213,7 +213,10 @@ class _Room:
 
 
 class _TimeRoom(_Room):
-    """What is left of the latency bound, predicted (policy time). An empty batch always admits one piece."""
+    """What is left of the latency bound, predicted (policy time). An empty batch always admits one piece.
+
+    One of decodes alone admits one item: where it does not fit beside them it would wait for as long as any decode.
+    """
 
     def seconds(self, prefill_tokens: int, media_tokens: int = 0) -> float:
         assert self.rules.cost is not None
@@ -235,8 +238,8 @@ class _TimeRoom(_Room):
 
     def media_fits(self, tokens: int) -> bool:
         assert self.rules.limit_s is not None
-        alone = not (self.decodes or self.prefill_tokens or self.media_tokens)
-        return alone or self.seconds(0, tokens) <= self.rules.limit_s
+        beside_decodes = not (self.prefill_tokens or self.media_tokens)
+        return beside_decodes or self.seconds(0, tokens) <= self.rules.limit_s
 
 
 def _room(rules: Rules, outstanding: Outstanding) -> _Room:
