@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trinity.stages.models import encoder_attention
 from trinity.stages.models.encoder_attention import FUNCTIONS
 from trinity.stages.models.encoder_parts import _LayerNorm, _Tabled, add_norm, layer_norm, mapped
-from trinity.stages.models.fused import _close, _gated, _plain, _QuickGelu, _rows
+from trinity.stages.models.fused import _close, _gated, _plain, _QuickGelu, _rows, finding
 
 BLOCK, MANY = 12, 1024  # oneDNN's float32 products of fewer rows than MANY lose a fourteenth by rows left over
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
@@ -152,7 +152,7 @@ def _fitting(layer: Any, kind: Any) -> Plan | None:
         plan, shown, states = Plan(layer), Shown(), _rows(len(weight), weight.dtype)
         if not encoder_attention.available(weight.dtype) or not plan.takes(states):
             return None
-        attention.forward = MethodType(_asking(type(attention).forward, shown), attention)
+        attention.forward = MethodType(finding(type(attention).forward, {FUNCTIONS: shown}), attention)
         try:
             wanted = kind.forward(layer, states, None)
         finally:
@@ -165,14 +165,6 @@ def _fitting(layer: Any, kind: Any) -> Plan | None:
         return None
     plan.scale, plan.attend = shown.scale, attend
     return plan
-
-
-def _asking(forward: Any, shown: Shown) -> Any:
-    """``forward`` of an attention layer with ``shown`` among its names."""
-    names = {**forward.__globals__, FUNCTIONS: shown}
-    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    changed.__kwdefaults__ = forward.__kwdefaults__
-    return changed
 
 
 @cache

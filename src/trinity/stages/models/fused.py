@@ -9,7 +9,7 @@ layouts or devices) take transformers' own way. Inference only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -269,8 +269,11 @@ def _with_others(forward: Any, dtype: torch.dtype) -> Any:
         return None
     found = {ROTARY: _rotary_for(forward), FUNCTIONS: functions_for(forward, dtype)}
     ours = {name: one for name, one in found.items() if one is not None}
-    if not ours:
-        return None
+    return finding(forward, ours) if ours else None
+
+
+def finding(forward: Any, ours: Mapping[str, Any]) -> Any:
+    """``forward``, which finds these by their names where it found its module's."""
     names = {**forward.__globals__, **ours}
     changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
