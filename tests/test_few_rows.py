@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,13 +150,17 @@ def test_layers_that_it_cannot_serve_keep_onednn(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_it_is_used_where_it_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*given: Any) -> None:
-        for _ in range(300):
-            torch.ones(100).sum()
+    spent = [0.0]
 
-    monkeypatch.setattr(FewRows, "__call__", (lambda self, rows: None) if faster else slow)
-    if faster:
-        monkeypatch.setattr(linear, "_onednn", slow)
+    def taking(seconds: float) -> Any:
+        def run(*given: Any) -> None:
+            spent[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(linear, "time", SimpleNamespace(thread_time=lambda: spent[0]))
+    monkeypatch.setattr(FewRows, "__call__", taking(1.0 if faster else 2.0))
+    monkeypatch.setattr(linear, "_onednn", taking(1.5))
     linear._few_faster.cache_clear()
     assert linear._few_faster(torch.float32) is faster
     linear._few_faster.cache_clear()
