@@ -238,7 +238,7 @@ def result(kinds: dict[str, Seen], name: str) -> Result:
     noisy = [kind for kind, each in kinds.items() if each.foreign > FOREIGN]
     return Result(
         name="ablation",
-        title="Ablation, live (TriInfer, figure 10)",
+        title="Ablation, live (TriInfer figure 10)",
         method=(
             f"Real: {name} in bfloat16, each instance a process with one thread, on a core of its own as far as two go "
             f"({EVEN} has three); requests of one image, 40 tokens of text and {OUTPUTS} of output, "

@@ -67,7 +67,7 @@ Rates = dict[int, dict[str, tuple[float, float]]]  # by decode rows and way: ima
 
 
 def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int) -> Rates:
-    """Encode and decode of one instance at full load, sequential or parallel (TriInfer, figure 12).
+    """Encode and decode of one instance at full load, sequential or parallel (TriInfer figure 12).
 
     Sequential: steps take turns on both cores, each stage with half of the time. Parallel: each lane on its core.
     """
@@ -142,7 +142,7 @@ def result(found: Rounds, facts: dict[str, Any], name: str) -> Result:
     ]
     return Result(
         name="dual_stream",
-        title="Dual stream against sequential (TriInfer, figure 12), on two cores",
+        title="Dual stream against sequential (TriInfer figure 12), on two cores",
         method=(
             f"{name} in bfloat16. First the stages themselves, {CONTEXT} tokens of KV a decode row, one image in "
             "a step: sequential is half of the time for each stage on both cores, parallel a core for each. Then "
@@ -155,7 +155,7 @@ def result(found: Rounds, facts: dict[str, Any], name: str) -> Result:
             f"{facts['exact']}"
         ),
         tables=[
-            Table("Encode and decode at full load, a second (TriInfer, figure 12)", RATES, rate_rows(facts["rates"])),
+            Table("Encode and decode at full load, a second (TriInfer figure 12)", RATES, rate_rows(facts["rates"])),
             Table("At rest, and a burst of requests", ("way", "burst, requests/s", "TTFT alone", "TBT alone"), alone),
             Table("Under load", HEADER, [row_of(way, rate, seen(rounds)) for (way, rate), rounds in found.items()]),
         ],

@@ -1,4 +1,4 @@
-"""Directions of EPDServe's figures 5 and 10 and tables 1 and 5 (paper 002), on rooflines of 8 A100.
+"""Directions of EPDServe's figures 5 and 10 and tables 1 and 5, on rooflines of 8 A100.
 
 Attainment is by TTFT and mean TPOT, as there. Online, every stage works on one request at a time, as the paper sets it
 (appendix E.1), and vLLM prefills before it decodes. EPD is 5E2P1D and DistServe 7EP1D, their defaults in appendix A.3.
@@ -55,32 +55,32 @@ STEPS = (
 )
 ROWS = "at the best one's goodput random ones with few D are overloaded, and the wait for D falls into the first gap"
 FIGURE_5 = (
-    Claim("EPDServe, figure 5", "5E2P1D has a higher goodput than 7EP1D in every case", "above DistServe", ONE_D),
-    Claim("EPDServe, figure 5", "5E2P1D has a higher goodput than 8EPD in every case", "above vLLM", ONE_D),
+    Claim("EPDServe figure 5", "5E2P1D has a higher goodput than 7EP1D in every case", "above DistServe", ONE_D),
+    Claim("EPDServe figure 5", "5E2P1D has a higher goodput than 8EPD in every case", "above vLLM", ONE_D),
     Claim(
-        "EPDServe, figure 5", "5E2P1D's gain over both is no lower with 4 images than with 2", "baselines drop", ONE_D
+        "EPDServe figure 5", "5E2P1D's gain over both is no lower with 4 images than with 2", "baselines drop", ONE_D
     ),
 )
 FIGURE_10 = (
-    Claim("EPDServe, figure 10, left", "the best xEyP1D serves more offline than 7EP1D", "so"),
-    Claim("EPDServe, figure 10, left", "the best xEyP1D has more E than P", "5E2P is best"),
-    Claim("EPDServe, figure 10, middle", "5E2P1D's gain over 7EP1D is higher at 1 image than at 8", "at few images"),
-    Claim("EPDServe, figure 10, right", "from batches of 1 to 8, 5E2P1D changes by less than a quarter", "so", STEPS),
+    Claim("EPDServe figure 10, left", "the best xEyP1D serves more offline than 7EP1D", "so"),
+    Claim("EPDServe figure 10, left", "the best xEyP1D has more E than P", "5E2P is best"),
+    Claim("EPDServe figure 10, middle", "5E2P1D's gain over 7EP1D is higher at 1 image than at 8", "at few images"),
+    Claim("EPDServe figure 10, right", "from batches of 1 to 8, 5E2P1D changes by less than a quarter", "so", STEPS),
 )
 FRAMES = (8, 16, 32, 64)
 TABLE_1 = (
     Claim(
-        "EPDServe, table 1",
+        "EPDServe table 1",
         "5E2P1D has the lowest mean TTFT at every length",
         "0.24 to 0.42 s",
         NO_IRP,
     ),
-    Claim("EPDServe, table 1", "its gain over 7EP1D grows from 8 to 64 frames", "43 % to 68 % less", NO_IRP),
+    Claim("EPDServe table 1", "its gain over 7EP1D grows from 8 to 64 frames", "43 % to 68 % less", NO_IRP),
 )
 TABLE_5 = (
-    Claim("EPDServe, table 5", "ten random configurations have a lower mean goodput than the best", "0.56 to 1.25"),
-    Claim("EPDServe, table 5", "at the best one's goodput, their mean TTFT is higher", "4.48 against 2.12 s"),
-    Claim("EPDServe, table 5", "their mean TPOT is no higher", "0.025 against 0.031 s", ROWS),
+    Claim("EPDServe table 5", "ten random configurations have a lower mean goodput than the best", "0.56 to 1.25"),
+    Claim("EPDServe table 5", "at the best one's goodput, their mean TTFT is higher", "4.48 against 2.12 s"),
+    Claim("EPDServe table 5", "their mean TPOT is no higher", "0.025 against 0.031 s", ROWS),
 )
 
 

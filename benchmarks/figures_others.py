@@ -1,4 +1,4 @@
-"""Directions of EPD-Serve's table 5 (paper 003) and of the table of the encoder's separation in vLLM (paper 001).
+"""Directions of EPD-Serve's table 5 and of the benchmark of vLLM encoder separation.
 
 Two stages on one device that run beside each other are two lanes there, each 1.5 times slower while both are busy: half
 way between no contention and taking turns. Neither paper gives that figure.
@@ -46,14 +46,12 @@ ROOMY = (
 )
 RATE_5, SLO_5 = 10.0, SLO(2.0, 0.05)
 TABLE_5 = (
-    Claim("EPD-Serve, table 5", "E-P-D has the highest attainment", "94 %, next 26 %", ROOMY),
-    Claim(
-        "EPD-Serve, table 5", "E-P-D has the highest effective throughput per device", "193, next 77 tokens/s", ROOMY
-    ),
-    Claim("EPD-Serve, table 5", "(E-P)-D attains more than EP-D", "26 % against 8 %"),
-    Claim("EPD-Serve, table 5", "(E-D)-P has a lower TTFT than EP-D", "0.65 against 5.5 s"),
-    Claim("EPD-Serve, table 5", "where decode is alone, TPOT is lower than elsewhere", "27 to 29, 51 to 96 ms"),
-    Claim("EPD-Serve, table 5", "(E-PD) has a lower TTFT and TPOT than TP1", "548, 658 ms; 62, 96 ms"),
+    Claim("EPD-Serve table 5", "E-P-D has the highest attainment", "94 %, next 26 %", ROOMY),
+    Claim("EPD-Serve table 5", "E-P-D has the highest effective throughput per device", "193, next 77 tokens/s", ROOMY),
+    Claim("EPD-Serve table 5", "(E-P)-D attains more than EP-D", "26 % against 8 %"),
+    Claim("EPD-Serve table 5", "(E-D)-P has a lower TTFT than EP-D", "0.65 against 5.5 s"),
+    Claim("EPD-Serve table 5", "where decode is alone, TPOT is lower than elsewhere", "27 to 29, 51 to 96 ms"),
+    Claim("EPD-Serve table 5", "(E-PD) has a lower TTFT and TPOT than TP1", "548, 658 ms; 62, 96 ms"),
 )
 
 QWEN = Model(  # Qwen2.5-VL-3B-Instruct, from its configuration
@@ -77,14 +75,15 @@ IDLE = (
 )
 FEW = "with 100 and 200 prompts, decode on two devices instead of one outweighs the encoder that is in its way"
 VLLM = Budgets(tokens=2048, media=2048)  # vLLM's own limits of a step
+VLLM_ENCODER = "vLLM encoder separation"
 PROMPTS = (100, 200, 500, 1000)
-TABLE_001 = (
+TABLE_VLLM = (
     Claim(
-        "paper 001", "1E1PD serves more requests/s than 2 whole devices at every load", "15.8 to 13.3 at 1,000", IDLE
+        VLLM_ENCODER, "1E1PD serves more requests/s than 2 whole devices at every load", "15.8 to 13.3 at 1,000", IDLE
     ),
-    Claim("paper 001", "1E1PD has a lower mean TPOT than 2 whole devices at every load", "62 to 147 ms at 1,000", FEW),
-    Claim("paper 001", "E+PD on one device serves more requests/s than one whole device", "10.7 to 9.4 at 1,000"),
-    Claim("paper 001", "E+PD on one device has a lower mean TPOT than one whole device", "98 to 115 ms at 1,000"),
+    Claim(VLLM_ENCODER, "1E1PD has a lower mean TPOT than 2 whole devices at every load", "62 to 147 ms at 1,000", FEW),
+    Claim(VLLM_ENCODER, "E+PD on one device serves more requests/s than one whole device", "10.7 to 9.4 at 1,000"),
+    Claim(VLLM_ENCODER, "E+PD on one device has a lower mean TPOT than one whole device", "98 to 115 ms at 1,000"),
 )
 
 
@@ -98,7 +97,7 @@ class Served(NamedTuple):
     effective: float = 0.0
 
 
-# ---------------------------------------------------------------- EPD-Serve, table 5
+# ---------------------------------------------------------------- EPD-Serve table 5
 
 
 def table_5(scale: Scale) -> Iterator[Shown]:
@@ -155,10 +154,10 @@ def claims_5(found: Mapping[str, Served]) -> Iterator[Shown]:
     yield Shown(TABLE_5[5], f"{of('ttft', names)}; {of('tpot', names)} s", one.ttft < two.ttft and one.tpot < two.tpot)
 
 
-# ---------------------------------------------------------------- paper 001
+# ---------------------------------------------------------------- vLLM encoder separation
 
 
-def table_001(scale: Scale) -> Iterator[Shown]:
+def table_vllm(scale: Scale) -> Iterator[Shown]:
     """Qwen2.5-VL-3B on A100, all prompts at once: 93 tokens of text and 107 of output as counted there.
 
     One image of 1024 x 768 pixels each: the sizes in its data set are not given.
@@ -172,7 +171,7 @@ def table_001(scale: Scale) -> Iterator[Shown]:
             "E+PD on 1": at_once("1EPD", trace, BESIDE),
             "1EPD": at_once("1EPD", trace, TOGETHER),
         }
-    yield from claims_001(found)
+    yield from claims_vllm(found)
 
 
 def at_once(placement: str, trace: Trace, options: Mapping[str, Any]) -> Served:
@@ -182,7 +181,7 @@ def at_once(placement: str, trace: Trace, options: Mapping[str, Any]) -> Served:
     return Served(len(trace) / replay.duration_s, mean_ttft(replay.outcomes), mean_tpot(replay.outcomes))
 
 
-def claims_001(found: Mapping[int, Mapping[str, Served]]) -> Iterator[Shown]:
+def claims_vllm(found: Mapping[int, Mapping[str, Served]]) -> Iterator[Shown]:
     """By what was served of each number of prompts."""
 
     def compared(claim: Claim, one: str, other: str, what: str) -> Shown:
@@ -191,10 +190,10 @@ def claims_001(found: Mapping[int, Mapping[str, Served]]) -> Iterator[Shown]:
         better = [a > b if what == "rate" else a < b for a, b in pairs.values()]
         return Shown(claim, ours + (" req/s" if what == "rate" else " s"), all(better))
 
-    yield compared(TABLE_001[0], "1E1PD", "2EPD", "rate")
-    yield compared(TABLE_001[1], "1E1PD", "2EPD", "tpot")
-    yield compared(TABLE_001[2], "E+PD on 1", "1EPD", "rate")
-    yield compared(TABLE_001[3], "E+PD on 1", "1EPD", "tpot")
+    yield compared(TABLE_VLLM[0], "1E1PD", "2EPD", "rate")
+    yield compared(TABLE_VLLM[1], "1E1PD", "2EPD", "tpot")
+    yield compared(TABLE_VLLM[2], "E+PD on 1", "1EPD", "rate")
+    yield compared(TABLE_VLLM[3], "E+PD on 1", "1EPD", "tpot")
 
 
-FIGURES: Sequence[Callable[[Scale], Iterator[Shown]]] = (table_5, table_001)
+FIGURES: Sequence[Callable[[Scale], Iterator[Shown]]] = (table_5, table_vllm)

@@ -1,4 +1,4 @@
-"""Directions of TriInfer's figures 5, 6, 9 and 10 and table 4 (paper 000), on rooflines.
+"""Directions of TriInfer's figures 5, 6, 9 and 10 and table 4, on rooflines.
 
 Devices are the paper's H20, but for table 4, whose rates an H20's peak does not allow: H100. Rates are Poisson.
 """
@@ -56,48 +56,48 @@ NO_WAIT = (
     "a pull waits only for pulls into the same instance, and image pulls between four hosts almost never meet there"
 )
 FIGURE_5 = (
-    Claim("TriInfer, figure 5", "1EP7D has a higher mean TTFT than 4EP4D", "few EP raise TTFT"),
-    Claim("TriInfer, figure 5", "among EP+D, mean TBT rises as D fall: rank correlation with D below 0", "TBT rises"),
-    Claim("TriInfer, figure 5", "7EP1D has a higher mean TTFT than 4EP4D", "lack of D raises TTFT", D_KEEPS_UP),
-    Claim("TriInfer, figure 5", "1ED7P has a higher mean TTFT and TBT than 4ED4P", "few ED raise both", LIGHT_E),
-    Claim("TriInfer, figure 5", "7ED1P has a higher mean TTFT than 4ED4P", "few P raise TTFT"),
-    Claim("TriInfer, figure 5", "among E+P+D, mean TBT falls with D: rank correlation below 0", "negative"),
-    Claim("TriInfer, figure 5", "at D = 2, the best ratio of E to P halves the worst one's TTFT", "much less"),
+    Claim("TriInfer figure 5", "1EP7D has a higher mean TTFT than 4EP4D", "few EP raise TTFT"),
+    Claim("TriInfer figure 5", "among EP+D, mean TBT rises as D fall: rank correlation with D below 0", "TBT rises"),
+    Claim("TriInfer figure 5", "7EP1D has a higher mean TTFT than 4EP4D", "lack of D raises TTFT", D_KEEPS_UP),
+    Claim("TriInfer figure 5", "1ED7P has a higher mean TTFT and TBT than 4ED4P", "few ED raise both", LIGHT_E),
+    Claim("TriInfer figure 5", "7ED1P has a higher mean TTFT than 4ED4P", "few P raise TTFT"),
+    Claim("TriInfer figure 5", "among E+P+D, mean TBT falls with D: rank correlation below 0", "negative"),
+    Claim("TriInfer figure 5", "at D = 2, the best ratio of E to P halves the worst one's TTFT", "much less"),
 )
 STRINGENT, LOOSE, TBTS = 1.0, 8.0, (0.06, 0.15, 0.60)  # seconds; TTFT of one request alone is about 0.5
 FIGURE_6 = (
     Claim(
-        "TriInfer, figure 6",
+        "TriInfer figure 6",
         f"at TTFT {STRINGENT:g} s, E+P+D has the highest goodput in most cells",
         "E+P+D leads",
         IDLE_E,
     ),
-    Claim("TriInfer, figure 6", f"at TTFT {LOOSE:g} s, EP+D or ED+P is at least as good as E+P+D in every cell", "so"),
-    Claim("TriInfer, figure 6", "no method has the highest goodput in every cell", "each is best somewhere"),
+    Claim("TriInfer figure 6", f"at TTFT {LOOSE:g} s, EP+D or ED+P is at least as good as E+P+D in every cell", "so"),
+    Claim("TriInfer figure 6", "no method has the highest goodput in every cell", "each is best somewhere"),
 )
 FIGURE_9 = (
     *(
-        Claim("TriInfer, figure 9", f"Algorithm 2's choice has a higher goodput than {name} on every set", *rest)
+        Claim("TriInfer figure 9", f"Algorithm 2's choice has a higher goodput than {name} on every set", *rest)
         for name, *rest in (
             ("4E8P20D", "above EPDServe's"),
             ("12EP20D", "above DistServe's", EQUAL),
             ("32 EPD without stage-level batching", "1.2 to 7.9 times vLLM or SGLang", SHORT),
         )
     ),
-    Claim("TriInfer, figure 9", "over 32 EPD, the mean gain is smallest on MME", "smallest on MME"),
+    Claim("TriInfer figure 9", "over 32 EPD, the mean gain is smallest on MME", "smallest on MME"),
 )
 FIGURE_10 = (
-    Claim("TriInfer, figure 10", "Algorithm 2's choice has a higher goodput than an even E+P+D", "3.9 against 2.6"),
+    Claim("TriInfer figure 10", "Algorithm 2's choice has a higher goodput than an even E+P+D", "3.9 against 2.6"),
     Claim(
-        "TriInfer, figure 10", "an even E+P+D loses goodput without stage-level batching", "2.6 against 2.2", ONE_STAGE
+        "TriInfer figure 10", "an even E+P+D loses goodput without stage-level batching", "2.6 against 2.2", ONE_STAGE
     ),
 )
 RATES_4 = {"1E3P4D": (16.0, 80.0), "4E12P16D": (64.0, 320.0)}
 TABLE_4 = (
-    Claim("TriInfer, table 4", "P95 of PD migration is above that of EP migration in every column", "6.4 to 1.2 ms"),
-    Claim("TriInfer, table 4", "both P95 grow with the rate", "EP 1.2 to 1.8, PD 6.4 to 7.6 ms", NO_WAIT),
-    Claim("TriInfer, table 4", "both P95 are higher on four hosts than on one", "EP 1.2 to 2.6, PD 6.4 to 8.4 ms"),
-    Claim("TriInfer, table 4", "TTFT is violated by no more than 0.5 %, TBT by no more than 1 %", "0 %, 0.1 to 0.9 %"),
+    Claim("TriInfer table 4", "P95 of PD migration is above that of EP migration in every column", "6.4 to 1.2 ms"),
+    Claim("TriInfer table 4", "both P95 grow with the rate", "EP 1.2 to 1.8, PD 6.4 to 7.6 ms", NO_WAIT),
+    Claim("TriInfer table 4", "both P95 are higher on four hosts than on one", "EP 1.2 to 2.6, PD 6.4 to 8.4 ms"),
+    Claim("TriInfer table 4", "TTFT is violated by no more than 0.5 %, TBT by no more than 1 %", "0 %, 0.1 to 0.9 %"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What E, P and D instances weigh, and what each can hold in one memory budget (EPDServe 002, tables 2, 3 and 8)."""
+"""What E, P and D instances weigh, and what each can hold in one memory budget (EPDServe tables 2, 3 and 8)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def result(found: Mapping[str, Any], held: Mapping[str, Held]) -> Result:
         method=(
             "Each instance in a fresh process that loads it as a pipeline does and runs a step of each of its stages; "
             "sizes are above those of the same process with the libraries imported. Capacities: `sizing.capacity`, as "
-            "EPDServe (002) counts: all images of a request at once, and four fifths of what the weights leave for the "
+            "EPDServe counts: all images of a request at once, and four fifths of what the weights leave for the "
             "KV cache where an instance has both. llava-110m with its measured working memory and no context limit; "
             "the larger models by their published shapes, images of 4032 × 3024 where a model cuts them into tiles. "
             "Their working memory is that of the widest layer's rows, less than EPDServe measured: the ratios are "

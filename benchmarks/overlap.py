@@ -20,7 +20,7 @@ from trinity.request import Output, Request, Sampling
 MODES: tuple[KvMode, ...] = ("off", "layer", "grouped")
 LENGTHS = (1024, 2048)
 OVERLAP = 0.98  # the aim, with paced compute
-IMAGE_ROWS = (100, 400, 529, 1196, 2691, 16206)  # of EPD-Serve's six resolutions (Table 3), 280 x 280 to 4096 x 3112
+IMAGE_ROWS = (100, 400, 529, 1196, 2691, 16206)  # the six resolutions of EPD-Serve table 3, 280 x 280 to 4096 x 3112
 COMBINATIONS = (
     ("neither", Transfers(prefetch=False)),
     ("feature prefetch", Transfers()),
@@ -252,7 +252,7 @@ METHOD = (
     f"of text. Emulated: stages that wait for a time given by hand ({COST}), while cores, sockets and blocks are real; "
     "KV has LLaVA-1.5-7B's shape and an eighth of its bytes (a quarter in the last table), features are 3,584 values "
     "of two bytes. A transfer counts from its first pull to its last, less pauses; what of it comes after prefill's "
-    "end is exposed; overlap is 1 - exposed / transfer (EPD-Serve, Tables 2 to 4). TTFT ends with the prefill "
+    "end is exposed; overlap is 1 - exposed / transfer (EPD-Serve tables 2 to 4). TTFT ends with the prefill "
     "instance's token, the second token is the first of the decode instance. Features are hidden where prefill did "
     "not wait for them."
 )

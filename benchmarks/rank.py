@@ -1,4 +1,4 @@
-"""Rank of what Algorithm 2 and the race choose, among every placement at N = 8 (TriInfer 5.4, table 3).
+"""Rank of what Algorithm 2 and the race choose, among every placement at N = 8 (TriInfer 5.4 and table 3).
 
 Cases run in two processes until ``minutes`` are over; what is done is kept, and the next run goes on from there. The
 goodputs of all placements are kept apart from what is chosen: where only the race changes, only that runs again.

@@ -13,14 +13,14 @@ BAND = 0.02  # of the goodput: as far apart as two rates that a search tells fro
 MODELS = ("qwen2-vl-7b", "llava-1.5-7b", "llava-next-7b")
 SETS = ("MME", "POPE", "TextCaps", "TextVQA", "VizWiz")
 DEVICES = ("H100", "H20")
-PAPER_RANKS = {  # TriInfer, table 3
+PAPER_RANKS = {  # TriInfer table 3
     "MME": (1.70, 1.42, 1.64),
     "POPE": (1.82, 1.31, 1.68),
     "TextCaps": (1.42, 1.53, 1.77),
     "TextVQA": (1.98, 1.43, 1.64),
     "VizWiz": (1.62, 1.32, 1.78),
 }
-_OWN = {  # TriInfer, table 5: TTFT, TBT of most sets, TBT of POPE and TextCaps
+_OWN = {  # TriInfer table 5: TTFT, TBT of most sets, TBT of POPE and TextCaps
     "llava-1.5-7b": (4.0, 0.08, 0.08),
     "llava-next-7b": (8.0, 0.60, 0.30),
     "qwen2-vl-7b": (8.0, 0.60, 0.10),

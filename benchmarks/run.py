@@ -44,7 +44,7 @@ NAMES = (
     "gpu",
 )
 RESULTS = ROOT / "bench-results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs/performance.md"
 
 
 def run(name: str, setting: Setting, folder: Path = RESULTS) -> report.Result:

@@ -1,4 +1,4 @@
-"""Where each stage saturates (TriInfer, figure 3): throughput and latency over its batch, on one core, by dtype."""
+"""Where each stage saturates (TriInfer figure 3): throughput and latency over its batch, on one core, by dtype."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def result(curves: Curves, name: str) -> Result:
     header = ("batch", *(f"{dtype} {what}" for dtype in DTYPES for what in ("ms a step", "a second")))
     return Result(
         name="saturation",
-        title="Where each stage saturates (TriInfer, figure 3)",
+        title="Where each stage saturates (TriInfer figure 3)",
         method=(
             f"{name} on one core and one intra-op thread: medians of {REPEATS} steps after one that is left out, wall "
             f"time. Encode by images of a step, prefill by tokens, decode by rows that look back on {CONTEXT} tokens "

@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def baselines(instances: int) -> list[Found]:
-    """For 32 instances TriInfer's own (5.2, 5.6)."""
+    """The paper's own for 32 instances (TriInfer 5.2, 5.3)."""
     if instances < 32:
         return [("EPDServe's", "1E1P2D", True), ("without stage-level batching", f"{instances}EPD", False)]
     return [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trinity.sizing import ModelMemory
 
 BYTES = 2  # bfloat16
-CONTEXT = 49_152  # tokens, where EPDServe (002) caps it
+CONTEXT = 49_152  # tokens, where EPDServe caps it
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_random_configurations_are_drawn_once_and_for_all() -> None:
     assert len({name for name, _ in drawn}) > 3
 
 
-# ---------------------------------------------------------------- EPD-Serve and paper 001
+# ---------------------------------------------------------------- EPD-Serve and vLLM encoder separation
 
 
 def test_epd_serve_table_5_by_its_own_figures() -> None:
@@ -199,9 +200,9 @@ def test_paper_001_by_its_own_figures() -> None:
 
     most = at((15.82, 62.31), (13.34, 146.56), (10.69, 98.28), (9.39, 115.47))
     least = at((13.40, 21.80), (12.10, 45.53), (9.27, 36.09), (9.11, 57.95))
-    assert holds(figures_others.claims_001({1000: most, 100: least})) == [True] * 4
+    assert holds(figures_others.claims_vllm({1000: most, 100: least})) == [True] * 4
     slower = at((12.0, 50.0), (12.1, 45.5), (9.1, 58.0), (9.2, 57.9))
-    assert holds(figures_others.claims_001({1000: most, 100: slower})) == [False] * 4
+    assert holds(figures_others.claims_vllm({1000: most, 100: slower})) == [False] * 4
 
 
 # ---------------------------------------------------------------- the whole
@@ -222,6 +223,7 @@ def test_a_result_says_pass_and_fail_beside_both_figures_and_why() -> None:
 def test_every_figure_runs() -> None:
     made = figures.run(Setting(quick=True))
     names = {each["figure"] for each in made.values["claims"]}
-    assert {each.partition(",")[0] for each in names} == {"TriInfer", "EPDServe", "EPD-Serve", "paper 001"}
+    sources = {"TriInfer", "EPDServe", "EPD-Serve", "vLLM encoder separation"}
+    assert {re.sub(" (figure|table) .*", "", each) for each in names} == sources
     assert len(made.values["claims"]) == 42
     assert Scale().requests(7) == 7

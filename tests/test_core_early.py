@@ -1,4 +1,4 @@
-"""Early metadata (001) and feature prefetch (EPD-Serve 3.2): offers ahead of encoding, and the baseline without."""
+"""Offers ahead of encoding (vLLM encoder separation), feature prefetch (EPD-Serve 3.2), and the baseline without."""
 
 from __future__ import annotations
 

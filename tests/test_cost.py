@@ -136,7 +136,7 @@ def test_transfers() -> None:
     link = Link(name="x", bandwidth=1e9, fixed_s=0.001)
     assert link.seconds(0) == 0
     assert link.seconds(1e9) == pytest.approx(1.001)
-    # TriInfer, table 4: a LLaVA image cache in 1.2 to 1.8 ms at the 95th percentile; KV of 640 tokens in 6.4 to 7.6 ms.
+    # TriInfer table 4: a LLaVA image cache in 1.2 to 1.8 ms at the 95th percentile; KV of 640 tokens in 6.4 to 7.6 ms.
     assert LINKS["nvlink"].seconds(576 * 8192) < 1.2e-3
     assert LINKS["nvlink"].seconds(640 * 524_288) < 6.4e-3
     for wrong in ({"bandwidth": 0}, {"fixed_s": -1}, {"bandwidth": math.nan}):

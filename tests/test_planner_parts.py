@@ -90,7 +90,7 @@ def test_throughput_counts_what_was_served_to_its_end() -> None:
 
 
 def test_effective_throughput_as_epd_serve_has_it() -> None:
-    """Table 5: 10 requests/s of 64 tokens on 3 devices, all in time: 213 tokens/s a device."""
+    """EPD-Serve table 5: 10 requests/s of 64 tokens on 3 devices, all in time: 213 tokens/s a device."""
     in_time, late = Outcome(0.5, [0.05] * 63), Outcome(1.5, [0.05] * 63)
     score = effective(SECOND, "guard")
     assert score(replay([in_time] * 100, 10.0), placed("1E1P1D")) == pytest.approx(640 / 3)

@@ -138,6 +138,18 @@ GOOD = {
         ({"src/trinity/c.py": ""}, "no line for c.py"),
         ({"docs/structures.md": "- `a.py`: one.\n- `p/`: many.\n- `c.py`: gone."}, "c.py is not there"),
         ({"src/trinity/q/__init__.py": "x = 1"}, "no line for q/__init__.py"),
+        ({"src/trinity/a.py": f"# as in paper {3:03}, table 3"}, "003 is no source"),
+        ({"tests/a.py": f"# reserved first ({1:03}: two-stage)"}, "001 is no source"),
+        ({"csrc/a.cpp": f"// EPDServe ({2:03}, 3.2.3)"}, "002 is no source"),
+        ({"benchmarks/a.py": f"# TriInfer {0:03}, 4.2"}, "000 is no source"),
+        ({"docs/b.md": "EPD-Serve 3.3, f(0.001), (1,000), (0016), 0.004 (0.004)"}, ""),
+        ({"src/trinity/a.py": "# design.md, section 1"}, "names design.md"),
+        ({"docs/b.md": "as ../shared/notes.md says"}, "names ../shared/notes.md"),
+        ({"examples/a.py": "# ../prototypes/core.py does so"}, "names ../prototypes/core.py"),
+        ({"examples/a.py": "# ../src/trinity/a.py does so"}, ""),
+        ({"docs/papers.md": "Algorithm 1 (`a.py`, `p/`, `gone.py`), `src/trinity`"}, "no gone.py"),
+        ({"docs/b.md": "see structures.md, docs/structures.md, https://example.org/x.md and ../README.md"}, ""),
+        ({"tests/a.py": "path = 'made-up.md'"}, ""),
     ],
 )
 def test_documents_that_fell_behind_are_named(

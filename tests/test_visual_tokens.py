@@ -136,7 +136,7 @@ def test_the_sizes_of_triinfers_datasets(width: int, height: int, next_tokens: i
     ("width", "height", "tokens"), [(280, 280, 100), (560, 560, 400), (1280, 720, 1196), (1920, 1080, 2691)]
 )
 def test_the_features_that_epd_serve_sends(width: int, height: int, tokens: int) -> None:
-    assert visual_tokens.smart_resize(width, height, most=10**9) == tokens  # paper 003, table 3
+    assert visual_tokens.smart_resize(width, height, most=10**9) == tokens  # EPD-Serve table 3
 
 
 @pytest.mark.parametrize("name", RULES)

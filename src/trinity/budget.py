@@ -19,7 +19,7 @@ import msgspec
 from trinity.errors import ConfigError, TrinityWarning
 
 Table = tuple[tuple[int, float], ...]  # (how many, seconds): both ascending
-MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer, figure 3)
+MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer figure 3)
 MOST_TOKENS = 8192
 MOST_IMAGES = 64
 _CONFIRMATIONS = 3  # fresh measurements of which the median decides

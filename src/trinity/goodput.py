@@ -1,4 +1,4 @@
-"""Goodput: the highest rate of the same requests at which enough of them are in time (TriInfer, section 5.2)."""
+"""Goodput: the highest rate of the same requests at which enough of them are in time (TriInfer 2.2)."""
 
 from __future__ import annotations
 

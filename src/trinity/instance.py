@@ -141,7 +141,7 @@ class Loaded:
 def block_shapes(
     roles: str, model: LoadedModel | Paced, media_block: int = 576, kv_block: int = 16
 ) -> dict[str, BlockShape]:
-    """Shapes of the kinds of block that these roles have (TriInfer 3.3: E has no KV cache, D no image cache)."""
+    """Shapes of the kinds of block that these roles have (TriInfer 3.3, 4.4: E has no KV cache, D no image cache)."""
     shapes: dict[str, BlockShape] = {}
     image = model.image_shape(media_block)
     if set(roles) & {"E", "P"} and image is not None:

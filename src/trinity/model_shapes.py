@@ -113,7 +113,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     def pools(self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block: int = 16) -> dict[str, int]:
         """Blocks by kind for an instance of ``roles`` that may use ``memory_bytes``, weights included.
 
-        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer, section 5.1). Raises
+        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer 5.1). Raises
         ``ConfigError`` that says how much is missing where the model does not fit.
         """
         image = self.feature_bytes * image_block or None
@@ -197,7 +197,7 @@ MODELS: Mapping[str, Model] = {
             visual_tokens=_NATIVE,
             image_tokens=1196,
             context=32_768,
-            source="paper 003: parameters of table 1, features of table 3, KV bytes of table 4; the rest fits those",
+            source="EPD-Serve: parameters of table 1, features of table 3, KV bytes of table 4; the rest fits those",
         ),
     )
 }

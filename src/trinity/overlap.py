@@ -24,7 +24,7 @@ class Transfers:
     ``prefetch``: image features start to move as each item's encoding ends, into blocks that the target reserves ahead
     of prefill (EPD-Serve 3.2); without it a request's features are offered once all are ready, and pulled when nothing
     is ahead of it at the prefill instance. ``early``: they are announced when their encoding is *scheduled*, so that
-    the target reserves while the encoder runs (001: two-stage allocation, reserve then finalise).
+    the target reserves while the encoder runs (two-stage allocation, vLLM encoder separation).
 
     ``store``: an image that another instance has cached is not encoded again; its features are pulled from there
     (EPD-Serve 3.2, the multimodal store).
@@ -144,5 +144,5 @@ def gigabytes_a_second(record: Mapping[str, Any]) -> float:
 
 
 def overlap_ratio(exposed: float, busy: float) -> float:
-    """1 - exposed / transfer time (EPD-Serve, Table 4): the share of a transfer that ran while prefill did."""
+    """1 - exposed / transfer time (EPD-Serve table 4): the share of a transfer that ran while prefill did."""
     return max(0.0, 1.0 - exposed / busy) if busy > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Algorithm 1 of TriInfer (000, section 4.2) as a pure function: which rows the next step of an instance has."""
+"""Algorithm 1 (TriInfer 4.2) as a pure function: which rows the next step of an instance has."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def as_size(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
-# ---------------------------------------------------------------- what an instance can hold (EPDServe, tables 2, 3, 8)
+# ---------------------------------------------------------------- what an instance can hold (EPDServe tables 2, 3, 8)
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(NamedTuple):
     """What one instance holds.
 
-    ``images_per_request`` of one request alone (EPDServe 002, table 2); ``batch`` requests of so many images as were
+    ``images_per_request`` of one request alone (EPDServe table 2); ``batch`` requests of so many images as were
     asked for (table 3); ``kv_tokens`` in its KV cache; ``kv_share`` the largest share of its free memory that one such
     request leaves for the KV cache (table 8). All 0 where it does not fit.
     """
@@ -118,7 +118,7 @@ class Capacity(NamedTuple):
 def capacity(roles: str, model: ModelMemory, memory_bytes: int, *, images: int = 10, kv_share: float = 0.8) -> Capacity:
     """What an instance of ``roles`` holds in ``memory_bytes``, for requests of ``images`` images.
 
-    As EPDServe (002, section 4.3 and appendix A.2) counts: the images of a request are worked on at once; where images
+    As is counted there (EPDServe 4.3 and appendix A.2): the images of a request are worked on at once; where images
     and KV share the instance, ``kv_share`` of what the weights leave is for the KV cache; an instance that only
     encodes has no KV cache, and one that only decodes has nothing else. Encoding ends before the prefill begins, so
     the larger of their working memories counts.

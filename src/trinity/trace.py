@@ -55,7 +55,7 @@ class SLO(msgspec.Struct, frozen=True):
     def met(self, served: Served, rule: Rule = "p90") -> bool:
         """Whether a request was in time; one that failed, was refused or did not end was not.
 
-        ``p90``: TTFT and 90 % of the gaps below their bounds (TriInfer, section 5.1). ``p99``: 99 % of the gaps.
+        ``p90``: TTFT and 90 % of the gaps below their bounds (TriInfer 2.2). ``p99``: 99 % of the gaps.
         ``guard``: as p90, and all of it within ttft + gaps · tbt, so that one long stall in the tolerated tenth of the
         gaps does not pass. ``tpot``: TTFT and the mean gap below their bounds. An output of one token has no gaps.
         """
@@ -206,7 +206,7 @@ class Trace(Sequence[TraceRow]):
         return statistics(self._rows)
 
     def scaled(self, factor: float | None = None, *, rate: float | None = None) -> Trace:
-        """The same requests ``factor`` times as often, or at ``rate`` requests a second (TriInfer, section 5.1).
+        """The same requests ``factor`` times as often, or at ``rate`` requests a second (TriInfer 5.1).
 
         Time stamps are divided by the factor. Raises ``ConfigError`` unless one of both is given and positive,
         ``TraceError`` where a trace has no rate: all of its requests come at once.
@@ -242,7 +242,7 @@ class Trace(Sequence[TraceRow]):
     def split(self, share: float) -> tuple[Trace, Trace]:
         """The first ``share`` of the requests by arrival, and the rest; each counts its times from its first arrival.
 
-        So a planner sees a part of what it is then judged on the rest of (TriInfer, section 5.1).
+        So a planner sees a part of what it is then judged on the rest of (TriInfer 5.1).
         """
         if not 0 < share < 1:
             raise ConfigError(f"a share lies between 0 and 1, got {share!r}")

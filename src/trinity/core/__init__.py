@@ -1,6 +1,6 @@
 """InstanceCore: every decision that an instance takes, as a state machine without I/O.
 
-Rules (design.md, section 1):
+Rules (docs/decisions/0001-one-sans-io-core.md tells why):
 
 1. All state changes of an instance live here. No await, no torch, no socket, no clock:
    ``handle(event, now) -> [command]``.

@@ -134,7 +134,7 @@ def kv_here(s: State, state: RequestState) -> bool:
 
 
 def conclude_record(s: State, state: RequestState) -> None:
-    """How much of the transfer ran while prefill did: exposed is what came after its end (EPD-Serve, Table 4)."""
+    """How much of the transfer ran while prefill did: exposed is what came after its end (EPD-Serve table 4)."""
     incoming = state.incoming
     assert incoming is not None
     assert incoming.cells is not None

@@ -24,7 +24,8 @@ def _being_encoded(s: State, slot: MediaSlot) -> bool:
 def offer_media(s: State, state: RequestState, now: float) -> None:
     """Announce the features to a prefill instance; commit when all are ready.
 
-    The target reserves for all items at once and pulls each as it is ready (001: two-stage allocation).
+    The target reserves for all items at once and pulls each as it is ready (two-stage allocation: vLLM
+    encoder separation).
     """
     if state.outgoing is None:
         parts = tuple(Part(slot.blocks, 0, slot.holder) for slot in state.media)

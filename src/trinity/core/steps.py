@@ -169,7 +169,7 @@ def _media_progress(s: State, state: RequestState, now: float, items: tuple[int,
 
 
 def _announce_media(s: State, step: Step, now: float) -> None:
-    """The first features of some requests are about to be made: their target may reserve meanwhile (001)."""
+    """Announce the features that are made next: their target may reserve meanwhile (vLLM encoder separation)."""
     for row in step.encodes:
         for request, _ in tuple(s.pending[row.span.content].providers):
             state = s.requests[request]

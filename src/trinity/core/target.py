@@ -1,4 +1,7 @@
-"""The target's side of the pull migration (TriInfer 4.3): reserve, pull, release; or nothing moves (001)."""
+"""The target's side of the pull migration (TriInfer 4.3): reserve, pull, release.
+
+What the target has in a cache does not move ("no need to send", vLLM encoder separation).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of measured costs: throughput and latency of each stage over its batch (TriInfer, figure 3)."""
+"""Pictures of measured costs: throughput and latency of each stage over its batch (TriInfer figure 3)."""
 
 from __future__ import annotations
 

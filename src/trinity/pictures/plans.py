@@ -44,7 +44,7 @@ _ZOOM = 0.25  # of the highest rate that held, below which rates that held too a
 def attainment(
     shown: Plan | Mapping[str, Sequence[Point]], *, rule: Rule | None = None, share: float = SHARE, most: int = 6
 ) -> Figure:
-    """Attainment against rate, with the share that must be reached (TriInfer, figure 9).
+    """Attainment against rate, with the share that must be reached (TriInfer figure 9).
 
     Of a plan the ``most`` best candidates that rates were tried of, and Algorithm 2's own choice; or of points by name.
     ``rule``: None is the plan's, or "guard". Hollow points did not keep up with the arrivals.
@@ -248,7 +248,7 @@ def _framed(axes: Axes, width: int, columns: int, rows: int) -> None:
 
 @drawn
 def best_method(plans: Iterable[Plan]) -> Figure:
-    """Which method is best under which SLO: a cell for each plan, over TBT and TTFT bounds (TriInfer, figure 6).
+    """Which method is best under which SLO: a cell for each plan, over TBT and TTFT bounds (TriInfer figure 6).
 
     Each says the placement and its goodput by the plan's rule, or that none met the SLO. Raises ``ConfigError`` where
     there is no plan, one has no SLO, or two have the same.

@@ -129,7 +129,7 @@ def _told(slices: Sequence[Slice], last: float, start_s: float, end_s: float) ->
 
 @drawn
 def scatter(runs: Runs, slo: SLO | None = None) -> Figure:
-    """TTFT and TPOT of every request, by rate and deployment, medians as bars (EPD-Serve, figure 16).
+    """TTFT and TPOT of every request, by rate and deployment, medians as bars (EPD-Serve figure 16).
 
     TPOT is the mean gap between the tokens of a request; an output of one token has none. What was not served is
     counted below the picture. Raises ``ConfigError`` where there is nothing to show.
@@ -228,7 +228,7 @@ _AXES: dict[str, Callable[[Replay], float]] = {  # lower is better
 
 @drawn
 def radar(runs: Runs) -> Figure:
-    """Ranks of deployments by mean TTFT, mean TPOT and throughput, a radar for each rate (EPD-Serve, figure 17).
+    """Ranks of deployments by mean TTFT, mean TPOT and throughput, a radar for each rate (EPD-Serve figure 17).
 
     The outermost ring is rank 1, the best; values within 1 % of each other share it. Throughput is completions a
     second until the last one. A deployment that served nothing at a rate has no rank there, which is said.
@@ -293,7 +293,7 @@ def _radar_legend(picture: Figure, names: Sequence[str]) -> None:
 
 @drawn
 def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Figure:
-    """Mean seconds of a request in each of its eight spans, a bar for each deployment (TriInfer, figure 11).
+    """Mean seconds of a request in each of its eight spans, a bar for each deployment (TriInfer figure 11).
 
     Over requests served to their end, of a pipeline's ``metrics`` or ``trace``; or spans in seconds by name. What the
     two migrations come to is said, since it is often too little to see. Raises ``ConfigError`` where nothing was

@@ -1,4 +1,4 @@
-"""TriInfer's Algorithm 2 (000, section 4.4), by the numbers of its lines; made precise where the paper leaves it open.
+"""Algorithm 2 (TriInfer 4.4), by the numbers of its lines; made precise where the paper leaves it open.
 
 1. ``workload``: lines 1 to 5. 2. ``profiled``: lines 6 to 11. 3. ``partition``: line 12. 4. ``deployments``: lines 14
 to 16. 5. ``best_of``: lines 13 and 17 to 23. Nothing is simulated here: what replays a trace is given.

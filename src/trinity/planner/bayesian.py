@@ -1,4 +1,4 @@
-"""Bayesian search of EPDServe's wider space (002, 3.2.3 and appendix D): objective f - beta * cost, through Optuna."""
+"""Bayesian search of a wider space (EPDServe 3.2.3 and appendix D): objective f - beta * cost, through Optuna."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knobs of the runtime beside a placement (EPDServe 002, 3.2.3 and appendix D): batch limits, queues, reservation."""
+"""Knobs of the runtime beside a placement (EPDServe 3.2.3 and appendix D): batch limits, queues, reservation."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def throughput(replay: Replay, deployment: Deployment) -> float:
 
 
 def effective(slo: SLO, rule: Rule) -> Scored:
-    """Tokens a second and device of the requests that are in time (EPD-Serve 003, table 5)."""
+    """Tokens a second and device of the requests that are in time (EPD-Serve table 5)."""
 
     def scored(replay: Replay, deployment: Deployment) -> float:
         tokens = sum(_tokens(each) for each in replay.outcomes if slo.met(each, rule))

@@ -1,4 +1,4 @@
-"""The invariants of the cores (design.md, section 1) as observers of whatever drives them.
+"""The invariants of the cores (the rules of trinity.core) as observers of whatever drives them.
 
 ``Bookkeeping`` recounts what every core remembers, ``Conversation`` follows the messages, ``Shadow`` the content of
 every block. Each raises ``AssertionError`` in plain words.

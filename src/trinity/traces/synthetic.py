@@ -61,7 +61,7 @@ def synthesise(
     arrivals: Trace | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Requests like a dataset's (TriInfer, section 5.1), equal for equal seeds.
+    """Requests like a dataset's (TriInfer 5.1), equal for equal seeds.
 
     ``visual_tokens(width, height)`` is the model's rule. They arrive at ``rate`` a second, as a Poisson process or,
     with ``arrivals``, at that trace's time stamps: from its start again where it has too few, and scaled to ``rate``
