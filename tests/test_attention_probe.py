@@ -114,7 +114,7 @@ def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention_backends, "find_spec", lambda name: None)
     monkeypatch.setattr(attention_flash, "varlen_takes_tables", lambda: False)
     for name, why in {
-        "triton": r"triton is not installed: pip install 'trinity\[cuda\]'",
+        "triton": r"triton is not installed: pip install 'trinity-epd\[cuda\]'",
         "varlen": "takes a block table from torch 2.12 on",
         "flash": "the package flash-attn is not installed",
         "native": "it is a kernel for CPUs",

@@ -166,5 +166,5 @@ def test_a_reservation_that_is_none_is_refused() -> None:
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'trinity\[plan\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-epd\[plan\]'"):
         planner(2, Space(trials=2)).plan(trace())

@@ -32,7 +32,7 @@ def test_a_stage_saturates_where_more_only_takes_longer() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_stage_and_a_curve_for_each_dtype() -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity[plot]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
     from trinity.pictures.costs import saturation as drawing
 
     picture = drawing(CURVES, "A note.")
@@ -73,7 +73,7 @@ def test_no_step_begins_after_the_time_and_every_stage_comes_before_a_larger_bat
 
 @pytest.mark.slow
 def test_saturation_runs_and_leaves_its_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity[plot]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
     made = saturation.run(Setting(quick=True, checkpoint=checkpoint, kept=tmp_path))
     assert all(len(cells) == len(table.header) for table in made.tables for cells in table.rows)
     assert [list(each) for each in made.values["seconds"].values()] == [["float32", "bfloat16"]] * 3

@@ -17,7 +17,7 @@ from trinity.planner import Candidate
 from trinity.planner.candidates import placements
 from trinity.trace import SLO
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity[plot]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
 
 from trinity import pictures
 
@@ -235,7 +235,7 @@ def test_time_at_work_is_stacked_by_stage() -> None:
 def test_without_matplotlib_a_typed_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda: pictures.attainment({}), lambda: pictures.ratios(plan()), lambda: pictures.best_method([])):
-        with pytest.raises(ConfigError, match=r"pip install 'trinity\[plot\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'trinity-epd\[plot\]'"):
             draw()
 
 

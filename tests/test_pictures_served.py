@@ -16,7 +16,7 @@ from trinity.simulator import Replay
 from trinity.timeline import Slice, Timeline
 from trinity.trace import SLO, Trace
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity[plot]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
 
 from trinity import pictures
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import trinity
+from trinity.errors import DISTRIBUTION
 
 HEAVY = ["torch", "transformers", "numpy", "anyio", "asyncio", "PIL", "msgspec"]
 SOURCE = Path(trinity.__file__).read_text(encoding="utf-8")
@@ -71,4 +72,4 @@ def test_an_unknown_name_is_refused_with_a_near_one() -> None:
 
 
 def test_the_installed_version_is_the_sources() -> None:
-    assert version("trinity") == trinity.__version__
+    assert version(DISTRIBUTION) == trinity.__version__

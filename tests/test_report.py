@@ -17,7 +17,7 @@ from planning import BEST, plan
 from trinity.errors import ConfigError
 from trinity.trace import SLO
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity[plot]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
 
 from trinity import report
 

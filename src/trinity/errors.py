@@ -32,6 +32,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+DISTRIBUTION = "trinity-epd"  # on the package index, where `trinity` is another project
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an extra, for messages that name what is missing: ``pip install 'trinity-epd[plot]'``."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
 
 class TrinityError(Exception):
     """Base of every error that trinity raises on purpose. All can be pickled, so that they come back from a process."""

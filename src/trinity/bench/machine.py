@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trinity.errors import DISTRIBUTION
+
 ROOT = Path(__file__).resolve().parents[3]
 FOREIGN = 0.10  # share of the machine that others may take before a wall time no longer counts
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -80,7 +82,8 @@ def facts() -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")},
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("trinity", "torch", "transformers")},
+        "trinity": _version(DISTRIBUTION),
+        **{name: _version(name) for name in ("torch", "transformers")},
         "git": commit(),
     }
 

@@ -9,7 +9,7 @@ from io import BytesIO
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def _styled() -> AbstractContextManager[None]:
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'trinity[plot]'") from error
+        raise ConfigError(f"pictures need matplotlib: {pip_install('plot')}") from error
     return rc_context(_STYLE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, pip_install
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import partition
 from trinity.planner.candidates import Deployment
@@ -41,7 +41,7 @@ def _optuna() -> Any:
     try:
         return import_module("optuna")
     except ImportError as error:
-        raise ConfigError("strategy 'bayesian' needs Optuna: pip install 'trinity[plan]'") from error
+        raise ConfigError(f"strategy 'bayesian' needs Optuna: {pip_install('plan')}") from error
 
 
 def _starts(case: Case, space: Space) -> list[dict[str, Any]]:

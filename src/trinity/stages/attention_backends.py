@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trinity import native
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import ConfigError, UnknownName, pip_install
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +131,7 @@ def _gpu_lacks(kind: CacheKind) -> str | None:
 
 
 def _triton_lacks(kind: CacheKind) -> str | None:
-    return None if find_spec("triton") else "triton is not installed: pip install 'trinity[cuda]'"
+    return None if find_spec("triton") else f"triton is not installed: {pip_install('cuda')}"
 
 
 def _triton(kind: CacheKind) -> AttentionBackend:
