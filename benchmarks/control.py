@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting, prompt_of
+from trinity.emulated_cost import LinearCost
 from trinity.messages import Release
 from trinity.metrics import percentile
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
 from trinity.transport.channel import Address, Channel, connect, listen

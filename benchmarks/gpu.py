@@ -25,8 +25,9 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity.cost import Device, Roofline
 from trinity.errors import TrinityError
+from trinity.host import Loaded
 from trinity.hosting import Deployment, load, make_processor
-from trinity.instance import Instance, Loaded
+from trinity.instance import Instance
 from trinity.model_config import read
 from trinity.profile import Probe
 from trinity.stages.attention_backends import BACKENDS, CacheKind, runs

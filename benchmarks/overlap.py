@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_of
 from trinity.budget import Budgets
+from trinity.emulated_cost import LinearCost
 from trinity.overlap import KvMode, Transfers
-from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.processes import kept_launcher
 from trinity.request import Output, Request, Sampling

@@ -20,9 +20,10 @@ from benchmarks.setting import Setting
 from trinity import traces
 from trinity.cluster import Cluster
 from trinity.core.settings import RESERVATIONS, Reservation
+from trinity.emulated_cost import LinearCost
 from trinity.errors import TraceTooShort
 from trinity.goodput import Serve, goodput
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.scheduler import Order, Policy, Rules
 from trinity.simulator import Simulator

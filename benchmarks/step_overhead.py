@@ -22,10 +22,12 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ForeignLoad, Setting, calm, disturbed, prompt_of
 from trinity.core import InstanceCore
 from trinity.core.state import Settings
-from trinity.instance import Instance, InstanceHost, StageSetup
+from trinity.host import InstanceHost
+from trinity.instance import Instance
 from trinity.messages import KV, Emit, Open, Sampled, Step, Stepped, Submit, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
+from trinity.stages.base import StageSetup
 
 PARTS = ("model", "stage", "lane", "core", "core_thread", "loop")
 SHELL = ("lane", "core", "core_thread")  # core and scheduler, and what carries their events and commands

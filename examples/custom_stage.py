@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import trinity
-from trinity.instance import StageSetup
 from trinity.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.stages.base import StageSetup
 
 PHOTO = Path(__file__).parent / "photos" / "cat.jpg"
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from checkpoint_fixtures import checkpoint
-from trinity.instance import Instance, InstanceHost
+from trinity.host import InstanceHost
+from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle

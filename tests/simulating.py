@@ -8,7 +8,7 @@ from typing import Any
 from trinity.budget import Budgets
 from trinity.cluster import Cluster
 from trinity.cost import Link
-from trinity.paced import LinearCost
+from trinity.emulated_cost import LinearCost
 from trinity.simulator import Simulator
 from trinity.trace import SLO, Trace, TraceImage, TraceRow
 

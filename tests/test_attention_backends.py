@@ -12,8 +12,8 @@ from checkpoint_fixtures import checkpoint
 from trinity import Instance, native
 from trinity.connector import Connector
 from trinity.errors import ConfigError, UnknownName
+from trinity.host import Loaded
 from trinity.hosting import Deployment, load
-from trinity.instance import Loaded
 from trinity.processes import setup_for
 from trinity.stages import attention_backends
 from trinity.stages.attention_backends import BACKENDS, Backend, CacheKind, choose, runs

@@ -11,9 +11,10 @@ import pytest
 
 from trinity.auto import CACHE_BYTES, Auto, automatic
 from trinity.cost import DEVICES, Roofline, Tables
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError, TraceError
 from trinity.model_shapes import MODELS
-from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.trace import SLO, Trace, TraceImage, TraceRow
 

@@ -13,9 +13,10 @@ import pytest
 
 from trinity.core import InstanceCore
 from trinity.core_thread import CoreThread, Stop
+from trinity.emulated_cost import LinearCost
 from trinity.lane import Lane
 from trinity.messages import Cancel, Close, Encode, MediaSpan, Prefill, Sampled, Step, Tick, Value
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced
+from trinity.paced import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
 from trinity.timeline import Timeline
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from trinity.budget import StepCost
 from trinity.cost import DEVICES, LINKS, Device, Link, Roofline, Tables, device
+from trinity.emulated_cost import TableCost
 from trinity.errors import ConfigError, UnknownName
 from trinity.model_shapes import MODELS, Layers, Model, Vision, model
 from trinity.paced import LLAVA_15_7B as PACED
-from trinity.paced import Paced, TableCost
+from trinity.paced import Paced
 from trinity.scheduler import StepTime
 
 SLOW = Device(

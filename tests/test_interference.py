@@ -14,11 +14,13 @@ from checkpoint_fixtures import checkpoint
 from trinity.budget import BudgetCache, Budgets, StepCost, predicted_budgets, search_budget
 from trinity.cluster import Cluster
 from trinity.cost import Roofline, Tables, device, interference_of
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError, TrinityWarning
+from trinity.host import Loaded
 from trinity.hosting import Deployment, load
-from trinity.instance import Instance, Loaded, named
+from trinity.instance import Instance, named
 from trinity.model_shapes import model as model_named
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced
+from trinity.paced import LLAVA_15_7B, Paced
 from trinity.processor import RequestProcessor
 from trinity.profile import Probe, paced_budgets, profile_budgets, profile_tables
 from trinity.profile_lanes import LaneThreads, interference

@@ -16,11 +16,10 @@ from test_graphs import StaticTorch, graphs
 from test_language import PROMPT, Solo, work
 from trinity import Instance, Pipeline, Request
 from trinity.errors import StageError
-from trinity.instance import StageSetup
 from trinity.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.request import Sampling
 from trinity.stages import decode_graphs
-from trinity.stages.base import Launching, Pending
+from trinity.stages.base import Launching, Pending, StageSetup
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
 from trinity.stages.launches import DeviceTokens, Done, Launch

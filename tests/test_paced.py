@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from trinity.emulated_cost import LinearCost
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, StageError
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
-from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.paced_content import expected_tokens, features, identities, prefix_words, prompt_ids
 from trinity.processor_paced import PacedProcessor
 from trinity.request import Request, Sampling

@@ -9,10 +9,11 @@ import pytest
 
 from trinity.budget import StepCost
 from trinity.cost import Roofline, Tables, device
+from trinity.emulated_cost import LinearCost, TableCost
 from trinity.errors import ConfigError
 from trinity.messages import IMAGE, KV
 from trinity.model_shapes import model as model_shape
-from trinity.paced import LLAVA_15_7B, LinearCost, ModelShape, Paced, TableCost
+from trinity.paced import LLAVA_15_7B, ModelShape, Paced
 from trinity.visual_tokens import as_described, described, fixed
 
 LLAVA = model_shape("llava-1.5-7b")

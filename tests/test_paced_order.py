@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from trinity.emulated_cost import LinearCost
 from trinity.messages import Offer, PeerUp, Value, Work
 from trinity.overlap import Transfers
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.paced_content import expected_tokens
 from trinity.pipeline import Pipeline
 from trinity.processor_paced import PacedProcessor

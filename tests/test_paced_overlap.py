@@ -11,10 +11,10 @@ import pytest
 
 from test_paced import HEIGHT, SOURCE, Site, work_of
 from test_paced_serving import MODEL, POOLS, asked, check, serve
+from trinity.emulated_cost import LinearCost
 from trinity.errors import StageError
 from trinity.messages import KV, Open, Prefill, Step
 from trinity.overlap import Transfers
-from trinity.paced import LinearCost
 from trinity.pipeline import Pipeline
 from trinity.scheduler import Rules
 from trinity.stages.base import Reporting

@@ -18,10 +18,12 @@ from attaching import SECRET, by_hand, tcp
 from checkpoint_fixtures import checkpoint
 from examples import paced as example
 from trinity.budget import StepCost
+from trinity.emulated_cost import LinearCost, TableCost
 from trinity.errors import ConfigError, MigrationError, RequestError, StageError
-from trinity.instance import Instance, InstanceHost
+from trinity.host import InstanceHost
+from trinity.instance import Instance
 from trinity.launching import Launcher
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest, TableCost
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.paced_content import expected_tokens
 from trinity.pipeline import Pipeline
 from trinity.processes import kept_launcher

@@ -17,13 +17,14 @@ from attaching import by_hand, pipeline, request, tcp
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import all_tokens, good_ones, serving, threads_of
 from trinity import pinning
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError
-from trinity.instance import Instance
+from trinity.instance import Instance, check_form, shares
 from trinity.lane import Lane
 from trinity.launching import Launcher, kept_launcher
 from trinity.messages import Open, Sampled, Step, Stepped
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
-from trinity.pinning import check_form, check_there, pinned_process, shares
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
+from trinity.pinning import check_there, pinned_process
 from trinity.pipeline import Pipeline
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline

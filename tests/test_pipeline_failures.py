@@ -22,11 +22,11 @@ from trinity.errors import (
     TransferTimeout,
     TransportError,
 )
-from trinity.instance import Instance, StageFactory, StageSetup
+from trinity.instance import Instance
 from trinity.memory import BlockMemory
 from trinity.messages import IMAGE, KV, Open, Sampled, Step
 from trinity.pipeline import Pipeline
-from trinity.stages.base import Stage
+from trinity.stages.base import Stage, StageFactory, StageSetup
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.testing.transports import WrappedTransport

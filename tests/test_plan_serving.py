@@ -10,8 +10,9 @@ import pytest
 
 from planning import BEST, plan
 from trinity.budget import Budgets
+from trinity.emulated_cost import LinearCost
 from trinity.errors import UnknownName
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.planned import KNOBS
 from trinity.planner import Plan, Space

@@ -13,10 +13,11 @@ from checkpoint_fixtures import checkpoint
 from planning import BEST, plan
 from trinity.budget import Budgets
 from trinity.connector import Connector
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError, UnknownName
 from trinity.hosting import Deployment, load
 from trinity.instance import Instance
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced
+from trinity.paced import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.planned import InstanceOptions, placed

@@ -14,8 +14,9 @@ from checkpoint_fixtures import checkpoint
 from trinity import hosting
 from trinity.budget import MOST_ROWS, BudgetCache, Budgets
 from trinity.errors import TrinityWarning
+from trinity.host import Loaded
 from trinity.hosting import Deployment, load
-from trinity.instance import Instance, Loaded, named
+from trinity.instance import Instance, named
 from trinity.messages import KV, Open, Sampled, Step
 from trinity.processor import RequestProcessor
 from trinity.profile import Probe, profile_budgets

@@ -11,11 +11,13 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import all_tokens, good_ones, serving
 from trinity.cost import Tables
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ClosedError, ConfigError
+from trinity.host import Loaded
 from trinity.hosting import Deployment, load
-from trinity.instance import Instance, Loaded, named
+from trinity.instance import Instance, named
 from trinity.messages import KV, Open, Sampled, Step
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced
+from trinity.paced import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
 from trinity.processor import RequestProcessor
 from trinity.profile import Probe, Together, profile_tables

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 import trinity.replay
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
-from trinity.paced import LinearCost, ModelShape, Paced, PacedRequest
+from trinity.paced import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.replay import live_goodput, measure_candidates, replay
 from trinity.request import Request

@@ -6,9 +6,9 @@ import pytest
 
 from simulating import BUDGETS, COST, IMAGE_BLOCK, KV_BLOCK, MESSAGE_S, row, served, simulator
 from trinity.cluster import Cluster
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError, PlacementError, TraceError, UnknownName
 from trinity.goodput import goodput, measure
-from trinity.paced import LinearCost
 from trinity.simulator import Simulator
 from trinity.trace import SLO, Trace, TraceImage, TraceRow
 

@@ -7,10 +7,10 @@ import pytest
 from simulating import LINK, MESSAGE_S, row, served, simulator
 from trinity.cluster import Cluster
 from trinity.cost import DEVICES, Link, Roofline
+from trinity.emulated_cost import LinearCost
 from trinity.errors import ConfigError
 from trinity.model_shapes import model
 from trinity.overlap import Transfers
-from trinity.paced import LinearCost
 from trinity.simulator import Simulator
 from trinity.timeline import Timeline
 from trinity.trace import SLO, Trace

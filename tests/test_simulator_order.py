@@ -12,9 +12,10 @@ from simulating import simulator
 from trinity.budget import Budgets
 from trinity.cluster import Cluster
 from trinity.cost import Link
+from trinity.emulated_cost import LinearCost
 from trinity.messages import MediaSpan, PeerLoad, PeerUp, Sampled, Tick, Value, Work
 from trinity.overlap import Transfers
-from trinity.paced import LLAVA_15_7B, LinearCost, Paced, PacedRequest
+from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of

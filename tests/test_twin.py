@@ -18,10 +18,10 @@ from trinity import twin
 from trinity.cluster import Cluster
 from trinity.core.settings import Reservation, Settings
 from trinity.cost import Link
+from trinity.emulated_cost import LinearCost
 from trinity.goodput import Outcome
 from trinity.messages import MediaSpan, Work
 from trinity.overlap import Transfers
-from trinity.paced import LinearCost
 from trinity.routing import LeastLoaded, RandomChoice, RoundRobin
 from trinity.scheduler import Rules
 from trinity.testing.virtual import settings_of

@@ -15,6 +15,7 @@ from trinity.budget import StepCost
 from trinity.cluster import Cluster
 from trinity.core.settings import RESERVATIONS, Reservation, Settings
 from trinity.cost import Cost, Device, Link, Roofline, Tables
+from trinity.emulated_cost import LinearCost
 from trinity.frontend import Abort, Deliver, End
 from trinity.messages import (
     FRONTEND,
@@ -40,7 +41,6 @@ from trinity.messages import (
 )
 from trinity.model_shapes import Model, model
 from trinity.overlap import Transfers
-from trinity.paced import LinearCost
 from trinity.routing import RoundRobin
 from trinity.scheduler import Policy, Rules
 from trinity.simulated import STOP, Simulated

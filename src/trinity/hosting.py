@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trinity.budget import Budgets
 from trinity.cost import Tables
 from trinity.errors import ConfigError
-from trinity.instance import Instance, InstanceHost, Loaded, Network, block_shapes, build
+from trinity.host import InstanceHost, Loaded, Network, block_shapes, build
+from trinity.instance import Instance
 from trinity.media import Limits
 from trinity.messages import IMAGE, KV
 from trinity.overlap import Transfers

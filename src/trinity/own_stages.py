@@ -9,7 +9,8 @@ from trinity.plugins import find
 from trinity.stages.base import Growing, Stage
 
 if TYPE_CHECKING:
-    from trinity.instance import Instance, StageFactory, StageSetup
+    from trinity.instance import Instance
+    from trinity.stages.base import StageFactory, StageSetup
 
 
 def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""Processors that threads are kept on: which an instance may use, how its lanes share them, and its whole process."""
+"""Processors that threads are kept on: an instance's lanes, or its whole process."""
 
 from __future__ import annotations
 
@@ -10,32 +10,6 @@ from pathlib import Path
 from trinity.errors import ConfigError
 
 THREADS = Path("/proc/self/task")
-
-
-def check_form(cores: Sequence[int], lanes: int, threads: int) -> tuple[int, ...]:
-    """Cores as they may be given: numbers, none twice, that lanes can share, one for each intra-op thread of a lane.
-
-    Raises ``ConfigError``. Whether this machine has them is for ``check_there`` to say, where the instance runs.
-    """
-    given = tuple(cores)
-    if not all(type(core) is int and core >= 0 for core in given) or len(set(given)) < len(given):
-        raise ConfigError(f"cores are numbers of processors, each named once, such as cores=(0, 1); got {cores!r}")
-    if len(given) > 1 and len(given) % lanes:
-        raise ConfigError(f"{lanes} lanes cannot share {len(given)} cores: give one for all, or as many for each")
-    if given and threads > len(shares(given, lanes)[0]):
-        raise ConfigError(
-            f"{threads} intra-op threads of a lane do not fit on {len(shares(given, lanes)[0])} core(s), where they "
-            "would wait for each other: give more cores or fewer threads"
-        )
-    return given
-
-
-def shares(cores: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
-    """The cores of each lane: the only one is for all, others are dealt out in their order, as many to each."""
-    if len(cores) <= 1:
-        return [tuple(cores)] * lanes
-    each = len(cores) // lanes
-    return [tuple(cores[at : at + each]) for at in range(0, each * lanes, each)]
 
 
 def check_there(cores: Sequence[int], name: str) -> None:

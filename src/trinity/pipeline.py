@@ -15,8 +15,9 @@ from trinity.connector import Connector, choice, make_connector
 from trinity.cost import Cost, Tables
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.frontend import Abort, Deliver, End, FrontendCore
+from trinity.host import InstanceHost
 from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, profiled
-from trinity.instance import Instance, InstanceHost, named
+from trinity.instance import Instance, named
 from trinity.instance_process import InstanceProcess
 from trinity.integrity import Verify
 from trinity.messages import Failure, PeerLoad, PeerLost, PeerUp, Send, Submit, Tick, Value

@@ -29,7 +29,8 @@ from trinity.budget import (
 )
 from trinity.cost import Tables
 from trinity.errors import TrinityWarning
-from trinity.instance import Instance, Loaded
+from trinity.host import Loaded
+from trinity.instance import Instance
 from trinity.lane_stream import LaneStream
 from trinity.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
 from trinity.paced import Paced

@@ -11,8 +11,9 @@ from statistics import median
 from typing import TypeVar
 
 from trinity.core.lanes import LANES
+from trinity.instance import shares
 from trinity.lane_stream import LaneStream, stream_for
-from trinity.pinning import pin_thread, shares
+from trinity.pinning import pin_thread
 
 T = TypeVar("T")
 ROUNDS = 3  # of steps alone and steps beside the other lane, in turns

@@ -18,8 +18,9 @@ import msgspec
 
 from trinity.connector import Connector
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportError, TrinityError
+from trinity.host import InstanceHost, Loaded
 from trinity.hosting import Deployment, config_digest, load
-from trinity.instance import Instance, InstanceHost, Loaded
+from trinity.instance import Instance
 from trinity.memory import BlockMemory
 from trinity.messages import PeerLost as PeerGone
 from trinity.messages import Value

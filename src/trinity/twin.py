@@ -18,10 +18,10 @@ from trinity.budget import StepCost
 from trinity.cluster import Cluster
 from trinity.core.state import Settings
 from trinity.cost import Roofline, Tables
+from trinity.emulated_cost import LinearCost, TableCost
 from trinity.messages import IMAGE, KV
 from trinity.model_shapes import Model
 from trinity.native import extension
-from trinity.paced import LinearCost, TableCost
 from trinity.routing import RoundRobin, RoutingPolicy, number_of
 from trinity.scheduler import Rules, StepTime
 from trinity.trace import SLO

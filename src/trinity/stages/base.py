@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from trinity.messages import Grow, Open, Sampled, Step
+from trinity.stages.attention_backends import AUTO
+
+if TYPE_CHECKING:
+    from trinity.memory import BlockMemory
+    from trinity.stages.models import LoadedModel
 
 
 @runtime_checkable
@@ -88,3 +94,17 @@ class Launching(Protocol):
     def launch(self, step: Step) -> Pending:
         """Begin what ``forward`` does. May raise as that does; then nothing was begun."""
         ...
+
+
+@dataclass(frozen=True)
+class StageSetup:
+    """What a stage is made from: the loaded weights, the instance's roles and its block memory by kind."""
+
+    roles: str
+    model: LoadedModel
+    memory: Mapping[str, BlockMemory]
+    observe: Callable[..., None] | None = None
+    attention: str = AUTO
+
+
+StageFactory = Callable[[StageSetup], Stage]
