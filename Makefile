@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.
 	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu13
-	@$(PY) -c 'from trinity import native; native.available() or print("no native code:", native.describe())'
+	@$(PY) -c 'from trinity.memory import native; native.available() or print("no native code:", native.describe())'
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt ucxx-cu13
 	@touch $@
 
@@ -76,7 +76,7 @@ asan: $(STAMP)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \
 		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
-	$(SANITIZED) $(PY) -c 'import sys, trinity.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
+	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
 	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/test_native.py tests/test_twin.py $(ARGS)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).

@@ -37,20 +37,20 @@ from benchmarks.live import (
 )
 from benchmarks.report import Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
-from trinity.budget import Budgets, predicted_budgets
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline, Tables
-from trinity.hosting import Deployment, load, make_processor
+from trinity.core.scheduler import Rules, latency_bound
+from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_config import read
+from trinity.costs.model_shape import model as model_named
+from trinity.costs.step_cost import DEVICES, Roofline, Tables
+from trinity.emulation.paced_model import ModelShape, Paced
 from trinity.instance import Instance, named
-from trinity.model_config import read
-from trinity.model_shapes import model as model_named
-from trinity.paced import ModelShape, Paced
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
-from trinity.profile import profile_tables
-from trinity.scheduler import Rules, latency_bound
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.profiler import profile_tables
 from trinity.traces.synthetic import synthesise
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 DISAGGREGATED = ("EP+D", "ED+P", "PD+E")  # every method of two instances but two of EPD
 EVEN = "E+P+D"

@@ -26,8 +26,8 @@ class Decode:
     def __init__(self, dtype: Any, blocks: int, layers: int) -> None:
         import torch
 
-        from trinity.stages.attention_native import NativeAttention
-        from trinity.stages.attention_torch import TorchAttention
+        from trinity.stages.attention.native import NativeAttention
+        from trinity.stages.attention.torch_reference import TorchAttention
 
         self.dtype, self.layers = dtype, layers
         self.cache = torch.empty(blocks, layers, 2, KV_HEADS, HEIGHT, WIDTH, dtype=dtype)
@@ -42,7 +42,7 @@ class Decode:
         import numpy as np
         import torch
 
-        from trinity.stages.attention import PagedRows
+        from trinity.stages.attention.interface import PagedRows
 
         tables = np.random.default_rng(batch).permutation(len(self.cache))[: batch * context // HEIGHT]
         tables = tables.reshape(batch, -1).astype(np.int64)
@@ -53,7 +53,7 @@ class Decode:
         return rows, (query, key, value)
 
     def step(self, way: str, rows: Any, qkv: tuple[Any, Any, Any]) -> Any:
-        from trinity.stages.attention import LayerAsk
+        from trinity.stages.attention.interface import LayerAsk
 
         for layer in range(self.layers):
             seen = self.backends[way].attend(rows, self.cache, qkv, LayerAsk(layer, WIDTH**-0.5))
@@ -64,7 +64,7 @@ def run(setting: Setting) -> Result:
     """Raises ``ConfigError`` where the extension has no attention."""
     import torch
 
-    from trinity.stages.attention_backends import CacheKind, runs
+    from trinity.stages.attention.backends import CacheKind, runs
 
     runs("native", CacheKind((LAYERS, 2, KV_HEADS, HEIGHT, WIDTH), torch.float32, torch.device("cpu")))
     batches, contexts, layers = ((1, 16), (64,), 2) if setting.quick else (BATCHES, CONTEXTS, LAYERS)

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from trinity.cluster import Cluster
-from trinity.cost import Roofline
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import model as model_named
+from trinity.costs.step_cost import Roofline
 from trinity.errors import TraceTooShort
-from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, TOLERANCE, Outcome, goodput
-from trinity.model_shapes import Model
-from trinity.model_shapes import model as model_named
 from trinity.placement import Placement
 from trinity.planner.bounds import Bounds, Kind
 from trinity.planner.candidates import Deployment
-from trinity.simulator import Replay, Simulator
-from trinity.trace import SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, TOLERANCE, Outcome, goodput
+from trinity.traces.trace import SLO, Rule, Trace, TraceImage, TraceRow
 
 Found = TypeVar("Found")
 Traces = Callable[[int], Trace]  # so many requests

@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting, prompt_of
-from trinity.emulated_cost import LinearCost
-from trinity.messages import Release
+from trinity.core.messages import Release
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.metrics import percentile
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
+from trinity.remote.channel import Address, Channel, connect, listen
+from trinity.remote.wire import Hello, decode, encode
 from trinity.request import Output, Request, Sampling
-from trinity.transport.channel import Address, Channel, connect, listen
-from trinity.transport.wire import Hello, decode, encode
 
 SECRET = b"a benchmark has no secrets to hide"
 HOP_AIM_S, SHARE_AIM = 150e-6, 0.01
@@ -89,7 +89,7 @@ async def paced(scale: float, connector: str, repeats: int) -> dict[str, list[fl
 
 async def shares(setting: Setting, repeats: int) -> list[float]:
     """Migrations' share of the latency of a request of 64 tokens."""
-    from trinity.processor import RequestProcessor
+    from trinity.preprocess.processor import RequestProcessor
 
     model = setting.pick("llava-110m", "llava")
     tokenizer = (await asyncio.to_thread(RequestProcessor, model)).tokenizer

@@ -29,11 +29,11 @@ from benchmarks.live import (
 )
 from benchmarks.report import Result, Table
 from benchmarks.setting import FOREIGN, Setting, disturbed
-from trinity.hosting import Deployment, load, make_processor
+from trinity.costs.model_config import read
 from trinity.instance import Instance, named
-from trinity.model_config import read
-from trinity.profile import Probe
-from trinity.profile_lanes import Timed, busy
+from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.profiler import Probe
+from trinity.runtime.profiler_lanes import Timed, busy
 
 DUAL = ("vision", "language")
 OUTPUTS, SHARES, ROUNDS = 24, (0.5, 0.8), 2  # shares of what the sequential instance does of a burst

@@ -21,19 +21,19 @@ from benchmarks.fidelity_host import Host, calibrated
 from benchmarks.fidelity_seen import Load, Row, seen
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
-from trinity.budget import Budgets, predicted_budgets
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline
-from trinity.goodput import Goodput, Options, goodput
-from trinity.model_shapes import model
-from trinity.paced import ModelShape, Paced, PacedRequest
+from trinity.bench.live_replay import live_goodput, replay
+from trinity.core.scheduler import latency_bound
+from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import DEVICES, Roofline
+from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.replay import live_goodput, replay
-from trinity.scheduler import latency_bound
-from trinity.simulator import Simulator
-from trinity.trace import SLO, Trace
+from trinity.simulation.simulator import Simulator
+from trinity.traces.goodput import Goodput, Options, goodput
 from trinity.traces.synthetic import Dataset, synthesise
+from trinity.traces.trace import SLO, Trace
 
 PLACEMENTS = ("2EPD", "1EP1D", "1ED1P", "1PD2E", "1E2P1D")  # every method, N = 2 to 4
 SHARES = (0.6, 0.75, 0.9)  # of the simulated goodput

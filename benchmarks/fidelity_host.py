@@ -8,12 +8,12 @@ from statistics import median
 
 import msgspec
 
-from trinity.budget import StepCost
-from trinity.cost import Link, Tables
+from trinity.bench.live_replay import RequestOf
+from trinity.costs.budgets import StepCost
+from trinity.costs.step_cost import Link, Tables
 from trinity.pipeline import Pipeline
-from trinity.replay import RequestOf
 from trinity.request import Output
-from trinity.trace import Served, Trace
+from trinity.traces.trace import Served, Trace
 
 APART_MS = 1e5  # between simulated requests of which each is to be alone
 PROBE_S = 1e-3  # of a message, to see what it does to a simulated TTFT

@@ -21,19 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.fidelity_host import Host, calibrated, slower
 from benchmarks.fidelity_seen import Load, Seen, seen
 from benchmarks.setting import ROOT, ForeignLoad, Setting
-from trinity import model_config
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.cost import Device, Tables
-from trinity.goodput import Options, goodput
-from trinity.hosting import Deployment, make_processor, profiled
+from trinity.bench.live_replay import replay
+from trinity.bench.lookalike import Lookalikes
+from trinity.costs import model_config
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.step_cost import Device, Tables
 from trinity.instance import Instance, named
-from trinity.lookalike import Lookalikes
-from trinity.model_shapes import Model
 from trinity.pipeline import Pipeline
-from trinity.replay import replay
-from trinity.simulator import Simulator
-from trinity.trace import SLO, Served, Trace, TraceImage, TraceRow
+from trinity.runtime.loading import Deployment, make_processor, profiled
+from trinity.simulation.simulator import Simulator
+from trinity.traces.goodput import Options, goodput
+from trinity.traces.trace import SLO, Served, Trace, TraceImage, TraceRow
 
 PLACEMENT = "1EP1D"
 SHARES = (0.6, 0.75, 0.9)

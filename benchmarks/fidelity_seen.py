@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from trinity.metrics import percentile
-from trinity.trace import COMPLETE, SLO, Served, attainment
+from trinity.traces.trace import COMPLETE, SLO, Served, attainment
 
 PERCENTS = (50, 90, 99)
 METRICS = tuple((name, percent) for name in ("TTFT", "TPOT") for percent in PERCENTS)

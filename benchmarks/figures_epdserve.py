@@ -24,12 +24,12 @@ from benchmarks.claims import (
     mean_ttft,
     replayed,
 )
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.model_shapes import model as model_named
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import model as model_named
 from trinity.planner.candidates import placements
-from trinity.scheduler import Rules
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 PHOTO = (4032, 3024)
 MINICPM = "minicpm-v-2.6"

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.claims import Claim, Scale, Shown, asked, listed, mean_tpot, mean_ttft, replayed
-from trinity import visual_tokens
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.cost import Device
-from trinity.model_shapes import Layers, Model, Vision
+from trinity.costs import visual_tokens
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Layers, Model, Vision
+from trinity.costs.step_cost import Device
 from trinity.placement import Placement
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 BESIDE: dict[str, Any] = {"lanes": ("vision", "language"), "interference": 1.5}
 TOGETHER: dict[str, Any] = {}

@@ -25,20 +25,20 @@ from benchmarks.claims import (
 )
 from benchmarks.ranking import MODELS, SETS, SETTINGS, slo_of
 from trinity import traces
-from trinity.cluster import Cluster
+from trinity.core.messages import IMAGE
+from trinity.core.scheduler import Rules
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import model as model_named
 from trinity.errors import TraceTooShort
-from trinity.messages import IMAGE
 from trinity.metrics import percentile
-from trinity.model_shapes import model as model_named
 from trinity.placement import Placement
 from trinity.planner.candidates import PAPER, placements
-from trinity.planner.case import Case, Question
 from trinity.planner.hardware import Hardware
+from trinity.planner.problem import Case, Question
 from trinity.planner.race import race
-from trinity.scheduler import Rules
-from trinity.simulator import Replay
+from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 NEXT, LLAVA, IMAGE_TOKENS = "llava-next-7b", "llava-1.5-7b", 576
 BASELINES = {"EPDServe": "4E8P20D", "DistServe": "12EP20D", "32 x EPD": "32EPD"}

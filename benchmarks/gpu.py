@@ -23,14 +23,14 @@ from benchmarks import gpu_moves, gpu_serving
 from benchmarks.gpu_model import folder, limits, random_weights
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
-from trinity.cost import Device, Roofline
+from trinity.costs.model_config import read
+from trinity.costs.step_cost import Device, Roofline
 from trinity.errors import TrinityError
-from trinity.host import Loaded
-from trinity.hosting import Deployment, load, make_processor
 from trinity.instance import Instance
-from trinity.model_config import read
-from trinity.profile import Probe
-from trinity.stages.attention_backends import BACKENDS, CacheKind, runs
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.profiler import Probe
+from trinity.stages.attention.backends import BACKENDS, CacheKind, runs
 from trinity.stages.base import Stage
 from trinity.stages.encode import FEW
 from trinity.stages.models import load_model

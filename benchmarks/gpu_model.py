@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from trinity.cost import Device
-from trinity.stages.attention import PAGED
+from trinity.costs.step_cost import Device
+from trinity.stages.attention.interface import PAGED
 from trinity.stages.models import loading
 from trinity.stages.models.checks import set_attention
 from trinity.stages.models.registry import adapter_for

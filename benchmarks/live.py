@@ -14,19 +14,19 @@ from typing import Any
 
 from benchmarks.setting import ForeignLoad
 from trinity import traces
-from trinity.budget import Budgets
+from trinity.bench.live_replay import replay
+from trinity.bench.lookalike import Lookalikes
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.emulation.paced_model import Paced
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
-from trinity.lookalike import Lookalikes
 from trinity.metrics import percentile
-from trinity.paced import Paced
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.processes import kept_launcher
-from trinity.replay import replay
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output
-from trinity.scheduler import Rules
-from trinity.trace import COMPLETE, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.trace import COMPLETE, SLO, Rule, Trace, TraceImage, TraceRow
 
 POOLS = {"image": 24, "kv": 800}
 PACED_POOLS = {"image": 64, "kv": 4096}

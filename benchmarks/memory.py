@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.report import Result, Table
 from benchmarks.setting import Setting
 from benchmarks.shapes import SHAPES
-from trinity.sizing import Capacity, ModelMemory, as_size, capacity
+from trinity.costs.pool_sizes import Capacity, ModelMemory, as_size, capacity
 
 ROLES = ("E", "P", "D", "EPD")
 KINDS = ("E", "P", "D", "PD", "EP", "EPD")

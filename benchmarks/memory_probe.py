@@ -37,10 +37,10 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     """Sizes in bytes: ``imported`` libraries only, ``loaded`` with weights and pools, ``worked`` after steps."""
     import torch
 
-    from trinity.hosting import Deployment, load
     from trinity.instance import Instance
-    from trinity.processor import RequestProcessor
-    from trinity.profile import Probe
+    from trinity.preprocess.processor import RequestProcessor
+    from trinity.runtime.loading import Deployment, load
+    from trinity.runtime.profiler import Probe
 
     torch.set_num_threads(1)
     processor = RequestProcessor(directory)

@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_of
-from trinity.budget import Budgets
-from trinity.emulated_cost import LinearCost
-from trinity.overlap import KvMode, Transfers
-from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
+from trinity.core.transfers import KvMode, Transfers
+from trinity.costs.budgets import Budgets
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.processes import kept_launcher
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
 
 MODES: tuple[KvMode, ...] = ("off", "layer", "grouped")

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from benchmarks.simpy_pipeline import Model
-from trinity import traces, twin
-from trinity.cluster import Cluster
+from trinity import traces
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import model as model_named
 from trinity.errors import TrinityError
-from trinity.model_shapes import model as model_named
 from trinity.planner import HybridPlanner
-from trinity.planner.case import Case, Question
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.simulator import Replay, Simulator
-from trinity.trace import SLO, Trace
+from trinity.planner.problem import Case, Question
+from trinity.simulation import compiled
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.traces.trace import SLO, Trace
 
 PLANNED, DEVICE, PLAN_SLO = "qwen2-vl-7b", "H100", SLO(2.0, 0.1)
 LARGE_SLO = SLO(0.5, 0.1)  # of N = 1,024: a longer TTFT needs more requests than a planner draws
@@ -123,7 +124,9 @@ def by_simpy(trace: Trace) -> tuple[float, float]:
 def speeds(requests: int, rounds: int) -> dict[str, Speed]:
     rule = model_named(SIMULATED).visual_tokens
     trace = traces.synthesise("TextCaps", requests, visual_tokens=rule, rate=RATE, seed=0)
-    found = {} if twin.missing() else {"compiled": fastest(lambda: by_simulator(trace, "compiled"), requests, rounds)}
+    found = (
+        {} if compiled.missing() else {"compiled": fastest(lambda: by_simulator(trace, "compiled"), requests, rounds)}
+    )
     return {
         **found,
         "Python core": fastest(lambda: by_simulator(trace, "python"), requests, rounds),

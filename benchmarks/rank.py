@@ -32,8 +32,8 @@ from trinity.planner.race import race
 
 PROCESSES = 2
 ORDER_SEED = 0
-SEARCH = ("trinity.planner.case", "trinity.planner.draw", "trinity.traces")
-CHOICE = ("trinity.planner.race", "trinity.planner.lacking")  # what no goodput hangs on
+SEARCH = ("trinity.planner.problem", "trinity.planner.resample", "trinity.traces")
+CHOICE = ("trinity.planner.race", "trinity.planner.pruning")  # what no goodput hangs on
 Job = tuple[Setup, Record | None]  # a case, and its goodputs where they are known
 
 

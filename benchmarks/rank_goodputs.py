@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from benchmarks.ranking import Setup
 from trinity import traces
+from trinity.costs.model_shape import model as model_named
 from trinity.errors import TraceTooShort
-from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS
-from trinity.model_shapes import model as model_named
-from trinity.planner.case import Case, Question
-from trinity.planner.draw import long_enough
-from trinity.planner.entries import Entry, exhaustive
 from trinity.planner.hardware import Hardware, cluster_of
+from trinity.planner.problem import Case, Question
+from trinity.planner.resample import long_enough
+from trinity.planner.search import Entry, exhaustive
 from trinity.planner.trials import Trials, rate_of, step_of
-from trinity.trace import Trace
 from trinity.traces import resampled
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS
+from trinity.traces.trace import Trace
 
 INSTANCES = 8
 PLAN_SEED, HELD_SEED = 1, 2

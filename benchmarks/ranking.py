@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 BAND = 0.02  # of the goodput: as far apart as two rates that a search tells from each other
 MODELS = ("qwen2-vl-7b", "llava-1.5-7b", "llava-next-7b")

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.cluster import Cluster
-from trinity.core.settings import RESERVATIONS, Reservation
-from trinity.emulated_cost import LinearCost
+from trinity.core.instance.settings import RESERVATIONS, Reservation
+from trinity.core.scheduler import Order, Policy, Rules
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import TraceTooShort
-from trinity.goodput import Serve, goodput
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.scheduler import Order, Policy, Rules
-from trinity.simulator import Simulator
+from trinity.simulation.simulator import Simulator
 from trinity.tables import percentile
-from trinity.trace import SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import Serve, goodput
+from trinity.traces.trace import SLO, Rule, Trace, TraceImage, TraceRow
 
 ASKED, USED = 2048, 100
 COST = LinearCost(step_s=0.008, decode_s=5e-5, prefill_s=1.5e-5, source="made up: steps of a 7B model on a fast device")

@@ -11,12 +11,12 @@ from statistics import median
 
 from benchmarks.report import Result, Table
 from benchmarks.setting import Setting
-from trinity.budget import StepCost
-from trinity.hosting import Deployment, load, make_processor
+from trinity.costs.budgets import StepCost
 from trinity.instance import Instance, named
-from trinity.pictures import saturation, svg
-from trinity.pictures.costs import ITEMS, TITLES
-from trinity.profile import Probe
+from trinity.report.plots import saturation, svg
+from trinity.report.plots.costs import ITEMS, TITLES
+from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.profiler import Probe
 
 Counts = Mapping[str, Sequence[int]]  # batches by stage
 DTYPES = ("float32", "bfloat16")

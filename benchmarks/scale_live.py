@@ -21,21 +21,21 @@ import msgspec
 from benchmarks.ranking import SETTINGS, slo_of
 from benchmarks.setting import ForeignLoad
 from trinity import traces
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Device, Roofline
+from trinity.bench.live_replay import replay
+from trinity.core.scheduler import Rules
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import DEVICES, Device, Roofline
+from trinity.emulation.content import expected_tokens
+from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
 from trinity.errors import TrinityWarning
-from trinity.goodput import SHARE, piles_up, point, steady_s
 from trinity.instance import Instance
 from trinity.metrics import percentile
-from trinity.model_shapes import model
-from trinity.paced import ModelShape, Paced, PacedRequest
-from trinity.paced_content import expected_tokens
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.replay import replay
-from trinity.scheduler import Rules
-from trinity.simulator import Simulator
-from trinity.trace import COMPLETE, SLO, Served, Trace
+from trinity.simulation.simulator import Simulator
+from trinity.traces.goodput import SHARE, piles_up, point, steady_s
+from trinity.traces.trace import COMPLETE, SLO, Served, Trace
 
 NAME = "llava-1.5-7b"
 MODEL = model(NAME)
@@ -44,7 +44,7 @@ PER_HOST = 8
 BUDGETED = 0.9  # of the TBT bound: a step that takes all of it is late by what this host adds
 SCALE = 2048.0  # smaller blocks: a word of 8 bytes for a token and layer
 UNSCHEDULED = Rules(policy="prefill_first", chunked=False, media_budget=False)  # no stage-level batching
-SOURCE = f"a roofline of {MODEL.name} on an {DEVICE.name} with the shares of its peaks that trinity.cost.Device assumes"
+SOURCE = f"a roofline of {MODEL.name} on an {DEVICE.name} with the shares of its peaks that trinity.Device assumes"
 PROBE_S = 0.02
 Record = dict[str, Any]
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from benchmarks import scale_live
 from benchmarks.claims import lengthened, more_than, nominal
 from benchmarks.scale_live import DEVICE, MODEL, PER_HOST, bounds, requests, simulator
-from trinity.cluster import Cluster
+from trinity.costs.cluster import Cluster
 from trinity.errors import TraceTooShort
-from trinity.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure
-from trinity.goodput import STEP as GOODPUT_STEP
 from trinity.planner.candidates import PAPER
-from trinity.planner.case import Case, Question
 from trinity.planner.hardware import Hardware
+from trinity.planner.problem import Case, Question
 from trinity.planner.race import race
-from trinity.simulator import Simulator
+from trinity.simulation.simulator import Simulator
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure
+from trinity.traces.goodput import STEP as GOODPUT_STEP
 
 WORKLOADS = ("POPE", "MME", "TextVQA", "VizWiz", "TextCaps")  # from few tokens to many
 LIVE_TTFTS = 3.0  # TTFT bounds that a live trace lasts: one of 10 takes the CPU that is here three times as long

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from benchmarks.report import Aim, Result, Table
 from benchmarks.scale_live import BUDGETED, LIMITS, PER_HOST, SOURCE, bounds, paced
 from benchmarks.scale_rows import ABOVE, BELOW, STEP, Sizes
-from trinity.goodput import LEAST_TTFTS
-from trinity.messages import IMAGE, KV
+from trinity.core.messages import IMAGE, KV
+from trinity.traces.goodput import LEAST_TTFTS
 
 Record = dict[str, Any]
 AGREE = 0.05  # by how much latencies may differ between dilations

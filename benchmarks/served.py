@@ -29,7 +29,7 @@ from trinity.bench.commands import goals_of
 from trinity.bench.load import Maker, drawn, fitted, made
 from trinity.bench.search import Found, Goal, Trial, goodputs, ratios, turns
 from trinity.bench.servers import PEERS, Asked, Engine, Server
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 TRACE = "servegen-image-1h"
 METHODS = ("E+PD", "EP+D", "ED+P")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity.sizing import ModelMemory
+from trinity.costs.pool_sizes import ModelMemory
 
 BYTES = 2  # bfloat16
 CONTEXT = 49_152  # tokens, where EPDServe caps it

@@ -13,10 +13,10 @@ from typing import Any
 
 import simpy
 
-from trinity.core.state import Settings
-from trinity.simulator import Simulator
-from trinity.trace import Trace
-from trinity.workload import Job, jobs_of
+from trinity.core.instance.state import Settings
+from trinity.simulation.simulator import Simulator
+from trinity.simulation.workload import Job, jobs_of
+from trinity.traces.trace import Trace
 
 Events = Generator[simpy.Event, Any, None]
 

@@ -25,9 +25,9 @@ from benchmarks.live import (
 )
 from benchmarks.report import Result, Table
 from benchmarks.setting import FOREIGN, Setting, disturbed
-from trinity.budget import Budgets
-from trinity.model_config import read
-from trinity.scheduler import Rules
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.model_config import read
 
 PLACEMENTS = ("EPD", "EP+D")
 CHUNKS = (None, 512, 128, 32)  # tokens of a step; None: prompts are not cut

@@ -21,12 +21,12 @@ from typing import Any, cast
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ForeignLoad, Setting, calm, disturbed, prompt_of
 from trinity.core import InstanceCore
-from trinity.core.state import Settings
-from trinity.host import InstanceHost
+from trinity.core.instance.state import Settings
+from trinity.core.messages import KV, Emit, Open, Sampled, Step, Stepped, Submit, Value, Work
 from trinity.instance import Instance
-from trinity.messages import KV, Emit, Open, Sampled, Step, Stepped, Submit, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
+from trinity.runtime.host import InstanceHost
 from trinity.stages.base import StageSetup
 
 PARTS = ("model", "stage", "lane", "core", "core_thread", "loop")

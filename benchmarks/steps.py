@@ -26,8 +26,8 @@ class Stages:
     def __init__(self, directory: Any, dtype: Any) -> None:
         import torch
 
-        from trinity.stages.attention_backends import choose
-        from trinity.stages.attention_torch import TorchAttention
+        from trinity.stages.attention.backends import choose
+        from trinity.stages.attention.torch_reference import TorchAttention
         from trinity.stages.models import load_model
 
         self.dtype = dtype

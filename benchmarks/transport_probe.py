@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 import torch
 
-from trinity import native
-from trinity.memory import BlockMemory, BlockShape
+from trinity.memory import native
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport import Remote, Transport, make_transport
 from trinity.transport.shm import Descriptor, mapped
 

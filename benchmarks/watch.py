@@ -20,11 +20,11 @@ import msgspec
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.cost import DEVICES, Roofline
-from trinity.demand import Demand, load
-from trinity.model_shapes import model
-from trinity.trace import SLO, Trace, TraceRow
-from trinity.watch import Proposal, Redeploy, Shift, Watch
+from trinity.adapt.drift import Proposal, Redeploy, Shift, Watch
+from trinity.costs.demand import Demand, load
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import DEVICES, Roofline
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 LOAD = 0.6
 BOUND = SLO(ttft=2.0, tbt=0.08)
@@ -206,7 +206,7 @@ def run(setting: Setting) -> Result:
         name="watch",
         title="Shifts found in traffic",
         method=(
-            f"trinity.watch on ServeGen's image traffic, Qwen2-VL-7B by roofline, {PLACEMENT} at {LOAD:.0%} load; "
+            f"trinity.adapt.drift on ServeGen image traffic, Qwen2-VL-7B by roofline, {PLACEMENT} at {LOAD:.0%} load; "
             f"shifts put into twenty minutes of the recorded hour, {seeds} seeds."
         ),
         tables=[

@@ -20,7 +20,7 @@ struct Cost {
     virtual double seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const = 0;
 };
 
-// trinity.cost.Roofline. Products that Python computes in whole numbers are whole numbers here.
+// trinity.costs.step_cost.Roofline. Products that Python computes in whole numbers are whole numbers here.
 struct Roofline final : Cost {
     double context;
     int64_t weights, head, attended, layers, width, dtype_bytes, read_bytes, kv_bytes;
@@ -44,7 +44,7 @@ struct Point {
 };
 using Table = std::vector<Point>;
 
-// trinity.budget.StepCost.
+// trinity.costs.budgets.StepCost.
 struct StepCost final : Cost {
     Table decodes, prefill, media;
 
@@ -52,7 +52,7 @@ struct StepCost final : Cost {
     double seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const override;
 };
 
-// trinity.cost.Tables.
+// trinity.costs.step_cost.Tables.
 struct Tables final : Cost {
     double context;
     std::vector<double> contexts;
@@ -65,7 +65,7 @@ struct Tables final : Cost {
     double between(double context, int64_t decodes, int64_t prefill_tokens) const;
 };
 
-// trinity.paced.LinearCost.
+// trinity.emulation.paced_model.LinearCost.
 struct Linear final : Cost {
     double step_s, decode_s, prefill_s, encode_s, media_s;
 

@@ -1,4 +1,4 @@
-// How many requests were in time, by each rule of trinity.trace.SLO.
+// How many requests were in time, by each rule of trinity.traces.trace.SLO.
 #pragma once
 
 #include <cstdint>

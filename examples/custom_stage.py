@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import trinity
-from trinity.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.core.messages import IMAGE, Encode, Open, Sampled, Step
 from trinity.stages.base import StageSetup
 
 PHOTO = Path(__file__).parent / "photos" / "cat.jpg"

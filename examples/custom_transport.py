@@ -17,7 +17,7 @@ import torch
 
 import trinity
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import Within, check_numbers, check_read
 
 

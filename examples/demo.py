@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two bus
 import msgspec
 
 import trinity
-from trinity.processes import kept_launcher
-from trinity.processor import RequestProcessor
+from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.supervisor import kept_launcher
 from trinity.testing.oracle import Oracle
 
 PHOTOS = sorted((Path(__file__).parent / "photos").glob("*.jpg"))

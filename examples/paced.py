@@ -13,9 +13,9 @@ import random
 import sys
 from collections.abc import Sequence
 
-from trinity.emulated_cost import LinearCost
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.metrics import percentile
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.request import Output
 from trinity.timeline import Timeline

@@ -16,12 +16,13 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from trinity import report, traces, twin
-from trinity.cluster import Cluster
+from trinity import report, traces
+from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError
 from trinity.planner import HybridPlanner, Plan
-from trinity.simulator import Replay, Simulator
-from trinity.trace import SLO, Trace
+from trinity.simulation import compiled
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.traces.trace import SLO, Trace
 
 MODEL = "qwen2-vl-7b"
 INTERACTIVE = SLO(ttft=2.0, tbt=0.08)
@@ -32,8 +33,8 @@ SHOWN = 600  # requests whose timeline the report draws
 def traffic(minutes: float | None) -> Trace:
     """The shipped hour, or its first minutes."""
     trace = traces.shipped("servegen-image-1h")
-    if minutes is None and twin.missing():
-        print(f"no compiled engine ({twin.missing()}): planned on the first {SLOW_MINUTES:g} minutes")
+    if minutes is None and compiled.missing():
+        print(f"no compiled engine ({compiled.missing()}): planned on the first {SLOW_MINUTES:g} minutes")
         minutes = SLOW_MINUTES
     return trace if minutes is None else trace.window(0, 60 * minutes)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from trinity.cluster import Cluster
-from trinity.cost import Cost, Roofline
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.step_cost import Cost, Roofline
 from trinity.errors import UnknownName
-from trinity.goodput import Outcome, Serve
-from trinity.model_shapes import Model
 from trinity.placement import Placement
-from trinity.simulator import Replay
-from trinity.trace import SLO, Trace
-from trinity.workload import Job, jobs_of
+from trinity.simulation.simulator import Replay
+from trinity.simulation.workload import Job, jobs_of
+from trinity.traces.goodput import Outcome, Serve
+from trinity.traces.trace import SLO, Trace
 
 BATCH = 32  # decodes that share a step, always
 

@@ -18,11 +18,11 @@ from typing import Any
 from checkpoint_fixtures import checkpoint
 from trinity.errors import TransportError, TrinityError
 from trinity.instance import Instance
-from trinity.launching import Launcher
 from trinity.pipeline import Pipeline
+from trinity.remote.channel import Address, connect
+from trinity.remote.fork_client import Launcher
+from trinity.remote.wire import Hello, encode
 from trinity.request import Output, Request, Sampling
-from trinity.transport.channel import Address, connect
-from trinity.transport.wire import Hello, encode
 
 PHOTOS = sorted((Path(__file__).parent.parent / "examples" / "photos").glob("*.jpg"))
 GREEDY = Sampling(ignore_eos=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity.errors import HandshakeError, OfferRefused, TransportError
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.testing.transports import WrappedTransport, zeroing
 from trinity.transport.base import Remote, Transport, Within
 from trinity.transport.inproc import InprocTransport

@@ -6,8 +6,8 @@ from typing import Any
 
 from core_tables import make_core
 from trinity.core import InstanceCore
-from trinity.messages import Progress, Ready
-from trinity.overlap import Transfers
+from trinity.core.messages import Progress, Ready
+from trinity.core.transfers import Transfers
 
 LAYER = Transfers(kv="layer")
 OFFER = "D0: offer P0:1 kv of r [0,1,2] by way of P0"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from trinity.core import InstanceCore
-from trinity.core.state import Settings
-from trinity.frontend import Deliver, End
-from trinity.messages import (
+from trinity.core.frontend import Deliver, End
+from trinity.core.instance.state import Settings
+from trinity.core.messages import (
     Cancel,
     Close,
     Commit,
@@ -40,9 +40,9 @@ from trinity.messages import (
     Withdraw,
     Work,
 )
-from trinity.overlap import Transfers
-from trinity.routing import RoutingPolicy
-from trinity.scheduler import Rules
+from trinity.core.routing import RoutingPolicy
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
 from trinity.testing.checks import check_forgotten, check_state
 
 Row = tuple[Value, list[str]]

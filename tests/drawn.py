@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from trinity.goodput import Outcome
-from trinity.simulator import Replay
+from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice
+from trinity.traces.goodput import Outcome
 
 
 def axes(figure: Any, place: int = 0) -> Any:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from lending import EMPTY, lend
-from trinity.memory import BlockMemory, BlockShape
-from trinity.transport import cuda_ipc
-from trinity.transport.cuda_ipc import CudaIpcTransport
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.transport.cuda_ipc import transport as cuda_ipc
+from trinity.transport.cuda_ipc.transport import CudaIpcTransport
 
 SOURCE = Path(__file__).with_suffix(".c")
 OFFSET = 4096  # of a pool in its allocation

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from trinity.errors import TransportUnavailable
-from trinity.memory import BlockMemory, BlockShape
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport import Transport, make_transport
 
 EMPTY = -1

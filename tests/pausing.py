@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from trinity import launching
-from trinity.launching import Launcher
+from trinity.remote import fork_client
+from trinity.remote.fork_client import Launcher
 from trinity.transport import registry
-from trinity.transport.nixl import NixlTransport
+from trinity.transport.nixl.transport import NixlTransport
 
 FOLDER = "TRINITY_PAUSES"
 BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
@@ -123,16 +123,16 @@ def pausing(folder: Path) -> Iterator[tuple[Pauses, Launcher]]:
         patch.setenv(FOLDER, str(folder))
         launcher = PausingLauncher()
         patch.delenv(FOLDER)
-        launching._kept.append(launcher)
+        fork_client._kept.append(launcher)
         try:
             yield Pauses(folder), launcher
         finally:
-            launching._kept.remove(launcher)
+            fork_client._kept.remove(launcher)
             launcher.close()
 
 
 if __name__ == "__main__":
-    from trinity import launcher as program
+    from trinity.remote import fork_server as program
 
     registry.BUILT_IN["nixl-tcp"] = NixlTcp
     for scheme, make in list(registry.BUILT_IN.items()):

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from checkpoint_fixtures import checkpoint
-from trinity.host import InstanceHost
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
+from trinity.runtime.host import InstanceHost
 from trinity.testing.oracle import Oracle
 
 PLACES = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from trinity.goodput import Point
 from trinity.planner.plan import Candidate, Plan
-from trinity.trace import RULES, SLO, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import Point
+from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
 
 
 def point(rate: float, share: float) -> Point:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trinity.memory import BlockMemory, BlockShape
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport import make_transport
 
 

@@ -8,12 +8,12 @@ from random import Random
 
 from msgspec.structs import replace as replace_work
 
-from trinity.blocks import blocks_for
-from trinity.core.state import Settings
-from trinity.messages import MediaSpan, Work
-from trinity.overlap import KvMode, Transfers
-from trinity.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
-from trinity.scheduler import Order, Rules
+from trinity.core.block_pool import blocks_for
+from trinity.core.instance.state import Settings
+from trinity.core.messages import MediaSpan, Work
+from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.scheduler import Order, Rules
+from trinity.core.transfers import KvMode, Transfers
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 PLACEMENTS = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_fixtures import checkpoint
-from trinity.messages import Cancel, Encode, Prefill, Pull, Step, Value, Work
+from trinity.core.messages import Cancel, Encode, Prefill, Pull, Step, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
 from trinity.testing.checkpoints import ARCHITECTURES

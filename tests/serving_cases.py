@@ -10,8 +10,8 @@ from typing import Any
 from checkpoint_fixtures import checkpoint
 from serving import TEXT_ONLY, oracle, parting
 from stage_driver import picture
-from trinity.messages import MediaSpan, Work
-from trinity.processor import RequestProcessor
+from trinity.core.messages import MediaSpan, Work
+from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Answer
 

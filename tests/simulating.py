@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.cost import Link
-from trinity.emulated_cost import LinearCost
-from trinity.simulator import Simulator
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.step_cost import Link
+from trinity.simulation.simulator import Simulator
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 KV_BLOCK = 2**23  # bytes of 16 tokens of LLaVA-1.5-7B
 IMAGE_BLOCK = 576 * 8192

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from checkpoint_fixtures import checkpoint
-from trinity.memory import BlockMemory
-from trinity.messages import Encode, Open, Prefill, Step
-from trinity.processor import Processed, RequestProcessor
-from trinity.processor_loading import IMAGE_TEXT, load_processor
+from trinity.core.messages import Encode, Open, Prefill, Step
+from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.loading import IMAGE_TEXT, load_processor
+from trinity.preprocess.processor import Processed, RequestProcessor
 from trinity.request import Request
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage

@@ -15,13 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trinity.stages.models import encoder_attention, encoder_layers, encoder_parts, fused, lean
+from trinity.stages.kernels import (
+    decoder_layers,
+    encoder_attention,
+    encoder_elementwise,
+    encoder_layers,
+    fused_elementwise,
+)
 
 
 @pytest.fixture
 def every_operator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of csrc/, which a GPU never runs, would not be on the tape."""
-    for each in (fused, lean, encoder_parts, encoder_layers):
+    for each in (fused_elementwise, decoder_layers, encoder_elementwise, encoder_layers):
         monkeypatch.setattr(each, "_plain", lambda *rows: False)
     monkeypatch.setattr(encoder_attention, "_fits", lambda *heads: False)
 

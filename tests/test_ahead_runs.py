@@ -9,7 +9,7 @@ import pytest
 
 from core_tables import work
 from scenarios import PLACEMENTS, random_cluster
-from trinity.messages import Step, Stepped, Value, Work
+from trinity.core.messages import Step, Stepped, Value, Work
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.cost import DEVICES, Roofline
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, TraceError
-from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner.algorithm2 import (
     Stages,
@@ -23,7 +23,7 @@ from trinity.planner.algorithm2 import (
     stage_seconds,
     workload,
 )
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 IMAGE = TraceImage(tokens=576)

@@ -17,9 +17,9 @@ from attaching import LIVENESS_S, POOLS, SECRET, by_hand, pipeline, recovered, r
 from checkpoint_fixtures import checkpoint
 from trinity.errors import RequestError
 from trinity.instance import Instance
-from trinity.launching import Launcher, kept_launcher
+from trinity.remote.channel import Address
+from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.testing.oracle import Oracle
-from trinity.transport.channel import Address
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,15 @@ import pytest
 import trinity.pipeline
 from attaching import LIVENESS_S, SECRET, by_hand, pipeline, request, tcp
 from checkpoint_fixtures import checkpoint
+from trinity.core.messages import FRONTEND
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, OfferRefused, PeerLost
 from trinity.instance import Instance
-from trinity.launching import Launcher, kept_launcher
-from trinity.messages import FRONTEND
 from trinity.pipeline import Pipeline
-from trinity.processes import setups_for
-from trinity.transport import channel as channels
-from trinity.transport.channel import MAX_FRAME, Address, Channel, connect
-from trinity.transport.wire import Hello, Setup, encode
+from trinity.remote import channel as channels
+from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
+from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.supervisor import setups_for
+from trinity.remote.wire import Hello, Setup, encode
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,6 @@ async def test_an_address_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         text = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
-        from trinity.listener import serve
+        from trinity.remote.server import serve
 
         assert await asyncio.to_thread(serve, text, SECRET.encode()) == 1

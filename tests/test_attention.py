@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trinity.errors import UnsupportedModel
-from trinity.stages.attention import ChunkRows, LayerAsk, PagedBatch, PagedRows, layer_ask, paged_attention, seen_mask
-from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.attention.interface import (
+    ChunkRows,
+    LayerAsk,
+    PagedBatch,
+    PagedRows,
+    layer_ask,
+    paged_attention,
+    seen_mask,
+)
+from trinity.stages.attention.torch_reference import TorchAttention
 
 LAYERS, LAYER = 3, 1
 

@@ -19,13 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from checkpoint_fixtures import checkpoint
 from stage_driver import picture, processor_of
 from test_attention import LAYER, Scene, Text, asks
-from trinity import native
+from trinity.memory import native
 from trinity.request import Request
-from trinity.stages.attention import LayerAsk, seen_mask
-from trinity.stages.attention_native import NativeAttention, tiles
-from trinity.stages.models import encoder_attention, load_model
-from trinity.stages.models.encoder_attention import FUNCTIONS, attend_all, functions_for
-from trinity.stages.models.fused import fuse
+from trinity.stages.attention.interface import LayerAsk, seen_mask
+from trinity.stages.attention.native import NativeAttention, tiles
+from trinity.stages.kernels import encoder_attention
+from trinity.stages.kernels.encoder_attention import FUNCTIONS, attend_all, functions_for
+from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
 here = pytest.mark.skipif(not tiles(64), reason=f"no AMX tiles for bfloat16: {native.describe()}")

@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from checkpoint_fixtures import checkpoint
-from trinity import Instance, native
+from trinity import Instance
 from trinity.connector import Connector
 from trinity.errors import ConfigError, UnknownName
-from trinity.host import Loaded
-from trinity.hosting import Deployment, load
-from trinity.processes import setup_for
-from trinity.stages import attention_backends
-from trinity.stages.attention_backends import BACKENDS, Backend, CacheKind, choose, runs
-from trinity.stages.attention_native import NativeAttention
-from trinity.stages.attention_torch import TorchAttention
+from trinity.memory import native
+from trinity.remote.session import _load
+from trinity.remote.supervisor import setup_for
+from trinity.remote.wire import Setup, decode, encode
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load
+from trinity.stages.attention import backends
+from trinity.stages.attention.backends import BACKENDS, Backend, CacheKind, choose, runs
+from trinity.stages.attention.native import NativeAttention
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.language import LanguageStage
-from trinity.standalone import _load
-from trinity.transport.wire import Setup, decode, encode
 
 SHAPE = (2, 2, 2, 16, 8)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -73,7 +74,7 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     first = Backend(
         lambda asked: "not on a CPU" if asked.device.type == "cpu" else None, lambda asked: TorchAttention()
     )
-    monkeypatch.setattr(attention_backends, "BACKENDS", {"fast": first, "torch": BACKENDS["torch"]})
+    monkeypatch.setattr(backends, "BACKENDS", {"fast": first, "torch": BACKENDS["torch"]})
     assert (runs("auto", kind()), runs("auto", kind(device=CUDA))) == ("torch", "fast")
     with pytest.raises(ConfigError, match="attention='fast' cannot run here: not on a CPU"):
         choose("fast", SHAPE, torch.float32, CPU)

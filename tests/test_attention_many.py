@@ -17,12 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from test_attention import LAYER, Scene, Text, asks
 from test_attention_amx import WIDTHS, Layer, of_chunk
-from trinity import native
-from trinity.stages.attention import LayerAsk
-from trinity.stages.attention_native import NativeAttention
-from trinity.stages.models import encoder_attention, load_model
-from trinity.stages.models.encoder_attention import FUNCTIONS, attend_all, available, functions_for
-from trinity.stages.models.fused import fuse
+from trinity.memory import native
+from trinity.stages.attention.interface import LayerAsk
+from trinity.stages.attention.native import NativeAttention
+from trinity.stages.kernels import encoder_attention
+from trinity.stages.kernels.encoder_attention import FUNCTIONS, attend_all, available, functions_for
+from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
 here = pytest.mark.skipif(

@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from test_attention import LAYER, Scene, Text, asks, texts
-from trinity import native
 from trinity.errors import ConfigError
-from trinity.stages.attention import ChunkRows, LayerAsk, PagedRows
-from trinity.stages.attention_backends import CacheKind, runs
-from trinity.stages.attention_native import LONG, TILED, NativeAttention
-from trinity.stages.attention_torch import TorchAttention
+from trinity.memory import native
+from trinity.stages.attention.backends import CacheKind, runs
+from trinity.stages.attention.interface import ChunkRows, LayerAsk, PagedRows
+from trinity.stages.attention.native import LONG, TILED, NativeAttention
+from trinity.stages.attention.torch_reference import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
 if not hasattr(native.extension, "PagedAttention"):

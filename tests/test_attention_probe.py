@@ -13,12 +13,13 @@ from torch import Tensor
 
 from test_attention import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
-from trinity.stages import attention_backends, attention_flash
-from trinity.stages.attention import LayerAsk, PagedRows, seen_mask
-from trinity.stages.attention_backends import BACKENDS, CacheKind, choose, runs
-from trinity.stages.attention_flash import FlashAttention, flash_attn, torch_varlen, varlen_takes_tables
-from trinity.stages.attention_probe import problem
-from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.attention import backends
+from trinity.stages.attention import flash as attention_flash
+from trinity.stages.attention.backends import BACKENDS, CacheKind, choose, runs
+from trinity.stages.attention.flash import FlashAttention, flash_attn, torch_varlen, varlen_takes_tables
+from trinity.stages.attention.interface import LayerAsk, PagedRows, seen_mask
+from trinity.stages.attention.probe import problem
+from trinity.stages.attention.torch_reference import TorchAttention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (LAYERS, 2, 2, 16, 8)
@@ -88,11 +89,9 @@ def test_a_wrong_backend_is_found_out(how: str, why: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch saw a GPU; what is tried there is tried here on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    from trinity.stages import attention_probe
+    from trinity.stages.attention import probe
 
-    monkeypatch.setattr(
-        attention_probe, "problem", lambda backend, shape, dtype, device: problem(backend, shape, dtype, CPU)
-    )
+    monkeypatch.setattr(probe, "problem", lambda backend, shape, dtype, device: problem(backend, shape, dtype, CPU))
 
 
 def kind(dtype: torch.dtype = torch.bfloat16, rows: int = 16) -> CacheKind:
@@ -111,7 +110,7 @@ def test_without_a_gpu_each_says_so() -> None:
 
 
 def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.setattr(attention_flash, "varlen_takes_tables", lambda: False)
     for name, why in {
         "triton": r"triton is not installed: pip install 'trinity-epd\[cuda\]'",
@@ -121,7 +120,7 @@ def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
     }.items():
         with pytest.raises(ConfigError, match=why):
             runs(name, kind())
-    monkeypatch.setattr(attention_backends, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="flash-attn takes blocks of 256 tokens, and these have 16: set kv_block"):
         runs("flash", kind())
     with pytest.raises(ConfigError, match=r"bfloat16 and float16, and the cache holds torch.float32"):
@@ -142,9 +141,9 @@ def test_auto_passes_over_one_that_is_wrong_here_and_says_so(
             made.append(name)
             return Broken(how if name == "bad" else "")
 
-        return attention_backends._on_gpu(name, lambda kind: None, one)
+        return backends._on_gpu(name, lambda kind: None, one)
 
-    monkeypatch.setattr(attention_backends, "BACKENDS", {name: make(name) for name in ("bad", "good")})
+    monkeypatch.setattr(backends, "BACKENDS", {name: make(name) for name in ("bad", "good")})
     asked = kind(torch.float32)
     with caplog.at_level(logging.INFO, "trinity"):
         for _ in range(2):
@@ -261,6 +260,6 @@ def test_this_torch_says_whether_it_takes_tables(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_backend_has_a_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trinity.stages.attention_triton", SimpleNamespace(TritonAttention=TorchAttention))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trinity.stages.attention.triton", SimpleNamespace(TritonAttention=TorchAttention))  # type: ignore[arg-type]
     for name in ("triton", "varlen", "flash", "torch"):
         assert isinstance(BACKENDS[name].make(kind()), TorchAttention)

@@ -21,13 +21,13 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from test_attention import LAYER, LAYERS, Scene, Text, asks, texts
 from test_language import PROMPT, Solo, work
 from trinity.stages import decode_graphs
-from trinity.stages.attention import LayerAsk, PagedRows
-from trinity.stages.attention_probe import problem
-from trinity.stages.attention_torch import TorchAttention
-from trinity.stages.attention_triton import TritonAttention, power_of_two, triton_rows
+from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.probe import problem
+from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.attention.triton import TritonAttention, power_of_two, triton_rows
+from trinity.stages.attention.varlen import varlen_rows
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.graphs import Graphs
-from trinity.stages.varlen import varlen_rows
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

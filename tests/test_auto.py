@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from trinity.auto import CACHE_BYTES, Auto, automatic
-from trinity.cost import DEVICES, Roofline, Tables
-from trinity.emulated_cost import LinearCost
+from trinity.adapt.auto import CACHE_BYTES, Auto, automatic
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Roofline, Tables
+from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.errors import ConfigError, TraceError
-from trinity.model_shapes import MODELS
-from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 H100 = Roofline(model=LLAVA, device=msgspec.structs.replace(DEVICES["H100"], pass_s=1e-3))

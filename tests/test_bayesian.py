@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from analytic import Analytic
-from trinity import twin
-from trinity.budget import Budgets
-from trinity.cost import DEVICES, Roofline
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, UnknownName
-from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Space
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
-from trinity.planner.knobs import knobs_of, options_of
-from trinity.scheduler import Rules
-from trinity.simulator import Simulator
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.planner.search_space import knobs_of, options_of
+from trinity.simulation import compiled
+from trinity.simulation.simulator import Simulator
 from trinity.traces import synthesise
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 STRICT = SLO(ttft=0.3, tbt=0.05)
@@ -138,7 +138,7 @@ NARROW: dict[str, Any] = {
 
 
 @needs_optuna
-@pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
 @pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])
 def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Space) -> None:
     """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""

@@ -12,7 +12,7 @@ import pytest
 from faking import FakeServer, asked, engine
 from trinity.bench.client import replayed
 from trinity.bench.servers import Answer, Asked, Engine
-from trinity.trace import Trace, TraceRow
+from trinity.traces.trace import Trace, TraceRow
 
 
 def offered(*times_ms: float, output: int = 3) -> Trace:

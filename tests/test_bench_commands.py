@@ -18,7 +18,7 @@ from trinity.bench.__main__ import main
 from trinity.bench.measure import Burst, Swept
 from trinity.bench.search import Found, Goal, Trial
 from trinity.bench.servers import Server
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from benchmarks.figures_others import Served
 from benchmarks.figures_triinfer import Migrated
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
-from trinity.goodput import Outcome
 from trinity.planner.candidates import PAPER, placements
 from trinity.timeline import Slice
-from trinity.trace import Trace, TraceRow
+from trinity.traces.goodput import Outcome
+from trinity.traces.trace import Trace, TraceRow
 
 
 def holds(shown: Iterable[Shown]) -> list[bool]:

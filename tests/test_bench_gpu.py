@@ -12,9 +12,9 @@ import torch
 from benchmarks import gpu, gpu_model, gpu_moves
 from benchmarks.report import Result
 from benchmarks.setting import Setting
-from trinity.cost import Device
-from trinity.model_config import read
-from trinity.stages.attention_backends import BACKENDS
+from trinity.costs.model_config import read
+from trinity.costs.step_cost import Device
+from trinity.stages.attention.backends import BACKENDS
 from trinity.stages.models import load_model
 
 SMALL = replace(gpu.TINY, media=("inproc",), prefills=(20, 33))

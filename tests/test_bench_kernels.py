@@ -9,7 +9,7 @@ import pytest
 from benchmarks import attention_kernels, limits, steps
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
-from trinity import native
+from trinity.memory import native
 
 QUICK = Setting(quick=True, checkpoint=checkpoint)
 

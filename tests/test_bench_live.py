@@ -20,14 +20,14 @@ from benchmarks.live import Rounds, Way, attained, goodput, in_turns, placed, se
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
-from trinity.budget import StepCost
-from trinity.cost import Tables
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import StepCost
+from trinity.costs.step_cost import Tables
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.scheduler import Rules
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 QUICK = Setting(quick=True, checkpoint=checkpoint)
 BOUND = SLO(ttft=1.0, tbt=0.1)

@@ -16,7 +16,7 @@ from trinity.bench.measure import Burst, Swept
 from trinity.bench.search import Goal
 from trinity.bench.servers import Asked, Engine, Peer, Server
 from trinity.errors import ConfigError, PeerLost
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
 async def test_a_burst_counts_requests_and_cpu_time(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import overlap
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
-from trinity.overlap import KvMode
+from trinity.core.transfers import KvMode
 from trinity.request import Output
 
 

@@ -17,7 +17,7 @@ from trinity.bench import search
 from trinity.bench.measure import Burst, Swept
 from trinity.bench.search import Found, Goal
 from trinity.bench.servers import Engine, Server
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import EVERY, PAPER, placements
-from trinity.planner.entries import Entry
-from trinity.trace import SLO
+from trinity.planner.search import Entry
+from trinity.traces.trace import SLO
 
 RATES = {"8EPD": 10.2, "4EP4D": 10.0, "1E3P4D": 10.0, "4ED4P": 8.0, "6PD2E": 10.5, "7EP1D": 0.0}
 

@@ -18,7 +18,7 @@ from benchmarks.scale_live import LIMITS, Task, bounds, paced, passed, pipeline,
 from benchmarks.scale_rows import Row, bracket, rate_at, wanted
 from benchmarks.scale_tables import Line, Workload, aims, differs, tabled
 from benchmarks.setting import Setting
-from trinity.cost import DEVICES
+from trinity.costs.step_cost import DEVICES
 from trinity.pipeline import Pipeline
 
 ROW = Row("best EPD", "2EPD", True, 20.0, 50, steady=18.0, cpu_s=0.004)

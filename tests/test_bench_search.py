@@ -10,7 +10,7 @@ import pytest
 from trinity.bench import search
 from trinity.bench.search import Bracket, Goal, Trial, bracket, checked_rates, counted, goodputs, next_rate, turns
 from trinity.errors import ConfigError
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 TIGHT, LOOSE = Goal(SLO(0.5, 0.05), "p90"), Goal(SLO(4.0, 0.4), "p90")
 GOALS = (TIGHT, LOOSE)

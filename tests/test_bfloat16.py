@@ -11,7 +11,7 @@ import torch
 from checkpoint_fixtures import checkpoint
 from exact_pipelines import requests
 from trinity import Instance, Pipeline
-from trinity.stages.attention_backends import CacheKind, runs
+from trinity.stages.attention.backends import CacheKind, runs
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.bfloat16, torch.device("cpu"))
 BACKENDS = sorted({"torch", runs("auto", KIND)})

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity.blocks import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys
-from trinity.messages import MediaSpan
+from trinity.core.block_pool import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys
+from trinity.core.messages import MediaSpan
 
 SIZE = 12
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline
+from trinity.core.scheduler import Rules
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import MODELS, Model
+from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import TraceTooShort
-from trinity.model_shapes import MODELS, Model
 from trinity.placement import Placement
 from trinity.planner.bounds import Bounds, Kind
 from trinity.planner.candidates import Deployment, deployments
 from trinity.planner.trials import Trials, rate_of
-from trinity.scheduler import Rules
-from trinity.simulator import Simulator
-from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
-from trinity.workload import jobs_of
+from trinity.simulation.simulator import Simulator
+from trinity.simulation.workload import jobs_of
+from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
 
 LLAVA, QWEN = MODELS["llava-1.5-7b"], MODELS["qwen2-vl-7b"]
 LOOSE = SLO(ttft=2.0, tbt=1.0)

@@ -10,14 +10,15 @@ import pytest
 from core_tables import work
 from scenarios import random_cluster
 from test_interleavings import flood
-from trinity.blocks import prefix_keys
-from trinity.core import admission, arrival, instance, kv_source, kv_target, leases, lifecycle, source, steps, target
-from trinity.core import state as core_state
-from trinity.core.columns import Columns
-from trinity.core.state import Phase, State
-from trinity.frontend import FrontendCore
-from trinity.messages import Cancel, Commit, Forget, Offer, Send, Value
-from trinity.scheduler import Rules
+from trinity.core.block_pool import prefix_keys
+from trinity.core.frontend import FrontendCore
+from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
+from trinity.core.instance import state as core_state
+from trinity.core.instance.columns import Columns
+from trinity.core.instance.state import Phase, State
+from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
+from trinity.core.migration import kv_source, kv_target, leases, source, target
+from trinity.core.scheduler import Rules
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 ENOUGH = 1500
@@ -32,7 +33,7 @@ def broken(patch: Patch) -> Patch:
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, new: Any) -> None:
     """Replace a function of the core in every module that has imported it."""
-    for module in (admission, arrival, instance, kv_source, kv_target, leases, lifecycle, source, steps, target):
+    for module in (admission, arrival, instance_core, kv_source, kv_target, leases, lifecycle, source, steps, target):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, new)
 
@@ -50,13 +51,13 @@ def around(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, after: Callab
         monkeypatch.setattr(where, name, new)
         return
     everywhere(monkeypatch, name, new)
-    for event, handler in list(instance._HANDLERS.items()):
+    for event, handler in list(instance_core._HANDLERS.items()):
         if handler is old:
             handle(monkeypatch, event, new)
 
 
 def handle(monkeypatch: pytest.MonkeyPatch, event: type[Value], new: Callable[[State, Any, float], Any]) -> None:
-    monkeypatch.setattr(instance, "_HANDLERS", {**instance._HANDLERS, event: new})
+    monkeypatch.setattr(instance_core, "_HANDLERS", {**instance_core._HANDLERS, event: new})
 
 
 @broken

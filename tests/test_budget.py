@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.budget import BudgetCache, BudgetKey, Budgets, StepCost, cache_folder, search_budget
+from trinity.costs.budgets import BudgetCache, BudgetKey, Budgets, StepCost, cache_folder, search_budget
 from trinity.errors import ConfigError, TrinityWarning
 
 
@@ -319,7 +319,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("trinity.budget.os.replace", full)
+    monkeypatch.setattr("trinity.costs.budgets.os.replace", full)
     assert not cache.put(KEY, Budgets())
     assert cache.get(KEY) == BUDGETS
     assert len(list(cache.folder.iterdir())) == 1
@@ -331,7 +331,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.delenv(name, raising=False)
     expected = {"linux": ".cache/trinity", "darwin": "Library/Caches/trinity", "win32": "trinity"}
     for platform, path in expected.items():
-        monkeypatch.setattr("trinity.budget.sys.platform", platform)
+        monkeypatch.setattr("trinity.costs.budgets.sys.platform", platform)
         assert cache_folder() == tmp_path / path
     monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
     assert cache_folder() == Path("/shared/trinity")

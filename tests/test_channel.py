@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
-from trinity.transport import channel as channels
-from trinity.transport.channel import MAGIC, Address, Channel, connect, listen
+from trinity.remote import channel as channels
+from trinity.remote.channel import MAGIC, Address, Channel, connect, listen
 
 SECRET = b"s" * 32
 Serve = Callable[[Channel], Awaitable[None]]

@@ -15,7 +15,7 @@ from PIL import Image
 import checkpoint_fixtures
 from checkpoint_fixtures import checkpoint
 from trinity.errors import UnknownName
-from trinity.processor_loading import load_processor
+from trinity.preprocess.loading import load_processor
 from trinity.testing import checkpoints
 from trinity.testing.checkpoints import ARCHITECTURES, MIDSIZE, build_checkpoint, build_midsize
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from core_tables import done, emitted, image_offer, kv_offer, make_core, work
-from trinity.frontend import Deliver, End, FrontendCore
-from trinity.messages import (
+from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.messages import (
     Cancel,
     Commit,
     Encode,
@@ -26,7 +26,7 @@ from trinity.messages import (
     Submit,
     Value,
 )
-from trinity.routing import RoundRobin
+from trinity.core.routing import RoundRobin
 from trinity.testing.checks import Bookkeeping, check_forgotten, check_state
 from trinity.testing.conversation import Conversation
 from trinity.testing.shadow import Shadow

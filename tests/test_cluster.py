@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, LINKS, Link
+from trinity.costs.cluster import Cluster
+from trinity.costs.step_cost import DEVICES, LINKS, Link
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 

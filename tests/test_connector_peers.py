@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from trinity.connector import Connector
-from trinity.memory import BlockMemory
-from trinity.messages import Pull, Pulled
+from trinity.core.messages import Pull, Pulled
+from trinity.memory.block_memory import BlockMemory
 
 
 class FakeRemote:

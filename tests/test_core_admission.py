@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, table, work
-from trinity.messages import Cancel, Commit, Pulled, Ready, Release, Submit
-from trinity.scheduler import Order, Rules
+from trinity.core.messages import Cancel, Commit, Pulled, Ready, Release, Submit
+from trinity.core.scheduler import Order, Rules
 from trinity.testing.checks import check_state
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from core_tables import Row, brief, broken, done, emptied, kv_offer, make_core, sent, table, work
 from trinity.core import InstanceCore
-from trinity.core.lanes import outstanding
-from trinity.core.state import Phase
-from trinity.messages import (
+from trinity.core.instance.lanes import outstanding
+from trinity.core.instance.state import Phase
+from trinity.core.messages import (
     Cancel,
     Commit,
     Finished,
@@ -24,8 +24,8 @@ from trinity.messages import (
     Submit,
     Tick,
 )
-from trinity.overlap import Transfers
-from trinity.scheduler import Outstanding, Rules
+from trinity.core.scheduler import Outstanding, Rules
+from trinity.core.transfers import Transfers
 
 
 def ahead(name: str = "PD0", **settings: Any) -> InstanceCore:

@@ -8,8 +8,8 @@ import pytest
 
 from core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, lost, make_core, table, work
 from trinity.core import InstanceCore
-from trinity.messages import Cancel, Commit, Failure, Forget, Pulled, Ready, Release, Submit, Value, Withdraw
-from trinity.scheduler import Rules
+from trinity.core.messages import Cancel, Commit, Failure, Forget, Pulled, Ready, Release, Submit, Value, Withdraw
+from trinity.core.scheduler import Rules
 
 TWO = ("cat", 1, "dog*6", 1)
 

@@ -8,8 +8,8 @@ import pytest
 
 from core_tables import make_core, sent, work
 from trinity.core import InstanceCore
-from trinity.core.columns import KEPT
-from trinity.messages import Cancel, Emit, Finished, Sampled, Stepped, Submit, Work
+from trinity.core.instance.columns import KEPT
+from trinity.core.messages import Cancel, Emit, Finished, Sampled, Stepped, Submit, Work
 from trinity.testing.checks import check_state
 
 

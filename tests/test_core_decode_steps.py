@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from core_tables import done, make_core, work
-from trinity.budget import StepCost
-from trinity.messages import Cancel, Step, Submit
-from trinity.scheduler import Policy, Rules, View, schedule
+from trinity.core.messages import Cancel, Step, Submit
+from trinity.core.scheduler import Policy, Rules, View, schedule
+from trinity.costs.budgets import StepCost
 
 
 def rules(policy: Policy) -> Rules:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, make_core, sent, table, work
-from trinity.core.lanes import outstanding
-from trinity.core.state import Outgoing, Phase
-from trinity.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
-from trinity.scheduler import Outstanding, Rules
+from trinity.core.instance.lanes import outstanding
+from trinity.core.instance.state import Outgoing, Phase
+from trinity.core.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
+from trinity.core.scheduler import Outstanding, Rules
 
 LANES = ("vision", "language")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core_tables import Row, brief, broken, done, emptied, image_offer, make_core, sent, table, work
-from trinity.messages import (
+from trinity.core.messages import (
     Cancel,
     Commit,
     Finished,
@@ -19,8 +19,8 @@ from trinity.messages import (
     Release,
     Submit,
 )
-from trinity.overlap import Transfers
-from trinity.scheduler import Rules
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 TWO = ("cat", 1, "dog*6", 1)

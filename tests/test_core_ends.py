@@ -9,9 +9,9 @@ import pytest
 
 from core_tables import brief, done, emptied, image_offer, kv_offer, make_core, sent, work
 from trinity.core import InstanceCore
-from trinity.core.loads import report
-from trinity.core.rates import StepRates
-from trinity.messages import (
+from trinity.core.instance.loads import report
+from trinity.core.instance.rates import StepRates
+from trinity.core.messages import (
     IMAGE,
     Commit,
     Failure,
@@ -30,7 +30,7 @@ from trinity.messages import (
     Value,
     Withdraw,
 )
-from trinity.scheduler import Rules
+from trinity.core.scheduler import Rules
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 SILENT = "was silent for 10 s, and the lease on {kind} blocks ran out; try again"

@@ -9,8 +9,8 @@ import pytest
 
 from core_tables import brief, done, emitted, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
-from trinity.frontend import FrontendCore
-from trinity.messages import (
+from trinity.core.frontend import FrontendCore
+from trinity.core.messages import (
     Commit,
     Failure,
     Finished,
@@ -29,8 +29,8 @@ from trinity.messages import (
     Value,
     Withdraw,
 )
-from trinity.routing import RoundRobin
-from trinity.scheduler import Rules
+from trinity.core.routing import RoundRobin
+from trinity.core.scheduler import Rules
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 

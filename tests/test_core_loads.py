@@ -10,11 +10,11 @@ import pytest
 from core_tables import done, kv_offer, make_core, peer_up, sent, work
 from scenarios import Linear
 from test_paced_serving import MODEL, POOLS
-from trinity.blocks import DIGEST, BlockPool, media_keys, prefix_keys
 from trinity.core import InstanceCore
-from trinity.core.loads import load_of, queued
-from trinity.core.rates import StepRates, units
-from trinity.messages import (
+from trinity.core.block_pool import DIGEST, BlockPool, media_keys, prefix_keys
+from trinity.core.instance.loads import load_of, queued
+from trinity.core.instance.rates import StepRates, units
+from trinity.core.messages import (
     IMAGE,
     KV,
     Encode,
@@ -33,12 +33,12 @@ from trinity.messages import (
     Submit,
     Tick,
 )
-from trinity.overlap import Transfers
-from trinity.paced import PacedRequest
+from trinity.core.routing import LeastLoaded, RoundRobin, Router
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.emulation.paced_model import PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.routing import LeastLoaded, RoundRobin, Router
-from trinity.scheduler import Rules
-from trinity.transport.wire import decode, encode
+from trinity.remote.wire import decode, encode
 
 LIVENESS_S = 30.0
 
@@ -116,7 +116,7 @@ def test_heartbeats_come_more_often_than_leases_end() -> None:
 
 
 def test_one_that_knows_nobody_yet_says_nothing() -> None:
-    from trinity.core.state import Settings
+    from trinity.core.instance.state import Settings
 
     assert InstanceCore(Settings("PD0", "PD", {"kv": 8})).next_timer() is None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
-from trinity.messages import Cancel, Commit, Finished, Forget, Offer, Part, PeerUp, Pulled, Ready, Release, Submit
-from trinity.scheduler import Rules
+from trinity.core.messages import Cancel, Commit, Finished, Forget, Offer, Part, PeerUp, Pulled, Ready, Release, Submit
+from trinity.core.scheduler import Rules
 
 TWO = ("cat", 1, "dog*6", 1)
 

@@ -6,8 +6,8 @@ import pytest
 
 from core_tables import brief, done, emitted, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
-from trinity.frontend import Deliver, End, FrontendCore
-from trinity.messages import (
+from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.messages import (
     Commit,
     Finished,
     Forget,
@@ -20,8 +20,8 @@ from trinity.messages import (
     Send,
     Submit,
 )
-from trinity.routing import RoundRobin
-from trinity.scheduler import Rules
+from trinity.core.routing import RoundRobin
+from trinity.core.scheduler import Rules
 
 
 def offered_by(core: InstanceCore) -> Offer:

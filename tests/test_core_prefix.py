@@ -6,8 +6,8 @@ import pytest
 
 from core_tables import Row, brief, done, emptied, image_offer, kv_offer, lost, make_core, sent, table, work
 from trinity.core import InstanceCore
-from trinity.messages import Cancel, Commit, Finished, Forget, Pulled, Ready, Release, Submit
-from trinity.scheduler import Rules
+from trinity.core.messages import Cancel, Commit, Finished, Forget, Pulled, Ready, Release, Submit
+from trinity.core.scheduler import Rules
 
 
 def served(core: InstanceCore, *requests: str, text: int = 100, sizes: tuple[int | str, ...] = (9,)) -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from core_tables import brief, done, make_core, work
 from trinity.core import InstanceCore
-from trinity.core.queues import Queue
-from trinity.core.state import RequestState
-from trinity.messages import Cancel, Step, Submit
-from trinity.scheduler import Order, Rules
+from trinity.core.instance.queues import Queue
+from trinity.core.instance.state import RequestState
+from trinity.core.messages import Cancel, Step, Submit
+from trinity.core.scheduler import Order, Rules
 
 OPS = st.lists(st.tuples(st.sampled_from(["append", "appendleft", "remove", "look"]), st.integers(0, 9)), max_size=60)
 KEYS = {str(number): float(number % 3) for number in range(10)}

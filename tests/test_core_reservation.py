@@ -8,7 +8,7 @@ import pytest
 
 from core_tables import Row, brief, done, emptied, kv_offer, make_core, peer_up, table, work
 from trinity.core import InstanceCore
-from trinity.messages import Commit, Pulled, Ready, Submit, Work
+from trinity.core.messages import Commit, Pulled, Ready, Submit, Work
 from trinity.testing.checks import check_state
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from core_tables import Row, brief, broken, done, emptied, make_core, table, work
 from trinity.core import InstanceCore
-from trinity.messages import Cancel, Forget, Release, Step, Submit
-from trinity.scheduler import Rules
+from trinity.core.messages import Cancel, Forget, Release, Step, Submit
+from trinity.core.scheduler import Rules
 
 
 def sharing(**settings: object) -> InstanceCore:

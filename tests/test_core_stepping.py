@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
+from trinity.core.messages import Emit, Failure, Finished, Forget, Sampled, Step, Stepped, Submit, Work
+from trinity.core.scheduler import Rules
 from trinity.errors import ConfigError
-from trinity.messages import Emit, Failure, Finished, Forget, Sampled, Step, Stepped, Submit, Work
-from trinity.scheduler import Rules
 
 
 def test_an_image_is_encoded_then_prefilled_then_decoded_then_everything_is_given_back() -> None:

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from core_tables import brief, done, emptied, image_offer, lost, make_core, sent, table, work
 from scenarios import random_durations, random_faults
 from test_routing_loads import holding
-from trinity.blocks import media_keys
 from trinity.core import InstanceCore
-from trinity.messages import (
+from trinity.core.block_pool import media_keys
+from trinity.core.messages import (
     IMAGE,
     Cancel,
     Commit,
@@ -38,7 +38,7 @@ from trinity.messages import (
     Tick,
     Work,
 )
-from trinity.overlap import Transfers
+from trinity.core.transfers import Transfers
 from trinity.testing.virtual import VirtualCluster, settings_of
 
 STILL: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}

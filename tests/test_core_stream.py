@@ -8,8 +8,7 @@ import pytest
 
 from core_streams import LAYER, OFFER, again, layers, source
 from core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
-from trinity.core import kv_source, kv_target
-from trinity.messages import (
+from trinity.core.messages import (
     Cancel,
     Commit,
     Forget,
@@ -22,8 +21,9 @@ from trinity.messages import (
     Stepped,
     Submit,
 )
-from trinity.overlap import Transfers
-from trinity.scheduler import Rules
+from trinity.core.migration import kv_source, kv_target
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 # ---------------------------------------------------------------- the source
@@ -325,7 +325,7 @@ def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytes
 def test_a_target_that_keeps_what_is_void_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = kv_target.ready_kv
     monkeypatch.setattr(
-        "trinity.core.target.ready_kv", lambda all, event, now: None if event.again else old(all, event, now)
+        "trinity.core.migration.target.ready_kv", lambda all, event, now: None if event.again else old(all, event, now)
     )
     assert noticed()
 
@@ -338,10 +338,10 @@ def test_a_target_that_pulls_again_during_the_first_pull_is_noticed(monkeypatch:
         old(s, state, now)
         state.pulls += pulls
 
-    monkeypatch.setattr("trinity.core.target.ask_kv", hasty)
+    monkeypatch.setattr("trinity.core.migration.target.ask_kv", hasty)
     assert noticed()
 
 
 def test_a_target_that_does_not_wait_for_every_cell_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.core.target.kv_here", lambda s, state: True)
+    monkeypatch.setattr("trinity.core.migration.target.kv_here", lambda s, state: True)
     assert noticed()

@@ -6,8 +6,7 @@ import pytest
 
 from core_streams import ready, target
 from core_tables import Row, brief, done, emptied, kv_offer, lost, sent, table, work
-from trinity.core.cells import Cells, Piece
-from trinity.messages import (
+from trinity.core.messages import (
     Cancel,
     Commit,
     Failure,
@@ -16,7 +15,8 @@ from trinity.messages import (
     Ready,
     Release,
 )
-from trinity.scheduler import Rules
+from trinity.core.migration.layer_blocks import Cells, Piece
+from trinity.core.scheduler import Rules
 
 PULL_REST = "pull P0:1.1 kv of r from P0 3,4,5 into 0,1,2 layers 1,3"
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from trinity.core import InstanceCore
-from trinity.core_thread import CoreThread, Stop
-from trinity.emulated_cost import LinearCost
-from trinity.lane import Lane
-from trinity.messages import Cancel, Close, Encode, MediaSpan, Prefill, Sampled, Step, Tick, Value
-from trinity.paced import LLAVA_15_7B, Paced
+from trinity.core.messages import Cancel, Close, Encode, MediaSpan, Prefill, Sampled, Step, Tick, Value
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
+from trinity.runtime.core_thread import CoreThread, Stop
+from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
 SOON_S = 20.0

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.budget import StepCost
-from trinity.cost import DEVICES, LINKS, Device, Link, Roofline, Tables, device
-from trinity.emulated_cost import TableCost
+from trinity.core.scheduler import StepTime
+from trinity.costs.budgets import StepCost
+from trinity.costs.emulated_cost import TableCost
+from trinity.costs.model_shape import MODELS, Layers, Model, Vision, model
+from trinity.costs.step_cost import DEVICES, LINKS, Device, Link, Roofline, Tables, device
+from trinity.emulation.paced_model import LLAVA_15_7B as PACED
+from trinity.emulation.paced_model import Paced
 from trinity.errors import ConfigError, UnknownName
-from trinity.model_shapes import MODELS, Layers, Model, Vision, model
-from trinity.paced import LLAVA_15_7B as PACED
-from trinity.paced import Paced
-from trinity.scheduler import StepTime
 
 SLOW = Device(
     name="slow", flops=1e6, bandwidth=1e5, memory=1e9, flops_share=0.5, bandwidth_share=0.5, pass_s=0.1, row_s=0

@@ -18,14 +18,14 @@ import fake_cuda
 from fake_cuda import Fake
 from lending import EMPTY, LIVENESS_S, Lending, ends, holds, lending, lent, pool
 from trinity.connector import Connector
+from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
-from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import Pull
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing import transport_contract
 from trinity.testing.transport_contract import check_transport
-from trinity.transport import cuda_ipc
-from trinity.transport.cuda_driver import Driver, failed
-from trinity.transport.cuda_ipc import CudaIpcTransport, Descriptor, parts
+from trinity.transport.cuda_ipc import transport as cuda_ipc
+from trinity.transport.cuda_ipc.driver import Driver, failed
+from trinity.transport.cuda_ipc.transport import CudaIpcTransport, Descriptor, parts
 
 BLOCKS, BLOCK_BYTES = 32, 16 << 10
 SIZE = (BLOCKS, BLOCK_BYTES)

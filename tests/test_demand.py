@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.cost import DEVICES, Roofline
-from trinity.demand import Demand, load, total
+from trinity.costs.demand import Demand, load, total
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, TraceError
-from trinity.model_shapes import model
 from trinity.placement import Placement
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
 class Plain:

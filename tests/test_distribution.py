@@ -16,10 +16,10 @@ import pytest
 
 import trinity
 from trinity.errors import DISTRIBUTION, pip_install
-from trinity.media import Limits
 from trinity.pipeline import Pipeline
-from trinity.processes import SHORTEST_SECRET
-from trinity.transport import channel
+from trinity.preprocess.media import Limits
+from trinity.remote import channel
+from trinity.remote.supervisor import SHORTEST_SECRET
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -12,15 +12,16 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, 
 
 from checkpoint_fixtures import checkpoint
 from stage_driver import picture, processor_of
-from trinity import native
+from trinity.memory import native
 from trinity.request import Request
-from trinity.stages.models import encoder_attention, encoder_parts, load_model
-from trinity.stages.models.encoder_layers import _LeanLayer, lean_encoder
-from trinity.stages.models.encoder_parts import fuse_encoder
-from trinity.stages.models.fused import fuse
+from trinity.stages.kernels import encoder_attention, encoder_elementwise
+from trinity.stages.kernels.encoder_elementwise import fuse_encoder
+from trinity.stages.kernels.encoder_layers import _LeanLayer, lean_encoder
+from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.models import load_model
 
 DTYPES = [each for each in (torch.float32, torch.bfloat16) if encoder_attention.available(each)]
-if not DTYPES or not encoder_parts.available():
+if not DTYPES or not encoder_elementwise.available():
     pytest.skip(f"no kernels of encoders on this processor: {native.describe()}", allow_module_level=True)
 
 SIZES: dict[str, Any] = {

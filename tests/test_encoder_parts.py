@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trinity import native
-from trinity.stages.models import encoder_parts as parts
+from trinity.memory import native
+from trinity.stages.kernels import encoder_elementwise as parts
+from trinity.stages.kernels.encoder_elementwise import add_norm, fuse_encoder, layer_norm, mapped
+from trinity.stages.kernels.fused_elementwise import fused
 from trinity.stages.models import load_model
-from trinity.stages.models.encoder_parts import add_norm, fuse_encoder, layer_norm, mapped
-from trinity.stages.models.fused import fused
 from trinity.testing.checkpoints import build_checkpoint
 
 if not parts.available():

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trinity import native
-from trinity.stages.models import few_rows, linear
-from trinity.stages.models.few_rows import MOST_ROWS, FewRows
-from trinity.stages.models.linear import PackedLinear, _onednn, _packed, _place, pack
+from trinity.memory import native
+from trinity.stages.kernels import linear, small_batch_gemm
+from trinity.stages.kernels.linear import PackedLinear, _onednn, _packed, _place, pack
+from trinity.stages.kernels.small_batch_gemm import MOST_ROWS, FewRows
 
-DTYPES = [each for each in (torch.float32, torch.bfloat16) if few_rows.available(each)]
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.available(each)]
 if not DTYPES:
     pytest.skip(f"no kernel for few rows on this processor: {native.describe()}", allow_module_level=True)
 
@@ -30,7 +30,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def laid(weight: Tensor) -> Tensor:
     """As the kernels read it, whatever oneDNN does."""
-    together, pair = few_rows._multiples(weight.dtype)[0], 4 // weight.element_size()
+    together, pair = small_batch_gemm._multiples(weight.dtype)[0], 4 // weight.element_size()
     return weight.view(-1, together, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
 
 
@@ -46,7 +46,7 @@ def check(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> N
 def test_equals_the_exact_product(dtype: torch.dtype, size: tuple[int, int, int, bool]) -> None:
     """Every number of rows; inputs and outputs that fill the kernels' pieces, and that do not."""
     down, across, count, biased = size
-    multiples = few_rows._multiples(dtype)
+    multiples = small_batch_gemm._multiples(dtype)
     outputs, inputs = down * multiples[0], across * max(multiples[1], 10)
     weight = drawn(outputs, inputs, dtype=dtype)
     bias = drawn(outputs, dtype=dtype, seed=1) if biased else None
@@ -84,12 +84,12 @@ def test_no_number_that_is_none_is_hidden(dtype: torch.dtype) -> None:
 def test_what_lies_otherwise_is_not_read(dtype: torch.dtype) -> None:
     weight = drawn(128, 64, dtype=dtype)
     packed = laid(weight)
-    assert few_rows.reads(weight, packed.data_ptr(), packed.nbytes)
-    assert not few_rows.reads(weight, weight.data_ptr(), weight.nbytes), "plain"
-    assert not few_rows.reads(weight, packed.data_ptr(), packed.nbytes + 64), "padded"
+    assert small_batch_gemm.reads(weight, packed.data_ptr(), packed.nbytes)
+    assert not small_batch_gemm.reads(weight, weight.data_ptr(), weight.nbytes), "plain"
+    assert not small_batch_gemm.reads(weight, packed.data_ptr(), packed.nbytes + 64), "padded"
     packed.view(-1)[77] += 1
-    assert not few_rows.reads(weight, packed.data_ptr(), packed.nbytes)
-    assert not few_rows.reads(drawn(100, 64, dtype=dtype), packed.data_ptr(), 100 * 64 * dtype.itemsize)
+    assert not small_batch_gemm.reads(weight, packed.data_ptr(), packed.nbytes)
+    assert not small_batch_gemm.reads(drawn(100, 64, dtype=dtype), packed.data_ptr(), 100 * 64 * dtype.itemsize)
 
 
 @pytest.fixture

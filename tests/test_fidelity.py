@@ -16,12 +16,12 @@ from benchmarks.fidelity_real import Costs, Real
 from benchmarks.fidelity_seen import METRICS, Load, Row, Seen, seen
 from benchmarks.setting import Setting
 from checkpoint_fixtures import checkpoint
-from trinity.cost import Tables
-from trinity.goodput import Goodput, Outcome, Point
-from trinity.hosting import load
-from trinity.replay import replay
+from trinity.bench.live_replay import replay
+from trinity.costs.step_cost import Tables
 from trinity.request import Output
-from trinity.trace import RULES, SLO, Trace
+from trinity.runtime.loading import load
+from trinity.traces.goodput import Goodput, Outcome, Point
+from trinity.traces.trace import RULES, SLO, Trace
 
 NOTHING = Host()
 LIVENESS = 10.0

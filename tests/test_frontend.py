@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from core_tables import Row, brief, emitted, peer_up, sent, work
-from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.messages import (
+from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.messages import (
     Emit,
     Failure,
     Finished,
@@ -18,7 +18,7 @@ from trinity.messages import (
     Tick,
     Value,
 )
-from trinity.routing import RoundRobin
+from trinity.core.routing import RoundRobin
 
 
 def make_frontend(peers: str = "E0 P0 D0", **fields: int) -> FrontendCore:

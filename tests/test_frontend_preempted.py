@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from core_tables import brief, emitted, peer_up, sent, work
 from test_frontend import make_frontend
-from trinity.frontend import Abort, End, FrontendCore
-from trinity.messages import (
+from trinity.core.frontend import Abort, End, FrontendCore
+from trinity.core.messages import (
     PREEMPTED,
     Finished,
     Forget,

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from trinity import native
-from trinity.stages.models import fused, load_model
-from trinity.stages.models.fused import add_norm, fuse, quick_gelu, rms_norm, rotate, silu_mul, turn
+from trinity.memory import native
+from trinity.stages.kernels import fused_elementwise
+from trinity.stages.kernels.fused_elementwise import add_norm, fuse, quick_gelu, rms_norm, rotate, silu_mul, turn
+from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
-if not fused.available():
+if not fused_elementwise.available():
     pytest.skip(f"no elementwise kernels in the extension: {native.describe()}", allow_module_level=True)
 
 KERNELS = ("best", "avx512", "portable")
@@ -172,7 +173,7 @@ def both(module: nn.Module, width: int, dtype: torch.dtype = torch.float32) -> t
     rows = drawn(1, 7, width, dtype=dtype)
     wanted = module(rows)
     fuse(module)
-    return fused.fused(module), module(rows), wanted
+    return fused_elementwise.fused(module), module(rows), wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,7 +214,7 @@ def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
 
 @torch.inference_mode()
 def test_many_rows_are_worked_on_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "TILE", 1)
+    monkeypatch.setattr(fused_elementwise, "TILE", 1)
     module = NamedMLP(nn.SiLU())
     rows = drawn(1, 200, 16, dtype=torch.float32)
     wanted = module(rows)
@@ -233,20 +234,22 @@ def test_models_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype)
         fuse(model)
         found = model(ids, use_cache=False).last_hidden_state
     layers = config.num_hidden_layers
-    assert fused.fused(model) >= 4 * layers + 1  # two norms, an MLP and attention in each, and the last norm
+    assert (
+        fused_elementwise.fused(model) >= 4 * layers + 1
+    )  # two norms, an MLP and attention in each, and the last norm
     near = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(found.float(), wanted.float(), rtol=near, atol=near)
 
 
 def test_loaded_models_use_them(tmp_path: Path) -> None:
     model = load_model(build_checkpoint("llava", tmp_path), "EPD", dtype="float32")
-    assert fused.fused(model.language)
-    assert fused.fused(model.vision)
+    assert fused_elementwise.fused(model.language)
+    assert fused_elementwise.fused(model.vision)
 
 
 def test_without_the_extension_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "extension", None)
-    assert not fused.available()
+    assert not fused_elementwise.available()
     count, found, wanted = both(NamedMLP(nn.SiLU()), 16)
     assert count == 0
     assert torch.equal(found, wanted)

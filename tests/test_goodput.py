@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import ConfigError, TraceTooShort, UnknownName
-from trinity.goodput import (
+from trinity.traces.goodput import (
     Goodput,
     Outcome,
     Point,
@@ -23,7 +23,7 @@ from trinity.goodput import (
     searching,
     steady_s,
 )
-from trinity.trace import RULES, SLO, Rule, Trace, TraceRow
+from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
 

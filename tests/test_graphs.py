@@ -13,8 +13,8 @@ from stage_driver import Driver, generated, processed
 from taped import TapeRecorder, every_operator_is_torchs
 from test_language import PROMPT, Solo, work
 from trinity.stages import decode_graphs
-from trinity.stages.attention import LayerAsk, PagedRows
-from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.decode_graphs import DecodeGraphs, pack, static_rows
 from trinity.stages.encode import recorded_as

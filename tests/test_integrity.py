@@ -11,16 +11,16 @@ from msgspec.structs import replace
 
 from pipeline_driver import GOOD, TWO, all_tokens, good_ones, serving
 from trinity.connector import Connector, make_connector
+from trinity.core.messages import Commit, Fetched, Offer, Part, PeerLost, Pull, Ready, Release, Send, Work
+from trinity.core.transfers import merged
 from trinity.errors import ConfigError, IntegrityError, MigrationError
-from trinity.integrity import KEPT, Digests, Verify, check_arrived, check_verify, piece_of, verifies
-from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import Commit, Fetched, Offer, Part, PeerLost, Pull, Ready, Release, Send, Work
-from trinity.native import digests
-from trinity.overlap import merged
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.digests import KEPT, Digests, Verify, check_arrived, check_verify, piece_of, verifies
+from trinity.memory.native import digests
 from trinity.request import Output
 from trinity.testing.transports import WrappedTransport
 from trinity.transport.inproc import InprocTransport
-from trinity.transport.nixl import NixlTransport
+from trinity.transport.nixl.transport import NixlTransport
 from trinity.transport.shm import ShmTransport
 
 LAYERS = 4

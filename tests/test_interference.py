@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from checkpoint_fixtures import checkpoint
-from trinity.budget import BudgetCache, Budgets, StepCost, predicted_budgets, search_budget
-from trinity.cluster import Cluster
-from trinity.cost import Roofline, Tables, device, interference_of
-from trinity.emulated_cost import LinearCost
+from trinity.costs.budgets import BudgetCache, Budgets, StepCost, predicted_budgets, search_budget
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.model_shape import model as model_named
+from trinity.costs.step_cost import Roofline, Tables, device, interference_of
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ConfigError, TrinityWarning
-from trinity.host import Loaded
-from trinity.hosting import Deployment, load
 from trinity.instance import Instance, named
-from trinity.model_shapes import model as model_named
-from trinity.paced import LLAVA_15_7B, Paced
-from trinity.processor import RequestProcessor
-from trinity.profile import Probe, paced_budgets, profile_budgets, profile_tables
-from trinity.profile_lanes import LaneThreads, interference
-from trinity.simulator import Simulator
-from trinity.trace import SLO
+from trinity.preprocess.processor import RequestProcessor
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load
+from trinity.runtime.profiler import Probe, paced_budgets, profile_budgets, profile_tables
+from trinity.runtime.profiler_lanes import LaneThreads, interference
+from trinity.simulation.simulator import Simulator
+from trinity.traces.trace import SLO
 
 DUAL = ("vision", "language")
 SLOWLY = 0.001

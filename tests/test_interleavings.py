@@ -16,8 +16,8 @@ import pytest
 
 from core_tables import work
 from scenarios import PLACEMENTS, Linear, random_cluster
-from trinity.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw, Work
-from trinity.scheduler import Rules
+from trinity.core.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw, Work
+from trinity.core.scheduler import Rules
 from trinity.testing.conversation import revoked
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, predicted, settings_of
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import trinity.processes
+import trinity.remote.supervisor
 from attaching import LIVENESS_S, POOLS, descriptors, recovered, request
 from checkpoint_fixtures import checkpoint
 from lending import ready
@@ -81,8 +81,8 @@ def wanted() -> list[int]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that is struck twenty times a minute would give up."""
-    monkeypatch.setattr(trinity.processes, "MOST_RESTARTS", 1000)
-    monkeypatch.setattr(trinity.processes, "LONGEST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(trinity.remote.supervisor, "MOST_RESTARTS", 1000)
+    monkeypatch.setattr(trinity.remote.supervisor, "LONGEST_BACKOFF_S", 0.1)
 
 
 def mappings(process: int) -> int:

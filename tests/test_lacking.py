@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from trinity.goodput import Point
 from trinity.placement import Placement
 from trinity.planner.candidates import Deployment, deployments
 from trinity.planner.collisions import PULL_S, interrupted, waiting
-from trinity.planner.lacking import fewer, lacking
-from trinity.trace import RULES, SLO
+from trinity.planner.pruning import fewer, lacking
+from trinity.traces.goodput import Point
+from trinity.traces.trace import RULES, SLO
 
 
 def placed(text: str, devices: str = "") -> Deployment:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from trinity.core.messages import Close, Encode, MediaSpan, Open, Sampled, Step, Stepped, Value, Work
 from trinity.errors import StageError
-from trinity.lane import Lane
-from trinity.messages import Close, Encode, MediaSpan, Open, Sampled, Step, Stepped, Value, Work
+from trinity.runtime.lane import Lane
 from trinity.stages.base import Launching, Stage
 from trinity.timeline import Timeline
 

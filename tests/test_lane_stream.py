@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from trinity.core.messages import Encode, MediaSpan, Open, Sampled, Step, Stepped
 from trinity.instance import Instance
-from trinity.lane import Lane
-from trinity.lane_stream import CudaLaneStream, LaneStream, stream_for
-from trinity.messages import Encode, MediaSpan, Open, Sampled, Step, Stepped
+from trinity.runtime.cuda_stream import CudaLaneStream, LaneStream, stream_for
+from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
 SPAN = MediaSpan("image", 4, 0, 4, "a cat")

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from checkpoint_fixtures import checkpoint
 from stage_driver import Driver, Pool
+from trinity.core.messages import Open, Prefill, Sampled, Step, Work
 from trinity.errors import StageError
-from trinity.memory import BlockMemory
-from trinity.messages import Open, Prefill, Sampled, Step, Work
+from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
-from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.base import Stage
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model

@@ -14,12 +14,13 @@ from checkpoint_fixtures import checkpoint
 from stage_driver import OUTPUTS, Driver, generated, processed
 from test_language import Solo, work
 from told_layers import prefilled_and_told
-from trinity.messages import Prefill
+from trinity.core.messages import Prefill
 from trinity.stages import batch
-from trinity.stages.attention import LayerAsk, PagedRows
-from trinity.stages.attention_torch import TorchAttention
-from trinity.stages.models import last_layer, load_model, loading
-from trinity.stages.models.last_layer import sample_last, take_states
+from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.kernels import last_layer
+from trinity.stages.kernels.last_layer import sample_last, take_states
+from trinity.stages.models import load_model, loading
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")

@@ -15,8 +15,8 @@ from taped import every_operator_is_torchs
 from test_graphs import StaticTorch, graphs
 from test_language import PROMPT, Solo, work
 from trinity import Instance, Pipeline, Request
+from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.errors import StageError
-from trinity.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.request import Sampling
 from trinity.stages import decode_graphs
 from trinity.stages.base import Launching, Pending, StageSetup

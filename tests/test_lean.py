@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from trinity import native
-from trinity.stages.attention import PAGED, KeysWritten, LayerAsk, PagedBatch, PagedRows, register_attention
-from trinity.stages.models import few_rows, fused, last_layer, linear
-from trinity.stages.models import lean as module
-from trinity.stages.models.fused import fuse
-from trinity.stages.models.lean import Shown, _Lean, _no_rows, lean
-from trinity.stages.models.linear import pack
+from trinity.memory import native
+from trinity.stages.attention.interface import PAGED, KeysWritten, LayerAsk, PagedBatch, PagedRows, register_attention
+from trinity.stages.kernels import decoder_layers as module
+from trinity.stages.kernels import fused_elementwise, last_layer, linear, small_batch_gemm
+from trinity.stages.kernels.decoder_layers import Shown, _Lean, _no_rows, lean
+from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.kernels.linear import pack
 
-DTYPES = [each for each in (torch.float32, torch.bfloat16) if few_rows.available(each)]
-if not DTYPES or not fused.available():
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.available(each)]
+if not DTYPES or not fused_elementwise.available():
     pytest.skip(f"no kernels for few rows on this processor: {native.describe()}", allow_module_level=True)
 
 SIZES: dict[str, Any] = {

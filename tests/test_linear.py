@@ -13,13 +13,14 @@ from torch import nn
 from checkpoint_fixtures import checkpoint
 from trinity import Instance
 from trinity.connector import Connector
-from trinity.hosting import Deployment, load
-from trinity.paced import Paced
-from trinity.processes import setup_for
-from trinity.stages.models import LoadedModel, linear, load_model, loading
-from trinity.stages.models.linear import OneDnnLinear, PackedLinear, pack, packed_bytes, quicken
-from trinity.standalone import _load
-from trinity.transport.wire import Setup, decode, encode
+from trinity.emulation.paced_model import Paced
+from trinity.remote.session import _load
+from trinity.remote.supervisor import setup_for
+from trinity.remote.wire import Setup, decode, encode
+from trinity.runtime.loading import Deployment, load
+from trinity.stages.kernels import linear
+from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, pack, packed_bytes, quicken
+from trinity.stages.models import LoadedModel, load_model, loading
 
 
 class Named(nn.Linear):

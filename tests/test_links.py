@@ -17,11 +17,11 @@ import torch
 
 from lending import EMPTY, LIVENESS_S, Lending, begun, ends, holds, lending, pool, ready, shuffled
 from trinity.errors import PeerLost, TransferTimeout
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport import link
 from trinity.transport.link import LinkedRemote
-from trinity.transport.nixl import NixlPushTransport
-from trinity.transport.ucx import UcxTransport
+from trinity.transport.nixl.transport import NixlPushTransport
+from trinity.transport.ucx.transport import UcxTransport
 
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
 MADE: dict[str, Any] = {"nixl-push": NixlPushTransport, "ucx": UcxTransport}

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_fixtures import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.stages.kernels.last_layer import _Passes
 from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
-from trinity.stages.models.last_layer import _Passes
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")

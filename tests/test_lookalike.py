@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from checkpoint_fixtures import checkpoint
-from trinity.lookalike import Lookalikes, picture
+from trinity.bench.live_replay import replay
+from trinity.bench.lookalike import Lookalikes, picture
 from trinity.pipeline import Pipeline
-from trinity.processor import RequestProcessor
-from trinity.replay import replay
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.preprocess.processor import RequestProcessor
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_vl", "llama"])

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trinity.mailbox import Mailbox
+from trinity.runtime.mailbox import Mailbox
 
 SOON_S = 20.0
 COUNT = 500

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trinity.media import Limits, MediaProblem, image_digest, read_image
+from trinity.preprocess.media import Limits, MediaProblem, image_digest, read_image
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
 DEFAULT = Limits()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trinity.errors import BadMedia, ConfigError, RequestTooLarge
 from trinity.metrics import PERCENTILES, SPANS, Metrics, percentile
 from trinity.request import Output
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 
 def output(reason: str = "length", ttft: float | None = 0.5, gaps: list[float] | None = None, **fields: Any) -> Output:

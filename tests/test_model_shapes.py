@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trinity import model_config
+from trinity.core.messages import IMAGE, KV
+from trinity.costs import model_config
+from trinity.costs.model_shape import MODELS, Layers, Model, model
+from trinity.costs.pool_sizes import capacity
 from trinity.errors import ConfigError, UnknownName, UnsupportedModel
-from trinity.messages import IMAGE, KV
-from trinity.model_shapes import MODELS, Layers, Model, model
-from trinity.sizing import capacity
 
 LLAVA = {  # as such checkpoints are written: what is transformers' default is left out
     "model_type": "llava",

@@ -7,11 +7,11 @@ import pytest
 from tools import mutants
 
 RESULTS = """
-    trinity.core.steps.x__fill__mutmut_1: killed
-    trinity.core.steps.x__fill__mutmut_2: survived
-    trinity.blocks.xǁBlockPoolǁfits__mutmut_10: timeout
-    trinity.blocks.xǁBlockPoolǁ__init____mutmut_3: no tests
-    trinity.blocks.x_media_keys__mutmut_3: not checked
+    trinity.core.instance.steps.x__fill__mutmut_1: killed
+    trinity.core.instance.steps.x__fill__mutmut_2: survived
+    trinity.core.block_pool.xǁBlockPoolǁfits__mutmut_10: timeout
+    trinity.core.block_pool.xǁBlockPoolǁ__init____mutmut_3: no tests
+    trinity.core.block_pool.x_media_keys__mutmut_3: not checked
     trinity.placement.xǁPlacementǁparse__mutmut_1: killed
 """
 
@@ -19,11 +19,11 @@ RESULTS = """
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("trinity.core.steps.x__fill__mutmut_12", "core.steps._fill 12"),
-        ("trinity.core.steps.x_pump__mutmut_1", "core.steps.pump 1"),
-        ("trinity.blocks.xǁBlockPoolǁfits__mutmut_7", "blocks.BlockPool.fits 7"),
-        ("trinity.blocks.xǁFreeRunsǁ__init____mutmut_7", "blocks.FreeRuns.__init__ 7"),
-        ("trinity.blocks.xǁFreeRunsǁ_best__mutmut_7", "blocks.FreeRuns._best 7"),
+        ("trinity.core.instance.steps.x__fill__mutmut_12", "core.steps._fill 12"),
+        ("trinity.core.instance.steps.x_pump__mutmut_1", "core.steps.pump 1"),
+        ("trinity.core.block_pool.xǁBlockPoolǁfits__mutmut_7", "blocks.BlockPool.fits 7"),
+        ("trinity.core.block_pool.xǁFreeRunsǁ__init____mutmut_7", "blocks.FreeRuns.__init__ 7"),
+        ("trinity.core.block_pool.xǁFreeRunsǁ_best__mutmut_7", "blocks.FreeRuns._best 7"),
     ],
 )
 def test_names_are_read_as_in_the_source(name: str, expected: str) -> None:
@@ -41,9 +41,9 @@ def test_results_are_counted_by_module() -> None:
 
 
 def test_every_survivor_needs_a_reason_and_nine_in_ten_must_die() -> None:
-    found = {f"trinity.blocks.x_f__mutmut_{number}": "killed" for number in range(9)}
-    found["trinity.blocks.x_f__mutmut_9"] = "survived"
-    diffs = {"trinity.blocks.x_f__mutmut_8": "return 2", "trinity.blocks.x_f__mutmut_9": "return 3"}
+    found = {f"trinity.core.block_pool.x_f__mutmut_{number}": "killed" for number in range(9)}
+    found["trinity.core.block_pool.x_f__mutmut_9"] = "survived"
+    diffs = {"trinity.core.block_pool.x_f__mutmut_8": "return 2", "trinity.core.block_pool.x_f__mutmut_9": "return 3"}
     lines, good = mutants.report(found, diffs, [mutants.Reason("blocks.*", "return")])
     assert good
     assert lines[-1].split() == ["all", "9/10", "90.0", "%"]
@@ -51,7 +51,7 @@ def test_every_survivor_needs_a_reason_and_nine_in_ten_must_die() -> None:
     assert not good
     assert lines[-2] == "survives without a reason in docs/mutants.md: blocks.f 9: return 3"
     assert lines[-1] == "explains nothing any more: blocks.f return 2"
-    found["trinity.blocks.x_f__mutmut_8"] = "no tests"
+    found["trinity.core.block_pool.x_f__mutmut_8"] = "no tests"
     lines, good = mutants.report(found, diffs, [mutants.Reason("blocks.f", "return")])
     assert not good
     assert lines[-1] == "fewer than 90 % are killed"
@@ -72,7 +72,7 @@ def test_reasons_are_read_from_the_document() -> None:
     ],
 )
 def test_a_reason_covers_a_function_and_a_line(reason: mutants.Reason, covered: bool) -> None:
-    assert reason.covers("trinity.core.steps.x__fill__mutmut_12", "zip(a, b, strict=None)") is covered
+    assert reason.covers("trinity.core.instance.steps.x__fill__mutmut_12", "zip(a, b, strict=None)") is covered
 
 
 def test_the_changed_line_of_a_mutant() -> None:

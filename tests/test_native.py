@@ -11,8 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trinity import native, twin
 from trinity.errors import ConfigError
+from trinity.memory import native
+from trinity.simulation import compiled
 
 KINDS = ("extension", "arrays")
 INT64 = 1 << 63
@@ -295,4 +296,4 @@ def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
 
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")
 def test_it_has_the_twin_that_this_checkout_calls() -> None:
-    assert not twin.missing()
+    assert not compiled.missing()

@@ -21,14 +21,15 @@ import torch
 from exact_pipelines import check_exact, tokens_of_the_model
 from lending import EMPTY, LIVENESS_S, Lending, begun, ends, lending, lent, pool, ready
 from trinity.connector import Connector
+from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
-from trinity.memory import BlockMemory
-from trinity.messages import Pull
-from trinity.processes import kept_launcher
-from trinity.transport import link, make_transport, nixl_agent
+from trinity.memory.block_memory import BlockMemory
+from trinity.remote.supervisor import kept_launcher
+from trinity.transport import link, make_transport
 from trinity.transport.link import LinkedRemote
-from trinity.transport.nixl import NixlTransport
-from trinity.transport.nixl_agent import Descriptor
+from trinity.transport.nixl import agent
+from trinity.transport.nixl.agent import Descriptor
+from trinity.transport.nixl.transport import NixlTransport
 
 LANES = {"default": None, "tcp": "tcp"}
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one; the large take a tenth of a second over TCP
@@ -281,13 +282,13 @@ async def test_lanes_that_are_not_there_are_reported(monkeypatch: pytest.MonkeyP
 def test_settings_of_ucx_are_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("UCX_NET_DEVICES", "UCX_MODULES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(nixl_agent, "RDMA", tmp_path)
-    nixl_agent.load_api()
+    monkeypatch.setattr(agent, "RDMA", tmp_path)
+    agent.load_api()
     assert os.environ.get("UCX_NET_DEVICES") == "lo"
     assert "UCX_MODULES" not in os.environ, "a host with RDMA needs its module"
-    monkeypatch.setattr(nixl_agent, "RDMA", tmp_path / "none")
+    monkeypatch.setattr(agent, "RDMA", tmp_path / "none")
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
-    nixl_agent.load_api()
+    agent.load_api()
     assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_MODULES"]) == ("eth7", "^ib")
 
 

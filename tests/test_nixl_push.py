@@ -13,10 +13,10 @@ import torch
 from exact_pipelines import check_exact, tokens_of_the_model
 from lending import EMPTY, pool, ready
 from trinity.errors import OfferRefused
-from trinity.transport import nixl_push
-from trinity.transport.nixl import NixlPushTransport
-from trinity.transport.nixl_agent import Descriptor
-from trinity.transport.nixl_push import Stage
+from trinity.transport.nixl import push
+from trinity.transport.nixl.agent import Descriptor
+from trinity.transport.nixl.push import Stage
+from trinity.transport.nixl.transport import NixlPushTransport
 
 SIZE = (32, 16 << 10)
 
@@ -52,7 +52,7 @@ def test_nobody_writes_to_a_stage_that_was_given_up() -> None:
 
 async def test_reads_larger_than_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     ready("nixl-push")
-    monkeypatch.setattr(nixl_push, "STAGE_BYTES", 3 * SIZE[1])
+    monkeypatch.setattr(push, "STAGE_BYTES", 3 * SIZE[1])
     transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
     source.tensor.copy_(torch.arange(source.tensor.numel()).view_as(source.tensor))
     remote = await transport.attach(transport.publish(source), memory)

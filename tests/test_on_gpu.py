@@ -12,7 +12,7 @@ from checkpoint_fixtures import checkpoint
 from stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.request import Sampling
-from trinity.stages.attention_backends import CacheKind, runs
+from trinity.stages.attention.backends import CacheKind, runs
 from trinity.stages.graphs import Graphs, graphs_for
 from trinity.stages.sampling import SamplerRow, sample
 

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity.core.transfers import (
+    PullCost,
+    PullTimes,
+    TokenRate,
+    Transfers,
+    exposed_tail,
+    group_layers,
+    merged,
+    overlap_ratio,
+)
 from trinity.errors import ConfigError
-from trinity.overlap import PullCost, PullTimes, TokenRate, Transfers, exposed_tail, group_layers, merged, overlap_ratio
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import ConfigError, UnknownName, UnsupportedModel
 from trinity.instance import Instance
-from trinity.messages import Grow, Open, Sampled, Step
-from trinity.own_stages import own_stages
+from trinity.runtime.custom_stages import own_stages
 from trinity.stages.base import StageSetup
 
 

@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from trinity.emulated_cost import LinearCost
+from trinity.core.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.content import expected_tokens, features, identities, prefix_words, prompt_ids
+from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
+from trinity.emulation.processor import PacedProcessor
+from trinity.emulation.sleep import Pace
+from trinity.emulation.stages import PacedStage, paced_stages
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, StageError
-from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
-from trinity.paced import LLAVA_15_7B, ModelShape, Paced, PacedRequest
-from trinity.paced_content import expected_tokens, features, identities, prefix_words, prompt_ids
-from trinity.processor_paced import PacedProcessor
+from trinity.memory.block_memory import BlockMemory
 from trinity.request import Request, Sampling
 from trinity.stages.base import Stage
-from trinity.stages.pace import Pace
-from trinity.stages.paced import PacedStage, paced_stages
-from trinity.trace import TraceImage, TraceRow
+from trinity.traces.trace import TraceImage, TraceRow
 
 SHAPE = ModelShape(name="small", layers=3, kv_heads=2, head_dim=16, image_width=64, image_tokens=6, vocabulary=1000)
 MODEL = Paced(shape=SHAPE, cost=LinearCost(source="nothing takes time"), scale=8)

@@ -7,14 +7,14 @@ from functools import partial
 import msgspec
 import pytest
 
-from trinity.budget import StepCost
-from trinity.cost import Roofline, Tables, device
-from trinity.emulated_cost import LinearCost, TableCost
+from trinity.core.messages import IMAGE, KV
+from trinity.costs.budgets import StepCost
+from trinity.costs.emulated_cost import LinearCost, TableCost
+from trinity.costs.model_shape import model as model_shape
+from trinity.costs.step_cost import Roofline, Tables, device
+from trinity.costs.visual_tokens import as_described, described, fixed
+from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced
 from trinity.errors import ConfigError
-from trinity.messages import IMAGE, KV
-from trinity.model_shapes import model as model_shape
-from trinity.paced import LLAVA_15_7B, ModelShape, Paced
-from trinity.visual_tokens import as_described, described, fixed
 
 LLAVA = model_shape("llava-1.5-7b")
 MEASURED = Tables.measured(

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from trinity.emulated_cost import LinearCost
-from trinity.messages import Offer, PeerUp, Value, Work
-from trinity.overlap import Transfers
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
-from trinity.paced_content import expected_tokens
+from trinity.core.messages import Offer, PeerUp, Value, Work
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.content import expected_tokens
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.processor import PacedProcessor
 from trinity.pipeline import Pipeline
-from trinity.processor_paced import PacedProcessor
-from trinity.scheduler import Rules
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
 
 MODEL = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)

@@ -11,14 +11,14 @@ import pytest
 
 from test_paced import HEIGHT, SOURCE, Site, work_of
 from test_paced_serving import MODEL, POOLS, asked, check, serve
-from trinity.emulated_cost import LinearCost
+from trinity.core.messages import KV, Open, Prefill, Step
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.stages import groups
 from trinity.errors import StageError
-from trinity.messages import KV, Open, Prefill, Step
-from trinity.overlap import Transfers
 from trinity.pipeline import Pipeline
-from trinity.scheduler import Rules
 from trinity.stages.base import Reporting
-from trinity.stages.paced import groups
 
 
 def test_groups() -> None:

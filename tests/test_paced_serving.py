@@ -17,20 +17,20 @@ import pytest
 from attaching import SECRET, by_hand, tcp
 from checkpoint_fixtures import checkpoint
 from examples import paced as example
-from trinity.budget import StepCost
-from trinity.emulated_cost import LinearCost, TableCost
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import StepCost
+from trinity.costs.emulated_cost import LinearCost, TableCost
+from trinity.emulation.content import expected_tokens
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.processor import PacedProcessor
 from trinity.errors import ConfigError, MigrationError, RequestError, StageError
-from trinity.host import InstanceHost
 from trinity.instance import Instance
-from trinity.launching import Launcher
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
-from trinity.paced_content import expected_tokens
 from trinity.pipeline import Pipeline
-from trinity.processes import kept_launcher
-from trinity.processor_paced import PacedProcessor
+from trinity.remote.fork_client import Launcher
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request
-from trinity.scheduler import Rules
-from trinity.trace import SLO, Trace
+from trinity.runtime.host import InstanceHost
+from trinity.traces.trace import SLO, Trace
 
 QUICK = LinearCost(step_s=0.002, decode_s=1e-5, prefill_s=2e-6, encode_s=0.003, source="made up for tests")
 MODEL = Paced(shape=LLAVA_15_7B, cost=QUICK, scale=2048)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trinity
-from trinity import native
+from trinity.memory import native
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def test_a_wheel_has_the_extension_and_every_module(tmp_path: Path) -> None:
         assert len(extensions(made)) == 1
         check_contents(made)
         made.extractall(tmp_path / "site")
-    script = "from trinity import native; print(native.describe(), native.__file__)"
+    script = "from trinity.memory import native; print(native.describe(), native.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     run = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

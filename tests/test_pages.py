@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from trinity.stages.models import linear, pages
-from trinity.stages.models.pages import HUGE, dense, make_huge
+from trinity.stages.kernels import huge_pages, linear
+from trinity.stages.kernels.huge_pages import HUGE, dense, make_huge
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_runs_that_are_half_full_at_least(pieces: list[tuple[int, int]], wanted:
 
 def _setting(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
     (folder / "enabled").write_text(text)
-    monkeypatch.setattr(pages, "_SETTING", folder / "enabled")
+    monkeypatch.setattr(huge_pages, "_SETTING", folder / "enabled")
 
 
 def test_nothing_is_asked_for_where_the_system_says_never(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = [(HUGE * 1000, HUGE)]
     _setting(monkeypatch, tmp_path, "always madvise [never]\n")
     assert make_huge(asked) == 0
-    monkeypatch.setattr(pages, "_SETTING", tmp_path / "nowhere")
+    monkeypatch.setattr(huge_pages, "_SETTING", tmp_path / "nowhere")
     assert make_huge(asked) == 0
 
 
@@ -65,11 +65,11 @@ def _collapses() -> bool:
         place = ctypes.c_char.from_buffer(memory)
         start = -(-ctypes.addressof(place) // HUGE) * HUGE
         del place
-        return ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE), pages._COLLAPSE) == 0
+        return ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE), huge_pages._COLLAPSE) == 0
 
 
 @pytest.mark.skipif(
-    not pages._allowed() or not _collapses(), reason="no huge page is free here, or Linux is older than 6.1"
+    not huge_pages._allowed() or not _collapses(), reason="no huge page is free here, or Linux is older than 6.1"
 )
 def test_memory_that_is_in_use_already_is_moved_and_keeps_its_bytes() -> None:
     with mmap.mmap(-1, 6 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

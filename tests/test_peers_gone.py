@@ -11,8 +11,8 @@ import torch
 
 from lending import EMPTY, lending, lent, pool, ready
 from trinity.connector import Connector
+from trinity.core.messages import Pull
 from trinity.errors import PeerLost
-from trinity.messages import Pull
 from trinity.transport import make_transport, shm
 
 BETWEEN_PROCESSES = ("nixl", "nixl-push", "shm", "ucx")

@@ -16,16 +16,16 @@ import torch
 from attaching import by_hand, pipeline, request, tcp
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import all_tokens, good_ones, serving, threads_of
-from trinity import pinning
-from trinity.emulated_cost import LinearCost
+from trinity.core.messages import Open, Sampled, Step, Stepped
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import ConfigError
 from trinity.instance import Instance, check_form, shares
-from trinity.lane import Lane
-from trinity.launching import Launcher, kept_launcher
-from trinity.messages import Open, Sampled, Step, Stepped
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
-from trinity.pinning import check_there, pinned_process
 from trinity.pipeline import Pipeline
+from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.runtime import cpu_affinity
+from trinity.runtime.cpu_affinity import check_there, pinned_process
+from trinity.runtime.lane import Lane
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
 
@@ -115,7 +115,7 @@ def test_cores_that_are_not_there_are_named() -> None:
 
 
 def test_a_platform_without_affinity_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "os", object())
+    monkeypatch.setattr(cpu_affinity, "os", object())
     check_there((), "E0")
     with pytest.raises(ConfigError, match="this platform cannot pin threads to cores; leave out cores="):
         check_there((0,), "E0")
@@ -147,7 +147,7 @@ def test_every_thread_of_a_process_is_pinned_within_the_block_only() -> None:
 def test_no_cores_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *given: pytest.fail("pinned"))
     with pinned_process(()):
-        pinning.pin_thread(())
+        cpu_affinity.pin_thread(())
 
 
 # ---------------------------------------------------------------- pipelines

@@ -18,6 +18,7 @@ from PIL import Image
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import GOOD, ONE, TEXT, TWO, all_tokens, failing, failing_all, good_ones, picture, serving
 from trinity.connector import Connector
+from trinity.core.messages import Submit, Work
 from trinity.errors import (
     BadMedia,
     ClosedError,
@@ -31,10 +32,9 @@ from trinity.errors import (
     UnsupportedModel,
 )
 from trinity.instance import Instance
-from trinity.media import Limits
-from trinity.messages import Submit, Work
 from trinity.pipeline import Pipeline
-from trinity.processor import Processed
+from trinity.preprocess.media import Limits
+from trinity.preprocess.processor import Processed
 from trinity.request import Media, Request, Sampling
 from trinity.stream import with_time_left
 

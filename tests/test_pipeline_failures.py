@@ -13,6 +13,7 @@ from checkpoint_fixtures import checkpoint
 from pipeline_driver import GOOD, LONG, ONE, TEXT, TWO, Case, all_tokens, failing, good_ones, serving, threads_of
 from trinity.connector import Connector
 from trinity.core import InstanceCore
+from trinity.core.messages import IMAGE, KV, Open, Sampled, Step
 from trinity.errors import (
     ClosedError,
     MigrationError,
@@ -23,8 +24,7 @@ from trinity.errors import (
     TransportError,
 )
 from trinity.instance import Instance
-from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, KV, Open, Sampled, Step
+from trinity.memory.block_memory import BlockMemory
 from trinity.pipeline import Pipeline
 from trinity.stages.base import Stage, StageFactory, StageSetup
 from trinity.stages.encode import EncodeStage

@@ -11,8 +11,8 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, all_tokens, good_ones, nothing_left, serving, threads_of
+from trinity.core.messages import Submit, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError
-from trinity.messages import Submit, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.transports import WrappedTransport

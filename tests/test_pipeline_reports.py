@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, Case, all_tokens, good_ones, serving
+from trinity.core.messages import Submit
+from trinity.core.scheduler import Rules
 from trinity.errors import BadMedia, DeadlineExceeded, MigrationError
-from trinity.messages import Submit
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
-from trinity.scheduler import Rules
 from trinity.testing.transports import WrappedTransport
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 MANY = Case("<image><image><image><image> Which is the odd one out?", (11, 12, 13, 14), 24)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoint_fixtures import checkpoint
-from trinity.placeholder_runs import Runs
+from trinity.preprocess.placeholder_runs import Runs
 from trinity.testing.checkpoints import ARCHITECTURES
 
 MULTIMODAL = tuple(name for name in ARCHITECTURES if name not in ("llama", "mistral"))

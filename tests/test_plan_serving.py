@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from planning import BEST, plan
-from trinity.budget import Budgets
-from trinity.emulated_cost import LinearCost
+from trinity.core.routing import LeastLoaded
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.emulated_cost import LinearCost
+from trinity.deploy import KNOBS
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import UnknownName
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.planned import KNOBS
 from trinity.planner import Plan, Space
-from trinity.planner.knobs import knobs_of
-from trinity.routing import LeastLoaded
-from trinity.scheduler import Rules
-from trinity.trace import SLO
+from trinity.planner.search_space import knobs_of
+from trinity.traces.trace import SLO
 
 QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
 SLOW = SLO(ttft=10, tbt=10)

@@ -11,20 +11,20 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from planning import BEST, plan
-from trinity.budget import Budgets
 from trinity.connector import Connector
-from trinity.emulated_cost import LinearCost
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.emulated_cost import LinearCost
+from trinity.deploy import InstanceOptions, placed
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ConfigError, UnknownName
-from trinity.hosting import Deployment, load
 from trinity.instance import Instance
-from trinity.paced import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.planned import InstanceOptions, placed
-from trinity.processes import setup_for
-from trinity.processor import RequestProcessor
-from trinity.scheduler import Rules
-from trinity.trace import SLO
+from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.supervisor import setup_for
+from trinity.runtime.loading import Deployment, load
+from trinity.traces.trace import SLO
 
 QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
 POOLS = {"image": 8, "kv": 64}

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from analytic import Analytic
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Device
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Device
 from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
-from trinity.model_shapes import MODELS
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Plan
 from trinity.planner.candidates import placements
-from trinity.trace import RULES, SLO, Trace, TraceImage, TraceRow
 from trinity.traces import synthesise
+from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 SLOW = SLO(ttft=0.3, tbt=0.5)
@@ -117,7 +117,7 @@ def test_algorithm_2s_choice_is_not_lost_where_it_is_beaten() -> None:
 
 
 def test_many_instances_are_searched_from_coarse_to_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.planner.case.FINEST", 3)
+    monkeypatch.setattr("trinity.planner.problem.FINEST", 3)
     monkeypatch.setattr("trinity.planner.hybrid.KEPT", 10)
     coarse, whole = planner(5).plan(TRACE), planner(5, strategy="exhaustive")
     assert any("For 5 instances ratios were tried in steps of 2" in note for note in coarse.notes)

@@ -9,21 +9,21 @@ import msgspec
 import pytest
 
 from analytic import Analytic
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Roofline, Tables
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Roofline, Tables
 from trinity.errors import ConfigError
-from trinity.goodput import Outcome, point
-from trinity.model_shapes import MODELS
 from trinity.placement import Placement
-from trinity.planner import HybridPlanner, details
+from trinity.planner import HybridPlanner, evaluate
 from trinity.planner.candidates import Deployment
-from trinity.planner.details import busiest, limiting, missed
+from trinity.planner.evaluate import busiest, limiting, missed
 from trinity.planner.hardware import Hardware, cluster_of
+from trinity.planner.objectives import at_once, effective, throughput
 from trinity.planner.progress import Progress, seen
-from trinity.planner.replays import at_once, effective, throughput
-from trinity.simulator import Replay
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.simulation.simulator import Replay
 from trinity.traces import synthesise
+from trinity.traces.goodput import Outcome, point
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 SECOND = SLO(ttft=1.0, tbt=0.1)
@@ -127,8 +127,8 @@ def planner(**options: Any) -> HybridPlanner:
 
 def test_what_the_compiled_engine_found_is_replayed_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
-    monkeypatch.setattr(details, "VERIFIED", 50)
-    monkeypatch.setattr(details, "VERIFIED_LEAST", 1)
+    monkeypatch.setattr(evaluate, "VERIFIED", 50)
+    monkeypatch.setattr(evaluate, "VERIFIED_LEAST", 1)
     plan = planner().plan(trace())
     assert plan.engine == "compiled"
     assert "first 50 requests were replayed on the cores that serve, with equal outcomes" in plan.explain()
@@ -139,8 +139,8 @@ def test_of_many_instances_fewer_requests_are_replayed(
     monkeypatch: pytest.MonkeyPatch, each: int, least: int, said: int
 ) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
-    monkeypatch.setattr(details, "VERIFIED_EACH", each)
-    monkeypatch.setattr(details, "VERIFIED_LEAST", least)
+    monkeypatch.setattr(evaluate, "VERIFIED_EACH", each)
+    monkeypatch.setattr(evaluate, "VERIFIED_LEAST", least)
     assert f"first {said} requests were replayed" in planner().plan(trace()).explain()
 
 

@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from trinity import plugins
+from trinity.core.messages import PeerUp, Work
+from trinity.core.routing import POLICIES, RoundRobin, routing_policy
 from trinity.errors import ConfigError, UnknownName
-from trinity.messages import PeerUp, Work
-from trinity.own_stages import stage_factory
-from trinity.routing import POLICIES, RoundRobin, routing_policy
+from trinity.runtime.custom_stages import stage_factory
 from trinity.transport.inproc import InprocTransport
 from trinity.transport.registry import known_transports, make_transport
 

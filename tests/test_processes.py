@@ -15,11 +15,11 @@ import pytest
 
 import trinity
 from checkpoint_fixtures import checkpoint
+from trinity.core.transfers import Transfers
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
-from trinity.integrity import Verify
-from trinity.overlap import Transfers
+from trinity.memory.digests import Verify
 from trinity.pipeline import Pipeline
-from trinity.processes import kept_launcher
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 

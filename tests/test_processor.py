@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from checkpoint_fixtures import checkpoint
-from trinity.processor import Processed, RequestProcessor
-from trinity.processor_loading import IMAGE_TEXT, load_processor, part_channels, recording
+from trinity.preprocess.loading import IMAGE_TEXT, load_processor, part_channels, recording
+from trinity.preprocess.processor import Processed, RequestProcessor
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, UnsupportedModel
-from trinity.processor import Limits, RequestProcessor
+from trinity.preprocess.processor import Limits, RequestProcessor
 from trinity.request import Media, Request, Sampling
 
 IMAGE = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)

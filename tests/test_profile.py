@@ -11,18 +11,18 @@ from typing import Any, cast
 import pytest
 
 from checkpoint_fixtures import checkpoint
-from trinity import hosting
-from trinity.budget import MOST_ROWS, BudgetCache, Budgets
+from trinity.core.messages import KV, Open, Sampled, Step
+from trinity.core.scheduler import ALPHA, TBT_SHARE, Rules
+from trinity.costs.budgets import MOST_ROWS, BudgetCache, Budgets
 from trinity.errors import TrinityWarning
-from trinity.host import Loaded
-from trinity.hosting import Deployment, load
 from trinity.instance import Instance, named
-from trinity.messages import KV, Open, Sampled, Step
-from trinity.processor import RequestProcessor
-from trinity.profile import Probe, profile_budgets
-from trinity.scheduler import ALPHA, TBT_SHARE, Rules
+from trinity.preprocess.processor import RequestProcessor
+from trinity.runtime import loading
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load
+from trinity.runtime.profiler import Probe, profile_budgets
 from trinity.stages.language import LanguageStage
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
         asked[instance.spec.roles] = limit_s
         return Budgets(tokens=77, media=33, limit_s=limit_s)
 
-    monkeypatch.setattr(hosting, "profile_budgets", profile)
+    monkeypatch.setattr(loading, "profile_budgets", profile)
     slo = SLO(ttft=8.0, tbt=0.5)
     instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
     made = load(deployment(slo), instances, processor)
@@ -197,7 +197,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
 
 
 def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
+    monkeypatch.setattr(loading, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = load(deployment(), named([Instance("EPD")]), processor)

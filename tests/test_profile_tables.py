@@ -10,17 +10,17 @@ import pytest
 
 from checkpoint_fixtures import checkpoint
 from pipeline_driver import all_tokens, good_ones, serving
-from trinity.cost import Tables
-from trinity.emulated_cost import LinearCost
+from trinity.core.messages import KV, Open, Sampled, Step
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.step_cost import Tables
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ClosedError, ConfigError
-from trinity.host import Loaded
-from trinity.hosting import Deployment, load
 from trinity.instance import Instance, named
-from trinity.messages import KV, Open, Sampled, Step
-from trinity.paced import LLAVA_15_7B, Paced
 from trinity.pipeline import Pipeline
-from trinity.processor import RequestProcessor
-from trinity.profile import Probe, Together, profile_tables
+from trinity.preprocess.processor import RequestProcessor
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load
+from trinity.runtime.profiler import Probe, Together, profile_tables
 from trinity.stages.language import LanguageStage
 
 FEW: dict[str, Any] = {"contexts": (1, 32), "rows": (1, 4), "tokens": (1, 16), "images": (1, 2), "repeats": 1}

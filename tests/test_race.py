@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import TraceTooShort
-from trinity.goodput import Outcome, Point, Serve, goodput
 from trinity.planner.candidates import Deployment, deployments
-from trinity.planner.entries import Entry, exhaustive, likely_first
 from trinity.planner.race import race, reaches
+from trinity.planner.search import Entry, exhaustive, likely_first
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
-from trinity.trace import RULES, SLO, Trace, TraceRow
+from trinity.traces.goodput import Outcome, Point, Serve, goodput
+from trinity.traces.trace import RULES, SLO, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
 FIVE = deployments(["A"] * 3)[:5]

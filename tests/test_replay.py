@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-import trinity.replay
-from trinity.emulated_cost import LinearCost
+import trinity.bench.live_replay
+from trinity.bench.live_replay import live_goodput, measure_candidates, replay
+from trinity.core.scheduler import Rules
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
-from trinity.paced import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.replay import live_goodput, measure_candidates, replay
 from trinity.request import Request
-from trinity.scheduler import Rules
-from trinity.trace import RULES, SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
 
 SHAPE = ModelShape(name="small", layers=2, kv_heads=1, head_dim=16, image_width=64, image_tokens=32)
 QUICK = Paced(shape=SHAPE, cost=LinearCost(step_s=1e-3, encode_s=1e-3, source="made up for tests"))
@@ -91,7 +91,7 @@ async def test_the_loop_is_open() -> None:
 async def test_a_late_client_says_so_and_its_requests_count_from_their_arrival(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trinity.replay, "_LEAD_S", -1.0)
+    monkeypatch.setattr(trinity.bench.live_replay, "_LEAD_S", -1.0)
     async with pipeline() as pipe:
         with pytest.warns(TrinityWarning, match="sent 3 of 3 requests more than 0.05 s after their arrival"):
             served = await replay(pipe, rows(3))

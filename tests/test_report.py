@@ -15,7 +15,7 @@ import pytest
 from drawn import STEPS, outcome, replay
 from planning import BEST, plan
 from trinity.errors import ConfigError
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from core_tables import work
 from scenarios import PLACEMENTS, pressed_cluster, small_prefill
-from trinity.core import InstanceCore, growth, preemption
-from trinity.core.state import State
-from trinity.messages import (
+from trinity.core import InstanceCore
+from trinity.core.instance import growth, preemption
+from trinity.core.instance.state import State
+from trinity.core.messages import (
     PREEMPTED,
     Close,
     Emit,
@@ -25,7 +26,7 @@ from trinity.messages import (
     Value,
     Work,
 )
-from trinity.scheduler import Rules
+from trinity.core.scheduler import Rules
 from trinity.testing.checks import every_check
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 

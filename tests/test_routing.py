@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 
 from core_tables import peer_up, work
-from trinity.errors import UnknownName
-from trinity.messages import PeerUp, Work
-from trinity.routing import (
+from trinity.core.messages import PeerUp, Work
+from trinity.core.routing import (
     RandomChoice,
     RoundRobin,
     Router,
@@ -19,6 +18,7 @@ from trinity.routing import (
     number_of,
     routing_policy,
 )
+from trinity.errors import UnknownName
 
 
 def make_router(peers: str, policy: RoutingPolicy | None = None) -> Router:

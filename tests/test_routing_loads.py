@@ -11,9 +11,9 @@ import pytest
 
 from core_tables import brief, done, emptied, image_offer, make_core, peer_up, sent, table, work
 from test_paced_serving import MODEL, POOLS
-from trinity.blocks import DIGEST, media_keys, prefix_keys
 from trinity.core import InstanceCore
-from trinity.messages import (
+from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
+from trinity.core.messages import (
     IMAGE,
     KV,
     Cancel,
@@ -30,10 +30,10 @@ from trinity.messages import (
     Submit,
     Work,
 )
-from trinity.paced import PacedRequest
+from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
+from trinity.emulation.paced_model import PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.processes import kept_launcher
-from trinity.routing import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
+from trinity.remote.supervisor import kept_launcher
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 

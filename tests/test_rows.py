@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity.core.messages import Open, Sampled, Work
 from trinity.errors import StageError
-from trinity.messages import Open, Sampled, Work
 from trinity.request import Sampling
 from trinity.stages.models import Positions
 from trinity.stages.rows import RowTable

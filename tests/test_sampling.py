@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from trinity.core.messages import Sampled
 from trinity.errors import StageError
-from trinity.messages import Sampled
 from trinity.request import Sampling
 from trinity.stages import sampling as module
 from trinity.stages.sampling import SamplerRow, _argmax, sample, truncate, warp

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.errors import ConfigError
-from trinity.scheduler import (
+from trinity.core.scheduler import (
     NOTHING,
     Batch,
     EncodeView,
@@ -21,6 +20,7 @@ from trinity.scheduler import (
     latency_bound,
     schedule,
 )
+from trinity.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulating import row, simulator
-from trinity import serving, twin
-from trinity.blocks import prefix_keys
+from trinity.core.block_pool import prefix_keys
+from trinity.core.transfers import Transfers
 from trinity.errors import ConfigError, TraceError
-from trinity.goodput import Outcome, Point, measure, point
-from trinity.native import extension
-from trinity.overlap import Transfers
+from trinity.memory.native import extension
 from trinity.placement import Placement
-from trinity.serving import Serving, requests_of
-from trinity.simulator import Replay, Simulator
+from trinity.simulation import compiled as twin
+from trinity.simulation import rate_sweep
+from trinity.simulation.compiled import Deployed
+from trinity.simulation.compiled_workload import Asked, Workload, asked_of
+from trinity.simulation.rate_sweep import Serving, requests_of
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.simulation.workload import OUTPUT, Job, work_of
 from trinity.testing.virtual import settings_of
-from trinity.trace import COMPLETE, RULES, SLO, Rule, Trace, TraceImage, TraceRow
-from trinity.twin import Deployed
-from trinity.twin_workload import Asked, Workload, asked_of
-from trinity.workload import OUTPUT, Job, work_of
+from trinity.traces.goodput import Outcome, Point, measure, point
+from trinity.traces.trace import COMPLETE, RULES, SLO, Rule, Trace, TraceImage, TraceRow
 
 COMPLETED = np.array([twin.REASONS.index(each) for each in COMPLETE], np.uint8)
 needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
@@ -86,7 +87,7 @@ def test_both_engines_give_the_same_replay(placement: str, contents: int) -> Non
 
 @needs_twin
 def test_both_engines_agree_where_devices_hosts_and_lanes_differ() -> None:
-    from trinity.cluster import Cluster
+    from trinity.costs.cluster import Cluster
 
     cluster = Cluster.of(("H100", 2), ("L40S", 2), per_host=2)
     options = {"cluster": cluster, "lanes": ("vision", "language"), "interference": 1.25}
@@ -157,7 +158,7 @@ def test_what_was_not_replayed_yet_is_for_what_the_instances_did() -> None:
 def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[list[Any]] = []
     monkeypatch.setattr(
-        "trinity.twin_workload.extension",
+        "trinity.simulation.compiled_workload.extension",
         SimpleNamespace(sim_workload=lambda *given: told.append([np.asarray(each).tolist() for each in given])),
     )
     jobs = requests_of(traffic(8, 60, 4), simulator(1).model).jobs
@@ -231,11 +232,11 @@ def test_without_the_twin_the_python_engine_serves(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fault_of_the_twin_is_no_answer() -> None:
-    serving.check_settled(0, True)
+    rate_sweep.check_settled(0, True)
     with pytest.raises(AssertionError, match="still hold"):
-        serving.check_settled(1, True)
+        rate_sweep.check_settled(1, True)
     with pytest.raises(AssertionError, match="never ended"):
-        serving.check_settled(0, False)
+        rate_sweep.check_settled(0, False)
 
 
 def test_a_trace_is_read_once() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from simulating import BUDGETS, COST, IMAGE_BLOCK, KV_BLOCK, MESSAGE_S, row, served, simulator
-from trinity.cluster import Cluster
-from trinity.emulated_cost import LinearCost
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
 from trinity.errors import ConfigError, PlacementError, TraceError, UnknownName
-from trinity.goodput import goodput, measure
-from trinity.simulator import Simulator
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.simulation.simulator import Simulator
+from trinity.traces.goodput import goodput, measure
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
 def test_one_request_on_one_instance() -> None:
@@ -205,7 +205,7 @@ def test_it_serves_for_goodput() -> None:
 
 
 def test_the_last_event_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity.core import lifecycle
+    from trinity.core.instance import lifecycle
 
     monkeypatch.setattr(lifecycle, "drop_all", lambda s, state: None)
     with pytest.raises(AssertionError, match="blocks leaked"):

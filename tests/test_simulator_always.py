@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulating import LINK, MESSAGE_S, row, simulator
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES
-from trinity.overlap import Transfers
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.step_cost import DEVICES
 from trinity.placement import Placement
-from trinity.scheduler import Rules
-from trinity.simulator import Replay, Simulator
-from trinity.trace import SLO, Trace, TraceRow
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.traces.trace import SLO, Trace, TraceRow
 
 PLACEMENTS = ("EPD", "2EPD", "1EP1D", "1ED1P", "1E1P1D", "1E2P2D", "2PD1E", "2EP1ED2P1D")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from simulating import LINK, MESSAGE_S, row, served, simulator
-from trinity.cluster import Cluster
-from trinity.cost import DEVICES, Link, Roofline
-from trinity.emulated_cost import LinearCost
+from trinity.core.transfers import Transfers
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import DEVICES, Link, Roofline
 from trinity.errors import ConfigError
-from trinity.model_shapes import model
-from trinity.overlap import Transfers
-from trinity.simulator import Simulator
+from trinity.simulation.simulator import Simulator
 from trinity.timeline import Timeline
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 AT_ONCE = Cluster.of("H100", 1, message_s=0.0)
 STEPS = LinearCost(step_s=1.0, encode_s=1.0)

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from simulating import simulator
-from trinity.budget import Budgets
-from trinity.cluster import Cluster
-from trinity.cost import Link
-from trinity.emulated_cost import LinearCost
-from trinity.messages import MediaSpan, PeerLoad, PeerUp, Sampled, Tick, Value, Work
-from trinity.overlap import Transfers
-from trinity.paced import LLAVA_15_7B, Paced, PacedRequest
+from trinity.core.messages import MediaSpan, PeerLoad, PeerUp, Sampled, Tick, Value, Work
+from trinity.core.transfers import Transfers
+from trinity.costs.budgets import Budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.step_cost import Link
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
-from trinity.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 POOLS = {"image": 12, "kv": 400}
 WHOLE = Transfers(kv="off")

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from trinity import twin
-from trinity.cluster import Cluster
+from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError, UnknownName
-from trinity.simulator import Replay, Simulator
-from trinity.trace import SLO, Trace, TraceImage, TraceRow
+from trinity.simulation import compiled
+from trinity.simulation.simulator import Replay, Simulator
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 SLO_ = SLO(4.0, 0.1)
 
@@ -79,7 +79,7 @@ def test_rows_ask_for_what_they_say() -> None:
     assert [{each.finish_reason for each in found} for found in (none, many)] == [{"length"}, {"stop"}]
 
 
-@pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
 @pytest.mark.parametrize("placement", ["EPD", "EP+D", "E+P+D"])
 def test_the_twin_comes_to_the_same(placement: str) -> None:
     def told(engine: str, **options: Any) -> Replay:

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity.costs.pool_sizes import (
+    Capacity,
+    ModelMemory,
+    as_size,
+    available_memory,
+    capacity,
+    check_available,
+    size_pools,
+)
 from trinity.errors import ConfigError
-from trinity.sizing import Capacity, ModelMemory, as_size, available_memory, capacity, check_available, size_pools
 
 # ---------------------------------------------------------------- pools
 

@@ -8,8 +8,8 @@ from test_language import Solo
 from test_language import work as text
 from test_paced import IMAGES, SOURCE, TARGET, moved, prefilled
 from test_paced import work_of as paced_work
+from trinity.core.messages import Grow, Open, Prefill, Step
 from trinity.errors import StageError
-from trinity.messages import Grow, Open, Prefill, Step
 from trinity.stages.base import Growing
 
 

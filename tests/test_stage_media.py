@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from stage_driver import Driver, generated, processed
+from trinity.core.messages import Encode, Open, Prefill, Step
 from trinity.errors import StageError, UnsupportedModel
-from trinity.messages import Encode, Open, Prefill, Step
 from trinity.stages.encode import EncodeStage
 
 

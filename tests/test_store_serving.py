@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from test_paced_serving import MODEL, POOLS
-from trinity.messages import IMAGE
-from trinity.paced import PacedRequest
+from trinity.core.messages import IMAGE
+from trinity.emulation.paced_model import PacedRequest
 from trinity.pipeline import Pipeline
-from trinity.processes import kept_launcher
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.messages import Failure, Finished, Sampled, Value, Work
 from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
-from trinity.frontend import Abort, Deliver, End
-from trinity.messages import Failure, Finished, Sampled, Value, Work
 from trinity.metrics import SPANS
-from trinity.processor import Processed
+from trinity.preprocess.processor import Processed
 from trinity.request import Request, Sampling, Token
 from trinity.stream import Stream, to_error
 

@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import pytest
 
-import trinity.launching
-import trinity.processes
+import trinity.remote.fork_client
+import trinity.remote.supervisor
 from attaching import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
 from checkpoint_fixtures import checkpoint
 from trinity.errors import ConfigError, PeerLost, RequestError
 from trinity.instance import Instance
-from trinity.launching import Launcher, kept_launcher
 from trinity.pipeline import Pipeline
-from trinity.processes import Processes
+from trinity.remote.channel import Address
+from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.supervisor import Processes
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
-from trinity.transport.channel import Address
 
 SILENCE_S = 2.0
 
@@ -157,7 +157,7 @@ async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launche
 
 
 async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trinity.launching, "START_S", 0.01)
+    monkeypatch.setattr(trinity.remote.fork_client, "START_S", 0.01)
     launcher = SlowLauncher(torch=False)
     try:
         with pytest.raises(PeerLost, match="was not ready"):
@@ -168,7 +168,7 @@ async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pyt
 
 @pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("1 + os.getppid()", 1)])
 def test_an_instance_does_not_outlive_a_launcher_that_was_gone_when_it_came(parent: str, code: int) -> None:
-    program = f"import os; from trinity.launcher import die_with_parent; die_with_parent({parent})"
+    program = f"import os; from trinity.remote.fork_server import die_with_parent; die_with_parent({parent})"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code
 
 
@@ -217,7 +217,7 @@ async def listened(monkeypatch: pytest.MonkeyPatch, members: dict[str, Member], 
     fake = SimpleNamespace(get_running_loop=lambda: SimpleNamespace(time=lambda: now[0]), sleep=sleep)
     processes = Processes(cast(Any, None), Timeline(), {}, None, 8.0)
     processes.members = cast(Any, members)
-    monkeypatch.setattr(trinity.processes, "asyncio", fake)
+    monkeypatch.setattr(trinity.remote.supervisor, "asyncio", fake)
     with pytest.raises(RuntimeError):  # the wakes have run out
         await processes._listen()
     monkeypatch.undo()

@@ -12,8 +12,8 @@ import pytest
 from lending import LIVENESS_S, lent, pool, ready
 from reading import reading
 from trinity.transport import Transport, make_transport
-from trinity.transport.nixl import NixlTransport
-from trinity.transport.ucx import UcxTransport
+from trinity.transport.nixl.transport import NixlTransport
+from trinity.transport.ucx.transport import UcxTransport
 
 SIZE = (256, 64 << 10)  # 16 MiB: some hundredths of a second
 Lent = tuple[str, Transport, bytes]

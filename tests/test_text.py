@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trinity.text import TextStream, _backend_decode
+from trinity.preprocess.detokenizer import TextStream, _backend_decode
 
 CORPUS = ["the cat sat on the mat. héllo wörld 你好吗 🎉🎈 ça va, n'est-ce pas? the cat\nthe\tmat"] * 3
 SPECIAL = ["</s>", "<image>"]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from test_language import Solo, work
 from told_layers import prefilled_and_told
+from trinity.core.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
 from trinity.errors import StageError
-from trinity.lane import Lane
-from trinity.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
-from trinity.stages.attention import LayerAsk, PagedRows
-from trinity.stages.attention_told import ToldAttention
-from trinity.stages.attention_torch import TorchAttention
+from trinity.runtime.lane import Lane
+from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.layer_progress import ToldAttention
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.base import Reporting, Stage
 from trinity.timeline import Timeline
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.request import Output
-from trinity.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow, attainment
+from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow, attainment
 
 BOUNDS = SLO(ttft=1.0, tbt=0.1)
 GOOD, BAD = 0.05, 0.2

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trinity import traces
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.trace import Trace, TraceImage, TraceRow
-from trinity.trace_statistics import variation
+from trinity.traces.statistics import variation
+from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 
 def trace_at(*seconds: float, **fields: Any) -> Trace:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity import traces
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.trace import Trace
+from trinity.traces.trace import Trace
 
 # A few rows of each kind, in the form in which each is published.
 SERVEGEN = (

@@ -13,9 +13,9 @@ import torch
 from broken_transports import BROKEN
 from lending import ready
 from trinity.connector import Connector
+from trinity.core.messages import Pull
 from trinity.errors import ClosedError, TransportError, UnknownName
-from trinity.memory import BlockMemory, BlockShape
-from trinity.messages import Pull
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing.transport_contract import check_transport
 from trinity.testing.transports import WrappedTransport
 from trinity.transport import base, inproc, make_transport

@@ -14,23 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scenarios import ORDERS
-from trinity import twin
-from trinity.cluster import Cluster
-from trinity.core.settings import Reservation, Settings
-from trinity.cost import Link
-from trinity.emulated_cost import LinearCost
-from trinity.goodput import Outcome
-from trinity.messages import MediaSpan, Work
-from trinity.overlap import Transfers
-from trinity.routing import LeastLoaded, RandomChoice, RoundRobin
-from trinity.scheduler import Rules
+from trinity.core.instance.settings import Reservation, Settings
+from trinity.core.messages import MediaSpan, Work
+from trinity.core.routing import LeastLoaded, RandomChoice, RoundRobin
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.step_cost import Link
+from trinity.simulation import compiled
 from trinity.testing.virtual import settings_of
-from trinity.trace import COMPLETE, RULES, SLO
+from trinity.traces.goodput import Outcome
+from trinity.traces.trace import COMPLETE, RULES, SLO
 from twinning import COMMANDS, EVENTS, REASONS, Case, Line, assert_equal, differences, random_case
 
 CASES = 200
 
-pytestmark = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
 
 
 def text(number: int, prompt: int, out: int, **rest: object) -> Work:
@@ -132,8 +132,8 @@ def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
     assert found.first == sum(ttft < slo.ttft for _, ttft, _ in whole)
     assert found.finishes.tolist() == [at + ttft + fsum(o.itl_s) for at, ttft, o in whole]
     assert (found.ended, found.unsettled, found.settled) == (told.ended, 0, len(arrivals))
-    assert twin.worked(found.busy, case.settings) == told.busy
-    assert twin.held(found.peak, case.settings) == told.peak
+    assert compiled.worked(found.busy, case.settings) == told.busy
+    assert compiled.held(found.peak, case.settings) == told.peak
 
 
 @pytest.mark.slow
@@ -304,29 +304,29 @@ def test_where_nobody_can_compute_it_again_it_is_sent_back() -> None:
 def test_what_it_cannot_do_it_says() -> None:
     costs = [LinearCost(step_s=1.0)] * 3
     plain = settings_of("E+P+D", {"image": 8, "kv": 40}, transfers=Transfers(kv="off"))
-    assert twin.unsupported(plain, costs, RoundRobin()) == ""
-    assert "round_robin" in twin.unsupported(plain, costs, LeastLoaded())
-    assert "round_robin" in twin.unsupported(plain, costs, RandomChoice())
+    assert compiled.unsupported(plain, costs, RoundRobin()) == ""
+    assert "round_robin" in compiled.unsupported(plain, costs, LeastLoaded())
+    assert "round_robin" in compiled.unsupported(plain, costs, RandomChoice())
     moving = [replace(each, transfers=Transfers(kv="layer")) for each in plain]
-    assert "prefill" in twin.unsupported(moving, costs, RoundRobin())
-    assert "leases" in twin.unsupported([replace(each, lease_s=3.0) for each in plain], costs, RoundRobin())
+    assert "prefill" in compiled.unsupported(moving, costs, RoundRobin())
+    assert "leases" in compiled.unsupported([replace(each, lease_s=3.0) for each in plain], costs, RoundRobin())
     for other in (replace(plain[1], kv_block=8), replace(plain[1], reservation="optimistic")):
-        assert "rest" in twin.unsupported([plain[0], other], costs, RoundRobin())
-    assert "depth 2" in twin.unsupported([replace(each, depth=2) for each in plain], costs, RoundRobin())
+        assert "rest" in compiled.unsupported([plain[0], other], costs, RoundRobin())
+    assert "depth 2" in compiled.unsupported([replace(each, depth=2) for each in plain], costs, RoundRobin())
     growing = [replace(each, reservation="optimistic") for each in plain]
-    assert twin.unsupported(growing, costs, RoundRobin()) == ""
+    assert compiled.unsupported(growing, costs, RoundRobin()) == ""
 
     class Other(LinearCost, frozen=True, kw_only=True):
         """Costs of its own, which nobody has written in C++."""
 
-    assert "Other" in twin.unsupported(plain, [Other()] * 3, RoundRobin())
+    assert "Other" in compiled.unsupported(plain, [Other()] * 3, RoundRobin())
     predicting = [replace(each, rules=Rules(policy="time", cost=Other(), limit_s=1.0)) for each in plain]
-    assert "Other" in twin.unsupported(predicting, costs, RoundRobin())
+    assert "Other" in compiled.unsupported(predicting, costs, RoundRobin())
 
 
 def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin, "extension", None)
-    assert "not built" in twin.missing()
+    monkeypatch.setattr(compiled, "extension", None)
+    assert "not built" in compiled.missing()
 
 
 def test_bad_arrays_are_refused() -> None:

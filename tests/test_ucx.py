@@ -13,11 +13,12 @@ import torch
 from exact_pipelines import check_exact, tokens_of_the_model
 from lending import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
-from trinity.memory import BlockMemory
-from trinity.transport import link, make_transport, ucx_source
+from trinity.memory.block_memory import BlockMemory
+from trinity.transport import link, make_transport
 from trinity.transport.link import LinkedRemote
-from trinity.transport.ucx import UcxTransport
-from trinity.transport.ucx_wire import Descriptor, pieces
+from trinity.transport.ucx import source
+from trinity.transport.ucx.protocol import Descriptor, pieces
+from trinity.transport.ucx.transport import UcxTransport
 
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
 
@@ -76,7 +77,7 @@ async def test_a_source_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> 
         await transport.attach(altered(descriptor, pool=7), memory)
     assert caught.value.reason == "missing"
     assert await refused(transport, altered(descriptor, blocks=64), memory, 40) == "incompatible"
-    monkeypatch.setattr(ucx_source, "MOST_SENDS", 0)
+    monkeypatch.setattr(source, "MOST_SENDS", 0)
     assert await refused(transport, descriptor, memory, 1) == "busy"
     monkeypatch.undo()
     remote = await transport.attach(descriptor, memory)

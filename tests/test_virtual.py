@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from core_tables import work
-from trinity.messages import (
+from trinity.core.messages import (
     Step,
     Value,
 )
-from trinity.routing import RandomChoice
-from trinity.scheduler import Rules
+from trinity.core.routing import RandomChoice
+from trinity.core.scheduler import Rules
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 POOLS = {"image": 16, "kv": 32}

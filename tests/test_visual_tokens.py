@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity import visual_tokens
+from trinity.costs import visual_tokens
+from trinity.costs.visual_tokens import VisualTokens
 from trinity.errors import ConfigError
-from trinity.visual_tokens import VisualTokens
 
 NOISE = random.Random(5)
 SIZES = [(NOISE.randint(8, 1400), NOISE.randint(8, 1400)) for _ in range(150)]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.demand import Demand
+from trinity.adapt.drift import NEGLIGIBLE, PageHinkley, Proposal, Redeploy, Shift, Watch
+from trinity.costs.demand import Demand
 from trinity.errors import ConfigError, TraceError, TrinityError
-from trinity.trace import Trace, TraceImage, TraceRow
-from trinity.watch import NEGLIGIBLE, PageHinkley, Proposal, Redeploy, Shift, Watch
+from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 E2 = math.e**2  # a ratio whose half logarithm is 1
 

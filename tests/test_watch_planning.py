@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.watch import BOUND, QWEN, hour, hourly, longer
-from trinity import twin
+from trinity.adapt.drift import Redeploy, Watch
+from trinity.adapt.proposals import proposals
 from trinity.planner import HybridPlanner, Plan
-from trinity.trace import Trace, TraceRow
-from trinity.watch import Redeploy, Watch
-from trinity.watching import proposals
+from trinity.simulation import compiled
+from trinity.traces.trace import Trace, TraceRow
 
 SHIFTED_S = 600.0
 
@@ -24,8 +24,8 @@ async def shifted() -> AsyncIterator[TraceRow]:
 
 @pytest.mark.slow
 async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> None:
-    if twin.missing():
-        pytest.skip(twin.missing())
+    if compiled.missing():
+        pytest.skip(compiled.missing())
     planner = HybridPlanner(QWEN, BOUND, instances=3, strategy="exhaustive", seeds=0)
     made: list[tuple[Trace, Plan]] = []
 

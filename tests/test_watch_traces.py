@@ -10,8 +10,8 @@ from benchmarks import watch as bench
 from benchmarks.setting import Setting
 from benchmarks.watch import LOAD, PLACEMENT, QWEN, at_load, day, found_in, hour, hourly, proposed, spacing, stretch
 from trinity import traces
-from trinity.demand import load
-from trinity.watch import Redeploy, Watch
+from trinity.adapt.drift import Redeploy, Watch
+from trinity.costs.demand import load
 
 
 def test_the_day_as_recorded_at_60_percent_load() -> None:

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 
 from test_watch import FLAT, Plan, row, steady
+from trinity.adapt.drift import Proposal, Redeploy, Watch
+from trinity.adapt.proposals import follow, proposals
 from trinity.errors import ConfigError, TraceTooShort
-from trinity.trace import Trace, TraceRow
-from trinity.watch import Proposal, Redeploy, Watch
-from trinity.watching import follow, proposals
+from trinity.traces.trace import Trace, TraceRow
 
 SHIFTED = [*steady(0, 300), *steady(300, 400, out=21)]
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_tables import emitted
-from trinity.budget import Budgets, StepCost
-from trinity.cost import Roofline, device
+from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
+from trinity.costs.budgets import Budgets, StepCost
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import Roofline, device
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import HandshakeError
-from trinity.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
-from trinity.model_shapes import model
-from trinity.paced import LLAVA_15_7B, Paced
+from trinity.remote.wire import Hello, Layout, Setup, decode, encode
 from trinity.request import Sampling
-from trinity.trace import SLO
-from trinity.transport.wire import Hello, Layout, Setup, decode, encode
+from trinity.traces.trace import SLO
 
 names = st.text(string.ascii_letters + "é-0", min_size=1, max_size=12)
 counts = st.integers(0, 1 << 40)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from test_language import PROMPT, Solo, work
-from trinity.messages import Prefill, Step
+from trinity.core.messages import Prefill, Step
 
 
 def prefilled_and_told(solo: Solo) -> int:

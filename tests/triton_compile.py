@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trinity.stages import triton_kernels
+from trinity.stages.attention import triton_kernels
 
 POINTERS = {"tables", "begins", "lengths", "tiles", "groups", "blocks", "offsets"}
 FLOATS = {"scale", "softcap"}

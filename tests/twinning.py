@@ -11,13 +11,9 @@ from typing import Any
 import msgspec
 
 from scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
-from trinity.budget import StepCost
-from trinity.cluster import Cluster
-from trinity.core.settings import RESERVATIONS, Reservation, Settings
-from trinity.cost import Cost, Device, Link, Roofline, Tables
-from trinity.emulated_cost import LinearCost
-from trinity.frontend import Abort, Deliver, End
-from trinity.messages import (
+from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.instance.settings import RESERVATIONS, Reservation, Settings
+from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
@@ -39,15 +35,19 @@ from trinity.messages import (
     Withdraw,
     Work,
 )
-from trinity.model_shapes import Model, model
-from trinity.overlap import Transfers
-from trinity.routing import RoundRobin
-from trinity.scheduler import Policy, Rules
-from trinity.simulated import STOP, Simulated
+from trinity.core.routing import RoundRobin
+from trinity.core.scheduler import Policy, Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.budgets import StepCost
+from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.model_shape import Model, model
+from trinity.costs.step_cost import Cost, Device, Link, Roofline, Tables
+from trinity.simulation.cluster_model import STOP, Simulated
+from trinity.simulation.compiled import Act, Deployed, Told, simulate
+from trinity.simulation.compiled_workload import Asked, Workload
+from trinity.simulation.workload import Job
 from trinity.testing.virtual import settings_of
-from trinity.twin import Act, Deployed, Told, simulate
-from trinity.twin_workload import Asked, Workload
-from trinity.workload import Job
 
 EVENTS = (
     *("Submit", "Cancel", "Forget", "Offer", "Ready", "Commit", "Withdraw", "Release", "Moved", "Emit", "Finished"),

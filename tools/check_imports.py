@@ -15,10 +15,8 @@ from pathlib import Path
 
 PACKAGE = "trinity"
 # These run under a virtual clock as well as a live one, and know no tensor, no loop and no socket.
-PURE = {"errors", "request", "messages", "blocks", "scheduler", "placement", "trace", "metrics"}
-PURE |= {"tables", "traces", "trace_statistics", "goodput", "visual_tokens", "model_shapes", "model_config"}
-PURE |= {"routing", "cost", "budget", "core", "frontend", "simulator", "planner"}
-PURE |= {"engine", "cluster", "workload", "simulated", "demand", "watch"}
+PURE = {"core", "costs", "planner", "simulation", "traces"}
+PURE |= {"errors", "metrics", "placement", "plugins", "request", "tables"}  # and what they stand on
 IMPURE = {"torch", "transformers", "anyio", "asyncio", "time", "socket", "threading", "uvloop"}
 
 

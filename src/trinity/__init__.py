@@ -12,59 +12,59 @@ from typing import TYPE_CHECKING, Any
 from trinity import errors as errors
 
 if TYPE_CHECKING:
-    from trinity.budget import Budgets as Budgets
     from trinity.connector import Connector as Connector
-    from trinity.cost import Device as Device
+    from trinity.core.routing import RoutingPolicy as RoutingPolicy
+    from trinity.core.scheduler import Rules as Rules
+    from trinity.core.transfers import Transfers as Transfers
+    from trinity.costs.budgets import Budgets as Budgets
+    from trinity.costs.step_cost import Device as Device
     from trinity.errors import ClosedError as ClosedError
     from trinity.errors import ConfigError as ConfigError
     from trinity.errors import RequestError as RequestError
     from trinity.errors import TransportError as TransportError
     from trinity.errors import TrinityError as TrinityError
-    from trinity.goodput import Goodput as Goodput
     from trinity.instance import Instance as Instance
     from trinity.metrics import Metrics as Metrics
-    from trinity.overlap import Transfers as Transfers
     from trinity.pipeline import Pipeline as Pipeline
     from trinity.placement import Placement as Placement
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
-    from trinity.processor import Limits as Limits
+    from trinity.preprocess.processor import Limits as Limits
     from trinity.request import Media as Media
     from trinity.request import Output as Output
     from trinity.request import Request as Request
     from trinity.request import Sampling as Sampling
     from trinity.request import Token as Token
-    from trinity.routing import RoutingPolicy as RoutingPolicy
-    from trinity.scheduler import Rules as Rules
     from trinity.stages.base import Stage as Stage
     from trinity.stream import Stream as Stream
     from trinity.timeline import Timeline as Timeline
-    from trinity.trace import SLO as SLO
-    from trinity.trace import Trace as Trace
+    from trinity.traces.goodput import Goodput as Goodput
+    from trinity.traces.trace import SLO as SLO
+    from trinity.traces.trace import Trace as Trace
     from trinity.transport.base import Transport as Transport
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "budget": ["Budgets"],
+    "costs.budgets": ["Budgets"],
     "connector": ["Connector"],
-    "cost": ["Device"],
+    "costs.step_cost": ["Device"],
     "errors": ["ClosedError", "ConfigError", "RequestError", "TransportError", "TrinityError"],
-    "goodput": ["Goodput"],
+    "traces.goodput": ["Goodput"],
     "instance": ["Instance"],
     "metrics": ["Metrics"],
-    "overlap": ["Transfers"],
+    "core.transfers": ["Transfers"],
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan"],
-    "processor": ["Limits"],
+    "preprocess.processor": ["Limits"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
-    "routing": ["RoutingPolicy"],
-    "scheduler": ["Rules"],
+    "core.routing": ["RoutingPolicy"],
+    "core.scheduler": ["Rules"],
     "stages.base": ["Stage"],
     "stream": ["Stream"],
     "timeline": ["Timeline"],
-    "trace": ["SLO", "Trace"],
+    "traces.trace": ["SLO", "Trace"],
     "transport.base": ["Transport"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,4 +1,6 @@
-"""The compiled part, csrc/module.cpp. Use it through trinity.native and, the simulator's twin, through trinity.twin."""
+"""The compiled part, csrc/module.cpp. Use it through trinity.memory.native and, the simulator's twin, through
+trinity.simulation.compiled.
+"""
 
 from typing import Any
 

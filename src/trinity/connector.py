@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trinity.core.messages import Failure, Pull, Pulled
+from trinity.core.transfers import gigabytes_a_second
 from trinity.errors import (
     ClosedError,
     ConfigError,
@@ -17,10 +19,8 @@ from trinity.errors import (
     TransportError,
     TrinityError,
 )
-from trinity.integrity import Verify, check_arrived, check_verify, piece_of, verifies
-from trinity.memory import BlockMemory
-from trinity.messages import Failure, Pull, Pulled
-from trinity.overlap import gigabytes_a_second
+from trinity.memory.block_memory import BlockMemory
+from trinity.memory.digests import Verify, check_arrived, check_verify, piece_of, verifies
 from trinity.transport.base import Remote, Transport, runs
 from trinity.transport.registry import make_transport
 

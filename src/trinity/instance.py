@@ -6,12 +6,12 @@ import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trinity.core.settings import Reservation, check_depth, check_limits, check_reservation
+from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
+from trinity.core.messages import FRONTEND
+from trinity.core.scheduler import Rules
 from trinity.errors import ConfigError
-from trinity.messages import FRONTEND
 from trinity.placement import Group
-from trinity.scheduler import Rules
-from trinity.stages.attention_backends import AUTO, check_name
+from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
 
 
@@ -29,7 +29,7 @@ class Instance:
     searched or the pipeline's; none: as those say. ``threads``: intra-op threads per lane.
     ``cores``: processors that its threads are kept on: one for all lanes, or as many for each, in the lanes' order;
     none: wherever the system puts them. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by device,
-    see ``trinity.stages.attention_backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
+    see ``trinity.stages.attention.backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
     while one runs, so that the lane never waits for the core, and a request that a stop token ends is over one step
     later. ``pack``: whether linear layers on a CPU get a copy of their weights in the order of oneDNN, of this process
     alone; decode steps are faster so; none: where somebody in the process decodes. ``address`` ("tcp:host:port",
@@ -115,4 +115,4 @@ def named(instances: Sequence[Instance]) -> list[Instance]:
 
 
 if __name__ == "__main__":  # by name: what serves an instance alone knows this module, not the other way round
-    runpy.run_module("trinity.listener", run_name="__main__", alter_sys=True)
+    runpy.run_module("trinity.remote.server", run_name="__main__", alter_sys=True)

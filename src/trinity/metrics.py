@@ -10,7 +10,7 @@ from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
-from trinity.trace import COMPLETE, RULES, SLO
+from trinity.traces.trace import COMPLETE, RULES, SLO
 
 SPANS = (
     "encode_queue",

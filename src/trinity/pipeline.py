@@ -9,35 +9,35 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Unpack
 
-from trinity.auto import automatic
-from trinity.budget import Budgets
+from trinity.adapt.auto import automatic
 from trinity.connector import Connector, choice, make_connector
-from trinity.cost import Cost, Tables
+from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.messages import Failure, PeerLoad, PeerLost, PeerUp, Send, Submit, Tick, Value
+from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.costs.budgets import Budgets
+from trinity.costs.step_cost import Cost, Tables
+from trinity.deploy import InstanceOptions, placed, rules_and_routing
+from trinity.emulation.paced_model import Paced
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
-from trinity.frontend import Abort, Deliver, End, FrontendCore
-from trinity.host import InstanceHost
-from trinity.hosting import Deployment, load, make_hosts, make_processor, model_of, profiled
 from trinity.instance import Instance, named
-from trinity.instance_process import InstanceProcess
-from trinity.integrity import Verify
-from trinity.messages import Failure, PeerLoad, PeerLost, PeerUp, Send, Submit, Tick, Value
+from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
-from trinity.overlap import Transfers
-from trinity.paced import Paced
 from trinity.placement import Placement
-from trinity.planned import InstanceOptions, placed, rules_and_routing
 from trinity.planner import Plan
-from trinity.processes import SILENCE_S, Processes, addresses_of, check_hosting, check_secret, check_silence, setups_for
-from trinity.processor import Limits, Processed, RequestProcessor
+from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.processor import Limits, Processed, RequestProcessor
+from trinity.remote import supervisor
+from trinity.remote.instance_client import InstanceProcess
 from trinity.request import Output, Request, check_request
-from trinity.routing import RoutingPolicy, routing_policy
-from trinity.scheduler import Rules
+from trinity.runtime.host import InstanceHost
+from trinity.runtime.loading import Deployment, load, make_hosts, make_processor, model_of, profiled
+from trinity.runtime.shielded_wait import outlast
 from trinity.stream import Stream, late, trace_row, with_time_left
-from trinity.text import TextStream
 from trinity.timeline import Timeline
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 from trinity.transport.base import Transport
-from trinity.waiting import outlast
 
 logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
@@ -79,7 +79,7 @@ class Pipeline:
     """
 
     loop: asyncio.AbstractEventLoop
-    _processes: Processes | None = None
+    _processes: supervisor.Processes | None = None
     _processor: RequestProcessor | None = None
     _timer: asyncio.TimerHandle | None = None
     _broken: BaseException | None = None
@@ -108,7 +108,7 @@ class Pipeline:
         observe: Callable[..., None] | None = None,
         transfers: Transfers | None = None,
         secret: str | None = None,
-        silence_s: float = SILENCE_S,
+        silence_s: float = supervisor.SILENCE_S,
         instances: int | None = None,
         **options: Unpack[InstanceOptions],
     ) -> None:
@@ -117,9 +117,10 @@ class Pipeline:
         rules, routing = rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._limits = slo, routing, limits or Limits()
-        self.hosting = check_hosting(hosting, connector, self.instances)
+        self.hosting = supervisor.check_hosting(hosting, connector, self.instances)
         self.connector = make_connector(choice(connector, hosting), verify)
-        self._silence_s, self._secret = check_silence(silence_s), check_secret(self.instances, secret)
+        self._silence_s = supervisor.check_silence(silence_s)
+        self._secret = supervisor.check_secret(self.instances, secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
@@ -178,8 +179,10 @@ class Pipeline:
             host.start()
 
     async def _start_processes(self) -> None:
-        setups = setups_for(self.instances, self._deployment, self.connector, str(self.routing))
-        self._processes = Processes(self, self.timeline, addresses_of(self.instances), self._secret, self._silence_s)
+        setups = supervisor.setups_for(self.instances, self._deployment, self.connector, str(self.routing))
+        self._processes = supervisor.Processes(
+            self, self.timeline, supervisor.addresses_of(self.instances), self._secret, self._silence_s
+        )
         self._reached.update(await self._processes.start(setups))
 
     @property

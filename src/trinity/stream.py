@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import msgspec
 
 from trinity import errors
+from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.messages import Failure, Finished, Value
 from trinity.errors import ClosedError, RequestError, TrinityError
-from trinity.frontend import Abort, Deliver, End
-from trinity.messages import Failure, Finished, Value
 from trinity.metrics import SPANS
-from trinity.processor import Processed
+from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.processor import Processed
 from trinity.request import Output, Request, Token
-from trinity.text import TextStream
 
 
 class Host(Protocol):

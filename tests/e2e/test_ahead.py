@@ -8,12 +8,12 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import METHODS, Served, problems, serve
 from serving_cases import BUDGET, answers, waves
+from trinity.core.messages import Step, Stepped
+from trinity.core.scheduler import Rules
 from trinity.errors import ConfigError
 from trinity.instance import Instance
-from trinity.messages import Step, Stepped
 from trinity.placement import Placement
 from trinity.request import Request, Sampling
-from trinity.scheduler import Rules
 
 STOPS = (0, 1, 7, 20)  # outputs at which requests end that ask for more
 WANTED = 40

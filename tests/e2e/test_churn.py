@@ -24,10 +24,10 @@ from serving import (
     problems,
 )
 from serving_cases import answers, waves
+from trinity.core.scheduler import Rules
 from trinity.errors import DeadlineExceeded
 from trinity.pipeline import Pipeline
 from trinity.request import Request
-from trinity.scheduler import Rules
 from trinity.stream import Stream
 from trinity.testing.transports import WrappedTransport
 

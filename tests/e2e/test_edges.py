@@ -9,8 +9,8 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problems, serve
 from serving_cases import BLOCK, BUDGET, ask, blue, processor_of, red
+from trinity.core.scheduler import Rules
 from trinity.request import Request
-from trinity.scheduler import Rules
 from trinity.testing.oracle import Answer
 
 

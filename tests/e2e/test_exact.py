@@ -10,8 +10,8 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import TEXT_ONLY, WHOLE_MEDIA, Served, methods_of, problems, serve
 from serving_cases import BLOCK, BUDGET, answers, names, shared, waves
-from trinity.messages import MediaSpan
-from trinity.scheduler import Rules
+from trinity.core.messages import MediaSpan
+from trinity.core.scheduler import Rules
 from trinity.testing.checkpoints import ARCHITECTURES
 
 RULES = Rules(tokens=BUDGET, media=60)  # two or three images a step

@@ -18,9 +18,9 @@ from attaching import GREEDY, PHOTOS
 from checkpoint_fixtures import checkpoint
 from lending import ready
 from pausing import pausing
+from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
-from trinity.scheduler import Rules
 from trinity.testing.oracle import Oracle
 
 SCHEMES = ("shm", "nixl", "nixl-tcp", "nixl-push", "ucx")

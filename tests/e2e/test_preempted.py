@@ -10,8 +10,8 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import METHODS, copy_of, problems, serve
 from serving_cases import BUDGET, TEXT, Waves, answers, ask, red, waves
+from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
-from trinity.scheduler import Rules
 
 pytestmark = pytest.mark.xdist_group("llava")
 

@@ -20,9 +20,9 @@ from transformers import (
 from checkpoint_fixtures import checkpoint
 from serving import METHODS, Served, copy_of, oracle, problems, serve, served
 from serving_cases import BUDGET, TEXT, answers, ask, red, waves
+from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling, Token
-from trinity.scheduler import Rules
 from trinity.testing.oracle import Answer
 
 pytestmark = pytest.mark.xdist_group("llava")

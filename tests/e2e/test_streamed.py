@@ -11,11 +11,11 @@ import trinity
 from checkpoint_fixtures import checkpoint
 from serving import Recording, oracle
 from stage_driver import pictures
-from trinity.messages import Pull
-from trinity.overlap import KvMode, Transfers
-from trinity.processes import kept_launcher
+from trinity.core.messages import Pull
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import KvMode, Transfers
+from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
-from trinity.scheduler import Rules
 
 GREEDY = Sampling(ignore_eos=True)
 POOLS = {"image": 96, "kv": 256}

@@ -11,9 +11,9 @@ import pytest
 from checkpoint_fixtures import checkpoint
 from serving import METHODS, Served, copy_of, problems, serve
 from serving_cases import BUDGET, Waves, answers, waves
+from trinity.core.messages import Step, Stepped
+from trinity.core.scheduler import Rules
 from trinity.instance import Instance
-from trinity.messages import Step, Stepped
-from trinity.scheduler import Rules
 
 pytestmark = pytest.mark.xdist_group("llava")
 

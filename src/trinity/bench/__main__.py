@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity.bench import commands
 from trinity.bench.servers import DTYPES, PEERS
 from trinity.errors import TrinityError
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 
 def numbers(text: str) -> list[float]:

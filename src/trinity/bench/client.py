@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 
 from trinity.bench.servers import Answer, Asked, Peer
-from trinity.trace import Trace, TraceRow
+from trinity.traces.trace import Trace, TraceRow
 
 LEAD_S = 0.05  # before the first arrival
 PATIENCE_S = 120.0  # after the last arrival, for all that was asked; what has not ended then has failed

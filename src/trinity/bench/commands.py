@@ -18,7 +18,7 @@ from trinity.bench.machine import facts
 from trinity.bench.measure import Tried, attaining, best, exactness, rounds, settings, started, sweep, trial_of
 from trinity.bench.search import RULES, Goal, Trial, checked_rates, goodputs, plain, turns
 from trinity.bench.servers import DTYPES, Asked, Engine, python_of
-from trinity.trace import SLO, Trace
+from trinity.traces.trace import SLO, Trace
 
 EXACT = 3  # requests whose tokens are compared
 SWEEP_REQUESTS = 12  # of a trial for each setting of a sweep

@@ -12,12 +12,12 @@ from types import TracebackType
 import msgspec
 
 from trinity import traces
+from trinity.bench.lookalike import Lookalikes
 from trinity.bench.servers import Asked
 from trinity.errors import ConfigError
-from trinity.lookalike import Lookalikes
-from trinity.processor import RequestProcessor
+from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request
-from trinity.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 SIDE = 336  # pixels, where images are made small: what engines do to a photograph's size is not what is measured
 Make = Callable[[TraceRow, int], Asked]

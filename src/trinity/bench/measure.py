@@ -18,7 +18,7 @@ from trinity.bench.machine import FOREIGN, Load
 from trinity.bench.search import Goal, Trial, trial
 from trinity.bench.servers import Answer, Asked, Engine, Peer, Server, installed
 from trinity.errors import ConfigError, PeerLost
-from trinity.trace import Trace
+from trinity.traces.trace import Trace
 
 Starter = Callable[[Engine, Path], Server]
 Tried = Callable[[Peer], Awaitable[float]]

@@ -11,7 +11,7 @@ from trinity.bench.machine import FOREIGN
 from trinity.bench.measure import Burst, Swept, calm, paired
 from trinity.bench.search import Found, Goal, Trial, counted, ratios
 from trinity.bench.servers import Engine
-from trinity.pictures.drawing import MARKERS, SERIES, drawn
+from trinity.report.plots.drawing import MARKERS, SERIES, drawn
 from trinity.tables import Table, as_text, distribution
 
 

@@ -11,9 +11,9 @@ import msgspec
 
 from trinity.bench.machine import FOREIGN
 from trinity.errors import ConfigError
-from trinity.goodput import SHARE
 from trinity.tables import distribution
-from trinity.trace import COMPLETE, SLO, Rule, Trace, TraceRow
+from trinity.traces.goodput import SHARE
+from trinity.traces.trace import COMPLETE, SLO, Rule, Trace, TraceRow
 
 RULES: tuple[Rule, ...] = ("p90", "p99")  # the papers' rule, and one that lets no stall pass
 LATE_S = 0.05  # the 95th percentile of the client's lateness, beyond which a rate is invalid

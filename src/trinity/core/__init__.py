@@ -15,4 +15,4 @@ Rules (docs/decisions/0001-one-sans-io-core.md tells why):
    runs for nothing. What such a row writes is its request's own until no step in flight has a row of it (rule 3).
 """
 
-from trinity.core.instance import InstanceCore as InstanceCore
+from trinity.core.instance.instance_core import InstanceCore as InstanceCore

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trinity.planner.hybrid import HybridPlanner as HybridPlanner
-from trinity.planner.knobs import Space as Space
 from trinity.planner.plan import OBJECTIVES as OBJECTIVES
 from trinity.planner.plan import STRATEGIES as STRATEGIES
 from trinity.planner.plan import Candidate as Candidate
 from trinity.planner.plan import Plan as Plan
+from trinity.planner.search_space import Space as Space

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor
 from typing import Literal, NamedTuple
 
-from trinity.budget import search_budget
-from trinity.cost import Cost
+from trinity.costs.budgets import search_budget
+from trinity.costs.model_shape import Model
+from trinity.costs.pool_sizes import IMAGE_SHARE
+from trinity.costs.step_cost import Cost
 from trinity.errors import ConfigError, TraceError
-from trinity.model_shapes import Model
 from trinity.placement import Group, Placement
-from trinity.serving import requests_of
-from trinity.sizing import IMAGE_SHARE
-from trinity.trace import SLO, Trace
+from trinity.simulation.rate_sweep import requests_of
+from trinity.traces.trace import SLO, Trace
 
 ALPHA = 0.5  # of the TTFT bound, for one encode batch
 BETA = 0.5  # of the TTFT bound, for one prefill batch

@@ -9,9 +9,9 @@ from trinity.errors import ConfigError, pip_install
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import partition
 from trinity.planner.candidates import Deployment
-from trinity.planner.case import Case
-from trinity.planner.entries import Found, ranked
-from trinity.planner.knobs import Space, knobs_of
+from trinity.planner.problem import Case
+from trinity.planner.search import Found, ranked
+from trinity.planner.search_space import Space, knobs_of
 
 _LEAST_SHARE = 0.01  # of a group, so that no weights are all zero
 

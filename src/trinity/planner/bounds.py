@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trinity.cost import Cost, Device
-from trinity.model_shapes import Model
+from trinity.core.scheduler import latency_bound
+from trinity.costs.model_shape import Model
+from trinity.costs.step_cost import Cost, Device
 from trinity.placement import STAGES
 from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
 from trinity.planner.collisions import interrupted, waiting
-from trinity.scheduler import latency_bound
-from trinity.serving import Requests, requests_of
-from trinity.trace import SLO, Rule, Trace
-from trinity.workload import HASHED, Counts
+from trinity.simulation.rate_sweep import Requests, requests_of
+from trinity.simulation.workload import HASHED, Counts
+from trinity.traces.trace import SLO, Rule, Trace
 
 BLOCK = 16  # tokens of a KV block
 QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived

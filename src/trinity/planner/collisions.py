@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import exp, inf, log
 
-from trinity.trace import SLO, Rule
+from trinity.traces.trace import SLO, Rule
 
 PULL_S = 0.002  # of a request's KV, about
 _TOLERATED = {"p90": 10, "guard": 10, "p99": 100}  # gaps of which one may be late

@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from trinity.cluster import Cluster
-from trinity.cost import Cost, Device, cost_on
-from trinity.cost import device as device_named
+from trinity.core.scheduler import Rules
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.step_cost import Cost, Device, cost_on
+from trinity.costs.step_cost import device as device_named
 from trinity.errors import ConfigError
-from trinity.model_shapes import Model
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
-from trinity.planner.knobs import options_of
-from trinity.scheduler import Rules
-from trinity.simulator import Simulator
-from trinity.trace import SLO
+from trinity.planner.search_space import options_of
+from trinity.simulation.simulator import Simulator
+from trinity.traces.trace import SLO
 
 Devices = str | Device | Mapping[str | Device, int]
 

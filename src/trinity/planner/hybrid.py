@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trinity.cluster import Cluster
-from trinity.cost import Cost
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import model as model_named
+from trinity.costs.step_cost import Cost
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.goodput import LEAST_REQUESTS
-from trinity.model_shapes import Model
-from trinity.model_shapes import model as model_named
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import Split
 from trinity.planner.bayesian import tuned, valued
 from trinity.planner.candidates import Deployment, subsets
-from trinity.planner.case import Case, Question, coarse
-from trinity.planner.details import candidate, detailed, seen_in, verified
-from trinity.planner.draw import Drawn, long_enough
-from trinity.planner.entries import Entry, Found, likely_first, ranked
+from trinity.planner.evaluate import candidate, detailed, seen_in, verified
 from trinity.planner.hardware import Devices, Hardware, cluster_of
-from trinity.planner.knobs import Space
+from trinity.planner.objectives import Scored, at_once, effective, replayed, throughput
 from trinity.planner.plan import OBJECTIVES, STRATEGIES, Candidate, Objective, Plan, Strategy
+from trinity.planner.problem import Case, Question, coarse
 from trinity.planner.progress import Progress, Report
 from trinity.planner.race import race, reaches
-from trinity.planner.replays import Scored, at_once, effective, replayed, throughput
-from trinity.trace import RULES, SLO, Rule, Trace
+from trinity.planner.resample import Drawn, long_enough
+from trinity.planner.search import Entry, Found, likely_first, ranked
+from trinity.planner.search_space import Space
+from trinity.traces.goodput import LEAST_REQUESTS
+from trinity.traces.trace import RULES, SLO, Rule, Trace
 
 KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
@@ -66,22 +66,22 @@ class Searched(NamedTuple):
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
-    ``model``: a name in ``trinity.model_shapes.MODELS`` or a ``Model``. ``slo``: None for the objective "throughput"
-    alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a ``cluster``. ``cost``
-    replaces the rooflines of the devices, all or by name, by tables that were measured.
+    ``model``: a name in ``trinity.costs.model_shape.MODELS`` or a ``Model``. ``slo``: None for the objective
+    "throughput" alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a
+    ``cluster``. ``cost`` replaces the rooflines of the devices, all or by name, by tables that were measured.
 
     ``strategy``: "race" (all methods and ratios, few replays), "paper" (Algorithm 2 line by line), "exhaustive", or
     "bayesian" (EPDServe's wider ``space``, through Optuna). ``objective``: "goodput"; "goodput_per_cost" (``prices`` an
     hour by device; any choice of the devices); "fewest_instances" that serve ``rate`` requests/s; "throughput" (all
     requests at once, no SLO); "effective_throughput" (tokens/s a device in time at ``rate``, EPD-Serve table 5; any
-    choice of the devices). ``rule``, ``stable`` and ``share`` as in ``trinity.goodput.goodput``.
+    choice of the devices). ``rule``, ``stable`` and ``share`` as in ``trinity.traces.goodput.goodput``.
 
     ``seeds``: on so many redrawn traces the goodput of the best and of Algorithm 2's choice is searched again.
     ``resample``: a trace too short for an answer (fewer than ``least_requests``, or over within ten TTFT bounds) is
     drawn longer, and the plan says so. ``split``: how Algorithm 2
     rounds. ``progress(replays, what)`` is told of each replay; None shows a bar in a terminal or notebook.
-    ``options`` are ``trinity.simulator.Simulator``'s: rules, budgets, routing, lanes, interference, transfers,
-    memory_share, engine.
+    ``options`` are ``trinity.simulation.simulator.Simulator``'s: rules, budgets, routing, lanes, interference,
+    transfers, memory_share, engine.
 
     Raises ``ConfigError`` (``UnknownName``) for what cannot be asked, and where the model fits no device.
 

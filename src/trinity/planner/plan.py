@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from trinity.errors import ConfigError
-from trinity.goodput import Point
 from trinity.placement import Placement
-from trinity.planner.words import arrangement, devices_in_words, explained, figure, headline, same
+from trinity.planner.explain import arrangement, devices_in_words, explained, figure, headline, same
 from trinity.tables import Table, as_html, as_text
-from trinity.trace import RULES, SLO, Rule
-from trinity.trace_statistics import TraceStatistics
+from trinity.traces.goodput import Point
+from trinity.traces.statistics import TraceStatistics
+from trinity.traces.trace import RULES, SLO, Rule
 
 Strategy = Literal["race", "paper", "exhaustive", "bayesian"]
 Objective = Literal["goodput", "goodput_per_cost", "fewest_instances", "throughput", "effective_throughput"]

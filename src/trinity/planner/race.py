@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from trinity.planner.entries import Entry, Found, ranked, searched
-from trinity.planner.lacking import fewer, lacking
+from trinity.planner.pruning import fewer, lacking
+from trinity.planner.search import Entry, Found, ranked, searched
 from trinity.planner.trials import Trials, rate_of, step_of
 
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 from typing import NoReturn
 
 from trinity.errors import TraceTooShort
-from trinity.goodput import (
+from trinity.planner.candidates import Deployment
+from trinity.simulation.rate_sweep import Serving, Usage
+from trinity.traces.goodput import (
     LEAST_REQUESTS,
     LEAST_TTFTS,
     SHARE,
@@ -21,9 +23,7 @@ from trinity.goodput import (
     piles_up,
     steady_s,
 )
-from trinity.planner.candidates import Deployment
-from trinity.serving import Serving, Usage
-from trinity.trace import SLO, Rule, Trace
+from trinity.traces.trace import SLO, Rule, Trace
 
 GRID = 1 + TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
 _STRIDE = round(math.log(STEP) / math.log(GRID))
@@ -47,8 +47,8 @@ class Trials:
     """Asks ``serve_of`` for what serves a deployment, and remembers what was seen at each rate.
 
     A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
-    the same question as ``trinity.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises ``TraceTooShort`` as it
-    does. ``runs`` counts replays.
+    the same question as ``trinity.traces.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises
+    ``TraceTooShort`` as it does. ``runs`` counts replays.
     """
 
     def __init__(

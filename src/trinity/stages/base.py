@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from trinity.messages import Grow, Open, Sampled, Step
-from trinity.stages.attention_backends import AUTO
+from trinity.core.messages import Grow, Open, Sampled, Step
+from trinity.stages.attention.backends import AUTO
 
 if TYPE_CHECKING:
-    from trinity.memory import BlockMemory
+    from trinity.memory.block_memory import BlockMemory
     from trinity.stages.models import LoadedModel
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.attention import ChunkRows, PagedRows
+from trinity.stages.attention.interface import ChunkRows, PagedRows
 from trinity.stages.uploads import upload
 
 Ints = np.ndarray  # int64 throughout

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.attention import AttentionBackend, PagedRows
+from trinity.stages.attention.interface import AttentionBackend, PagedRows
+from trinity.stages.attention.varlen import VarlenRows
 from trinity.stages.batch import Decodes, RaggedBatch
 from trinity.stages.graphs import Graphs, Tensors
 from trinity.stages.launches import DeviceTokens
 from trinity.stages.models import LoadedModel
-from trinity.stages.varlen import VarlenRows
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_WIDTH = 64  # blocks of a table: 1,024 tokens of 16; wider ones are the next power of two

@@ -8,9 +8,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from trinity.core.messages import IMAGE, Encode, Open, Sampled, Step
 from trinity.errors import StageError
-from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.memory.block_memory import BlockMemory
 from trinity.stages.graphs import Graphs, Tensors
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import Inputs

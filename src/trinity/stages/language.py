@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.core.messages import IMAGE, KV, Grow, Open, Sampled, Step
 from trinity.errors import StageError
-from trinity.memory import BlockMemory
-from trinity.messages import IMAGE, KV, Grow, Open, Sampled, Step
-from trinity.stages.attention import AttentionBackend
-from trinity.stages.attention_backends import AUTO, choose
-from trinity.stages.attention_told import OnLayers, ToldAttention
+from trinity.memory.block_memory import BlockMemory
+from trinity.stages.attention.backends import AUTO, choose
+from trinity.stages.attention.interface import AttentionBackend
+from trinity.stages.attention.layer_progress import OnLayers, ToldAttention
 from trinity.stages.base import Pending
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.decode_graphs import DecodeGraphs

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.core.messages import Sampled
 from trinity.errors import StageError
-from trinity.messages import Sampled
 from trinity.stages.rows import Row, RowTable
 from trinity.stages.uploads import upload
 

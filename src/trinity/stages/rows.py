@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trinity.core.messages import Open, Prefill, Sampled
 from trinity.errors import StageError
-from trinity.messages import Open, Prefill, Sampled
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.models import LoadedModel, Positions
 from trinity.stages.models.base import MEDIA

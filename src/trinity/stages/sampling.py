@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.core.messages import Sampled
 from trinity.errors import StageError
-from trinity.messages import Sampled
 from trinity.request import Sampling
 
 _MASK = (1 << 64) - 1

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from trinity.core import InstanceCore
-from trinity.core.state import Phase, RequestState, State
-from trinity.frontend import FrontendCore
-from trinity.messages import IMAGE, KV, Pull, Pulled, Send, Step, Stepped, Value
+from trinity.core.frontend import FrontendCore
+from trinity.core.instance.state import Phase, RequestState, State
+from trinity.core.messages import IMAGE, KV, Pull, Pulled, Send, Step, Stepped, Value
 from trinity.testing.conversation import Conversation, revoked
 from trinity.testing.shadow import Shadow
 

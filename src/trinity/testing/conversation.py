@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from trinity.core import InstanceCore
-from trinity.frontend import Abort, Deliver, End
-from trinity.messages import (
+from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.messages import (
     FRONTEND,
     KV,
     PREEMPTED,

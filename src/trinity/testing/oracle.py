@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from trinity.media import Limits, read_image
-from trinity.processor_loading import load
-from trinity.prompt import from_markers
+from trinity.preprocess.loading import load
+from trinity.preprocess.media import Limits, read_image
+from trinity.preprocess.prompt import from_markers
 from trinity.request import Request, Sampling
 
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trinity.core.state import Settings
-from trinity.messages import (
+from trinity.core.instance.state import Settings
+from trinity.core.messages import (
     IMAGE,
     KV,
     Close,

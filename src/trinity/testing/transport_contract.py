@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from trinity.errors import HandshakeError, LayoutMismatch, TransportError
-from trinity.memory import BlockMemory, BlockShape
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport.base import Remote, Transport, Within
 
 BLOCKS = 32

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from trinity.errors import PeerLost
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import Remote, Transport, Within
 from trinity.transport.inproc import InprocTransport
 

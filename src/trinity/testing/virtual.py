@@ -23,10 +23,9 @@ from math import inf
 from random import Random
 from typing import Any
 
-from trinity.core.state import Settings
-from trinity.engine import Engine
-from trinity.frontend import Abort, Deliver, End
-from trinity.messages import (
+from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.instance.state import Settings
+from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
@@ -44,9 +43,10 @@ from trinity.messages import (
     Value,
     Work,
 )
+from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
-from trinity.routing import RoundRobin, RoutingPolicy
-from trinity.scheduler import StepTime
+from trinity.simulation.event_loop import Engine
 from trinity.testing.checks import Observer, every_check
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 
 from trinity.errors import UnknownName
-from trinity.trace import Trace
 from trinity.traces.formats import FORMATS as FORMATS
 from trinity.traces.formats import read as read
 from trinity.traces.synthetic import DATASETS as DATASETS
@@ -22,6 +21,7 @@ from trinity.traces.synthetic import Dataset as Dataset
 from trinity.traces.synthetic import denser as denser
 from trinity.traces.synthetic import resampled as resampled
 from trinity.traces.synthetic import synthesise as synthesise
+from trinity.traces.trace import Trace
 
 SHIPPED = {
     "servegen-image-1h": ("servegen-image-1h.jsonl.gz", "servegen"),

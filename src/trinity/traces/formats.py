@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.trace import Count, Number, ReadReport, Trace, TraceImage, TraceRow, lines_of
+from trinity.traces.trace import Count, Number, ReadReport, Trace, TraceImage, TraceRow, lines_of
 
 IMAGE_TOKENS = 576  # imputed to an image of which a trace tells nothing: those of LLaVA-1.5
 _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)  # near the traces: a float of ms from here keeps their 100 ns

@@ -11,8 +11,8 @@ from itertools import accumulate
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.trace import Trace, TraceImage, TraceRow
-from trinity.trace_statistics import BIN_S, arrival_rate
+from trinity.traces.statistics import BIN_S, arrival_rate
+from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 VisualTokens = Callable[[int, int], int]  # of an image's width and height in pixels
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from trinity.errors import HandshakeError, TransportUnavailable
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import Remote, Transport, Within
-from trinity.transport.cuda_ipc import CudaIpcTransport
+from trinity.transport.cuda_ipc.transport import CudaIpcTransport
 from trinity.transport.inproc import InprocTransport
-from trinity.transport.nixl import NixlTransport
+from trinity.transport.nixl.transport import NixlTransport
 from trinity.transport.shm import ShmTransport
-from trinity.transport.ucx import UcxTransport
+from trinity.transport.ucx.transport import UcxTransport
 
 logger = logging.getLogger("trinity")
 BETWEEN_HOSTS: dict[str, Callable[[], Transport]] = {"nixl": NixlTransport, "ucx": UcxTransport}

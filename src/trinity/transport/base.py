@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from trinity.errors import OfferRefused
-from trinity.memory import BlockMemory
-from trinity.native import Pool, copy_blocks
+from trinity.memory.block_memory import BlockMemory
+from trinity.memory.native import Pool, copy_blocks
 
 Within = tuple[int, int] | None
 TURN_BYTES = 4 << 20  # copied in some 200 µs

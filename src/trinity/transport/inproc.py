@@ -9,7 +9,7 @@ from itertools import count
 import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import Within, check_numbers, check_read, copy
 
 _published: dict[int, BlockMemory] = {}

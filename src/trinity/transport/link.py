@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trinity.errors import OfferRefused, PeerLost, TransferTimeout, TransportError
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import Within, check_numbers, check_read
 
 logger = logging.getLogger("trinity")

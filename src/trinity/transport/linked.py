@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
-from trinity.memory import BlockMemory
+from trinity.memory.block_memory import BlockMemory
 from trinity.transport.link import Link, LinkedRemote, Stoppable
 
 

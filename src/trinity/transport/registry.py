@@ -7,11 +7,11 @@ from collections.abc import Callable
 from trinity.plugins import find, known
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.base import Transport
-from trinity.transport.cuda_ipc import CudaIpcTransport
+from trinity.transport.cuda_ipc.transport import CudaIpcTransport
 from trinity.transport.inproc import InprocTransport
-from trinity.transport.nixl import NixlPushTransport, NixlTransport
+from trinity.transport.nixl.transport import NixlPushTransport, NixlTransport
 from trinity.transport.shm import ShmTransport
-from trinity.transport.ucx import UcxTransport
+from trinity.transport.ucx.transport import UcxTransport
 
 GROUP = "trinity.transports"
 BUILT_IN: dict[str, Callable[[], Transport]] = {

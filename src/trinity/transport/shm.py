@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
-from trinity.memory import GENERATION_BYTES, BlockMemory, generations_at
+from trinity.memory.block_memory import GENERATION_BYTES, BlockMemory, generations_at
 from trinity.transport.base import Within, check_numbers, check_read, copy
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -9,14 +9,14 @@ import socket as sockets
 from typing import Any
 
 from trinity.bench.engines.wire import Message, about
-from trinity.budget import Budgets
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.deploy import InstanceOptions
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.planned import InstanceOptions
 from trinity.request import Media, Request, Sampling
-from trinity.scheduler import Rules
-from trinity.trace import SLO
+from trinity.traces.trace import SLO
 
 LINE = 1 << 28  # bytes of the longest line: a request's pictures
 

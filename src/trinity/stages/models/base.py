@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
-from trinity.messages import MediaSpan
 
 Inputs = Mapping[str, Tensor]
 MEDIA = ("image", "video", "audio")  # in the order of transformers' token type ids, from 1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trinity.errors import UnsupportedModel
-from trinity.stages.attention import LAYER_KINDS, PAGED
-from trinity.stages.attention_torch import TorchAttention
+from trinity.stages.attention.interface import LAYER_KINDS, PAGED
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.loaded import LoadedModel

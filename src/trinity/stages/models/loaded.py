@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity.memory import BlockShape
-from trinity.messages import IMAGE, KV
-from trinity.stages.attention import AttentionBackend, KeysWritten, PagedBatch
+from trinity.core.messages import IMAGE, KV
+from trinity.memory.block_memory import BlockShape
+from trinity.stages.attention.interface import AttentionBackend, KeysWritten, PagedBatch
 from trinity.stages.batch import RaggedBatch
+from trinity.stages.kernels.linear import packed_bytes
 from trinity.stages.models.base import Inputs, ModelAdapter
-from trinity.stages.models.linear import packed_bytes
 from trinity.stages.uploads import upload
 
 PIECE = 3 << 19  # numbers of pixel values that a CPU encodes together: four images of 336 pixels

@@ -13,15 +13,15 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.stages.attention import PAGED, register_attention
+from trinity.stages.attention.interface import PAGED, register_attention
+from trinity.stages.kernels.decoder_layers import lean
+from trinity.stages.kernels.encoder_elementwise import fuse_encoder
+from trinity.stages.kernels.encoder_layers import lean_encoder
+from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.kernels.last_layer import sample_last, take_states
+from trinity.stages.kernels.linear import pack, quicken
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
-from trinity.stages.models.encoder_layers import lean_encoder
-from trinity.stages.models.encoder_parts import fuse_encoder
-from trinity.stages.models.fused import fuse
-from trinity.stages.models.last_layer import sample_last, take_states
-from trinity.stages.models.lean import lean
-from trinity.stages.models.linear import pack, quicken
 from trinity.stages.models.loaded import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models, known_text
 

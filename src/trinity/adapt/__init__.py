@@ -1,0 +1,1 @@
+"""Traffic watched beside a pipeline: shifts of demand, and proposals of another placement."""

@@ -1,0 +1,191 @@
+"""Replay: a trace served live and in open loop, and what is measured so: goodput, candidates of Algorithm 2."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, Unpack
+
+import msgspec
+
+from trinity.bench.lookalike import Lookalikes
+from trinity.emulation.paced_model import Paced, PacedRequest
+from trinity.emulation.processor import PacedProcessor
+from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, TrinityWarning
+from trinity.pipeline import Pipeline
+from trinity.placement import Placement
+from trinity.request import Request
+from trinity.stream import Stream, trace_row
+from trinity.traces.goodput import Goodput, Options, searching
+from trinity.traces.trace import SLO, Trace, TraceRow
+
+T = TypeVar("T")
+RequestOf = Callable[[TraceRow, int], Request]  # from a row and its number in the trace
+LATE_S = 0.05  # a request that is sent later than this after its arrival was the client's fault
+_LEAD_S = 0.05  # before the first arrival: the first request shall not be late by what starts the replay
+_DEEPEST = 16.0
+_START = 0.9  # of a bound, where a search of goodput begins
+_salts = itertools.count(1)
+
+
+async def replay(
+    pipe: Pipeline,
+    trace: Trace,
+    *,
+    rate: float | None = None,
+    request_of: RequestOf | None = None,
+    late_s: float = LATE_S,
+) -> Trace:
+    """Serve a trace's requests at their times, or scaled to ``rate`` requests a second, whatever becomes of them.
+
+    Open loop on an absolute schedule: a request is sent when the time since the first arrival says so, never because
+    another has ended. What comes back has one row for each, in the trace's order: sizes as served, the scheduled
+    ``timestamp``, ``ttft_s`` and ``latency_s`` from that time on, ``late_s`` (how much later it was sent),
+    ``finish_reason`` "refused" for one that the pipeline did not take. Warns (``TrinityWarning``) where the client
+    itself was more than ``late_s`` late.
+
+    All requests are made before the first is sent: ``request_of(row, number)``, else a ``PacedRequest`` for a paced
+    pipeline and ``trinity.bench.lookalike.Lookalikes`` for others. Contents that rows share are shared; nothing is
+    shared with an earlier replay, so that its caches do not help this one.
+
+    Raises ``TraceError`` for a trace without requests, ``ClosedError`` where the pipeline fails or is closed.
+    """
+    offered = trace if rate is None else trace.scaled(rate=rate)
+    if not len(offered):
+        raise TraceError("a trace without requests cannot be replayed")
+    rows = list(offered)
+    make = request_of or _maker(pipe)
+    requests = await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(rows)])
+    await pipe.idle()
+    served = Trace(await _all(pipe, rows, requests))
+    _report_lateness(served, late_s)
+    return served
+
+
+def _maker(pipe: Pipeline) -> RequestOf:
+    salt = f"replay {next(_salts)}/"
+    if isinstance(pipe.processor, PacedProcessor):
+        return lambda row, number: PacedRequest.of(row, number, salt)
+    return Lookalikes(pipe.processor, salt)
+
+
+async def _all(pipe: Pipeline, rows: list[TraceRow], requests: list[Request]) -> list[TraceRow]:
+    first = min(row.timestamp for row in rows)
+    start = time.monotonic() + _LEAD_S
+    tasks: dict[int, asyncio.Task[TraceRow]] = {}
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in sorted(range(len(rows)), key=lambda each: rows[each].timestamp):
+                due = start + (rows[number].timestamp - first) / 1000
+                await asyncio.sleep(due - time.monotonic())
+                tasks[number] = group.create_task(_one(pipe, rows[number], requests[number], due))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [tasks[number].result() for number in range(len(rows))]
+
+
+async def _one(pipe: Pipeline, row: TraceRow, request: Request, due: float) -> TraceRow:
+    stream = pipe.stream(request)
+    try:
+        async with stream:
+            await stream.whole()
+    except TrinityError as error:
+        failed = isinstance(error, RequestError) or stream.done  # the rest is the pipeline's end, not this request's
+        if isinstance(error, ClosedError) or not failed:
+            raise
+    late = max(0.0, stream.arrived - due)
+    return _served(row, stream, late) if stream.done and stream.processed else _refused(row, request, late, stream)
+
+
+def _served(row: TraceRow, stream: Stream, late: float) -> TraceRow:
+    found = msgspec.convert(trace_row(stream), TraceRow)
+    changes: dict[str, Any] = {"timestamp": row.timestamp, "hash_ids": row.hash_ids, "late_s": late}
+    changes["latency_s"] = late + stream.output.latency_s
+    if found.ttft_s is not None:
+        changes["ttft_s"] = late + found.ttft_s
+    return msgspec.structs.replace(found, **changes)
+
+
+def _refused(row: TraceRow, request: Request, late: float, stream: Stream) -> TraceRow:
+    """Not taken, or past its deadline before it was prepared: its sizes are those that were asked for."""
+    reason = stream.output.finish_reason if stream.done else "refused"
+    asked = {"request_id": request.request_id, "max_tokens": request.max_tokens, "output_length": 0}
+    return msgspec.structs.replace(row.asked(row.timestamp), **asked, finish_reason=reason, late_s=late)
+
+
+def _report_lateness(served: Trace, late_s: float) -> None:
+    late = [row.late_s or 0.0 for row in served]
+    count = sum(each > late_s for each in late)
+    if count:
+        warnings.warn(
+            f"the client sent {count} of {len(served)} requests more than {late_s:g} s after their arrival, the latest "
+            f"by {max(late):.3f} s (row.late_s); latencies count from the arrival all the same. Give it a processor of "
+            "its own, or replay at a lower rate",
+            TrinityWarning,
+            stacklevel=3,
+        )
+
+
+async def live_goodput(
+    pipe: Pipeline | Callable[[], Pipeline],
+    trace: Trace,
+    slo: SLO,
+    *,
+    request_of: RequestOf | None = None,
+    late_s: float = LATE_S,
+    **options: Unpack[Options],
+) -> Goodput:
+    """The goodput of a live pipeline: ``trinity.traces.goodput.goodput`` over replays of the trace, with its options.
+
+    Given a function that makes pipelines, every rate has a new one. A search takes about seven replays at 2 %; a
+    coarser one (``step=1.1, tolerance=0.05``) from a simulated goodput on (``bound=``) three or four. Where nothing
+    holds it gives up (``deepest``) 16 times below the first rate: a replay takes as long as its trace.
+    """
+    search = searching(trace, slo, {"deepest": _DEEPEST, **options})
+    offered = next(search)
+    while True:
+        served = await _replayed(pipe, offered, request_of, late_s)
+        try:
+            offered = search.send(served)
+        except StopIteration as end:
+            found: Goodput = end.value
+            return found
+
+
+async def _replayed(
+    pipe: Pipeline | Callable[[], Pipeline], offered: Trace, request_of: RequestOf | None, late_s: float
+) -> Trace:
+    if isinstance(pipe, Pipeline):
+        return await replay(pipe, offered, request_of=request_of, late_s=late_s)
+    async with pipe() as made:
+        return await replay(made, offered, request_of=request_of, late_s=late_s)
+
+
+async def measure_candidates(
+    model: str | Paced,
+    placements: Iterable[str | Placement],
+    trace: Trace,
+    slo: SLO,
+    *,
+    expected: Mapping[str, float] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
+) -> dict[str, Goodput]:
+    """Start each candidate, replay the trace, measure: TriInfer's Algorithm 2, lines 17 to 19. The best comes first.
+
+    One pipeline after another, ``Pipeline(model, placement, slo=slo, **pipeline)``. ``expected`` has goodputs by
+    placement, as a simulator says: a search begins there. Raises ``ConfigError`` where there is no candidate.
+    """
+    found: dict[str, Goodput] = {}
+    for placement in placements:
+        name = str(placement)
+        near = (expected or {}).get(name)
+        bounded: Options = {**options, "bound": near / _START} if near else options
+        async with Pipeline(model, placement, **{"slo": slo, **(pipeline or {})}) as pipe:
+            found[name] = await live_goodput(pipe, trace, slo, **bounded)
+    if not found:
+        raise ConfigError("give at least one placement to measure")
+    return dict(sorted(found.items(), key=lambda each: -each[1].rate))

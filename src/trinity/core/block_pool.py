@@ -1,0 +1,247 @@
+"""BlockPool: which blocks of one kind are free, cached or held, with content keys and eviction.
+
+Holds numbers only; the memory is in ``trinity.memory.block_memory``. A block is free, or cached with no reference
+(matchable, evicted least recently used first), or held; references are holders, steps, leases and pins alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from trinity.core.messages import MediaSpan
+
+Key = bytes
+DIGEST = 8  # bytes of a key by which others know it: one in 2^64 is mistaken, and then nothing is found there
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class FreeRuns:
+    """Free block numbers as maximal runs, so that consecutive blocks are handed out together."""
+
+    def __init__(self, blocks: int) -> None:
+        self._end = {0: blocks} if blocks else {}
+        self._start = {blocks: 0} if blocks else {}
+        self.count = blocks
+
+    def take(self, count: int) -> list[int]:
+        """``count`` blocks in as few runs as there are; the caller has checked that there are enough."""
+        taken: list[int] = []
+        while len(taken) < count:
+            left = count - len(taken)
+            start, end = self._best(left)
+            stop = min(end, start + left)
+            self._remove(start, end)
+            if stop < end:
+                self._insert(stop, end)
+            taken.extend(range(start, stop))
+        self.count -= count
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """Blocks come back; neighbours that follow each other do so as one run."""
+        start = end = -1
+        for block in blocks:
+            if block != end:
+                self._give(start, end)
+                start = block
+            end = block + 1
+        self._give(start, end)
+
+    def _give(self, first: int, last: int) -> None:
+        """[first, last), nothing where that is empty."""
+        if first == last:
+            return
+        start, end = first, last
+        if start in self._start:
+            start = self._start[start]
+            self._remove(start, first)
+        if end in self._end:
+            after, end = end, self._end[end]
+            self._remove(after, end)
+        self._insert(start, end)
+        self.count += last - first
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.blocks()
+
+    def blocks(self) -> set[int]:
+        """All of them."""
+        return {block for start, end in self._end.items() for block in range(start, end)}
+
+    def runs(self) -> list[tuple[int, int]]:
+        """[start, end) of each, in order."""
+        return sorted(self._end.items())
+
+    def _best(self, count: int) -> tuple[int, int]:
+        fitting = [(end - start, start) for start, end in self._end.items() if end - start >= count]
+        _, start = min(fitting) if fitting else max((end - start, -start) for start, end in self._end.items())
+        start = abs(start)
+        return start, self._end[start]
+
+    def _insert(self, start: int, end: int) -> None:
+        self._end[start], self._start[end] = end, start
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._end[start], self._start[end]
+
+
+class BlockPool:
+    """The blocks of one kind on one instance. ``size`` blocks, numbered from 0."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size = kind, size
+        self._free = FreeRuns(size)
+        self._references = [0] * size
+        self._key: dict[int, Key] = {}
+        self._block: dict[Key, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.evictions = 0
+        self._changes = 0
+        self._digest: tuple[int, int, bytes] = (0, 0, b"")
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation can have: free ones and cached ones without reference."""
+        return self._free.count + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.size - self.available
+
+    def references(self, block: int) -> int:
+        """Holders, steps, leases and pins of a block."""
+        return self._references[block]
+
+    def published(self, block: int) -> bool:
+        """Whether the block's content can be matched."""
+        return block in self._key
+
+    def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
+        """Whether ``count`` new blocks can be had beside the cached blocks ``hits``, which will be held."""
+        return count <= self.available - sum(1 for block in hits if block in self._cached)
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """``count`` blocks with one reference each; the caller has asked ``fits``."""
+        assert count <= self.available, f"pool {self.kind}: {count} blocks asked of {self.available}"
+        while self._free.count < count:
+            self._evict()
+        blocks = self._free.take(count)
+        for block in blocks:
+            self._references[block] = 1
+        return tuple(blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more reference to each."""
+        for block in blocks:
+            if not self._references[block]:
+                assert block in self._cached, f"pool {self.kind}: block {block} is free and cannot be held"
+                del self._cached[block]
+            self._references[block] += 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One reference less to each; at none, a published block stays cached and any other is free."""
+        free: list[int] = []
+        for block in blocks:
+            assert self._references[block] > 0, f"pool {self.kind}: block {block} has no reference to drop"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._key:
+                self._cached[block] = None
+            else:
+                free.append(block)
+        self._free.give(free)
+
+    def publish(self, block: int, key: Key) -> None:
+        """Make the content of a held block matchable. The first block published under a key keeps it."""
+        assert self._references[block], f"pool {self.kind}: block {block} is not held and has no content"
+        if key not in self._block and block not in self._key:
+            self._block[key], self._key[block] = block, key
+            self._changes += 1
+
+    def match(self, keys: Sequence[Key]) -> tuple[int, ...]:
+        """The blocks of the longest run of ``keys`` from the first that are all here. Holds nothing."""
+        found: list[int] = []
+        for key in keys:
+            block = self._block.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def digest(self, limit: int) -> bytes:
+        """``DIGEST`` bytes of the key of each of at most ``limit`` matchable blocks: those in use, then those cached,
+        the most recent first. Made anew only where content has come or gone."""
+        changes, size, made = self._digest
+        if (changes, size) != (self._changes, limit):
+            used = (block for block in islice(reversed(self._key), 2 * limit) if self._references[block])
+            blocks = islice(chain(used, reversed(self._cached)), limit)
+            made = b"".join(self._key[block][:DIGEST] for block in blocks)
+            self._digest = (self._changes, limit, made)
+        return made
+
+    def clear(self) -> None:
+        """Forget all cached content."""
+        while self._cached:
+            self._evict()
+        self._block.clear()
+        self._key.clear()
+        self._changes += 1
+
+    def _evict(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        del self._block[self._key.pop(block)]
+        self._free.give((block,))
+        self.evictions += 1
+        self._changes += 1
+
+    def check(self) -> None:
+        """Assert what must always hold: every block is free, cached or held, and just one of them."""
+        following = cached = 0
+        for start, end in (*self._free.runs(), (self.size, self.size)):
+            assert start >= following, f"pool {self.kind}: block {start} is free twice"
+            assert not any(self._references[start:end]), f"pool {self.kind}: one of {start}..{end} is free and held"
+            for block in range(following, start):
+                places = (block in self._cached, self._references[block] > 0)
+                assert sum(places) == 1, f"pool {self.kind}: block {block}, which is not free, cached, held = {places}"
+                cached += places[0]
+            following = end
+        assert cached == len(self._cached), f"pool {self.kind}: of {len(self._cached)} cached blocks some are free"
+        assert all(self._block[key] == block for block, key in self._key.items())
+        assert len(self._block) == len(self._key)
+        assert all(block in self._key for block in self._cached)
+
+
+def blocks_for(tokens: int, block: int) -> int:
+    """Blocks of ``block`` rows that hold ``tokens`` rows."""
+    return -(-tokens // block)
+
+
+def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int) -> list[Key]:
+    """A key per full block of ``tokens``: a chain over the tokens and, where media lie in it, their content and place.
+
+    The same text with another image has other keys from the image's first block on.
+    """
+    keys: list[Key] = []
+    previous = b""
+    for start in range(0, len(tokens) - block + 1, block):
+        end = start + block
+        inside = [(span.content, span.offset - start) for span in media if span.offset < end and span.end > start]
+        previous = blake2b(previous + _encode((tokens[start:end], inside)), digest_size=16).digest()
+        keys.append(previous)
+    return keys
+
+
+def media_keys(span: MediaSpan, block: int) -> list[Key]:
+    """A key per image-cache block of one media item."""
+    return [
+        blake2b(f"{span.kind}:{span.content}:{span.tokens}:{index}".encode(), digest_size=16).digest()
+        for index in range(blocks_for(span.tokens, block))
+    ]

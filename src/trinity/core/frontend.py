@@ -1,0 +1,323 @@
+"""FrontendCore: one view of every request, whatever instance it is on, as a state machine without I/O.
+
+Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order: the first comes
+from the prefill instance, the rest from the decode instance, on two channels. It alone decides when a request ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from trinity.core.messages import (
+    PREEMPTED,
+    Cancel,
+    Emit,
+    Failure,
+    Finished,
+    Forget,
+    Moved,
+    PeerLoad,
+    PeerLost,
+    PeerUp,
+    Sampled,
+    Send,
+    Submit,
+    Tick,
+    Value,
+    Work,
+)
+from trinity.core.routing import Router, RoutingPolicy, needs
+
+
+class Abort(Value, frozen=True):
+    """The user's side: end this request. ``reason``: cancelled (the reader left) or stop (a stop string was found)."""
+
+    request: str
+    reason: str
+
+
+class Deliver(Value, frozen=True):
+    """The next token of a request, in order, once."""
+
+    request: str
+    index: int
+    sampled: Sampled
+
+
+class End(Value, frozen=True):
+    """The end of a request for its reader: reason stop, length, cancelled, deadline or error."""
+
+    request: str
+    reason: str
+    failure: Failure | None = None
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the front end remembers of a request that has not ended everywhere."""
+
+    work: Work
+    first: str
+    deadline: float
+    delivered: int = 0
+    route: list[str] = field(default_factory=list)
+    early: dict[int, Sampled] = field(default_factory=dict)
+    aborted: str | None = None
+    ended: bool = False
+    finished: Finished | None = None
+    tokens: list[int] = field(default_factory=list)
+    inputs: tuple[Any, ...] = ()
+    past: Finished | None = None  # of what it went through before it was sent back
+    base: int = 0  # tokens that it had then
+
+
+class FrontendCore:
+    """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
+
+    ``max_waiting`` bounds the requests that have no token yet.
+    """
+
+    def __init__(self, policy: RoutingPolicy, max_waiting: int = 1024) -> None:
+        self.router = Router(policy)
+        self.max_waiting = max_waiting
+        self.entries: dict[str, Entry] = {}
+        self.waiting = self.taken = 0
+        self._deadlines: list[tuple[float, str]] = []
+        self._out: list[Value] = []
+
+    def handle(self, event: Value, now: float) -> list[Value]:
+        self._out = []
+        if isinstance(event, Emit):
+            self._emit(event, now)
+        elif isinstance(event, Finished):
+            self._finished(event, now)
+        elif isinstance(event, Submit):
+            self._submit(event, now)
+        elif isinstance(event, Abort):
+            self._abort(event, now)
+        elif isinstance(event, Tick):
+            self._expire(now)
+        elif isinstance(event, Moved):
+            self._moved(event, now)
+        elif isinstance(event, PeerLoad):
+            self.router.take(event)
+        elif isinstance(event, PeerUp):
+            self.router.add(event)
+        elif isinstance(event, PeerLost):
+            self._lost(event, now)
+        return self._out
+
+    def next_timer(self) -> float | None:
+        """When a Tick is due."""
+        while self._deadlines:
+            due, request = self._deadlines[0]
+            if request in self.entries and self.entries[request].deadline == due:
+                return due
+            heapq.heappop(self._deadlines)  # of a request that has ended, whose id may be in use again
+        return None
+
+    def _submit(self, event: Submit, now: float) -> None:
+        self.taken += 1
+        work = replace(event.work, number=self.taken)
+        problem = self._problem(work)
+        if problem is not None:
+            self._out.append(End(work.request, "error", problem))
+            return
+        first = self.router.enter(work)
+        assert first is not None
+        deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
+        inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
+        self.entries[work.request] = Entry(work, first, deadline, route=[first], inputs=inputs)
+        self.waiting += 1
+        if work.deadline_s is not None:
+            heapq.heappush(self._deadlines, (deadline, work.request))
+        self._out.append(Send(first, Submit(work, event.inputs)))
+
+    def _problem(self, work: Work) -> Failure | None:
+        if work.request in self.entries:  # its reader may be gone, but steps in flight still end
+            text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
+            return Failure("RequestError", text)
+        if self.waiting >= self.max_waiting:
+            return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
+        path = ("E", "P", "D") if work.media else ("P", "D")
+        for letter in path if work.max_tokens > 1 else path[:-1]:
+            if self.router.misses(letter):
+                return Failure("Overloaded", f"no instance is up at stage {letter} just now; try again in a while")
+            if next(self.router.fitting(letter, work), None) is None:
+                return _too_large(self.router, work, letter)
+        return None
+
+    def _emit(self, event: Emit, now: float) -> None:
+        entries, out, behind = self.entries, self._out, event.behind
+        rows = zip(event.requests, event.attempts, event.starts, event.sampled, strict=True)
+        for request, attempt, start, sampled in rows:
+            entry, index = entries.get(request), start + behind
+            if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
+                continue
+            if index == entry.delivered and index and not entry.early and entry.finished is None:  # most tokens
+                out.append(Deliver(request, index, sampled))
+                entry.tokens.append(sampled.token)
+                entry.delivered = index + 1
+            else:
+                self._emitted(entry, index, sampled, now)
+
+    def _emitted(self, entry: Entry, index: int, sampled: Sampled, now: float) -> None:
+        """A token that may be the first one, the last one, or ahead of its turn."""
+        entry.early[index] = sampled
+        while entry.delivered in entry.early:
+            if not entry.delivered:
+                self.waiting -= 1
+            sampled = entry.early.pop(entry.delivered)
+            self._out.append(Deliver(entry.work.request, entry.delivered, sampled))
+            entry.tokens.append(sampled.token)
+            entry.delivered += 1
+        self._settle(entry, now)
+
+    def _moved(self, event: Moved, now: float) -> None:
+        entry = self.entries.get(event.request)
+        if entry is not None and event.attempt == entry.work.attempt:
+            entry.route.extend([""] * (event.hop + 1 - len(entry.route)))
+            entry.route[event.hop] = event.to
+            if event.to in self.router.lost:  # said before its loss was known there
+                self._gone(entry, self.router.lost[event.to], now)
+
+    def _lost(self, event: PeerLost, now: float) -> None:
+        """An instance is gone: the requests that are there have failed. What others hold of them, they drop."""
+        peer = self.router.drop(event.name) or PeerUp(event.name, "")
+        for entry in list(self.entries.values()):
+            self._gone(entry, peer, now)
+
+    def _gone(self, entry: Entry, peer: PeerUp, now: float) -> None:
+        if self._is_lost(entry, peer):
+            text = f"instance {peer.name} was lost while the request was there; send it again"
+            entry.finished = Finished(
+                request=entry.work.request,
+                attempt=entry.work.attempt,
+                reason="error",
+                failure=Failure("StageError", text, {"stage": peer.roles}),
+                count=entry.delivered,
+                route=tuple(name for name in entry.route if name),
+            )
+            self._settle(entry, now)
+
+    def _is_lost(self, entry: Entry, peer: PeerUp) -> bool:
+        """Whether the request was there, or the first token was and cannot come any more: what an instance said before
+        its end has been heard."""
+        if entry.route[-1] == peer.name:
+            return entry.finished is None
+        if entry.delivered > entry.base or "P" not in peer.roles or peer.name not in entry.route:
+            return False
+        after = entry.route[entry.route.index(peer.name) + 1]
+        known = self.router.peers.get(after) or self.router.lost.get(after)
+        return known is not None and "D" in known.roles
+
+    def _finished(self, event: Finished, now: float) -> None:
+        entry = self.entries.get(event.request)
+        if entry is None:  # it was given up when an instance was lost
+            self._forget(event.request, event.route)
+        if entry is not None and event.attempt == entry.work.attempt:
+            entry.finished = entry.finished or event  # a source whose lease ran out may report what ended well
+            self._settle(entry, now)
+
+    def _abort(self, event: Abort, now: float) -> None:
+        entry = self.entries.get(event.request)
+        if entry is None or entry.aborted or entry.ended:
+            return
+        entry.aborted = event.reason
+        self._out.append(Send(entry.first, Cancel(event.request)))
+        if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
+            self._end(entry, event.reason)
+        self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
+
+    def _expire(self, now: float) -> None:
+        while (due := self.next_timer()) is not None and due <= now:
+            _, request = heapq.heappop(self._deadlines)
+            self._abort(Abort(request, "deadline"), now)
+
+    def _settle(self, entry: Entry, now: float) -> None:
+        """End the request once its Finished and every token before it are here; then nothing of it is left."""
+        finished = entry.finished
+        if finished is None or (not entry.aborted and entry.delivered < finished.count):
+            return
+        if finished.reason == PREEMPTED and not entry.aborted:
+            nowhere = self._again(entry, finished, now)
+            if nowhere is None:
+                return
+            finished = entry.finished = nowhere
+        if entry.past is not None:
+            finished = entry.finished = _joined(entry.past, finished)
+        if not entry.ended:
+            self._end(entry, entry.aborted or _reason(finished))
+        self._forget(finished.request, (entry.first, *finished.route))
+        del self.entries[finished.request]
+
+    def _again(self, entry: Entry, finished: Finished, now: float) -> Finished | None:
+        """It was preempted where it cannot be recomputed: from its first stage on, with its tokens so far. The
+        end of the request, where no instance has that stage any more."""
+        left = entry.deadline - now if entry.work.deadline_s is not None else None
+        outputs = len(entry.tokens)
+        work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left, outputs=outputs)
+        if self.router.has("P") and next(self.router.fitting("P", work), None) is None:
+            advice = f"it was preempted, and its {outputs} outputs count as prompt; enlarge the pools"
+            return replace(finished, reason="error", failure=_too_large(self.router, work, "P", advice))
+        first = self.router.enter(work)
+        if first is None:
+            text = "the request was preempted, and no instance is up at its first stage just now; send it again"
+            return replace(finished, reason="error", failure=Failure("Overloaded", text))
+        entry.past = finished if entry.past is None else _joined(entry.past, finished)
+        entry.work, entry.first, entry.route, entry.base = work, first, [first], entry.delivered
+        entry.finished = None
+        self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
+        return None
+
+    def _forget(self, request: str, route: Sequence[str]) -> None:
+        for name in dict.fromkeys(route):
+            self._out.append(Send(name, Forget(request)))
+
+    def _end(self, entry: Entry, reason: str) -> None:
+        entry.ended = True
+        if not entry.delivered:
+            self.waiting -= 1
+        finished = entry.finished
+        failure = finished.failure if finished is not None and reason == "error" else None
+        if reason == "deadline":
+            failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
+        self._out.append(End(entry.work.request, reason, failure, finished))
+
+
+def _reason(finished: Finished) -> str:
+    """An instance keeps the deadline too, for when the front end is slow; the reader sees one kind of end."""
+    late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
+    return "deadline" if late else finished.reason
+
+
+def _joined(past: Finished, last: Finished) -> Finished:
+    """The end of a request with all that it went through."""
+    spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
+    return replace(
+        last,
+        spans=spans,
+        cached_tokens=past.cached_tokens,
+        transfers=past.transfers + last.transfers,
+        route=past.route + last.route,
+        preemptions=past.preemptions + last.preemptions,
+    )
+
+
+def _too_large(
+    router: Router, work: Work, letter: str, advice: str = "shorten the prompt or max_tokens, or enlarge the pools"
+) -> Failure:
+    """What the request needs of every instance with this stage, beside what that has."""
+    found = []
+    for peer in router.peers.values():
+        if letter in peer.roles:
+            need = needs(letter, work, peer.roles, peer.media_block, peer.kv_block)
+            found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
+    text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
+    return Failure("RequestTooLarge", f"{text}; {advice}")

@@ -1,0 +1,210 @@
+"""What the scheduler may choose from, and what an admitted request reserves: image blocks or KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from trinity.core.instance.arrival import pass_to_encode
+from trinity.core.instance.lanes import LANES, outstanding
+from trinity.core.instance.lifecycle import prefill_queue, release
+from trinity.core.instance.preemption import recompute
+from trinity.core.instance.reservation import need, spare
+from trinity.core.instance.state import MediaSlot, PendingMedia, Phase, RequestState, State
+from trinity.core.messages import IMAGE, KV, Open
+from trinity.core.migration.kv_target import nothing_moved
+from trinity.core.migration.target import ask_for_media
+from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
+
+
+class Candidates:
+    """The view of one schedule. Cached blocks that it counts on are pinned, so that no admission evicts them."""
+
+    def __init__(self, s: State, lane: str, decodes: tuple[str, ...], now: float) -> None:
+        self.s, self.now = s, now
+        self.hits: dict[str, tuple[int, ...]] = {}
+        self.pins: list[tuple[str, str, tuple[int, ...]]] = []
+        self.uncovered: list[RequestState] = []
+        language, vision = "P" in LANES[lane], "E" in LANES[lane]
+        self.view = View(
+            decoding=decodes,
+            prefilling=self._prefilling() if language else (),
+            encoding=self._encoding() if vision else (),
+            new_prefills=self._new_prefills() if language else (),
+            new_encodes=self._new_encodes() if vision else (),
+            free_kv=self._free_kv() if language else 0,
+            free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
+            outstanding=outstanding(s.lanes, lane),
+        )
+
+    def admit(self, batch: Batch) -> list[RequestState]:
+        """Reserve for those that the schedule admitted; nobody else's pins may stand in their way."""
+        chosen = {*batch.admitted_encodes, *batch.admitted_prefills}
+        self._unpin([pin for pin in self.pins if pin[0] not in chosen])
+        admitted = [_admit_encode(self.s, request, self.now) for request in batch.admitted_encodes]
+        for request in batch.admitted_prefills:
+            _admit_prefill(self.s, request, self.hits[request], self.now)
+        self._unpin([pin for pin in self.pins if pin[0] in chosen])
+        for state in self.uncovered:
+            _back_to_media(self.s, state, self.now)
+        return admitted
+
+    def _free_kv(self) -> int:
+        """Migrations that wait for blocks go first, and preempted requests ahead of them."""
+        s = self.s
+        if KV not in s.pools or (s.kv_offers and not s.preempted):
+            return 0
+        return max(0, s.kv.available - spare(s))
+
+    def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
+        for _, kind, blocks in pins:
+            self.s.pools[kind].drop(blocks)
+
+    def _prefilling(self) -> Iterator[PrefillView]:
+        for request, state in self.s.prefilling.items():
+            if state.scheduled < state.text and request not in self.s.paused:
+                yield PrefillView(request, state.scheduled, state.text, _atomic(state))
+
+    def _encoding(self) -> Iterator[EncodeView]:
+        for request, state in self.s.encoding.items():
+            items = own_items(self.s, state)
+            if items:
+                yield EncodeView(request, items)
+
+    def _new_prefills(self) -> Iterator[PrefillView]:
+        s = self.s
+        for request in s.preempted if s.kv_offers else chain(s.preempted, s.migrated_queue, s.prefill_queue):
+            state = s.requests[request]
+            if state.skip_media and s.needs_media(state):
+                self.uncovered.append(state)
+                continue
+            hits = s.prefix_hits(state)
+            blocks = self._pin(request, KV, hits, need(s, state, s.text_blocks(state)) - len(hits))
+            self.hits[request] = hits
+            yield PrefillView(request, len(hits) * s.settings.kv_block, state.text, _atomic(state), blocks)
+
+    def _new_encodes(self) -> Iterator[EncodeView]:
+        s = self.s
+        for request in s.encode_queue:
+            items: list[tuple[int, int]] = []
+            need = 0
+            for item, slot in enumerate(s.requests[request].media):
+                if slot.holder:
+                    continue
+                hits = s.cached_media(slot.keys)
+                if hits:
+                    need += self._pin(request, IMAGE, hits, 0)
+                elif slot.span.content not in s.pending:
+                    items.append((item, slot.span.tokens))
+                    need += len(slot.keys)
+            yield EncodeView(request, tuple(items), need)
+
+    def _pin(self, request: str, kind: str, hits: tuple[int, ...], new: int) -> int:
+        """Hold the hits for the length of this schedule; the blocks that reserving takes from what is available."""
+        pool = self.s.pools[kind]
+        before = pool.available
+        pool.hold(hits)
+        self.pins.append((request, kind, hits))
+        return new + before - pool.available
+
+
+def next_decodes(s: State) -> tuple[str, ...]:
+    """Rows of the lane's next step. Behind one in flight: all that it does not surely end, a stop token aside.
+
+    A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
+    """
+    rows = tuple(s.decoding)
+    if rows == s.columns.rows and not s.prefilling and s.columns.lasts(sum(map(len, s.lanes.values()))):
+        return rows  # most steps
+    flying = s.flying()
+    found = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
+    if "D" in s.settings.roles:
+        found += [request for request, state in s.prefilling.items() if _decodes_next(state)]
+    return tuple(found)
+
+
+def _decodes_next(state: RequestState) -> bool:
+    return state.scheduled == state.text and state.outputs + 1 < state.max_tokens
+
+
+def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
+    return tuple((span.offset, span.end) for span in state.work.media if span.atomic)
+
+
+def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
+    """(item, visual tokens) that this request is the one to encode, and that no step is encoding."""
+    request = state.work.request
+    owned = []
+    for item, slot in enumerate(state.media):
+        pending = s.pending.get(slot.span.content)
+        if not slot.ready and pending and not pending.in_step and pending.providers[0] == (request, item):
+            owned.append((item, slot.span.tokens))
+    return tuple(owned)
+
+
+def _admit_encode(s: State, request: str, now: float) -> RequestState:
+    """Reserve the image blocks of all items: cached ones are held, those under way are shared, the rest is new."""
+    state = s.requests[request]
+    s.encode_queue.remove(request)
+    for item, slot in enumerate(state.media):
+        hits = s.cached_media(slot.keys)
+        if slot.holder:
+            continue
+        if hits:
+            s.image.hold(hits)
+            slot.blocks, slot.ready = hits, True
+        else:
+            _await_media(s, slot, (request, item))
+    state.enter(Phase.ENCODING, now)
+    s.encoding[request] = state
+    return state
+
+
+def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
+    """Share the blocks in which its features will be, or be the first to have them encoded."""
+    pending = s.pending.get(slot.span.content)
+    if pending is None:
+        pending = s.pending[slot.span.content] = PendingMedia(s.allocate(IMAGE, len(slot.keys)), [])
+    else:
+        s.image.hold(pending.blocks)
+    slot.blocks = pending.blocks
+    pending.providers.append(provider)
+
+
+def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
+    """Reserve the KV need, keep what is cached, and let the source of covered images go."""
+    state = s.requests[request]
+    prefill_queue(s, state).remove(request)
+    s.kv.hold(hits)
+    state.kv = hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits))
+    state.published = len(hits)
+    state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block
+    if state.reused is None:
+        state.reused = state.cached
+    if state.incoming is not None and not state.incoming.released:
+        state.transfers.append(nothing_moved(s, state.incoming.offer))
+        release(s, state, "cached")
+    images = tuple(slot.blocks for slot in state.media)
+    tokens = tuple(state.tokens)
+    again = bool(tokens)
+    s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again))
+    state.opened = True
+    state.enter(Phase.PREFILLING, now)
+    s.prefilling[request] = state
+
+
+def _back_to_media(s: State, state: RequestState, now: float) -> None:
+    """The cached KV that covered the images was evicted while the request waited."""
+    prefill_queue(s, state).remove(state.work.request)
+    if state.incoming is not None and not state.incoming.released:
+        ask_for_media(s, state, now)
+        return
+    if state.preemptions:
+        recompute(s, state, now)
+        return
+    state.skip_media = False
+    if "E" not in s.settings.roles:
+        pass_to_encode(s, state, now)
+        return
+    state.enter(Phase.IMAGE_QUEUE, now)
+    s.encode_queue.append(state.work.request)

@@ -1,0 +1,91 @@
+"""A request arrives at an instance, and is checked against what there is."""
+
+from __future__ import annotations
+
+from trinity.core.instance.lifecycle import end, queue_prefill
+from trinity.core.instance.state import Phase, RequestState, State, failure
+from trinity.core.messages import FRONTEND, IMAGE, Failure, Moved, Submit, Work
+from trinity.core.migration.remote_features import spare
+from trinity.core.migration.source import offer_media
+from trinity.core.routing import needs
+
+
+def submit(s: State, event: Submit, now: float) -> None:
+    """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
+    work = event.work
+    assert work.request not in s.requests, f"{work.request} is here already"
+    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, written=list(event.tokens))
+    state.route = (*event.route, s.settings.name)
+    s.tombstones.pop(work.request, None)  # it may have been here before it was preempted elsewhere
+    s.set_deadline(state, work.deadline_s, now)
+    s.stir(now)
+    state.media = s.slots(work)
+    s.requests[work.request] = state
+    problem = _problem(s, work)
+    if problem is not None:
+        end(s, state, now, "error", problem)
+        return
+    state.skip_media = bool(work.media) and "P" in s.settings.roles and not s.needs_media(state)
+    if not work.media or state.skip_media:
+        queue_prefill(s, state, now)
+    elif "E" in s.settings.roles:
+        _queue_encode(s, state, now)
+    elif hold_cached(s, state):
+        queue_prefill(s, state, now)
+    else:
+        pass_to_encode(s, state, now)
+
+
+def _queue_encode(s: State, state: RequestState, now: float) -> None:
+    """Wait for the encoder, unless all features are elsewhere: those are offered at once."""
+    spare(s, state)
+    if all(slot.holder for slot in state.media):
+        state.enter(Phase.ENCODING, now)
+        s.encoding[state.work.request] = state
+        offer_media(s, state, now)
+    else:
+        s.encode_queue.append(state.work.request)
+
+
+def _problem(s: State, work: Work) -> Failure | None:
+    roles = s.settings.roles
+    letter = "E" if work.media and ("E" in roles or "P" not in roles) else "P"
+    if letter not in roles:
+        return failure("StageError", f"instance {s.settings.name} ({roles}) has no stage {letter}", stage=letter)
+    need = needs(letter, work, roles, s.settings.media_block, s.settings.kv_block)
+    for kind, count in need.items():
+        size = s.settings.pools.get(kind, 0)
+        if count > size:
+            text = f"the request needs {count} {kind} blocks and instance {s.settings.name} has {size}"
+            return failure("RequestTooLarge", text)
+    return None
+
+
+def hold_cached(s: State, state: RequestState) -> bool:
+    """Hold the features of all its media, where all are cached here: its image need, without a new block."""
+    found = [s.cached_media(slot.keys) for slot in state.media]
+    if not all(found):
+        return False
+    for slot, blocks in zip(state.media, found, strict=True):
+        s.image.hold(blocks)
+        slot.blocks, slot.ready = blocks, True
+        state.transfers.append(_at_home(s.settings.name))
+    return True
+
+
+def _at_home(name: str) -> dict[str, object]:
+    nothing = {"bytes": 0, "blocks": 0, "seconds": 0.0}
+    return {"kind": IMAGE, "source": name, "target": name, "outcome": "cached", **nothing}
+
+
+def pass_to_encode(s: State, state: RequestState, now: float) -> None:
+    """It came for features that are not here any more: somebody has to encode. It holds nothing here."""
+    work, name = state.work, s.settings.name
+    target = s.router.choose("E", work)
+    if target is None:
+        end(s, state, now, "error", failure("MigrationError", "no instance with stage E is up just now", source=name))
+        return
+    s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
+    s.send(FRONTEND, Moved(work.request, work.attempt, target, len(state.route)))
+    s.tombstones[work.request] = target
+    del s.requests[work.request]

@@ -1,0 +1,68 @@
+"""A request gives up its KV blocks for an older one and is recomputed: here where that can be, else from the start.
+
+What it has written stays cached as long as nobody takes the blocks, its outputs included: then little is done again.
+It comes back as its prompt followed by its outputs, ahead of all that wait, the oldest first.
+"""
+
+from __future__ import annotations
+
+from trinity.core.instance.lifecycle import drop_media, end, queue_prefill
+from trinity.core.instance.state import Phase, RequestState, State
+from trinity.core.messages import PREEMPTED, Close
+from trinity.core.migration.kv_target import publish_kv
+
+
+def age(state: RequestState) -> tuple[int, str]:
+    """Less is older."""
+    return state.age
+
+
+def preempt(s: State, state: RequestState, now: float) -> None:
+    """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
+    request, prompt = state.work.request, len(state.work.prompt)
+    state.leave_columns()
+    written = state.done if request in s.prefilling else prompt + len(state.tokens) - 1
+    for running in (s.prefilling, s.decoding):
+        running.pop(request, None)
+    state.text, state.keys = prompt + len(state.tokens), []
+    publish_kv(s, state, written)
+    s.kv.drop(reversed(state.kv))  # the end is evicted first: what is left can be matched
+    s.out.append(Close(request))
+    state.kv, state.opened, state.first_decode = (), False, False
+    state.done = state.scheduled = state.published = 0
+    state.preemptions += 1
+    s.preemptions += 1
+    recompute(s, state, now)
+
+
+def recompute(s: State, state: RequestState, now: float) -> None:
+    """Wait for prefill where its features are here or not needed, else for the encoder; send it back where none is."""
+    if "P" not in s.settings.roles:
+        end(s, state, now, PREEMPTED)
+        return
+    state.skip_media = False
+    state.media = state.media or s.slots(state.work)  # its KV may have come without its features
+    if all(slot.ready for slot in state.media):
+        queue_prefill(s, state, now)
+    elif not s.needs_media(state):
+        state.skip_media = True
+        queue_prefill(s, state, now)
+    elif hold_features(s, state):
+        queue_prefill(s, state, now)
+    elif "E" in s.settings.roles and state.incoming is None:
+        state.enter(Phase.IMAGE_QUEUE, now)
+        s.encode_queue.appendleft(state.work.request)
+    else:  # its inputs are not here
+        end(s, state, now, PREEMPTED)
+
+
+def hold_features(s: State, state: RequestState) -> bool:
+    """Hold the features of all its media, where all are cached here."""
+    found = [s.cached_media(slot.keys) for slot in state.media]
+    if not all(found):
+        return False
+    drop_media(s, state)
+    for slot, blocks in zip(state.media, found, strict=True):
+        s.image.hold(blocks)
+        slot.blocks, slot.ready = blocks, True
+    return True

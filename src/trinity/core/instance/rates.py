@@ -1,0 +1,66 @@
+"""Seconds of a step by what is in it: from a profile where there is one, else learned from the steps that ran."""
+
+from __future__ import annotations
+
+from trinity.core.messages import Step
+from trinity.core.scheduler import Rules
+
+LEARN = 0.1  # weight of the newest step
+
+
+def units(step: Step) -> dict[str, int]:
+    """What a step has of each stage: visual tokens (E), prompt positions (P), decode rows (D)."""
+    counted = {
+        "E": sum(row.span.tokens for row in step.encodes),
+        "P": sum(row.length for row in step.prefills),
+        "D": len(step.decodes),
+    }
+    return {letter: count for letter, count in counted.items() if count}
+
+
+class StepRates:
+    """Predicts seconds of work per stage. ``per_unit`` seconds by letter; 0.0 of what was never seen."""
+
+    def __init__(self, rules: Rules, roles: str) -> None:
+        self._rules = rules
+        self.per_unit = dict.fromkeys(roles, 0.0)
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """A step took so long. In a mixed one each stage's share is what was known of it before."""
+        if self._rules.cost is not None or seconds <= 0.0:
+            return
+        known = self.per_unit
+        if step.decodes and not (step.prefills or step.encodes):  # most steps
+            old, new = known["D"], seconds / len(step.decodes)
+            known["D"] = old + LEARN * (new - old) if old else new
+            return
+        self._learn_mixed(units(step), seconds)
+
+    def _learn_mixed(self, counts: dict[str, int], seconds: float) -> None:
+        known = self.per_unit
+        expected = sum(known[letter] * count for letter, count in counts.items())
+        for letter, count in counts.items():
+            if not known[letter]:
+                others = expected if len(counts) > 1 else 0.0
+                known[letter] = max(seconds - others, seconds / (2 * len(counts))) / count
+            else:
+                known[letter] += LEARN * (known[letter] * seconds / expected - known[letter])
+
+    def seconds(self, letter: str, count: int) -> float:
+        """Predicted seconds of ``count`` units at a stage, alone and in steps no larger than the budget."""
+        if self._rules.cost is None or not count:
+            return self.per_unit[letter] * count
+        budget = self._rules.media if letter == "E" else self._rules.tokens
+        full, rest = divmod(count, budget) if letter != "D" else (0, count)
+        return full * self._step(letter, budget) + (self._step(letter, rest) if rest else 0.0)
+
+    def unit(self, letter: str) -> float:
+        """Seconds that one more unit is expected to cost."""
+        if self._rules.cost is None:
+            return self.per_unit[letter]
+        many = self._rules.media if letter == "E" else self._rules.tokens
+        return self._step(letter, many) / many
+
+    def _step(self, letter: str, count: int) -> float:
+        assert self._rules.cost is not None
+        return self._rules.cost.seconds(*(count if each == letter else 0 for each in "DPE"))

@@ -1,0 +1,67 @@
+"""An instance as its core is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trinity.core.scheduler import Rules
+from trinity.core.transfers import Transfers
+from trinity.errors import ConfigError, UnknownName
+
+Reservation = Literal["full", "optimistic"]
+RESERVATIONS: tuple[Reservation, ...] = ("full", "optimistic")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language").
+
+    ``depth``: steps in flight on a lane, 2 where the next one is decided while one runs. ``layers`` of a KV block.
+    ``reservation``: "full", all that a request may need at once, or "optimistic", blocks as it decodes, and the
+    youngest preempted where there are none. Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s``
+    between two reports of a load that changes, ``heartbeat_s`` between two of one that does not. A report names at most
+    ``digest_keys`` cached blocks of each kind, 8 bytes each.
+    """
+
+    name: str
+    roles: str
+    pools: dict[str, int]
+    rules: Rules = field(default_factory=Rules)
+    lanes: tuple[str, ...] = ("joint",)
+    depth: int = 1
+    media_block: int = 576
+    kv_block: int = 16
+    image_cache: bool = True
+    prefix_cache: bool = True
+    epoch: int = 0
+    layers: int = 1
+    reservation: Reservation = "full"
+    transfers: Transfers = field(default_factory=Transfers)
+    lease_s: float = 30.0
+    report_s: float = 0.1
+    heartbeat_s: float = 1.0
+    digest_keys: int = 512
+
+
+def check_reservation(name: str) -> None:
+    """Raise ``UnknownName``."""
+    if name not in RESERVATIONS:
+        raise UnknownName("reservation", name, RESERVATIONS)
+
+
+def check_depth(depth: int) -> None:
+    """Raise ``ConfigError``."""
+    if depth not in (1, 2):
+        raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {depth!r}")
+
+
+def check_limits(tokens: int | None, images: int | None, ruled: bool) -> None:
+    """Raise ``ConfigError`` for batch limits that cannot be, or that are given beside ``rules`` with their own."""
+    for name, limit in (("tokens", tokens), ("images", images)):
+        if limit is None:
+            continue
+        if ruled:
+            raise ConfigError(f"{name}={limit!r} and rules= both limit a batch: give the limits in the rules alone")
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"{name} of one step is a whole number of at least 1, got {limit!r}")

@@ -1,0 +1,258 @@
+"""Steps: a free lane gets the next batch of Algorithm 1, and what a step has done moves its requests on."""
+
+from __future__ import annotations
+
+from trinity.core.instance.admission import Candidates, next_decodes, own_items
+from trinity.core.instance.growth import placed
+from trinity.core.instance.lanes import LANES, Running
+from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
+from trinity.core.instance.state import RequestState, State
+from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Send, Step, Stepped
+from trinity.core.migration.kv_source import chunk_done, group_for, measure, open_streams
+from trinity.core.migration.kv_target import publish_kv
+from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
+from trinity.core.migration.target import admit_offers, start_decoding
+from trinity.core.scheduler import Batch, schedule
+
+
+def pump(s: State, now: float) -> None:
+    """Admit migrations and fill lanes until nothing more can start."""
+    again = True
+    while again:
+        if s.image_offers or s.kv_offers:
+            admit_offers(s, now)
+        again = False
+        for lane, flight in s.lanes.items():
+            while len(flight) < s.settings.depth:
+                before = len(flight)
+                again = _fill(s, lane, now) or again
+                if len(flight) == before:
+                    break
+
+
+def _fill(s: State, lane: str, now: float) -> bool:
+    """Start the lane's next step. True where something changed that may let more be admitted."""
+    preempted = s.preemptions
+    rows: tuple[str, ...] = ()
+    if "D" in LANES[lane]:
+        rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
+        if s.grows:
+            rows = placed(s, rows, now)
+    if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue or s.preempted):
+        # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
+        if rows:
+            _start(s, lane, Step(s.steps + 1, lane, (), (), rows), now)
+        return False  # a step lets nothing more be admitted
+    candidates = Candidates(s, lane, rows, now)
+    batch = schedule(candidates.view, s.settings.rules)
+    admitted = candidates.admit(batch)
+    scheduled = _build(s, lane, batch)
+    if scheduled is not None:
+        _start(s, lane, scheduled, now)
+    for state in admitted:
+        _media_progress(s, state, now)
+    if scheduled is not None:
+        _announce_media(s, scheduled, now)
+        open_streams(s, scheduled, now)
+    return bool(admitted or candidates.uncovered or s.preemptions > preempted)
+
+
+def _start(s: State, lane: str, step: Step, now: float) -> None:
+    """Run the step on the lane."""
+    if s.fresh and step.decodes:
+        _first_decodes(s, now)
+    s.steps += 1
+    running = Running.of(step) if step.encodes or step.prefills else Running(step, step.decodes)
+    s.lanes[lane].append(running)
+    s.out.append(step)
+
+
+def _build(s: State, lane: str, batch: Batch) -> Step | None:
+    """The batch as a step; None where nothing is in it."""
+    encodes = tuple(row for request, items in batch.encodes for row in _encode_rows(s, request, items))
+    prefills = tuple(_prefill_row(s, *chosen) for chosen in batch.prefills)
+    decodes = tuple(batch.decodes)
+    if not (encodes or prefills or decodes):
+        return None
+    return Step(s.steps + 1, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
+
+
+def _first_decodes(s: State, now: float) -> None:
+    for request in s.fresh:
+        state = s.decoding.get(request)
+        if state is not None:
+            state.book(now)
+            state.first_decode = True
+    s.fresh.clear()
+
+
+def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
+    state = s.requests[request]
+    mine = {item for item, _ in own_items(s, state)}
+    rows = []
+    for item in items:
+        if item in mine:
+            slot = state.media[item]
+            s.pending[slot.span.content].in_step = True
+            inputs = state.inputs[item] if state.inputs else None
+            rows.append(Encode(request, item, slot.span, slot.blocks, inputs))
+    return rows
+
+
+def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
+    state = s.requests[request]
+    state.scheduled = start + length
+    return Prefill(request, start, length, start + length == state.text)
+
+
+def stepped(s: State, event: Stepped, now: float) -> None:
+    """A step ended: tokens go out, blocks become matchable, requests move on or end."""
+    flight = s.lanes[event.lane]
+    assert flight, f"nothing runs on {event.lane}"
+    assert flight[0].step.id == event.id, f"step {event.id} is not running on {event.lane}"
+    running = flight.popleft()
+    step, failed = running.step, event.failed
+    s.rates.learn(step, event.seconds)
+    before = len(s.out)
+    if step.encodes:
+        _encoded(s, step, event, now)
+    emit = _prefilled(s, running, event, now) if step.prefills else None
+    if step.decodes:
+        decoded = _decoded(s, step.decodes, event, now)
+        emit = decoded if emit is None else _joined(emit, decoded)
+    if emit is not None:  # ahead of the ends that these tokens brought about
+        s.out.insert(before, Send(FRONTEND, emit))
+    for request, why in failed.items():
+        end(s, s.requests[request], now, "error", why)
+    for request in running.requests if s.leaving else ():
+        left = s.requests.get(request)
+        if left is not None and left.ending is not None:
+            conclude_if_quiet(s, left, now)
+
+
+def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
+    changed: dict[str, list[int]] = {}
+    for row in step.encodes:
+        if row.request in event.failed:
+            _next_provider(s, row)
+        else:
+            pending = s.pending.pop(row.span.content)
+            for request, item in pending.providers:
+                changed.setdefault(request, []).append(item)
+            if s.settings.image_cache:
+                keys = s.requests[row.request].media[row.item].keys
+                for block, key in zip(row.blocks, keys, strict=True):
+                    s.image.publish(block, key)
+    for request, items in changed.items():
+        state = s.requests[request]
+        for item in items:
+            state.media[item].ready = True
+        if state.ending is None:
+            _media_progress(s, state, now, tuple(items))
+
+
+def _next_provider(s: State, row: Encode) -> None:
+    """This request's own inputs failed; it is about to end. Whoever else waits for the same content encodes its own."""
+    s.pending[row.span.content].in_step = False
+
+
+def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
+    """Some features are ready: announce them, or go on to prefill here once all are."""
+    if "P" not in s.settings.roles:
+        if state.outgoing is not None:
+            announce(s, state, items)
+        if may_offer(s, state):
+            offer_media(s, state, now)
+    elif all(slot.ready for slot in state.media):
+        del s.encoding[state.work.request]
+        queue_prefill(s, state, now)
+
+
+def _announce_media(s: State, step: Step, now: float) -> None:
+    """Announce the features that are made next: their target may reserve meanwhile (vLLM encoder separation)."""
+    for row in step.encodes:
+        for request, _ in tuple(s.pending[row.span.content].providers):
+            state = s.requests[request]
+            if "P" not in s.settings.roles and state.outgoing is None and may_offer(s, state):
+                offer_media(s, state, now)
+
+
+def _prefilled(s: State, running: Running, event: Stepped, now: float) -> Emit | None:
+    """Prompts are further; those at their end have their first token."""
+    measure(s, running, event, now)
+    firsts: list[tuple[str, int, int, Sampled]] = []
+    for row in running.step.prefills:
+        if row.request not in event.failed:
+            _chunk(s, row, event, firsts, now)
+    if not firsts:
+        return None
+    requests, attempts, starts, sampled = zip(*firsts, strict=True)
+    return Emit(requests, attempts, starts, sampled)
+
+
+def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, int, Sampled]], now: float) -> None:
+    state = s.requests[row.request]
+    if state.ending is not None:
+        return
+    state.done += row.length
+    publish_kv(s, state, state.done)
+    chunk_done(s, state, row)
+    if not row.last:
+        return
+    del s.prefilling[row.request]
+    drop_media(s, state)
+    sampled = event.sampled.get(row.request)
+    assert sampled is not None, f"a row of {row.request} gave no token"
+    firsts.append((row.request, state.attempt, len(state.written), sampled))
+    state.written.append(sampled.token)
+    if sampled.token in state.stop_ids or len(state.written) >= state.max_tokens:
+        end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
+    elif "D" in s.settings.roles:
+        start_decoding(s, state, now)
+    else:
+        offer_kv(s, state, now)
+
+
+def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emit | None:
+    """Take one token of each of these rows, unless its request is ending or has failed."""
+    columns = s.columns
+    if rows != columns.rows or event.failed or s.leaving:
+        rows = tuple([each for each in rows if each not in event.failed and s.requests[each].ending is None])
+        _gather(s, rows)
+        if not rows:
+            return None
+    try:
+        emit, more = columns.take(event.sampled)
+    except KeyError as missing:
+        raise AssertionError(f"a row of {missing.args[0]} gave no token") from None
+    if more:
+        for request, reason in columns.ends():
+            end(s, s.requests[request], now, reason)
+        if columns.full():
+            for request in columns.members:
+                s.requests[request].write()
+            columns.clear()
+    return emit
+
+
+def _gather(s: State, rows: tuple[str, ...]) -> None:
+    """These are the rows of the next columns."""
+    new, gone = s.columns.missing(rows)
+    for request in gone:
+        s.requests[request].leave_columns()
+    for request in new:
+        s.requests[request].join_columns(s.columns)
+    if rows:
+        s.columns.arrange(rows)
+
+
+def _joined(firsts: Emit, rest: Emit | None) -> Emit:
+    """First tokens of prompts ahead of those of decode rows."""
+    if rest is None:
+        return firsts
+    return Emit(
+        firsts.requests + rest.requests,
+        firsts.attempts + rest.attempts,
+        firsts.starts + tuple([start + rest.behind for start in rest.starts]),
+        firsts.sampled + rest.sampled,
+    )

@@ -1,0 +1,363 @@
+"""Everything that a core is told and everything that it answers: events, messages between cores, commands.
+
+Plain immutable values: no tensor, no clock, no socket. Times are durations in seconds (clocks of two hosts
+differ, so only what remains or what was spent travels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from trinity.core.values import FRONTEND as FRONTEND
+from trinity.core.values import IMAGE as IMAGE
+from trinity.core.values import KV as KV
+from trinity.core.values import PREEMPTED as PREEMPTED
+from trinity.core.values import Failure as Failure
+from trinity.core.values import MediaSpan as MediaSpan
+from trinity.core.values import Sampled as Sampled
+from trinity.core.values import Value as Value
+from trinity.core.values import Work as Work
+
+# ---------------------------------------------------------------- front end → instance
+
+
+class Submit(Value, frozen=True):
+    """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: the
+    instances that it has come by. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed."""
+
+    work: Work
+    inputs: tuple[Any, ...] = ()
+    route: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+class Cancel(Value, frozen=True):
+    """Stop this request; follows it along the channel of its Offers."""
+
+    request: str
+
+
+class Forget(Value, frozen=True):
+    """The request has ended everywhere: drop its tombstone."""
+
+    request: str
+
+
+# ---------------------------------------------------------------- instance ↔ instance (pull migration, TriInfer 4.3)
+
+
+class Part(Value, frozen=True):
+    """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks.
+    ``holder``: features not encoded for this offer, because this instance said that it has them."""
+
+    blocks: tuple[int, ...]
+    bytes: int = 0
+    holder: str = ""
+
+
+class Offer(Value, frozen=True, kw_only=True):
+    """Source to target, step 1: these blocks will be yours. Shard ``shard`` of ``shards``.
+
+    ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
+    """
+
+    id: str
+    kind: str
+    source: str
+    work: Work
+    parts: tuple[Part, ...]
+    shard: int = 0
+    shards: int = 1
+    route: tuple[str, ...] = ()
+    generation: int = 0
+
+
+class Ready(Value, frozen=True):
+    """Source to target: these parts hold their content.
+
+    Of KV (part 0) layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of its table, or all of them where
+    None. ``again``: what was ready of these blocks before was written anew; it has to be pulled again. ``digests``: one
+    for each block, in order, where the transport's blocks are verified; they took ``digest_s``.
+    """
+
+    id: str
+    parts: tuple[int, ...]
+    layers: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None
+    again: bool = False
+    digests: tuple[int, ...] = ()
+    digest_s: float = 0.0
+
+
+class Commit(Value, frozen=True):
+    """Source to target, once: no part will follow. ``tokens`` are the outputs so far.
+
+    ``ending``: the request ended with them, stop or length; the target drains its pulls, reports and releases.
+    """
+
+    id: str
+    tokens: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
+    transfers: tuple[dict[str, Any], ...] = ()
+    deadline_s: float | None = None
+    ending: str = ""
+
+
+class Withdraw(Value, frozen=True):
+    """Source to target: drain what is in flight, then Release."""
+
+    id: str
+    failure: Failure | None = None
+
+
+class Release(Value, frozen=True):
+    """Target to source, once, step 4: ``outcome`` is pulled, cached, cancelled, failed or missing. ``cost``: what pulls
+    from the source take as measured so far, (seconds for each, seconds for a layer of a block)."""
+
+    id: str
+    outcome: str
+    cost: tuple[float, float] | None = None
+
+
+class Fetch(Value, frozen=True):
+    """Target to a holder of image features, by content: lease me the blocks with these keys. Answered by Fetched."""
+
+    id: str
+    requester: str
+    kind: str
+    keys: tuple[bytes, ...]
+
+
+class Fetched(Value, frozen=True):
+    """Holder to target: these blocks are leased until your Release(id); none where they are not all here any more."""
+
+    id: str
+    holder: str
+    blocks: tuple[int, ...] = ()
+    generation: int = 0
+    digests: tuple[int, ...] = ()
+    digest_s: float = 0.0
+
+
+class PeerUp(Value, frozen=True):
+    """An instance is there, with these roles ("EP") and pools. ``returns``: it may send preempted requests back."""
+
+    name: str
+    roles: str
+    epoch: int = 0
+    pools: dict[str, int] = msgspec.field(default_factory=dict)
+    media_block: int = 576
+    kv_block: int = 16
+    returns: bool = False
+
+
+class PeerLoad(Value, frozen=True):
+    """An instance of itself, and its heartbeat: ``free`` blocks by kind; ``predicted_s`` of work by stage (D: a step);
+    ``unit_s`` of one more visual token, prompt position or row; ``cached``: 8 bytes of each key, by kind;
+    ``preemptions`` so far."""
+
+    name: str
+    epoch: int = 0
+    free: dict[str, int] = msgspec.field(default_factory=dict)
+    predicted_s: dict[str, float] = msgspec.field(default_factory=dict)
+    unit_s: dict[str, float] = msgspec.field(default_factory=dict)
+    cached: dict[str, bytes] = msgspec.field(default_factory=dict)
+    preemptions: int = 0
+
+
+class PeerLost(Value, frozen=True):
+    """An instance is gone."""
+
+    name: str
+
+
+class Moved(Value, frozen=True):
+    """Instance to front end: the request was offered to ``to``; ``hop`` counts from 1, for channels differ in speed."""
+
+    request: str
+    attempt: int
+    to: str
+    hop: int
+
+
+# ---------------------------------------------------------------- shell → its core
+
+
+class Tick(Value, frozen=True):
+    """A timer is due."""
+
+
+class Stepped(Value, frozen=True):
+    """A step ended: what was sampled, and which requests failed, in ``seconds``."""
+
+    id: int
+    lane: str
+    sampled: dict[str, Sampled] = msgspec.field(default_factory=dict)
+    failed: dict[str, Failure] = msgspec.field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Progress(Value, frozen=True):
+    """A running step has written these layers, [first, end), of the KV of all its prefill rows.
+
+    None: the step failed and runs again row by row; what it wrote before is void.
+    """
+
+    step: int
+    lane: str
+    layers: tuple[int, int] | None
+
+
+class Pulled(Value, frozen=True):
+    """A pull ended."""
+
+    offer: str
+    part: int
+    failure: Failure | None = None
+    record: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- core → shell
+
+
+class Send(Value, frozen=True):
+    """Give ``message`` to the core named ``to``; one channel per pair, in order."""
+
+    to: str
+    message: Value
+
+
+class Open(Value, frozen=True, kw_only=True):
+    """A request's KV blocks are reserved here: rows of its prefill and decode follow.
+
+    ``images[i]`` are the image-cache blocks of media item i (empty where its features are not needed, because
+    cached KV covers it). ``cached`` tokens of the prompt are already in ``blocks``. ``tokens`` are the outputs
+    so far: all KV but the last token's is then in ``blocks``; with ``again`` they are prefilled behind the prompt.
+    """
+
+    work: Work
+    blocks: tuple[int, ...]
+    images: tuple[tuple[int, ...], ...] = ()
+    cached: int = 0
+    tokens: tuple[int, ...] = ()
+    again: bool = False
+
+
+class Grow(Value, frozen=True):
+    """Append these blocks to the block tables of open requests, before any later step."""
+
+    blocks: dict[str, tuple[int, ...]]
+
+
+class Close(Value, frozen=True):
+    """Nothing of this request is in flight here any more; drop its rows."""
+
+    request: str
+
+
+class Encode(Value, frozen=True):
+    """Encode media item ``item`` of a request into ``blocks`` of the image cache."""
+
+    request: str
+    item: int
+    span: MediaSpan
+    blocks: tuple[int, ...]
+    inputs: Any
+
+
+class Prefill(Value, frozen=True):
+    """Run prompt positions [start, start + length); ``last`` asks for the first token."""
+
+    request: str
+    start: int
+    length: int
+    last: bool
+
+
+class Step(Value, frozen=True):
+    """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each.
+
+    ``group``: Progress is wanted whenever so many more layers of the prefills' KV are written; 0 for none.
+    """
+
+    id: int
+    lane: str
+    encodes: tuple[Encode, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    decodes: tuple[str, ...] = ()
+    group: int = 0
+
+
+class Revoke(Value, frozen=True):
+    """Set these blocks' generation, before any later command: a lease was taken back, and they get new content."""
+
+    kind: str
+    blocks: tuple[int, ...]
+    generation: int
+
+
+class Pull(Value, frozen=True):
+    """Read blocks of a peer's pool into our own; answered by one Pulled.
+
+    It fails where, after the copy, a source block has a higher generation than ``generation``, the offer's, or where
+    the blocks are not what the source has ``digests`` of (the host adds them where blocks are verified; None: they are
+    not), which took it ``digest_s``. ``part`` is the offer's part, or for KV the number of the pull; ``layers``
+    [first, end) of each block move, or all.
+    """
+
+    offer: str
+    part: int
+    source: str
+    kind: str
+    request: str
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+    generation: int = 0
+    layers: tuple[int, int] | None = None
+    digests: tuple[int, ...] | None = None
+    digest_s: float = 0.0
+
+
+# ---------------------------------------------------------------- instance → front end
+
+
+class Emit(Value, frozen=True):
+    """All tokens of one step, in columns: whose, of which attempt, which of its outputs, and what was sampled.
+
+    Which one is ``starts[i] + behind``: most steps have the same ``starts`` as the one before.
+    """
+
+    requests: tuple[str, ...]
+    attempts: tuple[int, ...]
+    starts: tuple[int, ...]
+    sampled: tuple[Sampled, ...]
+    behind: int = 0
+
+    def rows(self) -> Iterator[tuple[str, int, int, Sampled]]:
+        """Request, attempt, index and sample of each. Raises ``ValueError`` where the columns differ in length."""
+        behind = self.behind
+        for request, attempt, start, sampled in zip(
+            self.requests, self.attempts, self.starts, self.sampled, strict=True
+        ):
+            yield request, attempt, start + behind, sampled
+
+
+class Finished(Value, frozen=True, kw_only=True):
+    """A request ended here and holds nothing here: ``reason`` is stop, length, cancelled, error, or preempted, where it
+    has to be recomputed elsewhere. ``count`` of tokens, the first of which came from elsewhere, on another channel.
+    """
+
+    request: str
+    attempt: int
+    reason: str
+    failure: Failure | None = None
+    count: int = 0
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
+    cached_tokens: int = 0
+    transfers: tuple[dict[str, Any], ...] = ()
+    route: tuple[str, ...] = ()
+    preemptions: int = 0

@@ -1,0 +1,57 @@
+"""Which layers of which blocks of an offer's KV are on their way or here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trinity.core.messages import Ready
+
+
+class Piece(NamedTuple):
+    """Layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of a block table."""
+
+    layers: tuple[int, int]
+    blocks: tuple[int, int]
+
+    @property
+    def cells(self) -> int:
+        return (self.layers[1] - self.layers[0]) * max(0, self.blocks[1] - self.blocks[0])
+
+
+class Cells:
+    """A cell is one layer of one block. The first ``cached`` blocks of ``blocks`` are here already.
+
+    ``missing`` counts cells that are not here. A source that names a cell twice, or one that is none, is faulty.
+    """
+
+    def __init__(self, blocks: int, layers: int, cached: int) -> None:
+        self.blocks, self.layers, self.cached = blocks, layers, min(cached, blocks)
+        self.missing = (self.blocks - self.cached) * layers
+        self._asked = [0] * blocks  # the layers of each block, as bits
+
+    def ask(self, ready: Ready) -> Piece:
+        """What has to move now that this is ready; without blocks where all of it is cached."""
+        layers, (start, end) = ready.layers or (0, self.layers), ready.blocks or (0, self.blocks)
+        assert 0 <= layers[0] < layers[1] <= self.layers, f"{ready} of {self.layers} layers"
+        assert 0 <= start <= end <= self.blocks, f"{ready} of {self.blocks} blocks"
+        piece = Piece(layers, (max(start, self.cached), end))
+        bits = (1 << layers[1]) - (1 << layers[0])
+        for block in range(*piece.blocks):
+            assert not self._asked[block] & bits, f"{ready} names what was ready before"
+            self._asked[block] |= bits
+        return piece
+
+    def arrived(self, piece: Piece) -> None:
+        self.missing -= piece.cells
+
+    def lost(self, piece: Piece) -> None:
+        """It did not come: whoever wants it asks again."""
+        bits = (1 << piece.layers[1]) - (1 << piece.layers[0])
+        for block in range(*piece.blocks):
+            self._asked[block] &= ~bits
+
+    def void(self, blocks: tuple[int, int]) -> None:
+        """What came of these blocks is written anew at the source. No pull of theirs is in flight."""
+        for block in range(max(blocks[0], self.cached), blocks[1]):
+            self.missing += self._asked[block].bit_count()
+            self._asked[block] = 0

@@ -1,0 +1,99 @@
+"""Leases end: blocks whose target fell silent are taken back, and offers of a silent source are given up.
+
+A lease lives for ``Settings.lease_s`` and is renewed by any word from its target. Taking blocks back does not reach a
+read in flight over there: a block gets a higher generation before it gets new content, and the reader looks after its
+copy (decision 0011).
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from trinity.core.instance.lifecycle import end
+from trinity.core.instance.state import MISSING, Outgoing, RequestState, State, failure
+from trinity.core.messages import FRONTEND, Failure, Finished, Release, Send, Withdraw
+from trinity.core.migration.remote_features import encode_after_all, forget_spared, holder_silent
+
+
+def released(s: State, event: Release, now: float) -> None:
+    """Step 4: the target is done with the blocks. Nothing, where they were taken back before."""
+    lease = s.outgoing.pop(event.id, None)
+    if lease is None:
+        return
+    s.hear(lease.target, now)
+    s.pools[lease.kind].drop(lease.blocks)
+    s.pull_cost = event.cost or s.pull_cost
+    if event.outcome == MISSING:
+        encode_after_all(s, lease, now)
+        return
+    forget_spared(s, lease)
+    state = s.requests.get(lease.request)
+    if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
+        end(s, state, now, "cancelled")
+
+
+def take_back(s: State, lease: Outgoing) -> None:
+    """The lease is over without a Release: somebody may still be reading these blocks."""
+    del s.outgoing[lease.id]
+    forget_spared(s, lease)
+    s.doubtful[lease.kind].update(lease.blocks)
+    s.pools[lease.kind].drop(lease.blocks)
+
+
+def check_leases(s: State, now: float) -> None:
+    """End what has run out, and say when to look again."""
+    if now - s.lease_check > s.settings.lease_s / 2:
+        s.awake = now  # nobody called for so long: it was this instance that stood still, not its peers
+    left = holder_silent(s, None, now)
+    for lease in list(s.outgoing.values()):
+        due = s.lease_end(lease.since, lease.target)
+        if due <= now:
+            _expired(s, lease, now)
+        else:
+            left = min(left, due)
+    for state in [s.requests[request] for request in s.incoming.values()]:
+        left = min(left, _check_source(s, state, now))
+    s.lease_check = left
+
+
+def _expired(s: State, lease: Outgoing, now: float) -> None:
+    """The target fell silent. Its request ends here, in one way or the other just once."""
+    take_back(s, lease)
+    why = _silent(s, lease.target, lease.target, s.settings.name, lease.kind)
+    s.send(lease.target, Withdraw(lease.id, why))
+    state = s.requests.get(lease.request)
+    if state is not None and state.outgoing == lease.id:
+        state.outgoing = None
+        end(s, state, now, "error", why)
+    elif s.tombstones.get(lease.request) == lease.target:  # not forgotten yet: the front end waits for its end
+        s.out.append(Send(FRONTEND, _report(lease, why)))
+
+
+def _report(lease: Outgoing, why: Failure) -> Finished:
+    return Finished(
+        request=lease.request,
+        attempt=lease.attempt,
+        reason="error",
+        failure=why,
+        count=lease.count,
+        route=(*lease.route, lease.target),
+    )
+
+
+def _check_source(s: State, state: RequestState, now: float) -> float:
+    """When the lease of an incoming offer ends, if it has not yet."""
+    incoming = state.incoming
+    if incoming is None or state.ending is not None:
+        return inf
+    source = incoming.offer.source
+    due = s.lease_end(incoming.since, source)
+    if due > now:
+        return due
+    end(s, state, now, "error", _silent(s, source, s.settings.name, source, incoming.offer.kind))
+    return inf
+
+
+def _silent(s: State, who: str, target: str, source: str, kind: str) -> Failure:
+    fields = {"source": source, "target": target, "kind": kind, "cause": "LeaseExpired"}
+    text = f"instance {who} was silent for {s.settings.lease_s:g} s, and the lease on {kind} blocks ran out; try again"
+    return failure("MigrationError", text, **fields)

@@ -1,0 +1,99 @@
+"""The source's side of the pull migration (TriInfer 4.3): offers, leases, withdrawal."""
+
+from __future__ import annotations
+
+from trinity.core.instance.lifecycle import commit, end, hand_on
+from trinity.core.instance.state import MediaSlot, Outgoing, RequestState, State, failure
+from trinity.core.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
+from trinity.core.migration.remote_features import keep
+
+
+def may_offer(s: State, state: RequestState) -> bool:
+    """Whether the features may be announced: one is ready, or its encoding is scheduled (``Transfers``)."""
+    chosen = s.settings.transfers
+    if not chosen.prefetch or any(slot.holder for slot in state.media):  # those it may have to encode after all
+        return all(slot.ready for slot in state.media)
+    return any(slot.ready or (chosen.early and _being_encoded(s, slot)) for slot in state.media)
+
+
+def _being_encoded(s: State, slot: MediaSlot) -> bool:
+    pending = s.pending.get(slot.span.content)
+    return pending is not None and pending.in_step
+
+
+def offer_media(s: State, state: RequestState, now: float) -> None:
+    """Announce the features to a prefill instance; commit when all are ready.
+
+    The target reserves for all items at once and pulls each as it is ready (two-stage allocation: vLLM
+    encoder separation).
+    """
+    if state.outgoing is None:
+        parts = tuple(Part(slot.blocks, 0, slot.holder) for slot in state.media)
+        if not open_offer(s, state, now, "P", IMAGE, parts):
+            return
+        keep(s, state)
+        ready = tuple(item for item, slot in enumerate(state.media) if slot.ready)
+        announce(s, state, ready)
+    if all(slot.ready for slot in state.media):
+        _commit(s, state, now)
+
+
+def offer_kv(s: State, state: RequestState, now: float) -> None:
+    """The prompt is prefilled: offer its KV to a decode instance, unless it is moving already."""
+    if state.stream is not None:
+        _commit(s, state, now)
+        return
+    blocks = state.kv[: s.text_blocks(state)]
+    if open_offer(s, state, now, "D", KV, (Part(blocks),)):
+        announce(s, state, (0,))
+        _commit(s, state, now)
+
+
+def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
+    """These parts of the request's offer hold their content now."""
+    assert state.outgoing is not None
+    if parts:
+        s.send(s.outgoing[state.outgoing].target, Ready(state.outgoing, parts))
+
+
+def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
+    """Lease the blocks to an instance with that stage. False, and the end of the request, where there is none."""
+    target = s.router.choose(letter, state.work)
+    if target is None:
+        end(s, state, now, "error", _nowhere(s, letter))
+        return False
+    s.offers += 1
+    life = f".{s.settings.epoch}" if s.settings.epoch else ""
+    offer = Offer(
+        id=f"{s.settings.name}{life}:{s.offers}",
+        kind=kind,
+        source=s.settings.name,
+        work=state.work,
+        parts=parts,
+        route=state.route,
+        generation=s.generation,
+    )
+    blocks = tuple(block for part in parts for block in part.blocks)
+    s.pools[kind].hold(blocks)  # the lease: the offer's own reference
+    s.outgoing[offer.id] = Outgoing(
+        offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route
+    )
+    s.watch(now)
+    state.outgoing = offer.id
+    s.send(target, offer)
+    s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))
+    return True
+
+
+def _nowhere(s: State, letter: str) -> Failure:
+    if s.router.misses(letter):
+        return failure("MigrationError", f"no instance with stage {letter} is up just now", source=s.settings.name)
+    return failure(
+        "RequestTooLarge", f"no instance with stage {letter} has the blocks for this request; enlarge its pools"
+    )
+
+
+def _commit(s: State, state: RequestState, now: float) -> None:
+    state.book(now)
+    commit(s, state, now)
+    hand_on(s, state)

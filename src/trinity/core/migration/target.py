@@ -1,0 +1,231 @@
+"""The target's side of the pull migration (TriInfer 4.3): reserve, pull, release.
+
+What the target has in a cache does not move ("no need to send", vLLM encoder separation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trinity.core.block_pool import blocks_for
+from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
+from trinity.core.instance.queues import Queue
+from trinity.core.instance.state import MISSING, Incoming, Phase, RequestState, State
+from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
+from trinity.core.migration.kv_target import ask_kv, conclude_record, kv_here, kv_pulled, ready_kv, reserve_kv
+from trinity.core.migration.remote_features import ask_holder, pull_ended, spared_record
+
+
+def offered(s: State, event: Offer, now: float) -> None:
+    """Step 1: a request with blocks elsewhere. It waits for blocks here, first in first out among migrations."""
+    work = event.work
+    assert work.request not in s.requests, f"{work.request} is here already"
+    state = RequestState(work, Phase.IMAGE_OFFER, now, route=(*event.route, s.settings.name))
+    state.incoming = Incoming(event, now)
+    s.set_deadline(state, work.deadline_s, now)
+    s.hear(event.source, now)
+    s.watch(now)
+    s.stir(now)
+    s.incoming[event.id] = work.request
+    s.requests[work.request] = state
+    s.tombstones.pop(work.request, None)  # it has come back: two tombstones would hand a late Cancel round and round
+    if event.kind == KV:
+        state.phase = Phase.KV_OFFER
+        s.kv_offers.append(work.request)
+        return
+    state.media = s.slots(work)
+    state.skip_media = not s.needs_media(state)
+    if not state.skip_media:
+        s.image_offers.append(work.request)
+
+
+def _state(s: State, offer: str) -> RequestState | None:
+    request = s.incoming.get(offer)
+    return None if request is None else s.requests[request]
+
+
+def ready(s: State, event: Ready, now: float) -> None:
+    state = _state(s, event.id)
+    if state is not None and state.incoming is not None and state.ending is None:
+        if state.incoming.offer.kind == KV:
+            ready_kv(state.incoming, event, now)
+        else:
+            state.incoming.ready.update(event.parts)
+        _ask(s, state, now)
+        _complete(s, state, now)
+
+
+def committed(s: State, event: Commit, now: float) -> None:
+    state = _state(s, event.id)
+    if state is None or state.incoming is None or state.ending is not None:
+        return
+    state.book(now)
+    state.incoming.commit = event
+    if state.incoming.prefilled is None:
+        state.incoming.prefilled = now
+    state.written = list(event.tokens)
+    state.reused = event.cached_tokens if state.incoming.offer.kind == KV else None
+    if event.tokens and state.incoming.offer.kind == IMAGE:
+        state.text, state.keys = len(state.work.prompt) + len(event.tokens), []
+    state.transfers.extend(event.transfers)
+    for name, seconds in event.spans.items():
+        state.spans[name] = state.spans.get(name, 0.0) + seconds
+    s.set_deadline(state, event.deadline_s, now)
+    s.hear(state.incoming.offer.source, now)
+    if event.ending:
+        end(s, state, now, event.ending)
+        return
+    if state.incoming.doubts:
+        end(s, state, now, "error", state.incoming.doubts[0][1])
+        return
+    if state.skip_media:
+        queue_prefill(s, state, now)  # cached KV covers every image: wait for prefill, which releases or asks
+    _complete(s, state, now)
+
+
+def withdrawn(s: State, event: Withdraw, now: float) -> None:
+    state = _state(s, event.id)
+    if state is not None:
+        end(s, state, now, "error" if event.failure else "cancelled", event.failure)
+
+
+def admit_offers(s: State, now: float) -> None:
+    """Step 2: reserve the whole need of the oldest migration of each kind, as long as it fits."""
+    _admit(s, s.image_offers, _reserve_media, now)
+    _admit(s, s.kv_offers, reserve_kv, now)
+
+
+def _admit(s: State, queue: Queue, reserve: Callable[[State, RequestState, float], bool], now: float) -> None:
+    while queue and reserve(s, state := s.requests[next(iter(queue))], now):
+        queue.remove(state.work.request)
+        _ask(s, state, now)
+        _complete(s, state, now)
+
+
+def _reserve_media(s: State, state: RequestState, now: float) -> bool:
+    if not s.settings.transfers.prefetch and _others_ahead(s):
+        return False
+    pool, rows = s.image, s.settings.media_block
+    hits = [pool.match(slot.keys) if s.settings.image_cache else () for slot in state.media]
+    whole = [found if len(found) == len(slot.keys) else () for found, slot in zip(hits, state.media, strict=True)]
+    need = sum(blocks_for(slot.span.tokens, rows) for slot, found in zip(state.media, whole, strict=True) if not found)
+    if not pool.fits(need, {block for found in whole for block in found}):
+        return False
+    for found in whole:
+        pool.hold(found)
+    for slot, found in zip(state.media, whole, strict=True):
+        slot.blocks = found or s.allocate(IMAGE, len(slot.keys))
+        slot.ready = bool(found)
+    state.enter(Phase.IMAGE_PULL, now)
+    s.arriving[Phase.IMAGE_PULL] += 1
+    return True
+
+
+def _others_ahead(s: State) -> bool:
+    """Without prefetch, features move for one request at a time, and only when no migrated one is ahead of it."""
+    return bool(s.prefilling or s.migrated_queue) or s.arriving[Phase.IMAGE_PULL] > 0
+
+
+def _ask(s: State, state: RequestState, now: float) -> None:
+    """Step 3: pull each part that is ready and is not here already."""
+    if state.phase is Phase.KV_PULL:
+        ask_kv(s, state, now)
+    elif state.phase is Phase.IMAGE_PULL:
+        _ask_media(s, state, now)
+
+
+def _ask_media(s: State, state: RequestState, now: float) -> None:
+    incoming = state.incoming
+    assert incoming is not None
+    for part in sorted(incoming.ready - incoming.asked):
+        incoming.asked.add(part)
+        offer, slot = incoming.offer, state.media[part]
+        if slot.ready:
+            incoming.pulled.add(part)
+            state.transfers.append(spared_record(s, state, part))
+            continue
+        if offer.parts[part].holder:
+            ask_holder(s, state, part, now)
+            if state.ending is not None:
+                return
+            continue
+        state.pulls += 1
+        incoming.moved = True
+        blocks = (offer.parts[part].blocks, slot.blocks)
+        s.out.append(Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
+
+
+def pulled(s: State, event: Pulled, now: float) -> None:
+    """A pull ended: its content may be matched from now on."""
+    state = _state(s, event.offer)
+    assert state is not None, f"a pull of {event.offer} ended after its Release"
+    assert state.incoming is not None
+    state.pulls -= 1
+    failed, stored = event.failure, event.part in state.incoming.fetched
+    if state.phase is Phase.KV_PULL:
+        failed = kv_pulled(s, state, event, now)
+    elif stored:
+        pull_ended(s, state, event)
+    elif event.record:
+        state.transfers.append(event.record)
+    if state.ending is not None:
+        conclude_if_quiet(s, state, now)
+    elif failed is not None:
+        end(s, state, now, MISSING if stored else "error", failed)
+    else:
+        state.incoming.pulled.add(event.part)
+        if state.phase is Phase.IMAGE_PULL:
+            _publish_media(s, state, event.part)
+        _ask(s, state, now)
+        _complete(s, state, now)
+
+
+def _publish_media(s: State, state: RequestState, item: int) -> None:
+    slot = state.media[item]
+    slot.ready = True
+    if s.settings.image_cache:
+        for block, key in zip(slot.blocks, slot.keys, strict=True):
+            s.pools[IMAGE].publish(block, key)
+
+
+def _all_here(s: State, state: RequestState) -> bool:
+    incoming = state.incoming
+    if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
+        return False
+    if state.phase is Phase.KV_PULL:
+        return kv_here(s, state) and incoming.commit is not None
+    return len(incoming.pulled) == len(incoming.offer.parts) and incoming.commit is not None
+
+
+def _complete(s: State, state: RequestState, now: float) -> None:
+    """All parts are here and committed: release the source and go on to the next stage."""
+    if not _all_here(s, state):
+        return
+    incoming = state.incoming
+    assert incoming is not None
+    if state.phase is Phase.KV_PULL:
+        conclude_record(s, state)
+    release(s, state, "pulled" if incoming.moved else "cached")
+    if state.phase is Phase.IMAGE_PULL:
+        queue_prefill(s, state, now)
+    else:
+        s.out.append(Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
+        state.opened = True
+        start_decoding(s, state, now)
+
+
+def start_decoding(s: State, state: RequestState, now: float) -> None:
+    """A row of every decode step from now on."""
+    state.enter(Phase.DECODING, now)
+    s.decoding[state.work.request] = state
+    if s.in_step(state.work.request):
+        state.first_decode = True  # behind its last chunk
+    else:
+        s.fresh.append(state.work.request)
+
+
+def ask_for_media(s: State, state: RequestState, now: float) -> None:
+    """The cached KV that covered the images is gone: reserve image blocks and pull after all."""
+    state.skip_media = False
+    state.enter(Phase.IMAGE_OFFER, now)
+    s.image_offers.append(state.work.request)

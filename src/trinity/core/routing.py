@@ -1,0 +1,292 @@
+"""Routing: which instance a request goes to next. A request stays where its next stage is (TriInfer 4.3).
+
+Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4). The last two read
+what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
+
+from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
+from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
+from trinity.plugins import find
+
+LITTLE = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
+
+
+class SimplePolicy(Protocol):
+    """Chooses among instances that have the stage and the room; ``peers`` is never empty."""
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp: ...
+
+
+class InformedPolicy(Protocol):
+    """A policy with ``informed = True`` is also given the router: its ``loads`` and what follows from them.
+
+    With ``straight``, a request whose images an instance without E has cached goes there at once, past every E.
+    """
+
+    informed: bool
+    straight: bool
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp: ...
+
+
+RoutingPolicy = SimplePolicy | InformedPolicy
+
+
+class RoundRobin:
+    """Each in turn, per stage, from the ``first``-th on."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._next: dict[str, int] = {}
+
+    def begin(self, first: int) -> None:
+        self._first = first
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp:
+        turn = self._next.get(letter, self._first)
+        self._next[letter] = turn + 1
+        return peers[turn % len(peers)]
+
+
+class RandomChoice:
+    """Any of them, from a seeded generator."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp:
+        return self._random.choice(peers)
+
+
+class LeastLoaded:
+    """The one that is predicted to be through with what it has first (EPD-Serve 3.4); in turn where equal."""
+
+    informed, straight = True, False
+
+    def __init__(self) -> None:
+        self._turns = RoundRobin()
+        self.begin = self._turns.begin
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
+        seconds = [router.seconds(peer.name, letter) for peer in peers]
+        least = min(seconds)
+        equal = [peer for peer, each in zip(peers, seconds, strict=True) if each == least]
+        return self._turns.choose(letter, work, equal)
+
+
+class PrefixHits:
+    """The one that has most of the request cached, prompt positions and visual tokens; of equals the least loaded."""
+
+    informed, straight = True, True
+
+    def __init__(self) -> None:
+        self._least = LeastLoaded()
+        self.begin = self._least.begin
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
+        saved = [router.cached_tokens(peer, letter, work) for peer in peers]
+        most = max(saved)
+        best = [peer for peer, each in zip(peers, saved, strict=True) if each == most]
+        return self._least.choose(letter, work, best, router)
+
+
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    "round_robin": RoundRobin,
+    "random": RandomChoice,
+    "least_loaded": LeastLoaded,
+    "prefix_hits": PrefixHits,
+}
+
+
+def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:
+    """The policy of this name, or the object itself. Raises ``UnknownName``."""
+    if not isinstance(name, str):
+        return name
+    make = POLICIES.get(name) or find("trinity.routing", "routing policy", name, POLICIES)
+    made: RoutingPolicy = make()
+    return made
+
+
+def number_of(name: str) -> int:
+    """ "P3" has number 3. Instances take turns from their own number on: all from 0, they would send to one peer at a
+    time, request after request in step with each other."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits[-6:] or 0)
+
+
+class Router:
+    """The instances that one core knows, and its policy; one with a ``begin`` is told the number of ``own``."""
+
+    def __init__(self, policy: RoutingPolicy, own: str = "") -> None:
+        self.policy = policy
+        begin: Callable[[int], None] | None = getattr(policy, "begin", None)
+        if begin is not None:
+            begin(number_of(own))
+        self.peers: dict[str, PeerUp] = {}
+        self.lost: dict[str, PeerUp] = {}
+        self.loads: dict[str, PeerLoad] = {}
+        self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
+        self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
+
+    @property
+    def informed(self) -> bool:
+        """Whether the policy reads ``loads``."""
+        return bool(getattr(self.policy, "informed", False))
+
+    def add(self, peer: PeerUp) -> None:
+        self.peers[peer.name] = peer
+        self.lost.pop(peer.name, None)
+        self._unload(peer.name)
+
+    def take(self, load: PeerLoad) -> None:
+        """What an instance says of itself; of one that is gone, or of its former life, it says nothing any more."""
+        peer = self.peers.get(load.name)
+        if peer is not None and peer.epoch == load.epoch:
+            self.loads[load.name] = load
+            self._sent.pop(load.name, None)
+
+    def _unload(self, name: str) -> None:
+        self.loads.pop(name, None)
+        self._sent.pop(name, None)
+        for kind in (IMAGE, KV):
+            self._digests.pop((name, kind), None)
+
+    def drop(self, name: str) -> PeerUp | None:
+        """An instance is gone, and may come back."""
+        peer = self.peers.pop(name, None)
+        self._unload(name)
+        if peer is not None:
+            self.lost[name] = peer
+        return peer
+
+    def misses(self, letter: str) -> bool:
+        """Whether every instance with this stage is gone for now."""
+        return not self.has(letter) and any(letter in peer.roles for peer in self.lost.values())
+
+    def choose(self, letter: str, work: Work) -> str | None:
+        """Name of the instance for stage ``letter``; None where none has both the stage and the blocks."""
+        peers = list(self.fitting(letter, work))
+        return self._chosen(letter, work, peers) if peers else None
+
+    def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
+        """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
+        known: dict[tuple[str, int, int], dict[str, int]] = {}
+        for peer in self.peers.values():
+            if letter in peer.roles:
+                kind = (peer.roles, peer.media_block, peer.kv_block)
+                need = known.get(kind)
+                if need is None:
+                    need = known[kind] = needs(letter, work, *kind)
+                for wanted, count in need.items():
+                    if count > peer.pools.get(wanted, 0):
+                        break
+                else:
+                    yield peer
+
+    def enter(self, work: Work) -> str | None:
+        """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
+        if work.media and getattr(self.policy, "straight", False):
+            having = [peer for peer in self.fitting("P", work) if self._has_media(peer, work)]
+            if having and not any("E" in peer.roles for peer in having):
+                return self._chosen("P", work, having)
+        return self.choose("E" if work.media else "P", work)
+
+    def _chosen(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> str:
+        if not self.informed:
+            return cast(SimplePolicy, self.policy).choose(letter, work, peers).name
+        name = cast(InformedPolicy, self.policy).choose(letter, work, peers, self).name
+        sent = self._sent.setdefault(name, {})
+        sent[letter] = sent.get(letter, 0) + _units(letter, work)
+        return name
+
+    def seconds(self, name: str, letter: str) -> float:
+        """Predicted seconds of the work that an instance has at a stage, with what it was sent since it said so."""
+        load = self.loads.get(name)
+        sent = self._sent.get(name, {}).get(letter, 0)
+        if load is None:
+            return sent * LITTLE
+        return load.predicted_s.get(letter, 0.0) + sent * (load.unit_s.get(letter, 0.0) or LITTLE)
+
+    def cached_tokens(self, peer: PeerUp, letter: str, work: Work) -> int:
+        """How much work an instance is spared at this stage and those that follow there, by what it said it has
+        cached: prompt positions and visual tokens."""
+        stages = _stages_here(letter, peer.roles)
+        spared = self._prefix_tokens(peer, work) if stages & {"P", "D"} else 0
+        if stages & {"E", "P"}:
+            spared += sum(span.tokens for span in work.media if self._has_span(peer, span))
+        return spared
+
+    def _has_media(self, peer: PeerUp, work: Work) -> bool:
+        return all(self._has_span(peer, span) for span in work.media)
+
+    def _has_span(self, peer: PeerUp, span: MediaSpan) -> bool:
+        known = self.digest(peer.name, IMAGE)
+        return bool(known) and all(key[:DIGEST] in known for key in media_keys(span, peer.media_block))
+
+    def holder(self, span: MediaSpan, but: str) -> str:
+        """Another instance that said it has these features, a prefill instance first; "" where none did."""
+        reported = [peer for peer in self.peers.values() if peer.name != but and peer.name in self.loads]
+        having = [peer for peer in reported if self._has_span(peer, span)]
+        return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
+
+    def _prefix_tokens(self, peer: PeerUp, work: Work) -> int:
+        known = self.digest(peer.name, KV)
+        if not known:
+            return 0
+        hits = 0
+        for key in prefix_keys(work.prompt, work.media, peer.kv_block):
+            if key[:DIGEST] not in known:
+                break
+            hits += 1
+        return hits * peer.kv_block
+
+    def digest(self, name: str, kind: str) -> frozenset[bytes]:
+        """The beginnings of the keys of what an instance said it has cached."""
+        load = self.loads.get(name)
+        said = load.cached.get(kind, b"") if load is not None else b""
+        old = self._digests.get((name, kind))
+        if old is None or old[0] != said:
+            keys = frozenset(said[at : at + DIGEST] for at in range(0, len(said), DIGEST))
+            old = self._digests[name, kind] = (said, keys)
+        return old[1]
+
+    def has(self, letter: str) -> bool:
+        return any(letter in peer.roles for peer in self.peers.values())
+
+
+def _units(letter: str, work: Work) -> int:
+    """What a request adds to the work of a stage: visual tokens, prompt positions, a row."""
+    if letter == "E":
+        return sum(span.tokens for span in work.media)
+    return len(work.prompt) if letter == "P" else 1
+
+
+def needs(letter: str, work: Work, roles: str, media_block: int, kv_block: int) -> dict[str, int]:
+    """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
+    stages = _stages_here(letter, roles)
+    need: dict[str, int] = {}
+    for span in work.media if stages & {"E", "P"} else ():
+        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, media_block)
+    if stages & {"P", "D"}:
+        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block)
+    return need
+
+
+def _stages_here(letter: str, roles: str) -> set[str]:
+    stages = {letter}
+    for following in "EPD"["EPD".index(letter) + 1 :]:
+        if following not in roles:
+            break
+        stages.add(following)
+    return stages
+
+
+def kv_tokens(work: Work, decodes: bool) -> int:
+    """KV entries to reserve: the text, and where decoding happens one for every output but the last."""
+    return len(work.prompt) + (work.max_tokens - 1 if decodes else work.outputs)

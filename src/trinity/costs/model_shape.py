@@ -1,0 +1,210 @@
+"""What of a model decides how long its stages take and how much memory they need: shapes, weights, bytes.
+
+Named models by hand, any other from the ``config.json`` of a transformers checkpoint. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from trinity.costs import visual_tokens
+from trinity.costs.pool_sizes import ModelMemory, size_pools
+from trinity.costs.visual_tokens import VisualTokens
+from trinity.errors import ConfigError, UnknownName
+
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal transformer layers. ``gated``: the feed-forward part has three matrices, not two.
+
+    Raises ``ConfigError`` for sizes below 1 and heads that the key-value heads do not divide.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        if min(msgspec.structs.astuple(self)[:6]) < 1 or self.heads % self.kv_heads:
+            raise ConfigError(f"{self!r}: sizes are at least 1, and kv_heads divide heads")
+
+    @property
+    def weights(self) -> int:
+        """Values of all matrices."""
+        attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + (3 if self.gated else 2) * self.width * self.ffn)
+
+    @property
+    def attended(self) -> int:
+        """Multiply-adds for one query and one key, in all layers and heads: of the score and of the weighted value."""
+        return 2 * self.layers * self.heads * self.head_dim
+
+
+class Vision(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoder. ``patches`` go through its layers for each visual token, and each sees ``span`` patches.
+
+    ``projector``: values of the matrices that make visual tokens of the patches' features.
+    """
+
+    layers: Layers
+    patches: float
+    span: int
+    projector: int
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's shape. ``visual_tokens(width, height)`` is its rule; ``image_tokens`` those of a usual image.
+
+    ``vision`` None: text alone. ``tied``: input and output embedding are one matrix. ``source`` says what was assumed.
+    """
+
+    name: str
+    language: Layers
+    vocabulary: int
+    vision: Vision | None = None
+    visual_tokens: VisualTokens = visual_tokens.fixed
+    image_tokens: int = 576
+    tied: bool = False
+    dtype_bytes: int = 2
+    context: int = 4096
+    source: str = ""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in the KV cache, keys and values of all layers."""
+        language = self.language
+        return 2 * language.layers * language.kv_heads * language.head_dim * self.dtype_bytes
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of one visual token in the image cache."""
+        return self.language.width * self.dtype_bytes if self.vision else 0
+
+    @property
+    def head(self) -> int:
+        """Values of the matrix that turns a hidden state into logits."""
+        return self.vocabulary * self.language.width
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that one step of the language model reads: its layers and its head, no embedding table."""
+        return (self.language.weights + self.head) * self.dtype_bytes
+
+    @property
+    def vision_bytes(self) -> int:
+        """All weights of the encoder and its projector."""
+        return (self.vision.layers.weights + self.vision.projector) * self.dtype_bytes if self.vision else 0
+
+    @property
+    def language_bytes(self) -> int:
+        """All weights of the language model, the embedding table included."""
+        return self.read_bytes + (0 if self.tied else self.head * self.dtype_bytes)
+
+    def weight_bytes(self, roles: str) -> int:
+        """Of the parts that an instance of ``roles`` ("E", "PD", ...) holds."""
+        return self.vision_bytes * ("E" in roles) + self.language_bytes * bool(set(roles) & {"P", "D"})
+
+    def pools(self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block: int = 16) -> dict[str, int]:
+        """Blocks by kind for an instance of ``roles`` that may use ``memory_bytes``, weights included.
+
+        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer 5.1). Raises
+        ``ConfigError`` that says how much is missing where the model does not fit.
+        """
+        image = self.feature_bytes * image_block or None
+        return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block)
+
+    def memory(self, *, text_tokens: int = 0) -> ModelMemory:
+        """For ``trinity.costs.pool_sizes.capacity``."""
+        return ModelMemory(
+            vision_bytes=self.vision_bytes,
+            language_bytes=self.language_bytes,
+            image_tokens=self.image_tokens,
+            feature_bytes=self.feature_bytes,
+            kv_bytes=self.kv_bytes,
+            text_tokens=text_tokens,
+            context=self.context,
+        )
+
+
+_LLAMA_7B = Layers(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, gated=True)
+_QWEN2_7B = Layers(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, gated=True)
+_INTERNLM2_7B = Layers(layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, gated=True)
+_PANGU_7B = Layers(layers=38, width=3584, heads=28, kv_heads=28, head_dim=128, ffn=11008, gated=True)
+_CLIP_L = Layers(layers=24, width=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096)
+_QWEN2_VIT = Layers(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=5120)
+_SIGLIP_400M = Layers(layers=27, width=1152, heads=16, kv_heads=16, head_dim=72, ffn=4304)
+_MLP = 1024 * 4096 + 4096 * 4096  # LLaVA's projector
+_MERGER = 5120 * 5120 + 5120 * 3584  # Qwen2-VL's
+_NATIVE = partial(visual_tokens.smart_resize, most=16384 * 28 * 28)  # as its checkpoints set it
+
+MODELS: Mapping[str, Model] = {
+    model.name: model
+    for model in (
+        Model(
+            name="llava-1.5-7b",
+            language=_LLAMA_7B,
+            vocabulary=32_064,
+            vision=Vision(layers=_CLIP_L, patches=1, span=577, projector=_MLP),
+        ),
+        Model(
+            name="llava-next-7b",
+            language=_LLAMA_7B,
+            vocabulary=32_064,
+            vision=Vision(layers=_CLIP_L, patches=1.23, span=577, projector=_MLP),
+            visual_tokens=visual_tokens.anyres,
+            image_tokens=2340,
+            source="patches: 5 tiles of 576 for the 2,340 tokens that padding leaves of them",
+        ),
+        Model(
+            name="qwen2-vl-7b",
+            language=_QWEN2_7B,
+            vocabulary=152_064,
+            vision=Vision(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER),
+            visual_tokens=_NATIVE,
+            image_tokens=999,
+            context=32_768,
+            source="span: every patch of a 1024 x 768 image",
+        ),
+        Model(
+            name="internvl2-8b",
+            language=_INTERNLM2_7B,
+            vocabulary=92_553,
+            vision=Vision(layers=_CLIP_L, patches=4, span=1025, projector=4096 * 4096 * 2),
+            visual_tokens=visual_tokens.tiles,
+            image_tokens=7 * 256,
+            context=32_768,
+        ),
+        Model(
+            name="minicpm-v-2.6",
+            language=_QWEN2_7B,
+            vocabulary=151_666,
+            vision=Vision(layers=_SIGLIP_400M, patches=16, span=1024, projector=1152 * 3584 + 5 * 3584 * 3584),
+            visual_tokens=visual_tokens.slices,
+            image_tokens=5 * 64,
+            context=32_768,
+        ),
+        Model(
+            name="openpangu-7b-vl",
+            language=_PANGU_7B,
+            vocabulary=153_376,
+            vision=Vision(layers=_QWEN2_VIT, patches=4, span=4 * 1196, projector=_MERGER),
+            visual_tokens=_NATIVE,
+            image_tokens=1196,
+            context=32_768,
+            source="EPD-Serve: parameters of table 1, features of table 3, KV bytes of table 4; the rest fits those",
+        ),
+    )
+}
+
+
+def model(name: str) -> Model:
+    """A model by its name in ``MODELS``. Raises ``UnknownName``."""
+    if name not in MODELS:
+        raise UnknownName("model", name, MODELS, "For another one give trinity.costs.model_config.read(folder).")
+    return MODELS[name]

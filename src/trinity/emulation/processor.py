@@ -1,0 +1,112 @@
+"""PacedProcessor: requests given as counts become work for the cores; there is no tokenizer and nothing to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity.core.messages import MediaSpan, Work
+from trinity.emulation.content import PLACEHOLDER, prompt_ids
+from trinity.emulation.paced_model import Paced, PacedRequest
+from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
+from trinity.preprocess.media import Limits
+from trinity.preprocess.processor import Processed, RequestProcessor
+from trinity.request import Request, check_request
+from trinity.simulation.workload import HASHED
+
+
+class PacedTokenizer:
+    """Text for tokens that mean nothing: ``<17>``."""
+
+    added_tokens_decoder: Mapping[int, Any] = {}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(self.convert_ids_to_tokens, token_ids))
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return f"<{ids}>"
+
+
+class PacedProcessor(RequestProcessor):
+    """What a pipeline asks of a processor, for a paced model: requests are ``PacedRequest``; nothing here blocks."""
+
+    def __init__(self, paced: Paced, *, limits: Limits | None = None) -> None:
+        self.paced, self.limits = paced, limits or Limits()
+        self._closed = False
+        self.model_type = f"paced {paced.shape.name}"
+        self.context_length = paced.shape.context
+        self.tokenizer = PacedTokenizer()
+        self.eos_ids = frozenset()
+        self.media_token_ids = frozenset({PLACEHOLDER})
+        self.media_kinds = frozenset({"image"} if paced.multimodal else ())
+        self.multimodal = paced.multimodal
+
+    def process(self, request: Request) -> Processed:
+        """Raises ``BadMedia``, ``RequestTooLarge``, ``RequestError``, each with the request's id."""
+        check_request(request)
+        if not isinstance(request, PacedRequest):
+            text = "a paced pipeline takes counts, not text: give a trinity.emulation.paced_model.PacedRequest"
+            raise RequestError(text, request.request_id)
+        images = self._images(request)
+        prompt = sum(images) + request.text_tokens
+        if not 0 < prompt < self.context_length or request.text_tokens < 1:
+            text = f"a prompt of {prompt} tokens ({sum(images)} of them visual) in a context of {self.context_length}"
+            raise RequestTooLarge(
+                f"{text}: it has at least one token of text and leaves room for one", request.request_id
+            )
+        room = self.context_length - prompt
+        work = Work(
+            request=request.request_id,
+            prompt=self._prompt(request, sum(images)),
+            media=_spans(request, images),
+            max_tokens=min(request.max_tokens, room),
+            sampling=request.sampling,
+            stop_ids=frozenset(request.sampling.stop_token_ids),
+            deadline_s=request.deadline_s,
+        )
+        return Processed(work, clipped=request.max_tokens > room, emulated=True)
+
+    async def aprocess(self, request: Request) -> Processed:
+        if self._closed:
+            raise ClosedError("the request processor is closed")
+        return self.process(request)
+
+    def close(self) -> None:
+        self._closed = True
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def _images(self, request: PacedRequest) -> list[int]:
+        """Visual tokens of each image."""
+        if request.image_tokens and not self.multimodal:
+            raise BadMedia(f"{self.paced.shape.name} takes text alone", request.request_id)
+        if request.contents and len(request.contents) != len(request.image_tokens):
+            text = f"{len(request.contents)} contents for {len(request.image_tokens)} images"
+            raise BadMedia(text, request.request_id)
+        rule = self.paced.shape.visual_tokens
+        images = [each if isinstance(each, int) else rule(*each) for each in request.image_tokens]
+        if any(count < 1 for count in images) or request.all_media():
+            raise BadMedia("images are given as counts of at least 1, in image_tokens=", request.request_id)
+        return images
+
+    def _prompt(self, request: PacedRequest, visual: int) -> tuple[int, ...]:
+        """Placeholders, then what the text's names stand for."""
+        vocabulary, text = self.paced.shape.vocabulary, list[int]()
+        for at, name in enumerate(request.hash_ids):
+            text += prompt_ids(name, HASHED, vocabulary)[max(0, visual - at * HASHED) :]
+        rest = request.text_tokens - len(text)
+        if rest > 0:
+            text += prompt_ids(request.request_id if request.text is None else request.text, rest, vocabulary)
+        return (PLACEHOLDER,) * visual + tuple(text[: request.text_tokens])
+
+
+def _spans(request: PacedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
+    spans: list[MediaSpan] = []
+    offset = 0
+    for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
+        name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
+        width, height = (0, 0) if isinstance(asked, int) else asked
+        spans.append(MediaSpan("image", count, offset, count, f"{name}:{count}", width=width, height=height))
+        offset += count
+    return tuple(spans)

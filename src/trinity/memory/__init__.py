@@ -1,0 +1,1 @@
+"""The bytes behind block pools: tensors, native copies, digests."""

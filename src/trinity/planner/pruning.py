@@ -1,0 +1,48 @@
+"""What a replay that failed says of others: of which instances there were too few at that rate.
+
+Three cases are clear enough to count, and no others. Where first tokens are late and the instances that prefill, but
+do not decode, were at work nearly all the time, as many or fewer of them are late as well, whatever the rest is; so are
+as many or fewer that encode, where those were at work all the time and prefill was not. Where of the requests whose
+first token was in time too many are late all the same, there are too few that decode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from trinity.planner.candidates import Deployment
+from trinity.traces.goodput import Point
+from trinity.traces.trace import Rule
+
+BUSY = 0.9  # of the time at work: beyond, a group of instances is what others wait for
+
+
+def lacking(deployment: Deployment, point: Point, share: float, rule: Rule) -> set[str]:
+    """Roles of which this deployment had too few to hold at a rate; none where that cannot be told."""
+    roles = {group.roles for group in deployment.placement.groups}
+    if len(roles) < 2 or point.first < 0:
+        return set()
+    short = set()
+    if point.first - point.attainment[rule] > (1 - share) * point.first:
+        short |= {each for each in roles if "D" in each}
+    if point.first < share:
+        prefill = {each for each in roles if "P" in each and "D" not in each}
+        busy = {each for each in roles if point.load.get(each, 0.0) > BUSY}
+        short |= prefill & busy or (busy & {"E"} if prefill else set())  # what decodes is always at work
+    return short
+
+
+def fewer(other: Deployment, failed: Deployment, roles: Collection[str]) -> bool:
+    """Whether another one has no more instances of one of these roles, all on one kind of device."""
+    if not roles or len({*other.devices, *failed.devices}) > 1:
+        return False
+    theirs, own = _counts(other), _counts(failed)
+    return any(theirs[each] <= own[each] for each in roles)
+
+
+def _counts(deployment: Deployment) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for group in deployment.placement.groups:
+        counts[group.roles] += group.count
+    return counts

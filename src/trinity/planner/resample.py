@@ -1,0 +1,67 @@
+"""Traces that are long enough to plan on: drawn again from a short one, and said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from trinity.errors import TraceTooShort
+from trinity.traces import resampled
+from trinity.traces.trace import Trace
+
+LEAST_TO_DRAW = 100  # requests that a trace must have for others like them to be drawn
+MOST = 500_000  # requests that are drawn at most
+_SPARE = 1.5  # times what was missing: a search goes up by a quarter at a time, and others may go beyond
+_TRIES = 8
+
+Result = TypeVar("Result")
+
+
+class Drawn(NamedTuple):
+    """The trace that was planned on, and what was done to it."""
+
+    trace: Trace
+    notes: tuple[str, ...]
+
+
+def long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[Drawn], Result]) -> Result:
+    """``plan`` on this trace or, where it is too short, on more requests like its own.
+
+    Raises ``TraceTooShort`` where that is not ``allowed``, for a trace of fewer than 100 requests, and where more than
+    500,000 were needed.
+    """
+    drawn = Drawn(trace, ())
+    for _ in range(_TRIES):
+        try:
+            return plan(drawn)
+        except TraceTooShort as error:
+            if not allowed:
+                raise
+            drawn = _longer(trace, drawn.trace, seed, error)
+    return plan(drawn)
+
+
+def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> Drawn:
+    if len(trace) < LEAST_TO_DRAW:
+        raise TraceTooShort(
+            f"{error}. From {len(trace):,} requests no others can be drawn: that takes at least {LEAST_TO_DRAW}",
+            error.needed_s,
+        ) from error
+    span = (max(row.timestamp for row in tried) - min(row.timestamp for row in tried)) / 1000
+    if not span:
+        raise error
+    count = math.ceil(_SPARE * error.needed_s / span * len(tried))
+    if count > MOST:
+        raise TraceTooShort(
+            f"{error}. That would take {count:,} requests, more than the {MOST:,} that are drawn at most: is the SLO "
+            "as long as you meant?",
+            error.needed_s,
+        ) from error
+    return Drawn(
+        resampled(trace, count, seed=seed),
+        (
+            f"The trace of {len(trace):,} requests is too short for an answer at these rates: planned on {count:,} "
+            f"requests drawn from it (10 s stretches at random, seed {seed}).",
+        ),
+    )

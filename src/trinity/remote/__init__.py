@@ -1,0 +1,1 @@
+"""Instances in other processes, and the control plane that reaches them."""

@@ -1,0 +1,159 @@
+"""The launcher as a pipeline sees it: a process that forks instances, shared by pipelines where one is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from trinity.errors import ConfigError, PeerLost
+from trinity.remote.channel import Address
+
+START_S = 120.0  # to import, load weights and profile budgets
+STOP_S = 30.0
+ENDED = "the launcher of instance processes has ended, see its output above; close the pipeline and make a new one"
+Answer = TypeVar("Answer")
+Forked = tuple[int, concurrent.futures.Future[int]]  # an instance's process, and its exit code once it has ended
+
+
+class Launcher:
+    """The process that forks instances. A pipeline starts its own, or shares the one of ``kept_launcher``.
+
+    ``torch``: have it import what takes seconds; paced instances come from one that does not.
+    """
+
+    program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
+
+    def __init__(self, torch: bool = True) -> None:
+        self.torch = torch
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("OPENBLAS_NUM_THREADS", "1")
+        command = [sys.executable, *self.program, *([] if torch else ["--paced"])]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        self._ready = concurrent.futures.Future[None]()
+        self._started: dict[str, concurrent.futures.Future[Forked]] = {}
+        self._exits: dict[int, concurrent.futures.Future[int]] = {}
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="trinity-launcher", daemon=True)
+        self._reader.start()
+
+    async def launch(
+        self, address: Address, secret: bytes, model: str, *, once: bool = True
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Fork an instance that listens on ``address``: its process number, and its exit code once it has ended.
+
+        ``once``: for one pipeline; else it serves one after another, as if started by hand. Raises ``ConfigError``
+        where the launcher has ended, ``PeerLost`` where it does not answer.
+        """
+        await _within(self._ready, "was not ready")
+        mark = os.urandom(8).hex()
+        order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
+        started = self._started[mark] = concurrent.futures.Future()
+        try:
+            self._say(order)
+            process, gone = await _within(started, "forked no instance")
+        except BaseException:
+            started.add_done_callback(_kill)  # nobody else will know its number
+            raise
+        return process, asyncio.wrap_future(gone)
+
+    def _say(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+        except OSError as error:
+            raise ConfigError(f"{ENDED} ({error})") from error
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said: dict[str, Any] = json.loads(line)
+            if "ready" in said:
+                self._ready.set_result(None)
+            elif "id" in said:
+                gone = self._exits[said["process"]] = concurrent.futures.Future()
+                self._started.pop(said["id"]).set_result((said["process"], gone))
+            elif "exited" in said:
+                self._exits.pop(said["exited"]).set_result(said["status"])
+        lost = ConfigError(ENDED)
+        if not self._ready.done():
+            self._ready.set_exception(lost)
+        for started in list(self._started.values()):
+            started.set_exception(lost)
+        for exited in self._exits.values():  # its children die with it
+            exited.set_result(-signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the launcher and, with it, every instance that is left. Blocks; twice is once."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):  # what it was not told before it ended
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+
+
+async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
+    """What the launcher says. Who gives up waiting must not cancel it: others wait for the same, or it comes later."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), START_S)
+    except TimeoutError as error:
+        raise PeerLost(f"the launcher of instance processes {late} within {START_S} s", "control") from error
+
+
+def _kill(started: concurrent.futures.Future[Forked]) -> None:
+    if not started.cancelled() and started.exception() is None:
+        with suppress(ProcessLookupError):
+            os.kill(started.result()[0], signal.SIGKILL)
+
+
+_kept: list[Launcher] = []
+
+
+class KeptLauncher:
+    """A launcher that all pipelines in its ``with`` or ``async with`` block share, so that each starts quickly."""
+
+    def __init__(self, torch: bool = True) -> None:
+        self._torch = torch
+
+    def __enter__(self) -> Launcher:
+        self._launcher = Launcher(self._torch)
+        _kept.append(self._launcher)
+        return self._launcher
+
+    def __exit__(self, *error: object) -> None:
+        _kept.remove(self._launcher)
+        self._launcher.close()
+
+    async def __aenter__(self) -> Launcher:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.__exit__)
+
+
+def kept_launcher(torch: bool = True) -> KeptLauncher:
+    """Start instances of several pipelines from one launcher; ``torch=False``: paced ones."""
+    return KeptLauncher(torch)
+
+
+def launcher_in_use(torch: bool = True) -> tuple[Launcher, bool]:
+    """The kept launcher of this sort, or a new one; and whether it is the caller's own to close."""
+    kept = [each for each in _kept if each.torch is torch]
+    return (kept[-1], False) if kept else (Launcher(torch), True)

@@ -1,0 +1,331 @@
+"""An instance in a process of its own, for as long as it serves one pipeline over control channels.
+
+The pipeline connects first, says what to load, and introduces the peers, which then connect to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trinity.connector import Connector
+from trinity.core.messages import PeerLost as PeerGone
+from trinity.core.messages import Value
+from trinity.core.routing import routing_policy
+from trinity.core.scheduler import Rules
+from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportError, TrinityError
+from trinity.instance import Instance
+from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.wire import (
+    Broken,
+    Connected,
+    Dropped,
+    Hello,
+    Layout,
+    Peers,
+    Setup,
+    Slices,
+    Started,
+    Stop,
+    decode,
+    encode,
+)
+from trinity.runtime.cpu_affinity import check_there, pinned_process
+from trinity.runtime.host import InstanceHost, Loaded
+from trinity.runtime.loading import Deployment, config_digest, load
+from trinity.timeline import Timeline
+
+logger = logging.getLogger("trinity")
+LINK_S = 60.0
+SLICES = 50_000  # of its timeline, which goes to the front end in one frame at the end
+
+
+class Standalone:
+    """The instance that this process is: a host, its channel to the front end, one channel to each peer.
+
+    ``address`` is where it listens; ``model`` a checkpoint of this machine, used in place of the one that the pipeline
+    names. ``crash`` is set when a thread of the instance has failed: such a process should end.
+    """
+
+    def __init__(self, secret: bytes, address: str, crash: asyncio.Event, model: str | None = None) -> None:
+        self.secret, self.crash, self.model = secret, crash, model
+        self.leaving = False
+        self.pools: list[weakref.ref[BlockMemory]] = []
+        self.loop = asyncio.get_running_loop()
+        self.connector = Connector("shm")
+        self.timeline = Timeline(limit=SLICES)
+        self.host: InstanceHost | None = None
+        self.hello = Hello("?")
+        self._address = address
+        self._frontend: Channel | None = None
+        self._peers: dict[str, Channel] = {}
+        self._epochs: dict[str, int] = {}
+        self._links: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ the front end's channel
+
+    async def serve(self, channel: Channel, setup: Setup) -> None:
+        """Load what the front end asks for and serve until it says stop or is gone; then nothing of it is left."""
+        self._frontend = channel
+        try:
+            check_there(setup.cores, setup.name)
+            with pinned_process(setup.cores):
+                await self._run(channel, setup)
+        except TrinityError as error:
+            await _give_up(channel, Broken(type(error).__name__, str(error)))
+        except Exception as error:
+            logger.exception("instance %s failed", self.hello.name)
+            await _give_up(channel, Broken("TrinityError", repr(error)))
+        finally:
+            self.leaving = True
+            await self._end()
+
+    async def _run(self, channel: Channel, setup: Setup) -> None:
+        if self.model is not None:
+            setup = msgspec.structs.replace(setup, model=self.model)
+        loaded = await asyncio.to_thread(_load, setup)
+        self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
+        self.hello = Hello(setup.name, loaded.model.fingerprint, layouts(loaded), setup.pipeline, setup.epoch)
+        self.connector = Connector(setup.transport, timeout_s=setup.read_timeout_s, verify=setup.verify)
+        self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
+        pools = self.connector.bind(setup.name, loaded.memory)
+        up = self.host.announcement()
+        self.host.post(up)
+        self.host.start()
+        channel.send(encode(Started(up, self.hello, pools, self._address)))
+        await self._follow(channel)
+
+    async def _follow(self, channel: Channel) -> None:
+        """Carry out what the front end says, until it says stop or is gone."""
+        assert self.host is not None
+        async for frame in channel:
+            message = decode(frame)
+            if isinstance(message, Stop):
+                self.leaving = True
+                self.host.stop(message.at_once)
+                await self.host.join()
+                channel.send(encode(Slices(self.timeline.rows())))
+                await channel.aclose()
+                return
+            if isinstance(message, Peers):
+                self._start(self._meet_all(channel, message.peers))
+            elif isinstance(message, Dropped):
+                self._drop_older(message.name, message.epoch + 1)
+            else:
+                self.host.post(message)
+
+    async def _end(self) -> None:
+        if self.host is not None:
+            self.host.stop(at_once=True)
+            await self.host.join()
+        for task in self._tasks:
+            task.cancel()
+        for peer in list(self._peers.values()):
+            await peer.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.connector.aclose()
+        self.host, self.connector = None, Connector("shm")  # a channel that broke keeps its last caller, and so this
+
+    # ------------------------------------------------------------ peers
+
+    async def _meet_all(self, frontend: Channel, peers: tuple[Started, ...]) -> None:
+        """Learn of peers. Of two, one connects (``before``); the core hears of those that are reached."""
+        assert self.host is not None
+        key = tuple((peer.up.name, peer.up.epoch) for peer in peers)
+        try:
+            for peer in peers:
+                check_layouts(self.hello, peer.hello)
+                self._drop_older(peer.up.name, peer.up.epoch)
+                self.connector.introduce(peer.up.name, peer.pools)
+                if before(self.hello.name, self._address, peer.up.name, peer.address):
+                    await self._reach(peer)
+            for peer in peers:
+                await asyncio.wait_for(self._link(peer.up.name).wait(), LINK_S)
+                self.host.post(peer.up)
+        except (TrinityError, TimeoutError) as error:
+            why = Broken(type(error).__name__, f"{self.hello.name} cannot reach its peers: {error}")
+            return _send(frontend, encode(Connected(key, why)))
+        _send(frontend, encode(Connected(key)))
+
+    async def _reach(self, peer: Started) -> None:
+        channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
+        channel.send(encode(self.hello))
+        self._start(self._serve_peer(channel, peer.up.name, peer.up.epoch))
+
+    def _link(self, name: str) -> asyncio.Event:
+        """Set while there is a channel to this peer."""
+        return self._links.setdefault(name, asyncio.Event())
+
+    async def greet(self, channel: Channel) -> None:
+        """A peer has connected: hear who it is, and serve it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            hello = decode(await channel.receive())
+        if not isinstance(hello, Hello) or self.host is None:
+            raise HandshakeError("a peer must say who it is first, to an instance that has started", "control")
+        if hello.pipeline != self.hello.pipeline:
+            raise HandshakeError(f"{hello.name} belongs to another pipeline than {self.hello.name}", "control")
+        check_layouts(self.hello, hello)
+        if hello.epoch <= self._epochs.get(hello.name, -1):
+            raise HandshakeError(f"{hello.name} of epoch {hello.epoch} is connected or lost already", "control")
+        await self._serve_peer(channel, hello.name, hello.epoch)
+
+    async def _serve_peer(self, channel: Channel, name: str, epoch: int) -> None:
+        host = self.host
+        assert host is not None
+        self._drop_older(name, epoch)
+        self._peers[name], self._epochs[name] = channel, epoch
+        self._link(name).set()
+        try:
+            async for frame in channel:
+                host.post(decode(frame))
+        except TransportError as error:
+            logger.warning("%s drops the control channel of %s: %s", self.hello.name, name, error)
+        finally:
+            channel.abort()
+            if self._peers.get(name) is channel:
+                self._drop_older(name, epoch + 1)
+
+    def _drop_older(self, name: str, epoch: int) -> None:
+        """Part from what this peer was before ``epoch``."""
+        if name in self._peers and self._epochs[name] < epoch:
+            self._peers.pop(name).abort()
+            self._link(name).clear()
+            self.connector.forget(name)
+            if self.host is not None:
+                self.host.post(PeerGone(name))
+
+    def _start(self, serving: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(serving)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ what the host asks of its network
+
+    def to_peer(self, name: str, message: Value) -> None:
+        self.loop.call_soon_threadsafe(self._send, name, encode(message))
+
+    def to_frontend(self, messages: list[Value]) -> None:
+        self._send_all([encode(message) for message in messages])
+
+    def crashed(self, name: str, error: BaseException) -> None:
+        self._send_all([encode(Broken(type(error).__name__, str(error)))])
+        self.crash.set()
+
+    def _send(self, name: str, frame: bytes) -> None:
+        channel = self._peers.get(name)
+        if channel is not None:
+            _send(channel, frame)
+
+    def _send_all(self, frames: list[bytes]) -> None:
+        if self._frontend is not None:
+            for frame in frames:
+                _send(self._frontend, frame)
+
+
+def _send(channel: Channel, frame: bytes) -> None:
+    """Send where there still is somebody; where not, the channel's reader finds that out."""
+    if not channel.closed:
+        try:
+            channel.send(frame)
+        except TransportError as error:
+            logger.warning("a control channel is given up: %s", error)
+            channel.abort()
+
+
+async def _give_up(channel: Channel, why: Broken) -> None:
+    _send(channel, encode(why))
+    with suppress(TransportError):
+        await channel.aclose()
+
+
+def before(name: str, address: str, other: str, its_address: str) -> bool:
+    """Which of two peers connects: from a Unix socket to TCP, which reaches other hosts; else in order of names."""
+    return (address.startswith("tcp:"), name) < (its_address.startswith("tcp:"), other)
+
+
+def _load(setup: Setup) -> Loaded:
+    """Weights, pools and budgets of this instance. Blocks: run it on a thread."""
+    _check_model(setup)
+    spec = Instance(
+        setup.roles,
+        setup.name,
+        pools=setup.pools,
+        memory_bytes=setup.memory_bytes,
+        lanes=setup.lanes,
+        depth=setup.depth,
+        threads=setup.threads,
+        cores=setup.cores,
+        device=setup.device,
+        prefix_cache=setup.prefix_cache,
+        image_cache=setup.image_cache,
+        reservation=setup.reservation,
+        attention=setup.attention,
+        pack=setup.pack,
+        tokens=setup.most_tokens,
+        images=setup.most_images,
+    )
+    deployment = Deployment(
+        model=setup.paced or Path(setup.model),
+        dtype=setup.dtype,
+        slo=setup.slo,
+        budgets=setup.budgets,
+        rules=Rules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
+        media_block=setup.media_block,
+        kv_block=setup.kv_block,
+        observe=None,
+        device=setup.device,
+        shared=True,
+        transfers=setup.transfers,
+    )
+    measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
+    processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
+    try:
+        loaded = load(deployment, [spec], processor)[0]
+        loaded.settings = replace(loaded.settings, epoch=setup.epoch)
+        return loaded
+    finally:
+        if processor is not None:
+            processor.close()
+
+
+def _check_model(setup: Setup) -> None:
+    """Raise ``ConfigError`` or ``LayoutMismatch`` where this machine has not got the checkpoint of the front end."""
+    hint = "give its directory on this machine with --model"
+    try:
+        mine = config_digest(setup.paced or Path(setup.model))
+    except ConfigError as error:
+        raise ConfigError(f"instance {setup.name} lacks the model: {error}; {hint}") from error
+    if setup.config and mine != setup.config:
+        text = f"the front end has config.json {setup.config}, instance {setup.name} has {mine} in {setup.model}"
+        raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
+
+
+def layouts(loaded: Loaded) -> dict[str, Layout]:
+    """What a peer must have too: the shape of each kind of block."""
+    return {
+        kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)
+        for kind, memory in loaded.memory.items()
+    }
+
+
+def check_layouts(mine: Hello, theirs: Hello) -> None:
+    """Raise ``LayoutMismatch`` naming both sides where they cannot exchange blocks."""
+    for kind in mine.layouts.keys() & theirs.layouts.keys():
+        if mine.layouts[kind] != theirs.layouts[kind]:
+            raise LayoutMismatch(
+                f"{kind} blocks differ: {mine.name} has {mine.layouts[kind]}, {theirs.name} has {theirs.layouts[kind]}"
+            )
+    if mine.fingerprint != theirs.fingerprint:
+        text = f"{mine.name} runs model {mine.fingerprint}, {theirs.name} runs {theirs.fingerprint}"
+        raise LayoutMismatch(f"{text}: every instance of a pipeline must load the same checkpoint in the same dtype")

@@ -1,0 +1,1 @@
+"""One instance live in this process: its threads, lanes, stages and memory."""

@@ -1,0 +1,121 @@
+"""CoreThread: the thread of an instance's core, and who decides in its place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from queue import Empty, SimpleQueue
+
+from trinity.core import InstanceCore
+from trinity.core.messages import Tick, Value
+from trinity.runtime.cpu_affinity import pin_thread
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The end of a core: once it is idle, or ``at_once``."""
+
+    at_once: bool
+
+
+class CoreThread:
+    """Has ``handle(event, now)`` called for one event after another, in the order of their posts, and Ticks when due.
+
+    Whoever holds the lock calls it: this thread, or one that has nothing to do before the core has answered
+    (``decide``). Then nobody has to be woken, and what the decision reads is in the caches of that processor.
+    ``failed`` is told where it raises, which ends the core; ``ended`` is called when the thread ends.
+    """
+
+    def __init__(
+        self,
+        core: InstanceCore,
+        handle: Callable[[Value, float], None],
+        failed: Callable[[BaseException], None],
+        ended: Callable[[], None],
+        cores: Sequence[int] = (),
+    ) -> None:
+        self._core, self._handle, self._failed, self._ended, self._cores = core, handle, failed, ended, tuple(cores)
+        self._inbox: deque[Value | Stop] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung where there is something to do for the thread
+        self._lock = threading.Lock()
+        self._due = inf  # when the thread wakes by itself
+        self._stopping = self._over = False
+        self._thread = threading.Thread(target=self._run, name=f"trinity-{core.settings.name}-core", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, event: Value | Stop) -> None:
+        """Have it decided; never blocks."""
+        self._inbox.append(event)
+        self._bell.put(None)
+
+    def decide(self, event: Value) -> None:
+        """As ``post``, and decide here and now, unless another thread is at it; on nothing that comes behind it."""
+        self._inbox.append(event)
+        if not self._lock.acquire(False):
+            self._bell.put(None)
+            return
+        ring = True
+        try:
+            while not self._over and self._inbox and self._take() is not event:
+                pass  # empty where the thread was at it when this came, and has decided on it since
+            due = self._core.next_timer()
+            ring = self._over or (due is not None and due < self._due)
+        finally:
+            self._lock.release()
+            if ring:
+                self._bell.put(None)
+
+    def _run(self) -> None:
+        try:
+            pin_thread(self._cores)
+            while not self._over:
+                with self._lock:
+                    left = self._drain()
+                if not self._over:
+                    with suppress(Empty):
+                        self._bell.get(timeout=None if left == inf else left)
+        except BaseException as error:
+            self._failed(error)
+        finally:
+            self._ended()
+
+    def _drain(self) -> float:
+        """Decide on all that is there; seconds until the next Tick is due."""
+        while not self._over:
+            due = self._core.next_timer()
+            self._due = inf if due is None else due
+            left = self._due - time.monotonic()
+            if left <= 0:
+                self._inbox.appendleft(Tick())
+            elif not self._inbox:
+                return left
+            self._take()
+        return inf
+
+    def _take(self) -> Value | Stop:
+        """Decide on the oldest event."""
+        event = self._inbox.popleft()
+        try:
+            if isinstance(event, Stop):
+                self._stopping, self._over = True, event.at_once
+            else:
+                self._handle(event, time.monotonic())
+            self._over = self._over or (self._stopping and self._core.idle())
+        except BaseException:
+            self._over = True
+            raise
+        return event

@@ -1,0 +1,288 @@
+"""InstanceHost: a core, its block memory and its stages, run by threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from trinity.connector import Connector
+from trinity.core import InstanceCore
+from trinity.core.instance.settings import Settings
+from trinity.core.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Value
+from trinity.core.routing import RoutingPolicy
+from trinity.core.scheduler import Rules
+from trinity.costs.pool_sizes import check_available
+from trinity.emulation.paced_model import Paced
+from trinity.emulation.stages import paced_stages
+from trinity.errors import ConfigError
+from trinity.instance import Instance, shares
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.digests import Digests
+from trinity.runtime.core_thread import CoreThread, Stop
+from trinity.runtime.cpu_affinity import check_there
+from trinity.runtime.cuda_stream import stream_for
+from trinity.runtime.custom_stages import own_stages
+from trinity.runtime.lane import Lane
+from trinity.runtime.mailbox import Mailbox
+from trinity.stages.attention.backends import choose
+from trinity.stages.base import Stage, StageSetup
+from trinity.timeline import Timeline
+
+if TYPE_CHECKING:
+    from trinity.stages.models import LoadedModel
+
+logger = logging.getLogger("trinity")
+
+
+class Network(Protocol):
+    """How an instance reaches the others: ``loop`` runs transfers and all calls but ``to_peer``, which never blocks."""
+
+    loop: asyncio.AbstractEventLoop
+    connector: Connector
+
+    def to_peer(self, name: str, message: Value) -> None: ...
+
+    def to_frontend(self, messages: list[Value]) -> None: ...
+
+    def crashed(self, name: str, error: BaseException) -> None: ...
+
+
+@dataclass
+class Loaded:
+    """An instance with its weights, memory and stages, ready to run."""
+
+    spec: Instance
+    model: LoadedModel | Paced
+    memory: dict[str, BlockMemory]
+    stages: list[Stage]
+    settings: Settings = field(init=False)
+
+
+def block_shapes(
+    roles: str, model: LoadedModel | Paced, media_block: int = 576, kv_block: int = 16
+) -> dict[str, BlockShape]:
+    """Shapes of the kinds of block that these roles have (TriInfer 3.3, 4.4: E has no KV cache, D no image cache)."""
+    shapes: dict[str, BlockShape] = {}
+    image = model.image_shape(media_block)
+    if set(roles) & {"E", "P"} and image is not None:
+        shapes[IMAGE] = image
+    if set(roles) & {"P", "D"}:
+        shapes[KV] = model.kv_shape(kv_block)
+    return shapes
+
+
+def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
+    """The stages of trinity for every letter of the roles that no own stage serves."""
+    from trinity.stages.encode import EncodeStage
+    from trinity.stages.graphs import graphs_for
+    from trinity.stages.language import LanguageStage
+
+    letters = "".join(letter for letter in setup.roles if letter not in taken)
+    made: list[Stage] = []
+    if "E" in letters and IMAGE in setup.memory:
+        made.append(EncodeStage(setup.model, setup.memory[IMAGE], graphs_for(setup.model.device)))
+    language = letters.replace("E", "")
+    if language:
+        kv, image = setup.memory[KV], setup.memory.get(IMAGE)
+        backend = choose(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        graphs = graphs_for(setup.model.device)
+        stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
+        if graphs is not None:
+            stage.warm()
+        made.append(stage)
+    return made
+
+
+def build(
+    spec: Instance,
+    model: LoadedModel | Paced,
+    pools: Mapping[str, int],
+    rules: Rules,
+    blocks: tuple[int, int],
+    observe: Callable[..., None] | None,
+    shared: bool = False,
+) -> Loaded:
+    """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
+    media_block, kv_block = blocks
+    check_there(spec.cores, spec.name)
+    shapes = block_shapes(spec.roles, model, media_block, kv_block)
+    missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
+    if missing:
+        raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
+    device = spec.device or "cpu"
+    if device == "cpu":
+        needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
+        check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
+    memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
+    loaded = Loaded(spec, model, memory, _stages(spec, model, memory, observe))
+    loaded.settings = Settings(
+        name=spec.name,
+        roles=spec.roles,
+        pools={kind: each.blocks for kind, each in memory.items()},
+        rules=rules,
+        lanes=spec.lanes,
+        depth=spec.depth,
+        media_block=media_block,
+        kv_block=kv_block,
+        image_cache=spec.image_cache,
+        reservation=spec.reservation,
+        prefix_cache=spec.prefix_cache,
+        layers=memory[KV].shape.shape[0] if KV in memory else 1,
+    )
+    return loaded
+
+
+def _stages(
+    spec: Instance,
+    model: LoadedModel | Paced,
+    memory: Mapping[str, BlockMemory],
+    observe: Callable[..., None] | None,
+) -> list[Stage]:
+    """What runs on the instance's lanes: its own stages, and trinity's for the other letters."""
+    if isinstance(model, Paced):
+        if spec.stages or observe is not None:
+            raise ConfigError("paced instances compute nothing: stages= and observe= need a checkpoint")
+        return list(paced_stages(model, spec.roles, spec.lanes, memory))
+    setup = StageSetup(spec.roles, model, memory, observe, spec.attention)
+    own = own_stages(spec, setup)
+    return own + built_in_stages(setup, "".join(stage.letters for stage in own))
+
+
+class InstanceHost:
+    """Runs a loaded instance: one thread for its core, one for each lane. Public methods are safe from any thread."""
+
+    def __init__(self, loaded: Loaded, network: Network, timeline: Timeline, policy: RoutingPolicy) -> None:
+        self.loaded = loaded
+        self.name = loaded.spec.name
+        self.core = InstanceCore(loaded.settings, policy)
+        self.events: deque[Value] = deque(maxlen=256)
+        self.steps = 0
+        self._network, self._timeline = network, timeline
+        self._thread = CoreThread(self.core, self._handle, self._failed, self._stop_lanes, loaded.spec.cores)
+        self._lanes = self._make_lanes()
+        self._mail = Mailbox(network.to_frontend)
+        self._digests = Digests(loaded.memory) if network.connector.verifies else None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _make_lanes(self) -> dict[str, Lane]:
+        from trinity.core.instance.lanes import LANES
+
+        spec = self.loaded.spec
+        return {
+            lane: Lane(
+                self.name,
+                lane,
+                [stage for stage in self.loaded.stages if set(stage.letters) & set(LANES[lane])],
+                self.post,
+                self._failed,
+                self._timeline,
+                0 if isinstance(self.loaded.model, Paced) else spec.threads,
+                cores,
+                stream_for(spec.device, lane),
+                self.loaded.settings.depth,
+                self._thread.decide,
+            )
+            for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
+        }
+
+    def start(self) -> None:
+        """On the loop's thread."""
+        self._mail.open(self._network.loop)
+        for lane in self._lanes.values():
+            lane.start()
+        self._thread.start()
+
+    def post(self, event: Value) -> None:
+        self._thread.post(event)
+
+    def stop(self, at_once: bool = False) -> None:
+        """End the threads once nothing lives here any more, or ``at_once`` after the steps in flight."""
+        self._thread.post(Stop(at_once))
+
+    async def join(self) -> None:
+        """Wait for the end of the threads, and of the transfers that an instance stopped at once has left."""
+        await asyncio.to_thread(self._join)
+        self._mail.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _join(self) -> None:
+        self._thread.join()
+        self._stop_lanes()  # again where its thread has ended; for the first time where it could not be started
+        for lane in self._lanes.values():
+            lane.join()
+
+    def announcement(self) -> PeerUp:
+        return self.core.announcement()
+
+    @property
+    def stage_cpu_s(self) -> float:
+        """CPU seconds that the lanes have spent."""
+        return sum(lane.cpu_s for lane in self._lanes.values())
+
+    def _stop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            lane.stop()
+
+    def _failed(self, error: BaseException) -> None:
+        """A thread ends by an error: the pipeline must know, or every reader would wait for ever."""
+        error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
+        if self._network.loop.is_closed():  # the program ended without aclose(): nobody is there to be told
+            return
+        logger.error("%s failed", threading.current_thread().name, exc_info=error)
+        self._network.loop.call_soon_threadsafe(self._crashed, error)
+
+    def _crashed(self, error: BaseException) -> None:
+        self._mail.empty()
+        self._network.crashed(self.name, error)
+
+    def _handle(self, event: Value, now: float) -> None:
+        self.events.append(event)
+        if self._digests is not None:
+            self._digests.heard(event)
+        self._execute(self.core.handle(event, now))
+
+    def _execute(self, commands: list[Value]) -> None:
+        to_frontend: list[Value] = []
+        for command in commands:
+            if isinstance(command, Send):
+                if command.to == FRONTEND:
+                    to_frontend.append(command.message)
+                else:
+                    self._network.to_peer(command.to, self._verifiable(command))
+            elif isinstance(command, Step):
+                self.steps += 1
+                self._lanes[command.lane].post(command)
+            elif isinstance(command, Pull):
+                pull = command if self._digests is None else self._digests.pulling(command)
+                self._network.loop.call_soon_threadsafe(self._start_pull, pull)
+            elif isinstance(command, Revoke):
+                generations = self.loaded.memory[command.kind].generations
+                generations[list(command.blocks)] = command.generation
+            elif isinstance(command, (Open, Grow, Close)):
+                self._lanes["language" if "language" in self._lanes else "joint"].post(command)
+        if to_frontend:
+            self._mail.put(to_frontend)
+
+    def _verifiable(self, send: Send) -> Value:
+        """The message to a peer, with digests of the blocks that it says are ready, where they are verified."""
+        return send.message if self._digests is None else self._digests.sending(send, self.core.state.outgoing)
+
+    def _start_pull(self, pull: Pull) -> None:
+        task = self._network.loop.create_task(self._pull(pull), name=f"trinity-pull-{self.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pull(self, pull: Pull) -> None:
+        started = time.perf_counter()
+        answer = await self._network.connector.pull(self.name, pull)
+        title = f"pull {pull.kind} from {pull.source}"
+        self._timeline.add(self.name, "migration", title, started, time.perf_counter() - started, answer.record)
+        self.post(answer)

@@ -1,0 +1,289 @@
+"""Profiling of a loaded instance: the budgets of Algorithm 1 (line 5) by running its own stages on synthetic rows."""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from trinity.core.block_pool import blocks_for
+from trinity.core.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
+from trinity.costs.budgets import (
+    MOST_IMAGES,
+    MOST_ROWS,
+    MOST_TOKENS,
+    BudgetCache,
+    BudgetKey,
+    BudgetResult,
+    Budgets,
+    budgets_found,
+    predicted_budgets,
+    search_budget,
+)
+from trinity.costs.step_cost import Tables
+from trinity.emulation.paced_model import Paced
+from trinity.errors import TrinityWarning
+from trinity.instance import Instance
+from trinity.memory import native
+from trinity.preprocess.processor import RequestProcessor
+from trinity.request import Sampling
+from trinity.runtime.cuda_stream import LaneStream
+from trinity.runtime.host import Loaded
+from trinity.runtime.profiler_lanes import LaneThreads, interference
+from trinity.stages.base import Stage
+
+MEAN_CONTEXT = 512  # tokens of context that a decode row is profiled with, where the model has as many
+PROBE = "trinity-probe"
+BESIDE_TOKENS, BESIDE_ROWS = 256, 8  # of a usual step of the language lane, while the other lane encodes an image
+
+
+def profile_budgets(
+    loaded: Loaded, processor: RequestProcessor, limit_s: float, cache: BudgetCache | None = None
+) -> Budgets:
+    """Token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
+
+    Prefill tokens where the instance prefills, decode rows at a mean context where it only decodes; images in visual
+    tokens. Where it has two lanes, steps keep the limit beside the other lane: how much longer they take so is measured
+    first. Cached on disk by model, dtype, device, threads, cores, lanes, roles and limit. Warns where not even one item
+    fits.
+    """
+    cache = cache or BudgetCache()
+    key = _key(loaded, limit_s)
+    known = cache.get(key)
+    if known is None:
+        with closing(Probe(loaded, processor)) as probe:
+            known = _search(probe, loaded.spec.roles, limit_s)
+        cache.put(key, known)
+    elif not known.feasible:
+        text = f"not even one item keeps a step of {loaded.spec.name} within {limit_s:.4g} s: its SLO will be missed"
+        warnings.warn(text, TrinityWarning, stacklevel=2)
+    return known
+
+
+def _ways(spec: Instance) -> str:
+    """What else makes a step faster or slower here."""
+    return f"{native.describe()}, attention {spec.attention}, {'packed' if spec.pack else 'plain'} weights"
+
+
+def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> Tables:
+    """Seconds of a step per stage, batch and context, of instances that serve nothing: as ``Tables.taken`` measures.
+
+    Each stage is measured on the first instance that has it, ``interference`` on the first one with two lanes.
+    ``device`` names the processor and its threads.
+    """
+    key = _key(loaded[0], 1.0)
+    device = f"{_device_name(key.device)} x {key.threads}" if key.device == "cpu" else _device_name(key.device)
+    with ExitStack() as stack:
+        probes = [stack.enter_context(closing(Probe(each, processor))) for each in loaded]
+        tables = Tables.taken(Together(probes), model=key.model, device=device, dtype=key.dtype, **counts)
+        beside = next((probe.interference() for probe in probes if probe.dual), 1.0)
+    return msgspec.structs.replace(tables, interference=beside)
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} {platform.machine()}"
+
+
+class Together:
+    """Probes of several instances as one (``trinity.costs.step_cost.Probes``): each stage runs on the first that has
+    it.
+    """
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._having = {letter: probe for probe in reversed(probes) for letter in probe.letters}
+        self.letters = "".join(letter for letter in "EPD" if letter in self._having)
+        language = [probe.longest for letter, probe in self._having.items() if letter != "E"]
+        self.longest = min(language, default=1)
+        self.image_tokens = self._having["E"].image_tokens if "E" in self._having else 1
+
+    def most_images(self) -> int:
+        return self._having["E"].most_images()
+
+    def encode(self, images: int) -> float:
+        return self._having["E"].encode(images)
+
+    def prefill(self, tokens: int, prefilled: int = 0) -> float:
+        return self._having["P"].prefill(tokens, prefilled)
+
+    def decode(self, rows: int, context: int | None = None) -> float:
+        return self._having["D"].decode(rows, context)
+
+
+def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
+    import torch
+    import transformers
+
+    model, spec = loaded.model, loaded.spec
+    assert not isinstance(model, Paced), "a paced instance has its budgets from its cost model"
+    return BudgetKey(
+        model=model.fingerprint,
+        dtype=str(model.dtype),
+        device=str(model.device),
+        threads=spec.threads,
+        roles=spec.roles,
+        limit_s=limit_s,
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_ways(spec)}",
+        lanes=spec.lanes,
+        cores=spec.cores,
+    )
+
+
+def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
+    found: dict[str, BudgetResult] = {}
+    beside = probe.interference() if probe.dual else 1.0
+    if "P" in roles:
+        found["prefill"] = search_budget(probe.prefill, limit_s, high=probe.most_tokens(), interference=beside)
+    if "D" in roles:
+        found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows(), interference=beside)
+    if "E" in roles and probe.span is not None:
+        found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images(), interference=beside)
+    return budgets_found(found, probe.image_tokens, limit_s, beside)
+
+
+@dataclass
+class Probe:
+    """Runs synthetic steps on the stages of an instance that serves nothing yet, and times them.
+
+    Each on a thread as its lane will have it: ``close`` ends them.
+    """
+
+    loaded: Loaded
+    processor: RequestProcessor
+    span: MediaSpan | None = None
+    inputs: Any = None
+
+    def __post_init__(self) -> None:
+        spec = self.loaded.spec
+        self._threads = LaneThreads(spec.lanes, spec.cores, spec.threads, spec.device)
+        if "E" in self.loaded.spec.roles and self.processor.multimodal:
+            self.span, self.inputs = self.processor.dummy_inputs()
+
+    def close(self) -> None:
+        self._threads.close()
+
+    @property
+    def dual(self) -> bool:
+        """Whether an encode may run beside another stage."""
+        return len(self.loaded.spec.lanes) > 1 and self.span is not None
+
+    def interference(self) -> float:
+        """How many times longer a step takes beside the other lane than alone, measured on an instance with two."""
+        steps = {"P": partial(self.prefill, min(BESIDE_TOKENS, self.longest)), "D": partial(self.decode, BESIDE_ROWS)}
+        language = {letter: steps[letter] for letter in self.letters if letter in steps}
+        return interference(partial(self.encode, 1), language)
+
+    @property
+    def image_tokens(self) -> int:
+        return self.span.tokens if self.span is not None else 1
+
+    @property
+    def letters(self) -> str:
+        """The stages that can be probed; an encoder only where the model has one."""
+        return "".join(each for each in self.loaded.spec.roles if each != "E" or self.span is not None)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that a probe can have; 1 where the instance has no KV cache."""
+        return self._context if KV in self.loaded.memory else 1
+
+    @property
+    def _context(self) -> int:
+        """Context of a profiled row: bounded by the model and by the pool, which all rows of a probe share."""
+        kv = self.loaded.memory[KV]
+        room = kv.blocks * self.loaded.settings.kv_block
+        return max(1, min(self.processor.context_length, room) - 2)
+
+    def most_tokens(self) -> int:
+        return MOST_TOKENS
+
+    def most_rows(self) -> int:
+        return MOST_ROWS
+
+    def most_images(self) -> int:
+        blocks = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        return max(1, min(MOST_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
+
+    def encode(self, images: int) -> float:
+        """Seconds of one step that encodes so many images."""
+        assert self.span is not None
+        each = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        rows = tuple(
+            Encode(f"{PROBE}-{n}", 0, self.span, tuple(range(n * each, (n + 1) * each)), self.inputs)
+            for n in range(images)
+        )
+        return self._run("E", Step(0, "joint", encodes=rows), [])
+
+    def prefill(self, tokens: int, prefilled: int = 0) -> float:
+        """Seconds of one step that prefills so many tokens, in prompts no longer than the context.
+
+        With ``prefilled``: of one prompt, after so many tokens that are in the KV cache already.
+        """
+        if prefilled:
+            one = self._open(0, prefilled + tokens, ())
+            chunk = Prefill(one.work.request, prefilled, tokens, True)
+            return self._run("P", Step(0, "joint", prefills=(chunk,)), [one])
+        lengths = [self._context] * (tokens // self._context)
+        if tokens % self._context:
+            lengths.append(tokens % self._context)
+        opened = [self._open(n, length, ()) for n, length in enumerate(lengths)]
+        rows = tuple(Prefill(each.work.request, 0, len(each.work.prompt), True) for each in opened)
+        return self._run("P", Step(0, "joint", prefills=rows), opened)
+
+    def decode(self, rows: int, context: int | None = None) -> float:
+        """Seconds of one step that decodes so many rows at this context, or at a mean one."""
+        length = max(1, min(MEAN_CONTEXT, self._context // 2)) if context is None else context
+        opened = [self._open(n, length, (0,)) for n in range(rows)]
+        return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
+
+    def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
+        """A request over blocks of its own as long as there are some: what is in them means nothing yet.
+
+        Rows that all read the same blocks would find them in a processor's cache, as those of a real batch are not.
+        """
+        work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
+        there = self.loaded.memory[KV].blocks
+        count = min(blocks_for(length + 1, self.loaded.settings.kv_block), there)
+        return Open(work=work, blocks=tuple((number * count + at) % there for at in range(count)), tokens=tokens)
+
+    def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
+        stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
+        return self._threads.run(letter, lambda stream: _timed(stage, step, opened, partial(self._settled, stream)))
+
+    def _settled(self, stream: LaneStream) -> None:
+        """Waits until the device has done what it was given: a GPU's stages return before that."""
+        device = self.loaded.spec.device or "cpu"
+        if self.dual or not device.startswith("cuda"):  # of two lanes, each waits for its own kernels
+            return stream.settle()
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:
+    for request in opened:
+        stage.open(request)
+    try:
+        settled()
+        started = time.perf_counter()
+        stage.forward(step)
+        settled()
+        return time.perf_counter() - started
+    finally:
+        for request in opened:
+            stage.close(request.work.request)
+
+
+def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
+    """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
+    image = paced.shape.image_tokens if paced.multimodal else 0
+    beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0
+    return predicted_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)

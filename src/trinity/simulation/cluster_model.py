@@ -1,0 +1,331 @@
+"""Simulated: the engine whose steps, pulls and messages take what a cost model and a cluster say."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from trinity.core import InstanceCore
+from trinity.core.frontend import Deliver, End
+from trinity.core.instance.state import Settings
+from trinity.core.messages import (
+    FRONTEND,
+    IMAGE,
+    KV,
+    Progress,
+    Pull,
+    Pulled,
+    Sampled,
+    Send,
+    Step,
+    Stepped,
+    Submit,
+    Value,
+    Work,
+)
+from trinity.core.routing import RoutingPolicy
+from trinity.core.transfers import FEED_FORWARD
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.step_cost import Cost
+from trinity.simulation.event_loop import Engine
+from trinity.simulation.workload import OUTPUT, Job, asked_tokens, work_of
+from trinity.timeline import Slice
+
+Counts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
+SAMPLED = Sampled(OUTPUT)
+STOP = Sampled(OUTPUT + 1)  # the last one of those that asked for more
+
+
+@dataclass(slots=True)
+class Running:
+    """A step on a lane: ``left`` seconds of it, and what is told when less is left (None: its end)."""
+
+    step: Step
+    counts: Counts
+    started: float
+    left: float
+    due: list[tuple[float, tuple[int, int] | None]]
+    numbers: set[int] = field(default_factory=set)
+
+
+class Worker:
+    """One instance: its costs, what its lanes run, what its device did and held so far."""
+
+    def __init__(self, core: InstanceCore, place: int, cost: Cost, model: Model) -> None:
+        self.core, self.place = core, place
+        self.cost = cost
+        self.running: dict[str, Running] = {}
+        self.waiting: dict[str, deque[Step]] = {
+            lane: deque() for lane in core.settings.lanes
+        }  # behind the one that runs
+        self.since = 0.0
+        self.free_at = 0.0  # when the pulls into it that were asked for so far have ended
+        self.busy = dict.fromkeys(core.settings.roles, 0.0)
+        self.peak = dict.fromkeys(core.settings.pools, 0)
+        own = core.settings
+        self.block_bytes = {IMAGE: model.feature_bytes * own.media_block, KV: model.kv_bytes * own.kv_block}
+        self._decoded: tuple[str, ...] = ()
+        self._context = 0
+
+    def begin(self, step: Step, now: float) -> Running:
+        """The step on its lane, with what it takes alone on the device."""
+        decodes, prefill, media = len(step.decodes), 0, 0
+        context = self._looked_back(step.decodes) / decodes if decodes else 0.0
+        prefills, prefilled = len(step.prefills), 0.0
+        if decodes or prefills:
+            self._decoded = step.decodes
+        if prefills:
+            prefill = sum([row.length for row in step.prefills])
+            prefilled = sum([row.start for row in step.prefills]) / prefills
+        if step.encodes:
+            media = sum([row.span.tokens for row in step.encodes])
+        seconds = self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+        due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
+        if step.group:
+            due = [*_told(step.group, self.core.settings.layers, seconds), *due]
+        running = self.running[step.lane] = Running(step, (decodes, prefill, media), now, seconds, due)
+        return running
+
+    def _looked_back(self, decodes: tuple[str, ...]) -> int:
+        """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same rows
+        and no step was without any, in which one of them may have been recomputed."""
+        if decodes == self._decoded:
+            self._context += len(decodes)
+        else:
+            requests = self.core.state.requests
+            states = [requests[request] for request in decodes]
+            self._context = sum([len(state.work.prompt) + state.outputs for state in states])
+        return self._context
+
+    def book(self, counts: Counts, seconds: float) -> None:
+        """The device was busy with so many rows. In a mixed step each stage has its share of what it takes alone."""
+        decodes, prefill, media = counts
+        if not (prefill or media):
+            self.busy["D"] += seconds
+            return
+        alone = {
+            letter: self.cost.seconds(*rows)
+            for letter, rows in (("E", (0, 0, media)), ("P", (0, prefill, 0)), ("D", (decodes, 0, 0)))
+            if any(rows)
+        }
+        total = 0.0
+        for share in alone.values():  # one after the other, as the twin does: from Python 3.12 on sum() is more exact
+            total += share
+        for letter, share in alone.items():
+            self.busy[letter] += seconds * share / total if len(alone) > 1 and total else seconds
+
+    def look(self) -> None:
+        """The most blocks held after an event so far."""
+        for kind, pool in self.core.state.pools.items():
+            held = pool.held
+            if held > self.peak[kind]:
+                self.peak[kind] = held
+
+
+class Simulated(Engine):
+    """Serves jobs on a cluster. ``run`` ends when nothing is under way any more.
+
+    A message takes ``cluster.message_s``. A step takes what its instance's cost says; while both lanes of an instance
+    are busy each is ``interference`` times slower. A pull takes what the link between the two devices says of its whole
+    blocks, and the pulls into one instance are served one after the other. Requests ask for ``ask`` tokens, and a stop
+    token ends them. Arrivals have the first numbers, so that
+    at equal times they come first.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Settings],
+        jobs: Sequence[Job],
+        *,
+        cluster: Cluster,
+        costs: Sequence[Cost],
+        model: Model,
+        routing: Callable[[], RoutingPolicy],
+        max_waiting: int,
+        interference: float,
+        shared: bool,
+        record: bool,
+        ask: int = 0,
+    ) -> None:
+        super().__init__(instances, routing, max_waiting)
+        self.timed = any(core.next_timer() is not None for core in self.cores.values())
+        self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
+        self.ask, self.context = ask, model.context
+        self.asking = any(asked_tokens(job, ask, model.context) > job.max_tokens for job in jobs)
+        self.workers = {
+            name: Worker(core, place, cost, model)
+            for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
+        }
+        self.times: dict[str, list[float]] = {str(number): [] for number in range(len(jobs))}  # of each token
+        self.reasons = ["error" if job.refused else "" for job in jobs]
+        self.ended = 0.0
+        self.moved = {IMAGE: 0, KV: 0}
+        self.timeline: list[Slice] | None = [] if record else None
+        for number, job in enumerate(jobs):
+            following = next(self._sequence)
+            if not job.refused:
+                self._heap.append((job.at, following, FRONTEND, number))
+        heapq.heapify(self._heap)
+        self._lively += len(self._heap)
+
+    def run(self) -> None:
+        while not self.over():
+            self.advance()
+
+    def work(self, number: int) -> Work:
+        """What the front end is told of the job of this number."""
+        work = work_of(self.jobs[number], number, self.shared)
+        most = asked_tokens(self.jobs[number], self.ask, self.context)
+        return work if most == work.max_tokens else replace(work, max_tokens=most, stop_ids=frozenset({STOP.token}))
+
+    def take(self, number: int, name: str, event: Any) -> Value | None:
+        if name == FRONTEND and type(event) is int:
+            return Submit(self.work(event))
+        if type(event) is Stepped:
+            return event if self._is_end(number, name, event) else None
+        if type(event) is Progress and not self._is_told(number, name, event):
+            return None
+        told: Value = event
+        return told
+
+    def handle(self, name: str, event: Value) -> None:
+        super().handle(name, event)
+        if name != FRONTEND:
+            self.workers[name].look()
+            if type(event) is Stepped:
+                self._follow(name, event.lane)
+
+    # ------------------------------------------------------------ commands
+
+    def send(self, name: str, command: Send) -> None:
+        self.post(self.now + self.cluster.message_s, command.to, command.message)
+
+    def deliver(self, name: str, command: Deliver) -> None:
+        self.times[command.request].append(self.now)
+
+    def end(self, name: str, command: End) -> None:
+        number = int(command.request)
+        assert not self.reasons[number], f"request {number} ended twice"
+        self.reasons[number] = command.reason
+        self.ended = self.now
+
+    def pull(self, name: str, pull: Pull) -> None:
+        target = self.workers[name]
+        size = len(pull.source_blocks) * target.block_bytes[pull.kind]
+        if pull.layers is not None:
+            size = size * (pull.layers[1] - pull.layers[0]) // target.core.settings.layers
+        link = self.cluster.between(self.workers[pull.source].place, target.place)
+        start = max(self.now, target.free_at)
+        target.free_at = start + link.seconds(size)
+        self.moved[pull.kind] += size
+        if self.timeline is not None:
+            said = {"source": pull.source, "request": pull.request, "bytes": size}
+            self.timeline.append(Slice(name, "migration", pull.kind, start, target.free_at - start, said))
+        self.post(target.free_at, name, Pulled(pull.offer, pull.part))
+
+    # ------------------------------------------------------------ steps
+
+    def start(self, name: str, step: Step) -> None:
+        worker = self.workers[name]
+        if step.lane in worker.running or worker.waiting[step.lane]:
+            worker.waiting[step.lane].append(step)
+        else:
+            self._begin(name, step)
+
+    def _follow(self, name: str, lane: str) -> None:
+        """A step has ended, and what it gave is booked: the one that waited behind it begins."""
+        worker = self.workers[name]
+        if worker.waiting[lane] and lane not in worker.running:
+            self._begin(name, worker.waiting[lane].popleft())
+
+    def _begin(self, name: str, step: Step) -> None:
+        worker = self.workers[name]
+        self._elapse(worker)
+        running = worker.begin(step, self.now)
+        if len(worker.running) > 1 and self.interference > 1:
+            self._arrange(name, worker)
+        else:
+            self._post_lane(name, running, 1.0)
+
+    def _is_told(self, number: int, name: str, event: Progress) -> bool:
+        """Whether this is how far the lane's step is now, and not what was posted before its speed changed."""
+        running = self.workers[name].running.get(event.lane)
+        if running is None or number not in running.numbers:
+            return False
+        running.due.pop(0)
+        return True
+
+    def _is_end(self, number: int, name: str, event: Stepped) -> bool:
+        """As ``_is_told``, of its end: the lane is free, and another one goes on at full speed."""
+        worker = self.workers[name]
+        running = worker.running.get(event.lane)
+        if running is None or number not in running.numbers:
+            return False
+        self._elapse(worker)
+        del worker.running[event.lane]
+        if worker.running and self.interference > 1:
+            self._arrange(name, worker)
+        seconds = self.now - running.started
+        worker.book(running.counts, seconds)
+        if self.timeline is not None:
+            self.timeline.append(_slice(name, running, seconds))
+        return True
+
+    def _elapse(self, worker: Worker) -> None:
+        """Account for the time since the lanes' speed changed last."""
+        if self.interference > 1:  # else what was posted stays as it is
+            slow = self._slow(worker)
+            for running in worker.running.values():
+                running.left -= (self.now - worker.since) / slow
+            worker.since = self.now
+
+    def _slow(self, worker: Worker) -> float:
+        return self.interference if len(worker.running) > 1 else 1.0
+
+    def _arrange(self, name: str, worker: Worker) -> None:
+        """The lanes' speed has changed: what was posted of their steps is void, and comes at other times."""
+        slow = self._slow(worker)
+        for lane in worker.core.settings.lanes:
+            if lane in worker.running:
+                self._post_lane(name, worker.running[lane], slow)
+
+    def _post_lane(self, name: str, running: Running, slow: float) -> None:
+        step = running.step
+        running.numbers.clear()
+        for left, layers in running.due:
+            at = self.now + (running.left - left) * slow
+            event: Value
+            if layers is not None:
+                event = Progress(step.id, step.lane, layers)
+            else:
+                sampling = [row.request for row in step.prefills if row.last]
+                sampled = dict.fromkeys([*sampling, *step.decodes], SAMPLED)
+                if self.asking:
+                    sampled |= dict.fromkeys(filter(partial(self._stops, name), sampled), STOP)
+                event = Stepped(step.id, step.lane, sampled, {}, at - running.started)
+            running.numbers.add(self.post(at, name, event))
+
+    def _stops(self, name: str, request: str) -> bool:
+        """Whether the request's next token is the last one of its output."""
+        return self.workers[name].core.state.requests[request].outputs + 1 == self.jobs[int(request)].max_tokens
+
+
+def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:
+    """Seconds left when each group of layers is written: layers take equal shares of the step, attention first."""
+    ends = [(first, min(first + group, layers)) for first in range(0, layers, group)]
+    return [(seconds * (1 - (end - FEED_FORWARD) / layers), (first, end)) for first, end in ends]
+
+
+def _slice(name: str, running: Running, seconds: float) -> Slice:
+    step = running.step
+    present = {"encode": step.encodes, "prefill": step.prefills, "decode": step.decodes}
+    counts = dict(zip(("decodes", "prefill tokens", "media tokens"), running.counts, strict=True))
+    title = "+".join(kind for kind, rows in present.items() if rows)
+    return Slice(name, step.lane, f"simulated {title}", running.started, seconds, counts)

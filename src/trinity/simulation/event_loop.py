@@ -1,0 +1,143 @@
+"""Engine: the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
+
+One event at a time, earliest first, of equal ones the one posted first. What messages, steps and pulls take, and what
+becomes of them, its subclasses say: ``trinity.simulation.cluster_model`` by a cost model, ``trinity.testing.virtual``
+at random.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import inf
+from typing import Any
+
+from trinity.core import InstanceCore
+from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.instance.state import Settings
+from trinity.core.messages import FRONTEND, Close, Grow, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
+from trinity.core.routing import RoutingPolicy
+
+STALLED = 20_000  # events in a row that are but timers and heartbeats
+
+
+class Engine:
+    """Instance cores and a front end. Subclasses carry out commands: ``send``, ``start``, ``pull``, ``deliver``, ...
+
+    ``carriers`` says what is done with each kind of command. ``routing()`` makes the policy of each core. Where nothing
+    here has a timer (no reports, leases or deadlines), ``timed`` may be turned off.
+    """
+
+    def __init__(
+        self, instances: Sequence[Settings], routing: Callable[[], RoutingPolicy], max_waiting: int = 1024
+    ) -> None:
+        self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
+        self.frontend = FrontendCore(routing(), max_waiting)
+        self.now = 0.0
+        self.events = 0
+        self.timed = True
+        self._all: dict[str, InstanceCore | FrontendCore] = {FRONTEND: self.frontend, **self.cores}
+        self._heap: list[tuple[float, int, str, Any]] = []
+        self._sequence = count()
+        self._due = dict.fromkeys(self._all, inf)
+        self._lively = 0  # events on the way that are more than timers and heartbeats
+        self._idle_turns = 0
+        self.carriers: dict[type[Value], Callable[[str, Any], object]] = {
+            Send: self.send,
+            Step: self.start,
+            Pull: self.pull,
+            Revoke: self.revoke,
+            Deliver: self.deliver,
+            End: self.end,
+            Open: self.skip,
+            Close: self.skip,
+            Grow: self.skip,
+        }
+        for announced in self.cores.values():
+            for core in self._all.values():
+                core.handle(announced.announcement(), 0.0)
+
+    # ------------------------------------------------------------ what subclasses say
+
+    def take(self, number: int, name: str, event: Any) -> Value | None:
+        """What the core named is told of what was posted; None: nothing, because it is void or was put off."""
+        told: Value = event
+        return told
+
+    def send(self, name: str, command: Send) -> None:
+        raise NotImplementedError
+
+    def start(self, name: str, step: Step) -> None:
+        raise NotImplementedError
+
+    def pull(self, name: str, pull: Pull) -> None:
+        raise NotImplementedError
+
+    def revoke(self, name: str, command: Revoke) -> None:
+        """Blocks of a lease that was taken back get a new generation."""
+
+    def skip(self, name: str, command: Value) -> None:
+        """What only stages need to know."""
+
+    def deliver(self, name: str, command: Deliver) -> None:
+        raise NotImplementedError
+
+    def end(self, name: str, command: End) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ the loop
+
+    def post(self, at: float, name: str, event: Any) -> int:
+        """``event`` comes to the core named at this time; its number, by which of equal times the first is known."""
+        number = next(self._sequence)
+        self.put(at, number, name, event)
+        return number
+
+    def put(self, at: float, number: int, name: str, event: Any) -> None:
+        """As ``post``, under a number that it has already."""
+        if self.timed:
+            self._lively += is_lively(name, event)
+        heapq.heappush(self._heap, (at, number, name, event))
+
+    def over(self) -> bool:
+        """Nothing comes any more but heartbeats, or nothing else has come for so long that nothing will."""
+        if not self._heap or self._idle_turns > STALLED:
+            return True
+        if not self.timed or self._lively:
+            return False
+        return not self.frontend.entries and all(core.idle() for core in self.cores.values())
+
+    def advance(self) -> None:
+        """The next event."""
+        self.now, number, name, posted = heapq.heappop(self._heap)
+        if self.timed:
+            self._lively -= is_lively(name, posted)
+        event = self.take(number, name, posted)
+        if event is None:
+            return
+        if self.timed:
+            self._idle_turns = 0 if is_lively(name, event) else self._idle_turns + 1
+        self.events += 1
+        self.handle(name, event)
+
+    def handle(self, name: str, event: Value) -> None:
+        """Tell the core, and carry out its commands in their order."""
+        carriers = self.carriers
+        for command in self._all[name].handle(event, self.now):
+            carriers[type(command)](name, command)
+        if self.timed:
+            self._arm(name, event)
+
+    def _arm(self, name: str, event: Value) -> None:
+        if isinstance(event, Tick) and self.now >= self._due[name]:
+            self._due[name] = inf
+        due = self._all[name].next_timer()
+        if due is not None and due < self._due[name]:
+            self._due[name] = due
+            self.post(max(due, self.now), name, Tick())
+
+
+def is_lively(name: str, event: Any) -> bool:
+    """Whether an event is more than an instance's timer or heartbeat."""
+    return not isinstance(event, PeerLoad) and (name == FRONTEND or not isinstance(event, Tick))

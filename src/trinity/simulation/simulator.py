@@ -1,0 +1,321 @@
+"""Simulator: a trace on a placement in virtual time, by the cores, scheduler, routing and pools that serve.
+
+::
+
+    simulator = Simulator("llava-1.5-7b", SLO(0.25, 0.04), cluster=Cluster.of("H100", 8))
+    replay = simulator.replay(trace, "1E3P4D")
+    goodput(simulator.serve("1E3P4D"), trace, simulator.slo)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import msgspec
+
+from trinity.core.instance.settings import Reservation, check_reservation
+from trinity.core.instance.state import Settings
+from trinity.core.messages import IMAGE, KV
+from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.scheduler import Rules, latency_bound
+from trinity.core.transfers import Transfers
+from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.cluster import Cluster
+from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import model as model_named
+from trinity.costs.step_cost import Cost, cost_on, interference_of
+from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.placement import Placement
+from trinity.simulation import compiled
+from trinity.simulation.cluster_model import Simulated, Worker
+from trinity.simulation.rate_sweep import Requests, Serving, outcomes, replayed
+from trinity.simulation.workload import Job, jobs_of, shares
+from trinity.timeline import Slice
+from trinity.traces.goodput import Outcome, Serve
+from trinity.traces.trace import SLO, Trace
+
+ENGINES = ("auto", "python", "compiled")
+LANES = (("joint",), ("vision", "language"))
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace on a placement came to.
+
+    ``outcomes``: one for each row, in the trace's order. ``duration_s``: from the first arrival to the last end.
+    ``busy_s``: seconds that each instance worked at each of its stages. ``peak_blocks`` held of ``pools`` by kind.
+    ``moved_bytes`` by kind. ``timeline``: steps and migrations, where it was recorded.
+    ``preemptions`` of all requests.
+    """
+
+    outcomes: list[Outcome]
+    duration_s: float
+    busy_s: dict[str, dict[str, float]]
+    peak_blocks: dict[str, dict[str, int]]
+    pools: dict[str, dict[str, int]]
+    moved_bytes: dict[str, int]
+    events: int
+    engine: str
+    timeline: tuple[Slice, ...] = ()
+    preemptions: int = 0
+
+    @property
+    def utilisation(self) -> dict[str, dict[str, float]]:
+        """Share of the duration that each instance worked at each of its stages."""
+        span = self.duration_s or inf
+        return {name: {stage: busy / span for stage, busy in each.items()} for name, each in self.busy_s.items()}
+
+
+class Simulator:
+    """Replays traces on placements of one model on one cluster.
+
+    ``cost``: seconds of a step, for every device or by its name; None: a roofline of the model and each device.
+    ``budgets``: of every instance, or by roles; None: the largest that keep a step within the latency bound of the
+    instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
+    ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
+    ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
+    of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
+    KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for at least, though it stops after its
+    output; rows with ``max_tokens`` ask for these. ``engine``: "python", the cores themselves, "compiled", their twin
+    in C++ with the same results, or "auto": the twin for all that it can do (``why_python``).
+
+    Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
+    """
+
+    def __init__(
+        self,
+        model: Model | str,
+        slo: SLO,
+        *,
+        cluster: Cluster,
+        cost: Cost | Mapping[str, Cost] | None = None,
+        rules: Rules | None = None,
+        budgets: Budgets | Mapping[str, Budgets] | None = None,
+        routing: str = "round_robin",
+        lanes: Sequence[str] = ("joint",),
+        interference: float | None = None,
+        transfers: Transfers | None = None,
+        memory_share: float = 0.9,
+        max_waiting: int = 1024,
+        reservation: Reservation = "full",
+        ask: int = 0,
+        engine: str = "auto",
+    ) -> None:
+        self.model = model_named(model) if isinstance(model, str) else model
+        self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
+        self.rules, self.transfers = rules or Rules(), transfers or Transfers()
+        self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
+        self.interference = interference_of(cost) if interference is None else interference
+        self.memory_share, self.max_waiting = memory_share, max_waiting
+        self._budgets = budgets
+        self._known: dict[tuple[str, int], tuple[Rules, dict[str, int]]] = {}
+        self._last: tuple[Placement, bool, list[Settings]] | None = None
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.engine not in ENGINES:
+            raise UnknownName("engine", self.engine, ENGINES)
+        if self.lanes not in LANES:
+            raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {self.lanes!r}")
+        if not 1 <= self.interference < inf:
+            raise ConfigError(f"interference is at least 1, got {self.interference!r}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
+        check_reservation(self.reservation)
+        if self.ask < 0:
+            raise ConfigError(f"ask is a number of tokens, got {self.ask}")
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting is at least 1, got {self.max_waiting}")
+        self._informed = bool(getattr(routing_policy(self.routing), "informed", False))
+
+    def check(self, placement: Placement | str) -> None:
+        """Raise ``PlacementError`` where a placement has not one instance for each device, or is none; ``ConfigError``
+        that says how much memory is missing where the model's parts do not fit a device."""
+        self.settings(placement)
+
+    def settings(self, placement: Placement | str, *, shared: bool = True) -> list[Settings]:
+        """What the core of each instance is given; caches are on where content is ``shared``."""
+        parsed = Placement.parse(placement) if isinstance(placement, str) else placement
+        if parsed.size != self.cluster.size:
+            raise PlacementError(
+                f"placement {parsed} has {parsed.size} instance(s) and the cluster {self.cluster.size} device(s): "
+                "one runs on each"
+            )
+        if self._last is None or self._last[:2] != (parsed, shared):
+            instances = enumerate(parsed.instances())
+            found = [self._settings(name, roles, place, shared) for place, (name, roles) in instances]
+            self._last = (parsed, shared, found)
+        return list(self._last[2])
+
+    def _settings(self, name: str, roles: str, place: int, shared: bool) -> Settings:
+        rules, pools = self._sized(roles, place)
+        return Settings(
+            name,
+            roles,
+            dict(pools),
+            rules,
+            self._lanes_of(roles),
+            image_cache=shared,
+            prefix_cache=shared,
+            layers=self.model.language.layers,
+            reservation=self.reservation,
+            transfers=self.transfers,
+            lease_s=inf,
+            report_s=Settings.report_s if self._informed else inf,
+        )
+
+    def _lanes_of(self, roles: str) -> tuple[str, ...]:
+        return self.lanes if "E" in roles and roles != "E" else ("joint",)
+
+    def _sized(self, roles: str, place: int) -> tuple[Rules, dict[str, int]]:
+        """Rules with their budgets, and pools, of an instance of these roles; equal devices are asked once."""
+        device = self.cluster.devices[place]
+        first = self.cluster.devices.index(device)
+        known = self._known.get((roles, first))
+        if known is None:
+            pools = self.model.pools(roles, self.memory_share * device.memory)
+            budgets, cost = self._budgets_of(roles, place), self.rules.cost or self.cost_of(place)
+            rules = replace(self.rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=cost)
+            known = self._known[roles, first] = (rules, pools)
+        return known
+
+    def _budgets_of(self, roles: str, place: int) -> Budgets:
+        given = self._budgets
+        if isinstance(given, Budgets):
+            return given
+        if given is not None:
+            if roles not in given:
+                raise ConfigError(f"no budgets are given for instances of roles {roles}: there are {', '.join(given)}")
+            return given[roles]
+        limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
+        image = self.model.image_tokens if self.model.vision else 0
+        beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
+        return predicted_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
+
+    def cost_of(self, place: int) -> Cost:
+        """The cost model of the device at this place."""
+        return cost_on(self.cluster.devices[place], self.model, self.cost)
+
+    def serve(self, placement: Placement | str) -> Serve:
+        """Serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check`` does."""
+        self.check(placement)
+        return Serving(
+            lambda trace: self.replay(trace, placement).outcomes,
+            lambda shared: None if self.why_python(placement) else self._deployed(placement, shared),
+            self.model,
+        )
+
+    def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
+        """Why the Python engine replays this placement; "" where its compiled twin does (decision 0017).
+
+        Raises ``ConfigError`` where the compiled one was asked for and cannot.
+        """
+        if self.engine == "python":
+            return "it was asked for"
+        settings = self.settings(placement)
+        costs = [self.cost_of(place) for place in range(len(settings))]
+        why = compiled.missing() or compiled.unsupported(settings, costs, routing_policy(self.routing))
+        why = why or ("timelines" if record else "")
+        if why and self.engine == "compiled":
+            raise ConfigError(
+                f"the compiled engine cannot do this ({why}): take engine='auto', which replays in Python"
+            )
+        return why
+
+    def _deployed(self, placement: Placement | str, shared: bool) -> compiled.Deployed:
+        settings = self.settings(placement, shared=shared)
+        return compiled.Deployed(
+            settings,
+            cluster=self.cluster,
+            costs=[self.cost_of(place) for place in range(len(settings))],
+            model=self.model,
+            max_waiting=self.max_waiting,
+            interference=self.interference,
+            ask=self.ask,
+        )
+
+    def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
+        """Every request of the trace at its time, until the last has ended. ``record`` the timeline too.
+
+        Raises as ``check`` does, ``TraceError`` for time stamps that are none, and ``AssertionError`` where a request
+        did not end, or blocks did not come back: that is a fault of trinity.
+        """
+        if not self.why_python(placement, record=record):
+            return _compiled(*replayed(trace, self.model, lambda shared: self._deployed(placement, shared)))
+        run = self.prepared(trace, placement, record=record)
+        run.run()
+        _check_end(run)
+        return _replay_of(run)
+
+    def prepared(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Simulated:
+        """The cores and what they will be asked, before the first event."""
+        jobs = jobs_of(trace, self.model)
+        shared = shares(jobs)
+        settings = self.settings(placement, shared=shared)
+        return Simulated(
+            settings,
+            jobs,
+            cluster=self.cluster,
+            costs=[self.cost_of(place) for place in range(len(settings))],
+            model=self.model,
+            routing=self._policy(),
+            max_waiting=self.max_waiting,
+            interference=self.interference,
+            shared=shared,
+            record=record,
+            ask=self.ask,
+        )
+
+    def _policy(self) -> Callable[[], RoutingPolicy]:
+        return lambda: routing_policy(self.routing)
+
+
+def _check_end(run: Simulated) -> None:
+    open_ones = [number for number, reason in enumerate(run.reasons) if not reason]
+    if open_ones:
+        raise AssertionError(f"{len(open_ones)} requests never ended, such as number {open_ones[0]}")
+    for name, core in run.cores.items():
+        if not core.idle():
+            raise AssertionError(f"instance {name} still holds something when all requests have ended")
+        core.check()
+
+
+def _compiled(requests: Requests, deployed: compiled.Deployed, told: compiled.Told) -> Replay:
+    names = [each.name for each in deployed.settings]
+    first = min((job.at for job in requests.jobs), default=0.0)
+    return Replay(
+        outcomes=outcomes(requests, told),
+        duration_s=max(0.0, told.ended - first),
+        busy_s=dict(zip(names, told.busy, strict=True)),
+        peak_blocks=dict(zip(names, told.peak, strict=True)),
+        pools={each.name: dict(each.pools) for each in deployed.settings},
+        moved_bytes=told.moved,
+        events=told.events,
+        engine="compiled",
+        preemptions=told.preemptions,
+    )
+
+
+def _replay_of(run: Simulated) -> Replay:
+    first = min((job.at for job in run.jobs), default=0.0)
+    workers: Mapping[str, Worker] = run.workers
+    return Replay(
+        outcomes=[_outcome(*each) for each in zip(run.jobs, run.times.values(), run.reasons, strict=True)],
+        duration_s=max(0.0, run.ended - first),
+        busy_s={name: worker.busy for name, worker in workers.items()},
+        peak_blocks={name: worker.peak for name, worker in workers.items()},
+        pools={name: dict(core.settings.pools) for name, core in run.cores.items()},
+        moved_bytes={kind: run.moved[kind] for kind in (IMAGE, KV)},
+        events=run.events,
+        engine="python",
+        timeline=tuple(run.timeline or ()),
+        preemptions=sum(core.state.preemptions for core in run.cores.values()),
+    )
+
+
+def _outcome(job: Job, times: list[float], reason: str) -> Outcome:
+    if not times:
+        return Outcome(None, (), reason)
+    return Outcome(times[0] - job.at, [after - before for before, after in pairwise(times)], reason)

@@ -1,0 +1,143 @@
+"""From a trace's rows to work for the cores: counts of tokens, and only as much content as requests share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trinity.core.messages import IMAGE, MediaSpan, Work
+from trinity.costs.model_shape import Model
+from trinity.errors import ConfigError, TraceError
+from trinity.traces.trace import Trace, TraceImage, TraceRow
+
+Counts = npt.NDArray[np.int64]
+HASHED = 512  # tokens that one of Mooncake's hashes stands for
+OUTPUT = 0  # every token of every output: its value means nothing
+
+
+class Job(msgspec.Struct, frozen=True, gc=False):
+    """A trace's row as a model sees it; ``at`` in seconds, lengths in tokens. Its images come first, then its text.
+
+    ``images``: (visual tokens, content) of each. ``max_tokens`` of output, for which it ``asked`` or for more.
+    ``refused``: the model cannot take it.
+    """
+
+    at: float
+    prompt: int
+    images: tuple[tuple[int, str], ...]
+    max_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    refused: bool = False
+    asked: int = 0
+
+
+def jobs_of(trace: Trace, model: Model) -> list[Job]:
+    """One job for each row, in the trace's order.
+
+    An image of unknown tokens has those of the model's rule for its size, or of a usual image. Without a name for its
+    content it is like no other. The output has ``output_length`` tokens, at least one and as many as the context
+    leaves. Raises ``TraceError`` for a time stamp that is none.
+    """
+    return [_job(row, number, model) for number, row in enumerate(trace)]
+
+
+def _job(row: TraceRow, number: int, model: Model) -> Job:
+    at = row.timestamp / 1000
+    if not 0 <= at < math.inf:
+        raise TraceError(f"row {number} arrives at {row.timestamp!r} ms; a time stamp is a number of at least 0")
+    try:
+        tokens = [image.tokens or _tokens(image, model) for image in row.images]
+    except ConfigError:  # the model's rule has no answer for an image of this size
+        return Job(at, 0, (), 1, refused=True)
+    visual = sum(tokens)
+    text = row.text_length if row.text_length is not None else row.input_length - visual
+    prompt = visual + max(1, text)
+    contents = [image.content or f"{number}.{place}" for place, image in enumerate(row.images)]
+    images = tuple(zip(tokens, contents, strict=True))
+    refused = prompt >= model.context or (bool(images) and model.vision is None)
+    most = max(1, min(row.output_length, model.context - prompt))
+    return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0)
+
+
+def asked_tokens(job: Job, ask: int, context: int) -> int:
+    """Tokens that it may have: what it asked for or ``ask``, as far as the context has them; at least its output."""
+    return max(job.max_tokens, min(max(ask, job.asked), context - job.prompt))
+
+
+class Sizes(NamedTuple):
+    """Of each request, as whole numbers: tokens of prompt, output and images, how many images, whether the model takes
+    it; and whether any has hashes of its prefix."""
+
+    prompt: Counts
+    output: Counts
+    visual: Counts
+    images: Counts
+    taken: npt.NDArray[np.bool_]
+    hashed: bool
+
+
+def sizes_of(jobs: Sequence[Job]) -> Sizes:
+    """In the jobs' order."""
+    count = len(jobs)
+    return Sizes(
+        np.fromiter((job.prompt for job in jobs), np.int64, count),
+        np.fromiter((job.max_tokens for job in jobs), np.int64, count),
+        np.fromiter((sum([tokens for tokens, _ in job.images]) for job in jobs), np.int64, count),
+        np.fromiter((len(job.images) for job in jobs), np.int64, count),
+        np.fromiter((not job.refused for job in jobs), np.bool_, count),
+        any(job.hash_ids for job in jobs),
+    )
+
+
+def _tokens(image: TraceImage, model: Model) -> int:
+    if image.width and image.height:
+        return model.visual_tokens(image.width, image.height)
+    return model.image_tokens
+
+
+def shares(jobs: Iterable[Job]) -> bool:
+    """Whether two requests, or two images of one, have any content in common: else no cache can hit."""
+    seen: set[str | int] = set()
+    for job in jobs:
+        named: list[str | int] = [content for _, content in job.images]
+        for name in [*named, *job.hash_ids[:1]]:  # prefixes are equal from their first hash on, or not at all
+            if name in seen:
+                return True
+            seen.add(name)
+    return False
+
+
+def work_of(job: Job, number: int, shared: bool) -> Work:
+    """What the cores are told of it. Unless content is ``shared``, only the length of the prompt means anything."""
+    spans: list[MediaSpan] = []
+    offset = 0
+    for count, content in job.images:
+        spans.append(MediaSpan(IMAGE, count, offset, count, f"{content}:{count}"))
+        offset += count
+    prompt = tuple(_identities(job, number, offset)) if shared else _blank(job.prompt)
+    return Work(request=str(number), prompt=prompt, media=tuple(spans), max_tokens=job.max_tokens)
+
+
+@lru_cache(maxsize=64)
+def _blank(length: int) -> tuple[int, ...]:
+    return (0,) * length
+
+
+def _identities(job: Job, number: int, visual: int) -> Iterator[int]:
+    """Equal for equal content: hashes where there are some, else a name of this request's own.
+
+    Places of images are all alike there, as placeholders are; what lies in them is in the spans.
+    """
+    yield from repeat(0, visual)
+    hashes = chain.from_iterable(repeat(1 + each, HASHED) for each in job.hash_ids)
+    named = chain(hashes, repeat(-1 - number))
+    for at, identity in zip(range(job.prompt), named, strict=False):
+        if at >= visual:
+            yield identity

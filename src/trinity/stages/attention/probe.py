@@ -1,0 +1,91 @@
+"""A backend's answer to a small random batch beside torch's: is it right on this machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.stages.attention.interface import AttentionBackend, ChunkRows, LayerAsk, PagedRows, halves
+from trinity.stages.attention.torch_reference import TorchAttention
+
+LAYERS, LAYER = 2, 1
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # scores and values are of size 1
+_SEED = 20
+
+
+def problem(backend: AttentionBackend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None where it may.
+
+    It is run on decodes and chunks of several lengths, with one query head for each KV head and with two; then each of
+    its halves, if it has them.
+    """
+    try:
+        errors = list(_errors(backend, shape, dtype, device))
+    except Exception as error:  # a kernel that does not compile, a library that lacks what is asked for
+        return f"it fails on this machine: {type(error).__name__}: {str(error)[:300]}"
+    worst = max(errors)
+    if not worst <= TOLERANCE.get(dtype, 0.0):
+        return f"its result differs from torch's by {worst:.1e} on this machine"
+    return None
+
+
+@torch.inference_mode()
+def _errors(
+    backend: AttentionBackend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Iterator[float]:
+    heads, block_rows, width = shape[2:]
+    noise = torch.Generator().manual_seed(_SEED)
+
+    def normal(*extents: int) -> Tensor:
+        return torch.randn(extents, generator=noise).to(device, dtype)
+
+    oracle = TorchAttention()
+    for group in (1, 2):
+        for ask in (LayerAsk(LAYER, width**-0.5), LayerAsk(LAYER, width**-0.5, window=block_rows + 1, softcap=3.0)):
+            rows = _rows(block_rows, device)
+            total = len(rows.blocks)
+            cache = normal(11, LAYERS, 2, heads, block_rows, width)
+            qkv = (normal(total, heads * group, width), normal(total, heads, width), normal(total, heads, width))
+            fresh, wide = cache.clone(), cache.to(torch.float32, copy=True)
+            wanted = oracle.attend(_rows(block_rows, device), wide, tuple(part.float() for part in qkv), ask)  # type: ignore[arg-type]
+            found = backend.attend(rows, cache, qkv, ask)
+            yield _most(found, wanted)
+            yield _most(cache, wide)
+            if (half := halves(backend)) is not None:
+                half.write(rows, fresh, *qkv[1:], ask.layer)
+                yield _most(fresh, wide)
+                last, ends = _ends(rows)
+                yield _most(half.read(ends, cache, qkv[0][last], ask), wanted[last])
+
+
+def _most(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).abs().max().nan_to_num(torch.inf))
+
+
+def _ends(rows: PagedRows) -> tuple[Tensor, PagedRows]:
+    """The last row of every sequence, as decode rows."""
+    last = torch.tensor([*range(rows.decodes), *(chunk.first + chunk.length - 1 for chunk in rows.chunks)])
+    width = rows.tables.shape[1]
+    tables = [np.resize(chunk.table.cpu().numpy(), width) for chunk in rows.chunks]  # wrapped, so its own blocks still
+    lengths = np.append(rows.lengths, [chunk.end for chunk in rows.chunks])
+    last = last.to(rows.blocks.device)
+    return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
+
+
+def _rows(block_rows: int, device: torch.device) -> PagedRows:
+    """Decodes of 1 and 3.5 blocks, a chunk of one and a half blocks, and one that goes on in the middle of a block."""
+    order = torch.tensor([7, 2, 9, 4, 0, 8, 3, 10, 1, 6, 5])
+    lengths = np.array([block_rows, 3 * block_rows + block_rows // 2 + 1], dtype=np.int64)
+    tables = np.array([[7, 7, 7, 7], [2, 9, 4, 0]], dtype=np.int64)
+    first, second = order[5:7].to(device), order[7:11].to(device)
+    fresh = block_rows + block_rows // 2
+    start, further = block_rows // 2 + block_rows, block_rows + 1
+    chunks = (ChunkRows(2, fresh, 0, first), ChunkRows(2 + fresh, further, start, second))
+    places = [(tables[i, (length - 1) // block_rows], (length - 1) % block_rows) for i, length in enumerate(lengths)]
+    for chunk in chunks:
+        places += [(int(chunk.table[at // block_rows]), at % block_rows) for at in range(chunk.start, chunk.end)]
+    blocks, offsets = torch.tensor(np.array(places, dtype=np.int64)).T.contiguous().to(device)
+    return PagedRows(blocks, offsets, tables, lengths, chunks)

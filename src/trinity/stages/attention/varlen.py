@@ -1,0 +1,55 @@
+"""A ragged batch as kernels of the flash family take it: sequences with a block table, a length and some rows each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.stages.attention.interface import PagedRows
+from trinity.stages.uploads import upload
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenRows:
+    """Decode rows first, one sequence each, then chunks; all int64.
+
+    ``tables`` [sequences, width]: KV blocks. ``begins`` [sequences + 1]: each sequence's first row of the batch.
+    ``lengths`` [sequences]: KV positions, those of its rows included. ``groups`` [rows]: see ``ChunkRows``; None where
+    no row has one.
+    """
+
+    tables: Tensor
+    begins: Tensor
+    lengths: Tensor
+    groups: Tensor | None = None
+
+
+def varlen_rows(rows: PagedRows, device: torch.device) -> VarlenRows:
+    """The batch's sequences. What chunks have on the device already stays there."""
+    decodes, chunks = rows.decodes, rows.chunks
+    width = max([rows.tables.shape[1] if decodes else 0, *(len(chunk.table) for chunk in chunks)])
+    counts = np.array([1] * decodes + [chunk.length for chunk in chunks], dtype=np.int64)
+    begins = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+    lengths = np.concatenate((rows.lengths, np.array([chunk.end for chunk in chunks], dtype=np.int64)))
+    held = np.zeros((decodes + len(chunks), width), dtype=np.int64)
+    if decodes:
+        held[:decodes, : rows.tables.shape[1]] = rows.tables
+    flat = upload(np.concatenate((begins, lengths, held.ravel())), device)
+    parts = torch.split(flat, [len(begins), len(lengths), held.size])
+    tables = parts[2].view(held.shape)
+    for i, chunk in enumerate(chunks, decodes):
+        tables[i, : len(chunk.table)] = chunk.table
+    return VarlenRows(tables, parts[0], parts[1], _groups(rows, int(begins[-1]), device))
+
+
+def _groups(rows: PagedRows, total: int, device: torch.device) -> Tensor | None:
+    if all(chunk.groups is None for chunk in rows.chunks):
+        return None
+    groups = torch.full((total,), -1, dtype=torch.long, device=device)
+    for chunk in rows.chunks:
+        if chunk.groups is not None:
+            groups[chunk.first : chunk.first + chunk.length] = chunk.groups
+    return groups

@@ -1,0 +1,1 @@
+"""CUDA IPC: pools on GPUs of one host, opened by peers."""

@@ -1,0 +1,1 @@
+"""UCX through ucxx: a peer's serving thread sends blocks."""
