@@ -107,8 +107,8 @@ def test_strict_pytest() -> None:
     assert {"--strict-markers", "--strict-config"} <= set(options["addopts"])
 
 
-def test_documents_name_every_module_and_link_to_what_is_there() -> None:
-    assert [*check_docs.broken_links(ROOT), *check_docs.module_list(ROOT)] == []
+def test_documents_link_to_what_is_there_and_name_what_is_there() -> None:
+    assert check_docs.problems(ROOT) == []
 
 
 def test_imports_keep_to_their_layers() -> None:
@@ -137,11 +137,3 @@ def test_entry_points_of_all_four_kinds() -> None:
     groups = PROJECT["project"]["entry-points"]
     assert set(groups) == {"trinity.transports", "trinity.models", "trinity.stages", "trinity.routing"}
     assert groups["trinity.transports"]["inproc"] == "trinity.transport.inproc:InprocTransport"
-
-
-@pytest.mark.slow
-def test_the_documents_build() -> None:
-    run = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr
-    assert not run.stderr
-    assert "class" in (ROOT / "build" / "docs" / "trinity" / "core" / "target.html").read_text(encoding="utf-8")

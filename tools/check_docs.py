@@ -1,8 +1,8 @@
-"""Documents that keep up: links and names of files resolve, docs/structures.md has one line for each module.
+"""Documents that keep up: links resolve, what they name of trinity is there, docs/structures.md has a line per package.
 
-Sources are cited by the names in docs/papers.md, never by a number of a folder that only its owner has. A module's line
-starts with "- `its.path.py`:", the path counted from src/trinity. A package of small alike files
-(adapters, recipes) may have one line that ends in "/".
+A package's line in docs/structures.md starts with "- `its/path/`:", the path counted from src/trinity; of a package
+within a package the outer line is enough. Modules are not listed by hand: tools/module_list.py does that.
+Sources are cited by the names in docs/papers.md, never by a number of a folder that only its owner has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import module_list, names
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w./:-])(?!https?:)([\w./-]*\w\.md)\b")
 ABOVE = re.compile(r"(?<![\w./}])\.\./[\w./-]*\w")
@@ -19,23 +23,29 @@ NUMBERED = re.compile(r"(?:\bpapers? |\b(?:TriInfer|HydraInfer|EPD-?Serve|vLLM),
 TEXT = {".cmake", ".cpp", ".cu", ".h", ".md", ".py", ".sh", ".toml", ".txt"}
 FOLDERS = ("benchmarks", "csrc", "docs", "examples", "src", "tests", "tools")
 CODE = re.compile(r"`([\w/]+(?:/|\.py))`")
-MODULE = re.compile(r"^- `([\w./]+)`:", re.MULTILINE)
+PACKAGE = re.compile(r"^- `([\w/]+)/[\w.]*`:", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+HISTORY = ("CHANGELOG", "house")  # they name what was
+NAMING = {"": ("md", "rst", "ipynb"), "src": ("py",), "benchmarks": ("py",), "examples": ("py",)}
+HIDDEN = {".venv", ".git", ".pytest_cache", ".peers", "build", "mutants"}
 
 
-def documents(root: Path) -> list[Path]:
-    hidden = {".venv", ".git", ".pytest_cache", "build", "mutants"}
-    return sorted(path for path in root.rglob("*.md") if not hidden & set(path.relative_to(root).parts))
+def documents(root: Path, *endings: str) -> list[Path]:
+    """Markdown files, or files of other ``endings``; none that a tool has made."""
+    found = (path for ending in endings or ("md",) for path in root.rglob(f"*.{ending}"))
+    return sorted(path for path in found if not HIDDEN & set(path.relative_to(root).parts))
 
 
 def anchors(text: str) -> set[str]:
     """The names under which the headings of a document are linked to."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def broken_links(root: Path) -> Iterator[str]:
+    """Relative links of Markdown files to files or headings that are not there."""
     for document in documents(root):
-        for target in LINK.findall(document.read_text(encoding="utf-8")):
+        for target in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
             path, _, anchor = target.partition("#")
             if "://" in path or target.startswith("mailto:"):
                 continue
@@ -69,23 +79,36 @@ def lost_sources(root: Path) -> Iterator[str]:
                 yield f"{path}: names {name}, which is not in the project"
 
 
-def module_list(root: Path) -> Iterator[str]:
-    page, source = root / "docs/structures.md", root / "src" / "trinity"
-    listed = set(MODULE.findall(page.read_text(encoding="utf-8")))
-    there = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
-    for path in sorted(there):
-        is_empty = path.endswith("__init__.py") and not (source / path).read_text(encoding="utf-8").strip()
-        if not is_empty and not any(path == line or (line.endswith("/") and path.startswith(line)) for line in listed):
-            yield f"{page}: no line for {path}"
-    for line in sorted(listed):
-        if not (source / line).exists():
-            yield f"{page}: {line} is not there any more"
+def dead_names(root: Path) -> Iterator[str]:
+    """Dotted names below trinity, and paths of source files, that documents and sources name and nothing has."""
+    known = names.Names(root)
+    for document in (path for folder, endings in NAMING.items() for path in documents(root / folder, *endings)):
+        if document.stem not in HISTORY:
+            for line, text in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+                yield from (f"{document}:{line}: there is no {name}" for name in known.dead(text))
+
+
+def package_list(root: Path) -> Iterator[str]:
+    """Packages without a line in docs/structures.md, lines without a package, modules without a docstring."""
+    page, source = root / "docs" / "structures.md", root / "src" / "trinity"
+    listed = set(PACKAGE.findall(page.read_text(encoding="utf-8")))
+    there = {path.parent.relative_to(source).as_posix() for path in source.rglob("__init__.py")} - {"."}
+    for package in sorted(there):
+        if not {package, *map(str, Path(package).parents)} & listed:
+            yield f"{page}: no line for {package}/"
+    yield from (f"{page}: {line}/ is not there any more" for line in sorted(listed - there))
+    yield from (f"{module}: no docstring says what it is" for module in module_list.undescribed(source))
+
+
+def problems(root: Path) -> list[str]:
+    """Everything that documents have wrong, a line each."""
+    return [*broken_links(root), *lost_sources(root), *dead_names(root), *package_list(root)]
 
 
 def main(root: Path) -> int:
-    problems = [*broken_links(root), *lost_sources(root), *module_list(root)]
-    print("\n".join(problems) or f"{len(documents(root))} documents: links, sources and module list complete")
-    return 1 if problems else 0
+    found = problems(root)
+    print("\n".join(found) or f"{len(documents(root))} documents: links, sources, names and the list of packages hold")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
