@@ -90,7 +90,7 @@ def dead_names(root: Path) -> Iterator[str]:
 
 def package_list(root: Path) -> Iterator[str]:
     """Packages without a line in docs/structures.md, lines without a package, modules without a docstring."""
-    page, source = root / "docs" / "structures.md", root / "src" / "trinity"
+    page, source = root / "docs/structures.md", root / "src" / "trinity"
     listed = set(PACKAGE.findall(page.read_text(encoding="utf-8")))
     there = {path.parent.relative_to(source).as_posix() for path in source.rglob("__init__.py")} - {"."}
     for package in sorted(there):
