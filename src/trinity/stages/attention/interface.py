@@ -105,7 +105,7 @@ class AttentionBackend(Protocol):
 
 
 class Halves(Protocol):
-    """``attend`` in two: what the last layer needs where few rows are sampled (``models/last_layer.py``)."""
+    """``attend`` in two: what the last layer needs where few rows are sampled (``stages/kernels/last_layer.py``)."""
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         """Write this layer's keys and values, as ``attend`` does."""
