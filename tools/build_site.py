@@ -17,19 +17,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import module_list
-from tools.check_docs import LINK
+from tools.check_docs import LINK, documents
 
 GUIDE = ["placements", "transports", "planning", "reliability", "gpu", "benchmarks"]
 INSIDE = ["structures", "glossary", "papers"]
 NOTEBOOKS = ["examples/notebook.ipynb", "examples/plan.ipynb"]
 FIRST = "README"  # becomes the page "index"
 GENERATED = ("docs/modules", "docs/decisions/index")
-
-
-def documents(root: Path) -> list[Path]:
-    """What becomes a page, relative to ``root``: Markdown at the top, in docs, and the photographs' licences."""
-    found = [path for folder in ("", "docs", "docs/decisions") for path in sorted((root / folder).glob("*.md"))]
-    return [path.relative_to(root) for path in [*found, *(root / "examples").rglob("*.md")]]
 
 
 def linked(root: Path, document: Path) -> set[Path]:
@@ -77,7 +71,7 @@ def stage(root: Path, folder: Path) -> list[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(root / "docs" / "site", folder)
     shutil.copytree(root / "examples" / "photos", folder / "examples" / "photos")
-    pages = documents(root)
+    pages = [path.relative_to(root) for path in documents(root)]
     for path in sorted({Path(name) for name in NOTEBOOKS}.union(*(linked(root, page) for page in pages))):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / path, folder / path)

@@ -6,8 +6,8 @@ stay as they are then: no second copy, and memory-mapped files stay shared.
 Packed, weights are copied into the order in which oneDNN reads them. A decode step, which streams all weights for a few
 rows, becomes up to twice as fast; long prefills gain nothing. The copy is this process's own (decision 0023).
 
-Products of few rows with packed weights are then our own (``small_batch_gemm.py``), where oneDNN's order is the one known and
-that is faster still.
+Products of few rows with packed weights are then our own (``small_batch_gemm.py``), where oneDNN's order is the one
+known and that is faster still.
 
 oneDNN makes and keeps code for every shape, some hundred KiB each; a ragged batch has another number of rows at each
 step. Of the 1,024 shapes that torch would keep, for most of a GiB, ``KERNELS`` are kept, where the environment
