@@ -85,6 +85,7 @@ bench-peers: $(STAMP)
 
 # The site: notebooks run for it, and each warning is an error.
 docs: $(STAMP)
+	$(PY) tools/draw_phases.py
 	$(PY) tools/check_docs.py
 	$(ONE_THREAD) HF_HUB_OFFLINE=1 $(PY) tools/build_site.py
 

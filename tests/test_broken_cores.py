@@ -15,7 +15,9 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
 from trinity.core.instance import state as core_state
 from trinity.core.instance.columns import Columns
-from trinity.core.instance.state import Phase, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
 from trinity.core.migration import kv_source, kv_target, leases, source, target
 from trinity.core.scheduler import Rules
@@ -172,7 +174,7 @@ def what_one_admission_counts_on_is_evicted_by_another(monkeypatch: pytest.Monke
 
 @broken
 def a_lease_ends_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dropped(result: Any, s: State, state: Any) -> None:
+    def dropped(result: Any, s: State, state: Any, now: float) -> None:
         lease = s.outgoing[state.outgoing]
         s.pools[lease.kind].drop(lease.blocks)
         lease.blocks = ()
@@ -226,7 +228,7 @@ def a_late_request_counts_a_token_too_many(monkeypatch: pytest.MonkeyPatch) -> N
 
 @broken
 def tokens_stay_in_the_columns_of_a_request_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_state.RequestState, "write", lambda self: None)
+    monkeypatch.setattr(RequestState, "write", lambda self: None)
 
 
 @broken
@@ -340,7 +342,7 @@ def test_reserving_features_one_by_one_would_hang(monkeypatch: pytest.MonkeyPatc
             s.image_offers.remove(state.work.request)
             s.image_offers.append(state.work.request)
             return False
-        state.enter(Phase.IMAGE_PULL, now)
+        s.move(state, Phase.IMAGE_PULL, now)
         return True
 
     monkeypatch.setattr(target, "_reserve_media", piecemeal)

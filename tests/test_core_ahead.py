@@ -10,7 +10,7 @@ import pytest
 from core_tables import Row, brief, broken, done, emptied, kv_offer, make_core, sent, table, work
 from trinity.core import InstanceCore
 from trinity.core.instance.lanes import outstanding
-from trinity.core.instance.state import Phase
+from trinity.core.instance.phases import Phase
 from trinity.core.messages import (
     Cancel,
     Commit,

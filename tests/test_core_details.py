@@ -6,7 +6,8 @@ import pytest
 
 from core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, make_core, sent, table, work
 from trinity.core.instance.lanes import outstanding
-from trinity.core.instance.state import Outgoing, Phase
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import Outgoing
 from trinity.core.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
 from trinity.core.scheduler import Outstanding, Rules
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core_tables import brief, done, make_core, work
 from trinity.core import InstanceCore
 from trinity.core.instance.queues import Queue
-from trinity.core.instance.state import RequestState
+from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import Cancel, Step, Submit
 from trinity.core.scheduler import Order, Rules
 

@@ -7,12 +7,14 @@ every block. Each raises ``AssertionError`` in plain words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import FrontendCore
-from trinity.core.instance.state import Phase, RequestState, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Pull, Pulled, Send, Step, Stepped, Value
 from trinity.testing.conversation import Conversation, revoked
 from trinity.testing.shadow import Shadow
@@ -161,8 +163,7 @@ def check_state(s: State) -> None:
         holders = _holders(s, kind)
         counts = {block: count for block in range(pool.size) if (count := pool.references(block))}
         assert counts == dict(holders), f"{s.settings.name}: {kind} references {counts}, holders {dict(holders)}"
-    for state in s.requests.values():
-        _check_place(s, state)
+    _check_places(s)
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
     assert s.flying().keys() <= s.requests.keys(), "a step has rows of a request that is gone"
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
@@ -184,41 +185,44 @@ def _holders(s: State, kind: str) -> Counter[int]:
     return holders
 
 
-def _check_place(s: State, state: RequestState) -> None:
-    """A request stands in the one queue or batch of its phase; in none once it is ending."""
-    queues: dict[str, Iterable[str]] = {
-        "encode_queue": s.encode_queue,
-        "prefill_queue": s.prefill_queue,
-        "preempted": s.preempted,
-        "migrated_queue": s.migrated_queue,
-        "image_offers": s.image_offers,
-        "kv_offers": s.kv_offers,
-        "encoding": list(s.encoding),
-        "prefilling": list(s.prefilling),
-        "decoding": list(s.decoding),
-    }
-    places = [place for place, queue in queues.items() for request in queue if request == state.work.request]
-    assert places == _right_places(state), f"{s.settings.name}: {state.work.request} ({state.phase}) is in {places}"
+PLACES = {
+    Phase.IMAGE_QUEUE: "encode_queue",
+    Phase.ENCODING: "encoding",
+    Phase.IMAGE_OFFER: "image_offers",
+    Phase.KV_QUEUE: "prefill_queue",
+    Phase.MIGRATED_QUEUE: "migrated_queue",
+    Phase.PREEMPTED_QUEUE: "preempted",
+    Phase.PREFILLING: "prefilling",
+    Phase.KV_OFFER: "kv_offers",
+    Phase.DECODING: "decoding",
+}
 
 
-def _right_places(state: RequestState) -> list[str]:
-    if state.ending is not None or state.phase in (Phase.IMAGE_PULL, Phase.KV_PULL):
-        return []
-    if state.phase is Phase.IMAGE_OFFER and state.skip_media:
-        return []  # waits for Commit alone
-    if state.phase is Phase.KV_QUEUE and (state.preemptions or state.attempt):
-        return ["preempted"]
-    if state.phase is Phase.KV_QUEUE:
-        return ["prefill_queue" if state.incoming is None else "migrated_queue"]
-    places = {
-        Phase.IMAGE_QUEUE: "encode_queue",
-        Phase.ENCODING: "encoding",
-        Phase.IMAGE_OFFER: "image_offers",
-        Phase.PREFILLING: "prefilling",
-        Phase.KV_OFFER: "kv_offers",
-        Phase.DECODING: "decoding",
+def _check_places(s: State) -> None:
+    """Every queue and batch has just the requests of its phase, each of them once, and none that is ending."""
+    name = s.settings.name
+    for phase, place in PLACES.items():
+        found = sorted(getattr(s, place))
+        right = sorted(each for each, state in s.requests.items() if state.phase is phase and state.ending is None)
+        assert found == right, f"{name}: {found} in {place}, where {right} should be"
+    for request, state in s.requests.items():
+        assert state.phase not in (Phase.NEW, Phase.GONE), f"{name}: {request} is here and {state.phase}"
+        _check_history(state)
+    for batch in (s.encoding, s.prefilling, s.decoding):
+        assert all(s.requests[request] is state for request, state in batch.items()), f"{name}: {batch} is not of here"
+
+
+def _check_history(state: RequestState) -> None:
+    """The phase is one for a request with this past: three queues lead to prefill, and one phase waits for a Commit."""
+    again, came = bool(state.preemptions or state.attempt), state.incoming is not None
+    fits = {
+        Phase.KV_QUEUE: not again and not came,
+        Phase.MIGRATED_QUEUE: not again and came,
+        Phase.PREEMPTED_QUEUE: again,
+        Phase.COVERED: came and state.skip_media,
+        Phase.IMAGE_OFFER: came and not state.skip_media,
     }
-    return [places[state.phase]]
+    assert fits.get(state.phase, True), f"{state.work.request} is {state.phase}, but {again=}, {came=}"
 
 
 def _check_pending(s: State) -> None:

@@ -7,10 +7,12 @@ from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
 from trinity.core.instance.lanes import LANES, outstanding
-from trinity.core.instance.lifecycle import prefill_queue, release
+from trinity.core.instance.lifecycle import release
+from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
+from trinity.core.instance.request_state import MediaSlot, PendingMedia, RequestState
 from trinity.core.instance.reservation import need, spare
-from trinity.core.instance.state import MediaSlot, PendingMedia, Phase, RequestState, State
+from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Open
 from trinity.core.migration.kv_target import nothing_moved
 from trinity.core.migration.target import ask_for_media
@@ -145,7 +147,6 @@ def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
 def _admit_encode(s: State, request: str, now: float) -> RequestState:
     """Reserve the image blocks of all items: cached ones are held, those under way are shared, the rest is new."""
     state = s.requests[request]
-    s.encode_queue.remove(request)
     for item, slot in enumerate(state.media):
         hits = s.cached_media(slot.keys)
         if slot.holder:
@@ -155,8 +156,7 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
             slot.blocks, slot.ready = hits, True
         else:
             _await_media(s, slot, (request, item))
-    state.enter(Phase.ENCODING, now)
-    s.encoding[request] = state
+    s.move(state, Phase.ENCODING, now)
     return state
 
 
@@ -174,7 +174,6 @@ def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
 def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
     """Reserve the KV need, keep what is cached, and let the source of covered images go."""
     state = s.requests[request]
-    prefill_queue(s, state).remove(request)
     s.kv.hold(hits)
     state.kv = hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits))
     state.published = len(hits)
@@ -189,13 +188,11 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     again = bool(tokens)
     s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again))
     state.opened = True
-    state.enter(Phase.PREFILLING, now)
-    s.prefilling[request] = state
+    s.move(state, Phase.PREFILLING, now)
 
 
 def _back_to_media(s: State, state: RequestState, now: float) -> None:
     """The cached KV that covered the images was evicted while the request waited."""
-    prefill_queue(s, state).remove(state.work.request)
     if state.incoming is not None and not state.incoming.released:
         ask_for_media(s, state, now)
         return
@@ -206,5 +203,4 @@ def _back_to_media(s: State, state: RequestState, now: float) -> None:
     if "E" not in s.settings.roles:
         pass_to_encode(s, state, now)
         return
-    state.enter(Phase.IMAGE_QUEUE, now)
-    s.encode_queue.append(state.work.request)
+    s.move(state, Phase.IMAGE_QUEUE, now)

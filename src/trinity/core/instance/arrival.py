@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import end, queue_prefill
-from trinity.core.instance.state import Phase, RequestState, State, failure
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, IMAGE, Failure, Moved, Submit, Work
 from trinity.core.migration.remote_features import spare
 from trinity.core.migration.source import offer_media
@@ -13,14 +15,12 @@ from trinity.core.routing import needs
 def submit(s: State, event: Submit, now: float) -> None:
     """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
     work = event.work
-    assert work.request not in s.requests, f"{work.request} is here already"
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, event.inputs, written=list(event.tokens))
+    state = RequestState(work, now, event.inputs, written=list(event.tokens))
     state.route = (*event.route, s.settings.name)
-    s.tombstones.pop(work.request, None)  # it may have been here before it was preempted elsewhere
+    s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
     s.stir(now)
     state.media = s.slots(work)
-    s.requests[work.request] = state
     problem = _problem(s, work)
     if problem is not None:
         end(s, state, now, "error", problem)
@@ -40,11 +40,10 @@ def _queue_encode(s: State, state: RequestState, now: float) -> None:
     """Wait for the encoder, unless all features are elsewhere: those are offered at once."""
     spare(s, state)
     if all(slot.holder for slot in state.media):
-        state.enter(Phase.ENCODING, now)
-        s.encoding[state.work.request] = state
+        s.move(state, Phase.ENCODING, now)
         offer_media(s, state, now)
     else:
-        s.encode_queue.append(state.work.request)
+        s.move(state, Phase.IMAGE_QUEUE, now)
 
 
 def _problem(s: State, work: Work) -> Failure | None:
@@ -88,4 +87,4 @@ def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
     s.send(FRONTEND, Moved(work.request, work.attempt, target, len(state.route)))
     s.tombstones[work.request] = target
-    del s.requests[work.request]
+    s.move(state, Phase.GONE, now)

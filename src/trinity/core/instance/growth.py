@@ -7,7 +7,8 @@ is to be had the youngest gives its own up (``preemption``), never the oldest, s
 from __future__ import annotations
 
 from trinity.core.instance.preemption import age, preempt
-from trinity.core.instance.state import RequestState, State
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import KV, Grow
 
 

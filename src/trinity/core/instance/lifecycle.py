@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trinity.core.instance.queues import Queue
-from trinity.core.instance.state import MISSING, Phase, RequestState, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import MISSING, RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import (
     FRONTEND,
     IMAGE,
@@ -22,15 +23,10 @@ from trinity.core.messages import (
 
 def queue_prefill(s: State, state: RequestState, now: float) -> None:
     """Its features are here, or not needed: wait for prefill, ahead of new arrivals if it was migrated."""
-    state.enter(Phase.KV_QUEUE, now)
-    prefill_queue(s, state).append(state.work.request)
-
-
-def prefill_queue(s: State, state: RequestState) -> Queue:
-    """Where a request waits for prefill."""
     if state.preemptions or state.attempt:
-        return s.preempted
-    return s.migrated_queue if state.incoming is not None else s.prefill_queue
+        s.move(state, Phase.PREEMPTED_QUEUE, now)
+    else:
+        s.move(state, Phase.KV_QUEUE if state.incoming is None else Phase.MIGRATED_QUEUE, now)
 
 
 def cancel(s: State, event: Cancel, now: float) -> None:
@@ -65,10 +61,7 @@ def end(s: State, state: RequestState, now: float, reason: str, why: Failure | N
     if state.ending is not None and (state.ending.reason != MISSING or reason == MISSING):
         return
     work = state.work
-    state.ending = Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why)
-    s.leaving.add(work.request)
-    state.leave_columns()
-    _leave_queues(s, work.request)
+    s.begin_to_end(state, Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why))
     conclude_if_quiet(s, state, now)
 
 
@@ -93,8 +86,7 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
         commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
         s.tombstones[request] = s.outgoing[state.outgoing].target
     drop_all(s, state)
-    del s.requests[request]
-    s.leaving.discard(request)
+    s.move(state, Phase.GONE, now)
 
 
 def _give_back(s: State, state: RequestState) -> None:
@@ -130,14 +122,12 @@ def _report(state: RequestState, ending: Finished) -> Finished:
     )
 
 
-def hand_on(s: State, state: RequestState) -> None:
+def hand_on(s: State, state: RequestState, now: float) -> None:
     """Everything was offered and committed: only the lease and a tombstone stay."""
     assert state.outgoing is not None
-    request = state.work.request
-    _leave_queues(s, request)
-    s.tombstones[request] = s.outgoing[state.outgoing].target
+    s.tombstones[state.work.request] = s.outgoing[state.outgoing].target
     drop_all(s, state)
-    del s.requests[request]
+    s.move(state, Phase.GONE, now)
 
 
 def release(s: State, state: RequestState, outcome: str) -> None:
@@ -147,8 +137,6 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     assert not incoming.released
     incoming.released = True
     del s.incoming[incoming.offer.id]
-    if state.phase in s.arriving:
-        s.arriving[state.phase] -= 1
     streams = incoming.offer.kind == KV and s.settings.transfers.kv != "off"
     times = s.pull_times.get(incoming.offer.source) if streams else None
     s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times else None))
@@ -174,12 +162,3 @@ def drop_media(s: State, state: RequestState) -> None:
         if slot.blocks:
             s.pools[IMAGE].drop(slot.blocks)
             slot.blocks, slot.ready = (), False
-
-
-def _leave_queues(s: State, request: str) -> None:
-    waiting = (s.encode_queue, s.prefill_queue, s.preempted, s.migrated_queue)
-    for queue in (*waiting, s.image_offers, s.kv_offers):
-        if request in queue:
-            queue.remove(request)
-    for running in (s.encoding, s.prefilling, s.decoding):
-        running.pop(request, None)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from trinity.core.instance.state import Phase, RequestState, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, IMAGE, PeerLoad
 
 WAITING = {
     Phase.IMAGE_QUEUE: "E",
     Phase.ENCODING: "E",
     Phase.IMAGE_OFFER: "P",
+    Phase.COVERED: "P",
     Phase.IMAGE_PULL: "P",
     Phase.KV_QUEUE: "P",
+    Phase.MIGRATED_QUEUE: "P",
+    Phase.PREEMPTED_QUEUE: "P",
     Phase.PREFILLING: "P",
     Phase.KV_OFFER: "D",
     Phase.KV_PULL: "D",

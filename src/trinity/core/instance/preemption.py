@@ -7,7 +7,9 @@ It comes back as its prompt followed by its outputs, ahead of all that wait, the
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import drop_media, end, queue_prefill
-from trinity.core.instance.state import Phase, RequestState, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import PREEMPTED, Close
 from trinity.core.migration.kv_target import publish_kv
 
@@ -21,9 +23,7 @@ def preempt(s: State, state: RequestState, now: float) -> None:
     """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
     request, prompt = state.work.request, len(state.work.prompt)
     state.leave_columns()
-    written = state.done if request in s.prefilling else prompt + len(state.tokens) - 1
-    for running in (s.prefilling, s.decoding):
-        running.pop(request, None)
+    written = state.done if state.phase is Phase.PREFILLING else prompt + len(state.tokens) - 1
     state.text, state.keys = prompt + len(state.tokens), []
     publish_kv(s, state, written)
     s.kv.drop(reversed(state.kv))  # the end is evicted first: what is left can be matched
@@ -50,8 +50,7 @@ def recompute(s: State, state: RequestState, now: float) -> None:
     elif hold_features(s, state):
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles and state.incoming is None:
-        state.enter(Phase.IMAGE_QUEUE, now)
-        s.encode_queue.appendleft(state.work.request)
+        s.move(state, Phase.IMAGE_QUEUE, now, ahead=True)
     else:  # its inputs are not here
         end(s, state, now, PREEMPTED)
 

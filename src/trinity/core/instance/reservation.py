@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.instance.state import RequestState, State
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import KV, Work
 from trinity.core.routing import kv_tokens
 

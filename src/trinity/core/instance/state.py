@@ -5,232 +5,20 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
-from typing import Any
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.instance.columns import Columns
 from trinity.core.instance.lanes import Flights
-from trinity.core.instance.phases import SPAN
-from trinity.core.instance.phases import Phase as Phase
+from trinity.core.instance.phases import MOVES, Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
+from trinity.core.instance.request_state import Fetching, MediaSlot, Outgoing, PendingMedia, RequestState, Spared
 from trinity.core.instance.settings import Settings as Settings
-from trinity.core.messages import (
-    IMAGE,
-    KV,
-    Commit,
-    Failure,
-    Fetched,
-    Finished,
-    MediaSpan,
-    Offer,
-    PeerLoad,
-    Ready,
-    Revoke,
-    Send,
-    Value,
-    Work,
-)
-from trinity.core.migration.layer_blocks import Cells, Piece
+from trinity.core.messages import IMAGE, KV, Failure, Finished, PeerLoad, Revoke, Send, Value, Work
 from trinity.core.routing import Router
 from trinity.core.transfers import PullTimes, TokenRate
-
-MISSING = "missing"  # how a target ends an offer whose features are not where it said
-
-
-@dataclass(slots=True)
-class MediaSlot:
-    """One media item of a request here: its image-cache blocks once reserved, and whether they hold the features."""
-
-    span: MediaSpan
-    keys: list[Key]
-    blocks: tuple[int, ...] = ()
-    ready: bool = False
-    holder: str = ""  # another instance has the features: they are ready there, and no blocks are reserved here
-
-
-@dataclass(slots=True)
-class RequestState:
-    """A request that lives here. ``written``: its outputs, but for those that ``columns`` has."""
-
-    work: Work
-    phase: Phase
-    since: float
-    inputs: tuple[Any, ...] = ()
-    ending: Finished | None = None
-    written: list[int] = field(default_factory=list)
-    columns: Columns | None = None
-    attempt: int = field(init=False)
-    max_tokens: int = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)
-    deadline: float = float("inf")
-    media: list[MediaSlot] = field(default_factory=list)
-    kv: tuple[int, ...] = ()
-    keys: list[Key] = field(default_factory=list)
-    published: int = 0
-    cached: int = 0
-    reused: int | None = None  # as ``cached``, of the first time
-    done: int = 0
-    scheduled: int = 0  # positions of the text that are prefilled or in a step
-    text: int = field(init=False)  # positions that a prefill fills: the prompt, and outputs that are recomputed
-    preemptions: int = 0
-    firm: bool = False  # has its whole KV need and is not preempted, where others grow
-    pulls: int = 0
-    opened: bool = False
-    skip_media: bool = False  # cached KV covers every image: none is asked for
-    first_decode: bool = False
-    incoming: Incoming | None = None
-    outgoing: str | None = None
-    stream: Stream | None = None
-    spans: dict[str, float] = field(default_factory=dict)
-    transfers: list[dict[str, Any]] = field(default_factory=list)
-    route: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
-        self.text = len(self.work.prompt) + len(self.written)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Its outputs so far."""
-        self.write()
-        return self.written
-
-    @property
-    def outputs(self) -> int:
-        """How many those are."""
-        return len(self.written) if self.columns is None else self.columns.tokens(self.work.request)
-
-    def write(self) -> None:
-        if self.columns is not None:
-            self.written += self.columns.news(self.work.request)
-
-    def join_columns(self, columns: Columns) -> None:
-        """It decodes together with others from now on."""
-        columns.join(self.work.request, self.attempt, len(self.written), self.max_tokens, self.stop_ids)
-        self.columns = columns
-
-    def leave_columns(self) -> None:
-        if self.columns is not None:
-            self.write()
-            self.columns.leave(self.work.request)
-            self.columns = None
-
-    @property
-    def age(self) -> tuple[int, str]:
-        return self.work.number, self.work.request
-
-    def enter(self, phase: Phase, now: float) -> None:
-        self.book(now)
-        self.phase = phase
-
-    def book(self, now: float) -> None:
-        """Add the time since the last change to the span that it belongs to.
-
-        What passes before the source of a transfer has committed is the source's: its spans say what it did meanwhile.
-        """
-        since, self.since = self.since, now
-        if self.incoming is not None and self.incoming.commit is None:
-            return
-        name = "decode_queue" if self.phase is Phase.DECODING and not self.first_decode else SPAN[self.phase]
-        self.spans[name] = self.spans.get(name, 0.0) + now - since
-
-
-@dataclass(slots=True)
-class Stream:
-    """What the target of a KV transfer knows to be ready while prefill runs.
-
-    The first ``announced`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``: the
-    chunk's step failed in its middle, so that these layers were void.
-    """
-
-    announced: int
-    layers: int = 0
-    again: bool = False
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A transfer of which this instance is the target, ``since`` when.
-
-    Of KV: what is ready and not asked for, which ``cells`` are missing, pulls ``running`` with their start, whether all
-    of it was ``firm`` (of ended steps), layers in the largest piece, the seconds in which a pull was under way, and
-    ``doubts``: pieces that did not match their digests, a failure at Commit unless they come again before.
-    """
-
-    offer: Offer
-    since: float = 0.0
-    ready: set[int] = field(default_factory=set)
-    asked: set[int] = field(default_factory=set)
-    pulled: set[int] = field(default_factory=set)
-    commit: Commit | None = None
-    moved: bool = False
-    released: bool = False
-    ready_kv: deque[Ready] = field(default_factory=deque)
-    cells: Cells | None = None
-    running: dict[int, tuple[Piece, float]] = field(default_factory=dict)
-    firm: bool = True
-    group: int = 0
-    busy: float = 0.0
-    busy_since: float = 0.0
-    last: float = 0.0
-    prefilled: float | None = None
-    doubts: list[tuple[Piece, Failure]] = field(default_factory=list)
-    record: dict[str, Any] = field(default_factory=dict)
-    fetched: dict[int, Fetched] = field(default_factory=dict)  # parts that come from a holder
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A transfer of which this instance is the source: a lease on ``blocks``, ``since`` when, until Release.
-
-    ``attempt``, ``route`` and ``count`` of tokens are what the front end is told where the lease ends otherwise.
-    """
-
-    id: str
-    request: str
-    target: str
-    kind: str
-    blocks: tuple[int, ...]
-    since: float = 0.0
-    attempt: int = 0
-    route: tuple[str, ...] = ()
-    count: int = 0
-
-
-@dataclass(slots=True)
-class Spared:
-    """A request offered with features that others hold: what encoding them after all would need."""
-
-    work: Work
-    inputs: tuple[Any, ...]
-    route: tuple[str, ...]
-    deadline: float
-    tokens: list[int]
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class Fetching:
-    """Features asked of their holder, for a part of an offer."""
-
-    request: str
-    offer: str
-    part: int
-    holder: str
-    since: float
-
-
-@dataclass(slots=True)
-class PendingMedia:
-    """Media that several requests here may be waiting for: encoded once, by its first provider's inputs."""
-
-    blocks: tuple[int, ...]
-    providers: list[tuple[str, int]]
-    in_step: bool = False
 
 
 class State:
@@ -247,10 +35,23 @@ class State:
         self.migrated_queue = Queue()  # after an image migration: ahead of new arrivals, first in first out
         self.image_offers = Queue()
         self.kv_offers = Queue()
-        self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
+        self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
+        self._queues = {
+            Phase.IMAGE_QUEUE: self.encode_queue,
+            Phase.IMAGE_OFFER: self.image_offers,
+            Phase.KV_QUEUE: self.prefill_queue,
+            Phase.MIGRATED_QUEUE: self.migrated_queue,
+            Phase.PREEMPTED_QUEUE: self.preempted,
+            Phase.KV_OFFER: self.kv_offers,
+        }
+        self._batches = {
+            Phase.ENCODING: self.encoding,
+            Phase.PREFILLING: self.prefilling,
+            Phase.DECODING: self.decoding,
+        }
         self.columns = Columns()
         self.fresh: list[str] = []  # decode from the next step on
         self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
@@ -288,6 +89,54 @@ class State:
             return None
         key = size if order == "sjf" else lambda state: state.deadline
         return lambda request: key(self.requests[request])
+
+    def take_in(self, state: RequestState) -> None:
+        """A request has come, or come back: two tombstones would hand a late Cancel round and round."""
+        request = state.work.request
+        assert request not in self.requests, f"{request} is here already"
+        self.requests[request] = state
+        self.tombstones.pop(request, None)
+
+    def move(self, state: RequestState, phase: Phase, now: float, *, ahead: bool = False) -> None:
+        """The request's next phase and its place there, ``ahead`` of all that wait; raises where ``MOVES`` lacks it."""
+        before, request = state.phase, state.work.request
+        if phase not in MOVES[before] or (state.ending is not None and phase is not Phase.GONE):
+            raise AssertionError(f"{self.settings.name}: {request} cannot move from {before.name} to {phase.name}")
+        if state.ending is None:
+            self._leave_place(state)
+        if before in self.arriving:
+            self.arriving[before] -= 1
+        if phase is Phase.GONE:
+            del self.requests[request]
+            self.leaving.discard(request)
+        else:
+            state.book(now)
+            self._take_place(state, phase, ahead)
+        state.phase = phase
+
+    def begin_to_end(self, state: RequestState, ending: Finished) -> None:
+        """Out of its place, so that no further step or transfer includes it; in its phase until it is gone."""
+        if state.ending is None:
+            self._leave_place(state)
+        state.ending = ending
+        self.leaving.add(state.work.request)
+        state.leave_columns()
+
+    def _take_place(self, state: RequestState, phase: Phase, ahead: bool) -> None:
+        request = state.work.request
+        if phase in self._queues:
+            queue = self._queues[phase]
+            queue.appendleft(request) if ahead else queue.append(request)
+        elif phase in self._batches:
+            self._batches[phase][request] = state
+        elif phase in self.arriving:
+            self.arriving[phase] += 1
+
+    def _leave_place(self, state: RequestState) -> None:
+        if state.phase in self._queues:
+            self._queues[state.phase].remove(state.work.request)
+        elif state.phase in self._batches:
+            del self._batches[state.phase][state.work.request]
 
     @property
     def image(self) -> BlockPool:

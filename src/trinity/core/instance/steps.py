@@ -6,7 +6,8 @@ from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.growth import placed
 from trinity.core.instance.lanes import LANES, Running
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
-from trinity.core.instance.state import RequestState, State
+from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Send, Step, Stepped
 from trinity.core.migration.kv_source import chunk_done, group_for, measure, open_streams
 from trinity.core.migration.kv_target import publish_kv
@@ -164,7 +165,6 @@ def _media_progress(s: State, state: RequestState, now: float, items: tuple[int,
         if may_offer(s, state):
             offer_media(s, state, now)
     elif all(slot.ready for slot in state.media):
-        del s.encoding[state.work.request]
         queue_prefill(s, state, now)
 
 
@@ -199,7 +199,6 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
     chunk_done(s, state, row)
     if not row.last:
         return
-    del s.prefilling[row.request]
     drop_media(s, state)
     sampled = event.sampled.get(row.request)
     assert sampled is not None, f"a row of {row.request} gave no token"

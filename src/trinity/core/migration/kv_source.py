@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lanes import Running
-from trinity.core.instance.state import RequestState, State, Stream
+from trinity.core.instance.request_state import RequestState, Stream
+from trinity.core.instance.state import State
 from trinity.core.messages import KV, Part, Prefill, Progress, Ready, Step, Stepped
 from trinity.core.migration.source import open_offer
 from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers

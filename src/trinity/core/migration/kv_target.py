@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import Incoming, RequestState
 from trinity.core.instance.reservation import need, recomputable, spare
-from trinity.core.instance.state import Incoming, Phase, RequestState, State
+from trinity.core.instance.state import State
 from trinity.core.messages import KV, Failure, Offer, Pull, Pulled, Ready
 from trinity.core.migration.layer_blocks import Cells, Piece
 from trinity.core.transfers import PullTimes, merged, overlap_ratio
@@ -28,8 +30,7 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     incoming = state.incoming
     assert incoming is not None
     incoming.cells = Cells(len(incoming.offer.parts[0].blocks), s.settings.layers, len(hits))
-    state.enter(Phase.KV_PULL, now)
-    s.arriving[Phase.KV_PULL] += 1
+    s.move(state, Phase.KV_PULL, now)
     return True
 
 

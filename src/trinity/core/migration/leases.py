@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import inf
 
 from trinity.core.instance.lifecycle import end
-from trinity.core.instance.state import MISSING, Outgoing, RequestState, State, failure
+from trinity.core.instance.request_state import MISSING, Outgoing, RequestState
+from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Failure, Finished, Release, Send, Withdraw
 from trinity.core.migration.remote_features import encode_after_all, forget_spared, holder_silent
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 
 from trinity.core.instance.lifecycle import end
-from trinity.core.instance.state import MISSING, Fetching, Outgoing, Phase, RequestState, Spared, State
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import MISSING, Fetching, Outgoing, RequestState, Spared
+from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, IMAGE, Fetch, Fetched, Finished, Pull, Pulled, Release
 from trinity.core.migration.kv_target import nothing_moved
 
@@ -48,14 +50,13 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
     if spared.cancelled:
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
-    state = RequestState(work, Phase.IMAGE_QUEUE, now, spared.inputs, written=spared.tokens, route=route)
+    state = RequestState(work, now, spared.inputs, written=spared.tokens, route=route)
     state.deadline = spared.deadline
     if work.deadline_s is not None:
         heapq.heappush(s.deadlines, (state.deadline, work.request))
     state.media = s.slots(work)
-    s.tombstones.pop(work.request, None)
-    s.requests[work.request] = state
-    s.encode_queue.append(work.request)
+    s.take_in(state)
+    s.move(state, Phase.IMAGE_QUEUE, now)
 
 
 # ---------------------------------------------------------------- the holder

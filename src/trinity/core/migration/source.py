@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import commit, end, hand_on
-from trinity.core.instance.state import MediaSlot, Outgoing, RequestState, State, failure
+from trinity.core.instance.request_state import MediaSlot, Outgoing, RequestState
+from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
 from trinity.core.migration.remote_features import keep
 
@@ -96,4 +97,4 @@ def _nowhere(s: State, letter: str) -> Failure:
 def _commit(s: State, state: RequestState, now: float) -> None:
     state.book(now)
     commit(s, state, now)
-    hand_on(s, state)
+    hand_on(s, state, now)

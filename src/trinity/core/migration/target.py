@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
+from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
-from trinity.core.instance.state import MISSING, Incoming, Phase, RequestState, State
+from trinity.core.instance.request_state import MISSING, Incoming, RequestState
+from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
 from trinity.core.migration.kv_target import ask_kv, conclude_record, kv_here, kv_pulled, ready_kv, reserve_kv
 from trinity.core.migration.remote_features import ask_holder, pull_ended, spared_record
@@ -19,24 +21,20 @@ from trinity.core.migration.remote_features import ask_holder, pull_ended, spare
 def offered(s: State, event: Offer, now: float) -> None:
     """Step 1: a request with blocks elsewhere. It waits for blocks here, first in first out among migrations."""
     work = event.work
-    assert work.request not in s.requests, f"{work.request} is here already"
-    state = RequestState(work, Phase.IMAGE_OFFER, now, route=(*event.route, s.settings.name))
+    state = RequestState(work, now, route=(*event.route, s.settings.name))
+    s.take_in(state)
     state.incoming = Incoming(event, now)
     s.set_deadline(state, work.deadline_s, now)
     s.hear(event.source, now)
     s.watch(now)
     s.stir(now)
     s.incoming[event.id] = work.request
-    s.requests[work.request] = state
-    s.tombstones.pop(work.request, None)  # it has come back: two tombstones would hand a late Cancel round and round
     if event.kind == KV:
-        state.phase = Phase.KV_OFFER
-        s.kv_offers.append(work.request)
+        s.move(state, Phase.KV_OFFER, now)
         return
     state.media = s.slots(work)
     state.skip_media = not s.needs_media(state)
-    if not state.skip_media:
-        s.image_offers.append(work.request)
+    s.move(state, Phase.COVERED if state.skip_media else Phase.IMAGE_OFFER, now)
 
 
 def _state(s: State, offer: str) -> RequestState | None:
@@ -97,7 +95,6 @@ def admit_offers(s: State, now: float) -> None:
 
 def _admit(s: State, queue: Queue, reserve: Callable[[State, RequestState, float], bool], now: float) -> None:
     while queue and reserve(s, state := s.requests[next(iter(queue))], now):
-        queue.remove(state.work.request)
         _ask(s, state, now)
         _complete(s, state, now)
 
@@ -116,8 +113,7 @@ def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     for slot, found in zip(state.media, whole, strict=True):
         slot.blocks = found or s.allocate(IMAGE, len(slot.keys))
         slot.ready = bool(found)
-    state.enter(Phase.IMAGE_PULL, now)
-    s.arriving[Phase.IMAGE_PULL] += 1
+    s.move(state, Phase.IMAGE_PULL, now)
     return True
 
 
@@ -216,8 +212,7 @@ def _complete(s: State, state: RequestState, now: float) -> None:
 
 def start_decoding(s: State, state: RequestState, now: float) -> None:
     """A row of every decode step from now on."""
-    state.enter(Phase.DECODING, now)
-    s.decoding[state.work.request] = state
+    s.move(state, Phase.DECODING, now)
     if s.in_step(state.work.request):
         state.first_decode = True  # behind its last chunk
     else:
@@ -227,5 +222,4 @@ def start_decoding(s: State, state: RequestState, now: float) -> None:
 def ask_for_media(s: State, state: RequestState, now: float) -> None:
     """The cached KV that covered the images is gone: reserve image blocks and pull after all."""
     state.skip_media = False
-    state.enter(Phase.IMAGE_OFFER, now)
-    s.image_offers.append(state.work.request)
+    s.move(state, Phase.IMAGE_OFFER, now)
