@@ -96,7 +96,7 @@ class Reader:
             reads.append(await timed(lambda: remote.read(source, target)))
             copies.append(await timed(lambda: copy(size)))
             started = time.perf_counter()
-            native.digests(self.ours.pool, target)
+            native.compute_digests(self.ours.pool, target)
             digests.append(time.perf_counter() - started)
         await remote.read(source, target)  # last, because the copy in one piece wrote other bytes there
         assert torch.equal(self.ours.tensor[target[-1]], self._lent(source[-1])), "not what was lent"

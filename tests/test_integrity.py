@@ -15,8 +15,16 @@ from trinity.core.messages import Commit, Fetched, Offer, Part, PeerLost, Pull, 
 from trinity.core.transfers import merged
 from trinity.errors import ConfigError, IntegrityError, MigrationError
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.digests import KEPT, Digests, Verify, check_arrived, check_verify, piece_of, verifies
-from trinity.memory.native import digests
+from trinity.memory.digests import (
+    STALE_OFFERS_KEPT,
+    Digests,
+    Verify,
+    check_verify,
+    layer_byte_range,
+    should_verify,
+    verify_pull,
+)
+from trinity.memory.native import compute_digests
 from trinity.request import Output
 from trinity.testing.transports import WrappedTransport
 from trinity.transport.inproc import InprocTransport
@@ -54,8 +62,8 @@ class Ends:
         self.tell(asked)
 
     def tell(self, message: Offer | Ready | Commit) -> Ready | Offer | Commit:
-        sent = self.source.sending(Send("D0", message), ["P0:1"])
-        self.target.heard(sent)
+        sent = self.source.add_digests(Send("D0", message), ["P0:1"])
+        self.target.observe(sent)
         assert isinstance(sent, (Offer, Ready, Commit))
         return sent
 
@@ -64,11 +72,11 @@ class Ends:
         ours, theirs = (each[asked.kind].tensor for each in (self.ours, self.theirs))
         layers = slice(*asked.layers) if asked.layers else slice(None)
         theirs[list(asked.target_blocks), layers] = ours[list(asked.source_blocks), layers]
-        return self.target.pulling(asked)
+        return self.target.add_expected(asked)
 
     def check(self, asked: Pull) -> float:
         assert asked.digests is not None
-        return check_arrived(self.theirs[asked.kind], asked, asked.digests)
+        return verify_pull(self.theirs[asked.kind], asked, asked.digests)
 
 
 # ---------------------------------------------------------------- when
@@ -80,7 +88,7 @@ class Ends:
 )
 def test_which_transports_are_verified(verify: Verify, checked: list[bool]) -> None:
     """Another's transport that does not say what it is counts as a network."""
-    assert [verifies(verify, each) for each in (InprocTransport, ShmTransport, NixlTransport, object())] == checked
+    assert [should_verify(verify, each) for each in (InprocTransport, ShmTransport, NixlTransport, object())] == checked
 
 
 def test_verify_is_one_of_three() -> None:
@@ -103,16 +111,16 @@ def test_a_connector_of_ones_own_keeps_its_setting() -> None:
 
 def test_layers_are_one_piece_of_each_block() -> None:
     memory = pools()["kv"]
-    assert piece_of(memory, None) is None
-    assert piece_of(memory, (0, LAYERS)) == (0, memory.block_bytes)
-    assert piece_of(memory, (1, 3)) == (memory.block_bytes // 4, memory.block_bytes // 2)
+    assert layer_byte_range(memory, None) is None
+    assert layer_byte_range(memory, (0, LAYERS)) == (0, memory.block_bytes)
+    assert layer_byte_range(memory, (1, 3)) == (memory.block_bytes // 4, memory.block_bytes // 2)
 
 
 def test_each_part_has_its_digests_in_order() -> None:
     ends = Ends(offer("image", PARTS))
     sent = ends.tell(Ready("P0:1", (1, 0)))
     assert isinstance(sent, Ready)
-    assert list(sent.digests) == digests(ends.ours["image"].tensor, [6, 1, 2, 5])
+    assert list(sent.digests) == compute_digests(ends.ours["image"].tensor, [6, 1, 2, 5])
     assert sent.digest_s > 0
     asked = ends.arrive(pull("image", PARTS[1]))
     assert asked.digests == sent.digests[:1]
@@ -169,7 +177,7 @@ def test_content_that_is_written_anew_has_new_digests() -> None:
 
 def test_a_source_that_sends_none_is_not_believed() -> None:
     ends = Ends(offer())
-    ends.target.heard(Ready("P0:1", (0,)))
+    ends.target.observe(Ready("P0:1", (0,)))
     for asked in (pull(), replace(pull(), offer="P0:9")):
         with pytest.raises(IntegrityError, match=r"sent 0 digests for 3 blocks: is verify= the same\?"):
             ends.check(ends.arrive(asked))
@@ -192,8 +200,8 @@ def test_a_release_ends_it_on_both_sides() -> None:
     ends.tell(Ready("P0:1", (0,)))
     ends.tell(Commit("P0:1"))
     assert remembered(ends) == (1, 1)
-    release = ends.target.sending(Send("P0", Release("P0:1", "pulled")), [])
-    ends.source.heard(release)
+    release = ends.target.add_digests(Send("P0", Release("P0:1", "pulled")), [])
+    ends.source.observe(release)
     assert remembered(ends) == (0, 0)
     assert ends.tell(Ready("P0:1", (0,))) == Ready("P0:1", (0,)), "nothing is known of it any more"
 
@@ -202,33 +210,33 @@ def test_features_of_a_holder_come_with_digests_of_their_own() -> None:
     """The multimodal store: the offer is of E0 and has no blocks, the holder P0 answers what the target asked."""
     ends = Ends(offer("image", ((),)))
     ends.tell(Ready("P0:1", (0,)))
-    answer = ends.source.sending(Send("D0", Fetched("P0:1/0", "P0", (3, 1))), [])
+    answer = ends.source.add_digests(Send("D0", Fetched("P0:1/0", "P0", (3, 1))), [])
     assert isinstance(answer, Fetched)
-    assert answer.digests == tuple(digests(ends.ours["image"].pool, (3, 1)))
-    ends.target.heard(answer)
+    assert answer.digests == tuple(compute_digests(ends.ours["image"].pool, (3, 1)))
+    ends.target.observe(answer)
     assert ends.check(ends.arrive(pull("image", (3, 1)))) >= 0
-    assert ends.target.pulling(pull("image", (3, 1))).digests == (), "once"
-    ends.target.heard(answer)
-    ends.target.sending(Send("P0", Release("P0:1/0", "cancelled")), [])
+    assert ends.target.add_expected(pull("image", (3, 1))).digests == (), "once"
+    ends.target.observe(answer)
+    ends.target.add_digests(Send("P0", Release("P0:1/0", "cancelled")), [])
     assert not ends.target._fetched
-    assert ends.source.sending(Send("D0", Fetched("P0:1/0", "P0")), []) == Fetched("P0:1/0", "P0")
+    assert ends.source.add_digests(Send("D0", Fetched("P0:1/0", "P0")), []) == Fetched("P0:1/0", "P0")
 
 
 def test_a_lost_peer_ends_it_too() -> None:
     ends = Ends(offer())
     for side in (ends.source, ends.target):
-        side.heard(PeerLost("E0"))
+        side.observe(PeerLost("E0"))
     assert remembered(ends) == (1, 1)
-    ends.source.heard(PeerLost("D0"))
-    ends.target.heard(PeerLost("P0"))
+    ends.source.observe(PeerLost("D0"))
+    ends.target.observe(PeerLost("P0"))
     assert remembered(ends) == (0, 0)
 
 
 def test_leases_that_ran_out_are_forgotten_in_time() -> None:
     ends = Ends(offer())
-    for number in range(2, 10 * KEPT):
-        ends.source.sending(Send("D0", offer(number=number)), ["P0:1"])
-    assert len(ends.source._offered) <= KEPT + 4
+    for number in range(2, 10 * STALE_OFFERS_KEPT):
+        ends.source.add_digests(Send("D0", offer(number=number)), ["P0:1"])
+    assert len(ends.source._offered) <= STALE_OFFERS_KEPT + 4
     assert "P0:1" in ends.source._offered
 
 

@@ -24,7 +24,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """What does the work."""
     if request.param == "arrays":
         monkeypatch.setattr(native, "extension", None)
-    elif not native.available():
+    elif not native.has_extension():
         pytest.skip(native.describe())
     return str(request.param)
 
@@ -48,13 +48,13 @@ def digest_by_integers(piece: bytes) -> int:
 
     def mixed(x: int) -> int:
         x ^= x >> 32
-        x = x * native.MIX % (1 << 64)
+        x = x * native.DIGEST_MIX % (1 << 64)
         return x ^ (x >> 32)
 
-    total = len(piece) * native.STEP
+    total = len(piece) * native.DIGEST_STEP
     for place, first in enumerate(range(0, len(piece), 8), 1):
         word = int.from_bytes(piece[first : first + 8].ljust(8, b"\0"), "little")
-        total += mixed((word + place * native.STEP) % (1 << 64))
+        total += mixed((word + place * native.DIGEST_STEP) % (1 << 64))
     value = mixed(total % (1 << 64))
     return value - (1 << 64) if value >= INT64 else value
 
@@ -64,17 +64,17 @@ def digest_by_integers(piece: bytes) -> int:
 
 @pytest.mark.skipif("CI" not in os.environ, reason="only CI insists on a C++ compiler: CI is not set")
 def test_the_extension_is_built_where_ci_runs() -> None:
-    assert native.available(), native.describe()
+    assert native.has_extension(), native.describe()
 
 
 def test_what_does_the_work_is_said(kind: str) -> None:
     words = {"extension": "csrc (", "arrays": "numpy and torch: "}
     assert native.describe().startswith(words[kind])
-    assert native.available() is (kind == "extension")
+    assert native.has_extension() is (kind == "extension")
 
 
 def test_the_extension_is_the_one_that_this_checkout_calls() -> None:
-    if not native.available():
+    if not native.has_extension():
         pytest.skip(native.describe())
     assert native.extension.API == native.API
     assert native.extension.instructions() in ("avx512", "avx2", "portable")
@@ -229,10 +229,10 @@ def test_every_way_computes_the_same_digest(piece: bytes, before: int, after: in
     raw = np.frombuffer(bytes(before) + piece + bytes(after) + b"\1", np.uint8).copy()[None]
     within = (before, len(piece))
     wanted = [digest_by_integers(piece)]
-    assert native.digests(raw, [0], within) == wanted
+    assert native.compute_digests(raw, [0], within) == wanted
     assert native._tensor_digests(torch.from_numpy(raw), np.zeros(1, np.int64), within) == wanted
     with Without():
-        assert native.digests(raw, [0], within) == wanted
+        assert native.compute_digests(raw, [0], within) == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -240,44 +240,44 @@ def test_digests_of_many_blocks_in_any_order(kind: str, dtype: torch.dtype) -> N
     tensor = torch.from_numpy(pool(6, 2048 * 12)).view(dtype).view(6, 3, -1)
     order = [5, 0, 3, 3]
     rows = tensor.view(6, -1).view(torch.uint8).numpy()
-    assert native.digests(tensor, order) == [digest_by_integers(rows[each].tobytes()) for each in order]
-    assert native.digests(tensor, np.array(order)) == native.digests(rows, order)
-    assert native.digests(tensor, []) == []
+    assert native.compute_digests(tensor, order) == [digest_by_integers(rows[each].tobytes()) for each in order]
+    assert native.compute_digests(tensor, np.array(order)) == native.compute_digests(rows, order)
+    assert native.compute_digests(tensor, []) == []
 
 
 def test_a_long_block_goes_slice_by_slice(kind: str) -> None:
     rows = pool(2, 8 * native.SLICE_WORDS + 8 * 77 + 5)
-    assert native.digests(rows, [1]) == [digest_by_integers(rows[1].tobytes())]
+    assert native.compute_digests(rows, [1]) == [digest_by_integers(rows[1].tobytes())]
 
 
 @given(st.integers(1, 64), st.data())
 def test_what_changes_a_block_changes_its_digest(words: int, data: st.DataObject) -> None:
     row = pool(1, 8 * words, words)
-    (before,) = native.digests(row, [0])
+    (before,) = native.compute_digests(row, [0])
     bit = data.draw(st.integers(0, 64 * words - 1))
     flipped = row.copy()
     flipped[0, bit // 8] ^= 1 << bit % 8
-    assert native.digests(flipped, [0]) != [before]
+    assert native.compute_digests(flipped, [0]) != [before]
     left, right = (data.draw(st.integers(0, words - 1)) for _ in range(2))
     swapped = row.copy().view(np.uint64)
     swapped[0, [left, right]] = swapped[0, [right, left]]
-    assert (native.digests(swapped, [0]) != [before]) is (left != right)
+    assert (native.compute_digests(swapped, [0]) != [before]) is (left != right)
 
 
 def test_zeros_of_different_lengths_differ(kind: str) -> None:
     zeros = np.zeros((1, 4096), np.uint8)
-    found = [native.digests(zeros, [0], (0, length))[0] for length in range(4097)]
+    found = [native.compute_digests(zeros, [0], (0, length))[0] for length in range(4097)]
     assert len(set(found)) == len(found)
     top_bits = np.zeros((1, 16), np.uint64)  # an even number of them cancels in a plain weighted sum
     top_bits[0, :2] = 1 << 63
-    assert native.digests(top_bits, [0]) != native.digests(np.zeros_like(top_bits), [0])
+    assert native.compute_digests(top_bits, [0]) != native.compute_digests(np.zeros_like(top_bits), [0])
 
 
 @pytest.mark.parametrize(("blocks", "within"), [([3], None), ([-1], None), ([0], (0, 17)), ([0], (17, 0))])
 def test_a_wrong_digest_is_refused(kind: str, blocks: list[int], within: tuple[int, int] | None) -> None:
     for source in (pool(3, 16), torch.from_numpy(pool(3, 16))):
         with pytest.raises(ConfigError):
-            native.digests(source, blocks, within)
+            native.compute_digests(source, blocks, within)
     with pytest.raises(ConfigError):
         native._tensor_digests(torch.from_numpy(pool(3, 16)), np.array(blocks), within)
 
@@ -291,9 +291,9 @@ def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
     native.copy_blocks(ours, theirs, to, start, within)
     native.copy_blocks(target, source, to, start, within)
     assert np.array_equal(ours.cpu().numpy(), target)
-    assert native.digests(ours, to, within) == native.digests(target, to, within)
+    assert native.compute_digests(ours, to, within) == native.compute_digests(target, to, within)
 
 
-@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+@pytest.mark.skipif(not native.has_extension(), reason="the extension is not built")
 def test_it_has_the_twin_that_this_checkout_calls() -> None:
     assert not compiled.missing()

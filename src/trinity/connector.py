@@ -20,7 +20,7 @@ from trinity.errors import (
     TrinityError,
 )
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.digests import Verify, check_arrived, check_verify, piece_of, verifies
+from trinity.memory.digests import Verify, check_verify, layer_byte_range, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, runs
 from trinity.transport.registry import make_transport
 
@@ -56,7 +56,7 @@ class Connector:
     @property
     def verifies(self) -> bool:
         """Whether sources send digests of their blocks, which are compared with what has arrived."""
-        return verifies(self.verify, self.transport)
+        return should_verify(self.verify, self.transport)
 
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
         """Publish an instance's pools; their descriptors by kind.
@@ -110,7 +110,7 @@ class Connector:
             async with asyncio.timeout(self.timeout_s):
                 remote = await self._remote(instance, pull.source, pull.kind)
                 ready = time.perf_counter()
-                within = piece_of(self._memories[instance, pull.kind], pull.layers)
+                within = layer_byte_range(self._memories[instance, pull.kind], pull.layers)
                 moved = await remote.read(pull.source_blocks, pull.target_blocks, within)
                 await self._check_fresh(remote, instance, pull)
         except TimeoutError as error:
@@ -125,8 +125,8 @@ class Connector:
     async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:
         memory = self._memories[instance, pull.kind]
         if moved <= INLINE_BYTES:
-            return check_arrived(memory, pull, expected)
-        return await asyncio.to_thread(check_arrived, memory, pull, expected)
+            return verify_pull(memory, pull, expected)
+        return await asyncio.to_thread(verify_pull, memory, pull, expected)
 
     async def _check_fresh(self, remote: Remote, instance: str, pull: Pull) -> None:
         """A source that took blocks back may have written something else there while we read."""

@@ -1,1 +1,1 @@
-"""The bytes behind block pools: tensors, native copies, digests."""
+"""Memory behind block pools: typed tensors, native block copies and digests."""

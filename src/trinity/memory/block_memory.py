@@ -1,4 +1,4 @@
-"""BlockMemory: the tensor behind one pool of blocks, seen as typed rows by stages and as bytes by transports."""
+"""BlockMemory: the memory behind one pool of blocks, typed rows for stages and bytes for transports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Shape of one block: image [rows, width]; kv [layers, 2, kv_heads, rows, head_dim] (block-major, head-major).
+    """Shape of one block.
 
-    ``dtype`` is torch's, or numpy's for blocks that no tensor is made of (paced).
+    - ``kind``: "image" or "kv".
+    - ``shape``: [rows, width] for images; [layers, 2, kv_heads, rows, head_dim] for KV (block-major, head-major).
+    - ``dtype``: torch's, or numpy's where no tensor is ever made of the blocks (emulated stages).
     """
 
     kind: str
@@ -39,20 +41,20 @@ class BlockShape:
 
 
 class BlockMemory:
-    """``tensor`` is [blocks, *shape], contiguous; a block of all layers is one contiguous piece.
+    """One allocation of ``blocks`` equal blocks, and one generation number for each block.
 
-    ``raw`` is the same memory as [blocks, block_bytes] uint8 of numpy, None on a GPU. torch is imported where a tensor
-    is first asked for: paced instances never do.
+    - ``tensor``: [blocks, *shape], contiguous. A block of all layers is one contiguous piece.
+    - ``raw``: the same memory as numpy uint8 [blocks, block_bytes]; None on a GPU. torch is imported only when a tensor
+      is first used: emulated instances never import it.
+    - ``words``: the same memory as int64 [blocks, block_bytes / 8], since index copies of int64 are torch's fastest on
+      a CPU; uint8 if a block is not a multiple of 8 bytes.
+    - ``generations``: int64 [blocks], initially zero. A source that takes blocks back from a reader raises their
+      generations. A reader that sees a higher generation than it was promised drops the data.
+    - ``file``: descriptor of a sealed memory file if ``shared``, else None. Other processes of this host can map it.
+      CPU blocks begin at byte 0 and generations at ``generations_at``. GPU memory stays on the device; its file holds
+      only the generations.
 
-    ``words`` is the same memory as [blocks, block_bytes / 8] int64 (index copies of int64 are the fastest that torch
-    has on a CPU), or uint8 where a block is not a multiple of 8 bytes.
-
-    ``generations`` is int64 [blocks], zero at first: a source that takes blocks back from a reader raises their
-    numbers, and a reader that sees a higher one than it was promised drops what it read.
-
-    With ``shared``, CPU memory is a sealed memory file whose descriptor is ``file``, which other processes of this host
-    can map: blocks from byte 0 on, generations from ``generations_at`` on. Memory of a GPU stays where it is, and the
-    file has the generations alone. Raises ``ConfigError`` where there is not enough memory.
+    Raises ``ConfigError`` if there is not enough memory.
     """
 
     def __init__(self, shape: BlockShape, blocks: int, device: str = "cpu", *, shared: bool = False) -> None:
@@ -66,7 +68,7 @@ class BlockMemory:
         self.generations = raw[self.generations_at :].view("int64")
         self.raw = raw[:size].reshape(blocks, shape.block_bytes) if on_cpu else None
         if not on_cpu:
-            _ = self.tensor  # now, so that a lack of memory is a failure to start
+            _ = self.tensor  # allocate now, so that a lack of memory fails at start
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -79,7 +81,7 @@ class BlockMemory:
 
     @property
     def pool(self) -> np.ndarray | torch.Tensor:
-        """What copies and digests of blocks work on, with torch only where the memory is a GPU's."""
+        """Memory for block copies and digests: numpy on a CPU, a torch tensor only on a GPU."""
         return self.tensor if self.raw is None else self.raw
 
     @property
@@ -95,7 +97,7 @@ class BlockMemory:
         return self.piece(0, self.block_bytes)
 
     def piece(self, offset: int, length: int) -> torch.Tensor:
-        """Bytes ``offset`` to ``offset + length`` of every block, as [blocks, length / 8] int64 or as uint8."""
+        """View bytes ``offset`` to ``offset + length`` of every block: int64 [blocks, length / 8], or uint8."""
         import torch
 
         flat = self.tensor.view(self.blocks, -1).view(torch.uint8)
@@ -104,47 +106,51 @@ class BlockMemory:
         return flat.view(torch.int64)[:, offset // 8 : (offset + length) // 8]
 
     def generation(self, blocks: Sequence[int]) -> int:
-        """The highest generation of these blocks now; 0 of none."""
+        """Return the highest current generation of ``blocks``; 0 if there are none."""
         return int(self.generations[list(blocks)].max()) if len(blocks) else 0
 
     def _shared(self, size: int) -> np.ndarray:
         import numpy as np
 
-        self.file = sealed_file(f"trinity-{self.kind}", size)
+        self.file = create_sealed_file(f"trinity-{self.kind}", size)
         self._closing = weakref.finalize(self, os.close, self.file)
         return np.frombuffer(mmap.mmap(self.file, size), dtype=np.uint8)
 
     def close(self) -> None:
-        """Close the memory file; what is mapped stays until nothing refers to it. Twice is once."""
+        """Close the memory file; may be called twice. Mappings last until nothing refers to them."""
         if self.file is not None:
             self.file = None
             self._closing()
 
 
 def generations_at(size: int) -> int:
-    """Where the generations of a pool of ``size`` bytes begin in its memory file: on a page of their own."""
+    """Return the byte offset of the generations in the memory file of a pool of ``size`` bytes: the next whole page."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def sealed_file(name: str, size: int) -> int:
-    """A memory file of just this size for ever: a peer that truncated it would kill us with SIGBUS."""
+def create_sealed_file(name: str, size: int) -> int:
+    """Create a memory file of a fixed size and return its descriptor.
+
+    Its size is sealed, because a peer that truncated it would kill this process with SIGBUS. Raises ``ConfigError`` if
+    the system has no such memory to give.
+    """
     import fcntl
 
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise ConfigError(f"no memory file for a pool of {size:,} bytes: {error}") from error
+        raise ConfigError(f"cannot create a memory file for a pool of {size:,} bytes: {error}") from error
     try:
         os.ftruncate(file, size)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:
         os.close(file)
-        raise ConfigError(f"a pool of {size:,} bytes cannot be had: {error}; make the pools smaller") from error
+        raise ConfigError(f"cannot allocate a pool of {size:,} bytes: {error}; make the pools smaller") from error
     return file
 
 
 def _untouched_zeros(size: int) -> np.ndarray:
-    """``size`` zero bytes that cost no memory until they are written: a pool larger than its use stays cheap."""
+    """Allocate ``size`` zero bytes whose pages cost no memory until written, so that unused blocks stay cheap."""
     import numpy as np
 
     return np.zeros(size, dtype=np.uint8)

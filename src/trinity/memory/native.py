@@ -1,8 +1,8 @@
-"""Copies and digests of paged blocks: the compiled extension where it is built, numpy and torch with the same results.
+"""Block copies and digests: by the compiled extension if it is built, else by numpy and torch with equal results.
 
-A pool is [blocks, ...], contiguous: a numpy array, or a tensor on any device; its rows are blocks of bytes here. The
-extension (csrc/) is optional: `pip install` builds it where a C++ compiler is found. Where nvcc is found too it has a
-gather for GPUs, which has been compiled but never run, for want of a GPU: its tests skip without one.
+A pool is contiguous [blocks, ...]: a numpy array, or a tensor on any device. Here each of its rows is a block of bytes.
+The extension (csrc/) is optional: `pip install` builds it if it finds a C++ compiler. If it also finds nvcc, the
+extension has a gather for GPUs. That gather has been compiled but never run, for want of a GPU: its tests skip there.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from trinity.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-API = 1  # of the extension that this file calls
-STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # csrc/digest.cpp has the definition
-HALF = (1 << 32) - 1
-SLICE_WORDS = 1 << 16  # the fallback's digests go through the cache, not through temporary blocks in memory
+API = 1  # version of the extension that this file calls
+DIGEST_STEP, DIGEST_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # csrc/digest.cpp has the definition
+LOW_HALF = (1 << 32) - 1
+SLICE_WORDS = 1 << 16  # words per pass of the fallback, so that its temporaries stay in the CPU's cache
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Pool: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 Blocks: TypeAlias = "Sequence[int] | Numbers"
-Within: TypeAlias = "tuple[int, int] | None"
+ByteRange: TypeAlias = "tuple[int, int] | None"
 
 extension: Any = None
 try:
@@ -40,64 +40,70 @@ else:
     extension = _native if _native.API == API else None
 
 
-def available() -> bool:
-    """Whether the compiled extension does the work."""
+def has_extension() -> bool:
+    """Tell if the compiled extension does the work."""
     return extension is not None
 
 
 def describe() -> str:
-    """What does the work here, in words."""
+    """Name in words the code that does the work here."""
     if extension is None:
         return f"numpy and torch: {missing}"
     return f"csrc ({extension.instructions()}{', CUDA' if extension.CUDA else ''})"
 
 
 def copy_blocks(
-    target: Pool, source: Pool, target_blocks: Blocks, source_blocks: Blocks, within: Within = None, *, threads: int = 1
+    target: Pool,
+    source: Pool,
+    target_blocks: Blocks,
+    source_blocks: Blocks,
+    within: ByteRange = None,
+    *,
+    threads: int = 1,
 ) -> int:
     """Copy ``source_blocks`` of one pool into ``target_blocks`` of another, pairwise; returns the bytes moved.
 
-    ``within=(offset, length)`` copies so many bytes of each block, from that byte on. Runs of consecutive blocks are
-    one copy; large ones bypass the cache. ``threads`` share copies of more than 1 MiB. The interpreter's lock is
-    released. Raises ``ConfigError`` before a byte moves where a number is out of range, a target block is named twice
-    or is read as well, or the pools' blocks differ in size.
+    ``within=(offset, length)`` copies only ``length`` bytes of each block, from byte ``offset``. Each run of
+    consecutive blocks is one copy; large ones bypass the cache. ``threads`` share copies of more than 1 MiB. The
+    interpreter's lock is released. Raises ``ConfigError`` before any byte moves if a number is out of range, a target
+    block is named twice or is also a source, or the pools' blocks differ in size.
     """
-    to, start = _numbers(target_blocks), _numbers(source_blocks)
-    if len(to) != len(start):
-        raise ConfigError(f"{len(start)} source blocks for {len(to)} target blocks: one of each is needed")
+    targets, sources = _numbers(target_blocks), _numbers(source_blocks)
+    if len(targets) != len(sources):
+        raise ConfigError(f"{len(sources)} source blocks for {len(targets)} target blocks: one of each is needed")
     if _on_device(target) or _on_device(source):
-        return _copy_tensors(_tensor(target), _tensor(source), to, start, within)
-    ours, theirs = _rows(target), _rows(source)
-    offset, length = _piece(within, _block_bytes(ours, theirs))
-    if not ours.flags.writeable:
+        return _copy_tensors(_tensor(target), _tensor(source), targets, sources, within)
+    target_rows, source_rows = _rows(target), _rows(source)
+    offset, length = _piece(within, _block_bytes(target_rows, source_rows))
+    if not target_rows.flags.writeable:
         raise ConfigError("the target pool is read-only: copy into a pool of your own")
-    _check_apart(ours, theirs, to, start)
+    _check_apart(target_rows, source_rows, targets, sources)
     if extension is None:
-        _copy_arrays(ours, theirs, to, start, offset, length)
-        return len(to) * length
+        _copy_arrays(target_rows, source_rows, targets, sources, offset, length)
+        return len(targets) * length
     try:
         extension.copy_blocks(
-            ours.ctypes.data,
-            len(ours),
-            theirs.ctypes.data,
-            len(theirs),
-            to,
-            start,
-            ours.shape[1],
+            target_rows.ctypes.data,
+            len(target_rows),
+            source_rows.ctypes.data,
+            len(source_rows),
+            targets,
+            sources,
+            target_rows.shape[1],
             offset,
             length,
             threads,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return len(to) * length
+    return len(targets) * length
 
 
-def digests(source: Pool, blocks: Blocks, within: Within = None) -> list[int]:
-    """One signed 64-bit digest for each block, or for the piece (offset, length) of it; not cryptographic.
+def compute_digests(source: Pool, blocks: Blocks, within: ByteRange = None) -> list[int]:
+    """Compute one signed 64-bit digest of each block, or of its bytes ``within`` (offset, length); not cryptographic.
 
-    A changed, moved or missing word changes it; so does the number of bytes. Where the pool is on a GPU it is computed
-    there. Raises ``ConfigError`` for numbers or pieces out of range.
+    It changes with any changed, moved or missing word, and with the number of bytes. For a pool on a GPU it is computed
+    there. Raises ``ConfigError`` if a number or a piece is out of range.
     """
     numbers = _numbers(blocks)
     if _on_device(source):
@@ -116,7 +122,7 @@ def digests(source: Pool, blocks: Blocks, within: Within = None) -> list[int]:
     return result
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- arguments
 
 
 def _numbers(blocks: Blocks) -> Numbers:
@@ -130,7 +136,7 @@ def _numbers(blocks: Blocks) -> Numbers:
 
 
 def _rows(pool: Pool) -> Rows:
-    """The pool as [blocks, block_bytes] uint8: a view, never a copy."""
+    """View the pool as uint8 [blocks, block_bytes]; never a copy."""
     array: npt.NDArray[Any] = pool if isinstance(pool, np.ndarray) else _bytes(pool).numpy()
     if array.ndim < 1 or not array.flags.c_contiguous:
         raise ConfigError(f"a pool is [blocks, ...] and contiguous, got shape {array.shape}, strides {array.strides}")
@@ -156,13 +162,15 @@ def _bytes(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(len(pool), -1).view(sys.modules["torch"].uint8)
 
 
-def _block_bytes(ours: Any, theirs: Any) -> int:
-    if ours.shape[1] != theirs.shape[1]:
-        raise ConfigError(f"blocks of {theirs.shape[1]} bytes do not fit into blocks of {ours.shape[1]} bytes")
-    return int(ours.shape[1])
+def _block_bytes(target_rows: Any, source_rows: Any) -> int:
+    if target_rows.shape[1] != source_rows.shape[1]:
+        raise ConfigError(
+            f"blocks of {source_rows.shape[1]} bytes do not fit into blocks of {target_rows.shape[1]} bytes"
+        )
+    return int(target_rows.shape[1])
 
 
-def _piece(within: Within, block_bytes: int) -> tuple[int, int]:
+def _piece(within: ByteRange, block_bytes: int) -> tuple[int, int]:
     offset, length = (0, block_bytes) if within is None else within
     if offset < 0 or length < 0 or offset + length > block_bytes or not block_bytes:
         raise ConfigError(f"{length} bytes from byte {offset} are not within blocks of {block_bytes} bytes")
@@ -171,42 +179,44 @@ def _piece(within: Within, block_bytes: int) -> tuple[int, int]:
 
 def _check_numbers(what: str, numbers: Numbers, blocks: int) -> None:
     if numbers.size and (numbers.min() < 0 or numbers.max() >= blocks):
-        raise ConfigError(f"{what} blocks {numbers.min()} to {numbers.max()} of a pool of {blocks}")
+        raise ConfigError(f"{what} blocks {numbers.min()} to {numbers.max()} are not all in a pool of {blocks}")
 
 
-def _check_target(to: Numbers, blocks: int) -> None:
-    _check_numbers("target", to, blocks)
-    if len(np.unique(to)) != len(to):
+def _check_target(targets: Numbers, blocks: int) -> None:
+    _check_numbers("target", targets, blocks)
+    if len(np.unique(targets)) != len(targets):
         raise ConfigError("a target block is named twice")
 
 
-def _check_apart(ours: Rows, theirs: Rows, to: Numbers, start: Numbers) -> None:
-    """Within one pool no block may be read and written: what arrives would depend on the order."""
-    if not np.may_share_memory(ours, theirs):
+def _check_apart(target_rows: Rows, source_rows: Rows, targets: Numbers, sources: Numbers) -> None:
+    """Refuse blocks that are both read and written: the result would depend on the order of the copies."""
+    if not np.may_share_memory(target_rows, source_rows):
         return
-    same = ours.ctypes.data == theirs.ctypes.data and ours.shape == theirs.shape
-    if not same or np.intersect1d(to, start).size:
+    same = target_rows.ctypes.data == source_rows.ctypes.data and target_rows.shape == source_rows.shape
+    if not same or np.intersect1d(targets, sources).size:
         raise ConfigError("source and target blocks overlap in memory: copy between pools, or between other blocks")
 
 
 # ---------------------------------------------------------------- without the extension
 
 
-def _copy_arrays(ours: Rows, theirs: Rows, to: Numbers, start: Numbers, offset: int, length: int) -> None:
-    """Run by run; numpy lets go of the interpreter's lock for each."""
-    _check_numbers("source", start, len(theirs))
-    _check_target(to, len(ours))
-    if not len(to):
+def _copy_arrays(
+    target_rows: Rows, source_rows: Rows, targets: Numbers, sources: Numbers, offset: int, length: int
+) -> None:
+    """Copy run by run; numpy releases the interpreter's lock for each."""
+    _check_numbers("source", sources, len(source_rows))
+    _check_target(targets, len(target_rows))
+    if not len(targets):
         return
-    breaks = np.flatnonzero((np.diff(to) != 1) | (np.diff(start) != 1)) + 1
+    breaks = np.flatnonzero((np.diff(targets) != 1) | (np.diff(sources) != 1)) + 1
     piece = slice(offset, offset + length)
-    for first, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(to)], strict=True):
-        target, source, count = int(to[first]), int(start[first]), end - first
-        np.copyto(ours[target : target + count, piece], theirs[source : source + count, piece])
+    for first, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(targets)], strict=True):
+        target, source, count = int(targets[first]), int(sources[first]), end - first
+        np.copyto(target_rows[target : target + count, piece], source_rows[source : source + count, piece])
 
 
 def _array_digest(piece: Rows) -> int:
-    """The digest of csrc/digest.cpp, a slice of words at a time."""
+    """Compute the digest of csrc/digest.cpp, a slice of words at a time."""
     length = len(piece)
     whole = piece[: length - length % 8]
     words = np.frombuffer(whole.tobytes() if whole.ctypes.data % 8 else whole, np.dtype("<u8"))
@@ -216,19 +226,19 @@ def _array_digest(piece: Rows) -> int:
         total += _sum_words(words[first : first + SLICE_WORDS], first)
     if length % 8:
         total += _sum_words(tail, len(words))
-    value = (total + length * STEP) % (1 << 64)
+    value = (total + length * DIGEST_STEP) % (1 << 64)
     value ^= value >> 32
-    value = value * MIX % (1 << 64)
+    value = value * DIGEST_MIX % (1 << 64)
     value ^= value >> 32
     return value - (1 << 64) if value >> 63 else value
 
 
 def _sum_words(words: npt.NDArray[np.uint64], first: int) -> int:
     x = np.arange(first + 1, first + 1 + len(words), dtype=np.uint64)
-    x *= np.uint64(STEP)
+    x *= np.uint64(DIGEST_STEP)
     x += words
     x ^= x >> np.uint64(32)
-    x *= np.uint64(MIX)
+    x *= np.uint64(DIGEST_MIX)
     x ^= x >> np.uint64(32)
     return int(x.sum(dtype=np.uint64))
 
@@ -236,49 +246,63 @@ def _sum_words(words: npt.NDArray[np.uint64], first: int) -> int:
 # ---------------------------------------------------------------- tensors, on a GPU as on a CPU
 
 
-def _copy_tensors(target: torch.Tensor, source: torch.Tensor, to: Numbers, start: Numbers, within: Within) -> int:
-    ours, theirs = _bytes(target), _bytes(source)
-    offset, length = _piece(within, _block_bytes(ours, theirs))
-    _check_numbers("source", start, len(theirs))
-    _check_target(to, len(ours))
-    if ours.data_ptr() == theirs.data_ptr() and np.intersect1d(to, start).size:
+def _copy_tensors(
+    target: torch.Tensor, source: torch.Tensor, targets: Numbers, sources: Numbers, within: ByteRange
+) -> int:
+    target_rows, source_rows = _bytes(target), _bytes(source)
+    offset, length = _piece(within, _block_bytes(target_rows, source_rows))
+    _check_numbers("source", sources, len(source_rows))
+    _check_target(targets, len(target_rows))
+    if target_rows.data_ptr() == source_rows.data_ptr() and np.intersect1d(targets, sources).size:
         raise ConfigError("source and target blocks overlap in memory: copy between pools, or between other blocks")
     torch = sys.modules["torch"]
-    into, out = (torch.from_numpy(each).to(pool.device) for each, pool in ((to, ours), (start, theirs)))
-    if extension is not None and extension.CUDA and ours.device.type == "cuda" and ours.device == theirs.device:
-        with torch.cuda.device(ours.device):
-            stream = torch.cuda.current_stream(ours.device).cuda_stream
-            pointers = (ours.data_ptr(), theirs.data_ptr(), into.data_ptr(), out.data_ptr())
-            extension.cuda_copy_blocks(*pointers, len(to), ours.shape[1], offset, length, stream)
-        return len(to) * length
-    if all(size % 8 == 0 for size in (offset, length, ours.shape[1])):  # index copies of int64 are the fastest
-        ours, theirs, first, end = ours.view(torch.int64), theirs.view(torch.int64), offset // 8, (offset + length) // 8
+    into, out = (
+        torch.from_numpy(each).to(pool.device) for each, pool in ((targets, target_rows), (sources, source_rows))
+    )
+    if (
+        extension is not None
+        and extension.CUDA
+        and target_rows.device.type == "cuda"
+        and target_rows.device == source_rows.device
+    ):
+        with torch.cuda.device(target_rows.device):
+            stream = torch.cuda.current_stream(target_rows.device).cuda_stream
+            pointers = (target_rows.data_ptr(), source_rows.data_ptr(), into.data_ptr(), out.data_ptr())
+            extension.cuda_copy_blocks(*pointers, len(targets), target_rows.shape[1], offset, length, stream)
+        return len(targets) * length
+    if all(size % 8 == 0 for size in (offset, length, target_rows.shape[1])):  # index copies of int64 are the fastest
+        target_rows, source_rows, first, end = (
+            target_rows.view(torch.int64),
+            source_rows.view(torch.int64),
+            offset // 8,
+            (offset + length) // 8,
+        )
     else:
         first, end = offset, offset + length
-    ours[:, first:end].index_copy_(0, into, theirs[out, first:end].to(ours.device))
-    return len(to) * length
+    target_rows[:, first:end].index_copy_(0, into, source_rows[out, first:end].to(target_rows.device))
+    return len(targets) * length
 
 
-def _tensor_digests(rows: torch.Tensor, numbers: Numbers, within: Within) -> list[int]:
-    """The same in torch: int64 wraps as uint64 does, and a mask makes its shifts logical."""
+def _tensor_digests(rows: torch.Tensor, numbers: Numbers, within: ByteRange) -> list[int]:
+    """Compute the same digests in torch: int64 wraps as uint64 does, and a mask makes its shifts logical."""
     torch = sys.modules["torch"]
     offset, length = _piece(within, rows.shape[1])
     _check_numbers("source", numbers, len(rows))
     padded = -(-length // 8) * 8
-    place = torch.arange(1, padded // 8 + 1, device=rows.device) * _signed(STEP)
+    place = torch.arange(1, padded // 8 + 1, device=rows.device) * _signed(DIGEST_STEP)
     found: list[Any] = []
     for number in numbers.tolist():
         words = torch.zeros(padded, dtype=torch.uint8, device=rows.device)
         words[:length] = rows[number, offset : offset + length]
         total = _mixed(words.view(torch.int64) + place).sum()
-        found.append(_mixed(total + _signed(length * STEP)))
+        found.append(_mixed(total + _signed(length * DIGEST_STEP)))
     return torch.stack(found).tolist() if found else []
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = x ^ ((x >> 32) & HALF)
-    x = x * _signed(MIX)
-    return x ^ ((x >> 32) & HALF)
+    x = x ^ ((x >> 32) & LOW_HALF)
+    x = x * _signed(DIGEST_MIX)
+    return x ^ ((x >> 32) & LOW_HALF)
 
 
 def _signed(value: int) -> int:

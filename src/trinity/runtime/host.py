@@ -246,7 +246,7 @@ class InstanceHost:
     def _handle(self, event: Value, now: float) -> None:
         self.events.append(event)
         if self._digests is not None:
-            self._digests.heard(event)
+            self._digests.observe(event)
         self._execute(self.core.handle(event, now))
 
     def _execute(self, commands: list[Value]) -> None:
@@ -261,7 +261,7 @@ class InstanceHost:
                 self.steps += 1
                 self._lanes[command.lane].post(command)
             elif isinstance(command, Pull):
-                pull = command if self._digests is None else self._digests.pulling(command)
+                pull = command if self._digests is None else self._digests.add_expected(command)
                 self._network.loop.call_soon_threadsafe(self._start_pull, pull)
             elif isinstance(command, Revoke):
                 generations = self.loaded.memory[command.kind].generations
@@ -273,7 +273,7 @@ class InstanceHost:
 
     def _verifiable(self, send: Send) -> Value:
         """The message to a peer, with digests of the blocks that it says are ready, where they are verified."""
-        return send.message if self._digests is None else self._digests.sending(send, self.core.state.outgoing)
+        return send.message if self._digests is None else self._digests.add_digests(send, self.core.state.outgoing)
 
     def _start_pull(self, pull: Pull) -> None:
         task = self._network.loop.create_task(self._pull(pull), name=f"trinity-pull-{self.name}")
