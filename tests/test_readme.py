@@ -10,7 +10,8 @@ import pytest
 from checkpoint_fixtures import checkpoint
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE = ("placements", "transports", "planning", "reliability", "gpu", "benchmarks")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,6 +46,15 @@ def test_block_runs(
 
 def test_the_readme_shows_python() -> None:
     assert len(blocks(DOCUMENTS[0])) >= 3
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_each_page_of_the_guide_has_an_example_and_says_what_has_run(name: str) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    text = page.read_text(encoding="utf-8")
+    assert blocks(page)
+    assert "## Errors" in text or "Error`" in text
+    assert "has run" in text
 
 
 def test_every_fence_that_looks_like_python_is_marked_as_such() -> None:
