@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup
+PIP := $(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 # One thread per process: on a busy machine two cost ten times as long.
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 QUIET_CPU := $(ONE_THREAD) CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
@@ -22,11 +23,13 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trinity needs Python 3.11 or later: make PYTHON=python3.12 setup")'
 	@{ test -x $(PY) && $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
-	@$(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@# Python 3.11 brings a pip that does not know dependency groups.
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -e '.[plan,plot]' --group dev
 	@# What nixl says it needs is a torch of any version: it would replace ours.
-	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu13
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps nixl-cu13
 	@$(PY) -c 'from trinity.memory import native; native.available() or print("no native code:", native.describe())'
-	@test "$$(uname -sm)" != "Linux x86_64" || $(PY) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt ucxx-cu13
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) ucxx-cu13
 	@touch $@
 
 demo: $(STAMP)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import trinity
+from trinity.errors import DISTRIBUTION
 from trinity.memory import native
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +23,14 @@ SOURCES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" /
 SHIPPED = {name for name in SOURCES if "__pycache__" not in name} | {"trinity/py.typed"}
 DATA = ("servegen-image-1h.jsonl.gz", "servegen-image-24h.jsonl.gz", "ORIGIN.md", "LICENSE.Apache-2.0")
 SHIPPED |= {f"trinity/traces/data/{name}" for name in DATA}
+STABLE = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def pythons() -> list[str]:
+    """This interpreter, and those of other versions that are at hand."""
+    others = (shutil.which(f"python3.{minor}") for minor in range(11, 15) if minor != sys.version_info.minor)
+    tried = [each for each in others if each and not subprocess.run([each, "-V"], capture_output=True).returncode]
+    return [sys.executable, *tried]
 
 
 def wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
@@ -42,11 +53,36 @@ def extensions(made: zipfile.ZipFile) -> list[str]:
     return [name for name in made.namelist() if name.startswith("trinity/_native.") and not name.endswith(".pyi")]
 
 
+def file_of(made: zipfile.ZipFile, name: str) -> str:
+    (found,) = (each for each in made.namelist() if each.endswith(f".dist-info/{name}"))
+    return made.read(found).decode()
+
+
+def check_tag(made: zipfile.ZipFile) -> None:
+    """Its name says what is in it, and so does its own account."""
+    python, abi, platform = Path(str(made.filename)).stem.split("-")[2:]
+    about, compiled = file_of(made, "WHEEL"), extensions(made)
+    assert f"\nTag: {python}-{abi}-{platform}\n" in about
+    assert f"\nRoot-Is-Purelib: {'false' if compiled else 'true'}\n" in about
+    if not compiled:
+        assert (python, abi, platform) == ("py3", "none", "any")
+        return
+    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert (python, abi) == (("cp312", "abi3") if STABLE else (this, this))
+    assert [".abi3." in name for name in compiled] == [STABLE]
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
 def check_contents(made: zipfile.ZipFile) -> None:
     assert set(made.namelist()) >= SHIPPED
-    (metadata,) = (name for name in made.namelist() if name.endswith("dist-info/METADATA"))
-    assert f"\nVersion: {trinity.__version__}\n" in made.read(metadata).decode()
-    entry_points = made.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+    metadata = file_of(made, "METADATA")
+    for line in (f"Name: {DISTRIBUTION}", f"Version: {trinity.__version__}", "License-Expression: Apache-2.0"):
+        assert f"\n{line}\n" in metadata
+    for licence in PROJECT["project"]["license-files"]:
+        assert f"\nLicense-File: {licence}\n" in metadata
+        assert file_of(made, f"licenses/{licence}") == (ROOT / licence).read_text(encoding="utf-8")
+    entry_points = file_of(made, "entry_points.txt")
+    assert all(f"{name} = {what}" in entry_points for name, what in PROJECT["project"]["scripts"].items())
     for group, entries in PROJECT["project"]["entry-points"].items():
         assert not entries or f"[{group}]" in entry_points
         assert all(f"{name} = {what}" in entry_points for name, what in entries.items())
@@ -59,6 +95,22 @@ def test_without_a_compiler_or_when_told_so_the_install_succeeds_without_the_ext
     with wheel(tmp_path, **{variable: value}) as made:
         assert extensions(made) == []
         check_contents(made)
+        check_tag(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", pythons(), ids=lambda path: Path(path).name)
+def test_a_wheel_that_compiled_nothing_installs_in_an_empty_environment(tmp_path: Path, python: str) -> None:
+    with wheel(tmp_path / "made", TRINITY_NATIVE="0") as made:
+        name = str(made.filename)
+    subprocess.run([python, "-m", "venv", str(tmp_path / "empty")], check=True, timeout=60)
+    programs = tmp_path / "empty" / "bin"
+    interpreter = str(programs / "python")
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", name]
+    subprocess.run(install, check=True, timeout=60)
+    assert all((programs / command).is_file() for command in PROJECT["project"]["scripts"])
+    script = "import trinity, importlib.metadata as m; assert m.version('trinity-epd') == trinity.__version__"
+    subprocess.run([interpreter, "-I", "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.slow
@@ -68,6 +120,7 @@ def test_a_wheel_has_the_extension_and_every_module(tmp_path: Path) -> None:
     with wheel(tmp_path / "made") as made:
         assert len(extensions(made)) == 1
         check_contents(made)
+        check_tag(made)
         made.extractall(tmp_path / "site")
     script = "from trinity.memory import native; print(native.describe(), native.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -90,5 +143,6 @@ def test_a_checkout_on_the_path_wins_over_the_installed_one(tmp_path: Path) -> N
 
 def test_what_fails_to_build_is_built_without_the_extension() -> None:
     overrides = PROJECT["tool"]["scikit-build"]["overrides"]
-    assert [each["wheel"]["cmake"] for each in overrides] == [False, False]
-    assert {"failed", "env"} == {key for each in overrides for key in each["if"]}
+    without = [each for each in overrides if each["wheel"] == {"cmake": False, "py-api": "py3"}]
+    assert {"failed", "env"} == {key for each in without for key in each["if"]}
+    assert not any("platlib" in each["wheel"] for each in overrides)

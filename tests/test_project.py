@@ -72,24 +72,33 @@ def test_ci_calls_check_and_test_and_nothing_else() -> None:
 
 
 def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    direct = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["plot"]]
+    extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
+    direct = [*PROJECT["project"]["dependencies"], *groups["dev"], *extras["plan"], *extras["plot"], "pip"]
     pinned = {plain(line): line.partition("==")[2] for line in PINS.splitlines() if "==" in line}
     assert [name for name in map(plain, direct) if name not in pinned] == []
     assert pinned["torch"] == "2.13.0"
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {
-        "cuda",
-        "nixl",
-        "ucx",
-        "ray",
-        "plot",
-        "plan",
-        "server",
-        "dev",
-    }
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "plan", "plot", "ucx"}
+    assert set(PROJECT["dependency-groups"]) == {"dev"}
+
+
+def test_an_extra_installs_what_the_code_imports() -> None:
+    imported = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for extra, needs in PROJECT["project"]["optional-dependencies"].items():
+        for name in (plain(need).removesuffix("-cu13") for need in needs):
+            pattern = rf"(import|from) {name}\b|(import_module|find_spec)\(\"{name}(_cu13)?[\".]"
+            assert re.search(pattern, imported), f"nothing imports {name} of the extra {extra}"
+
+
+def test_set_up_has_a_pip_that_knows_groups_before_it_names_one() -> None:
+    command = ["make", "-n", "-W", "pyproject.toml", "setup"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    lines = [line for line in run.stdout.splitlines() if "pip install" in line]
+    first = next(index for index, line in enumerate(lines) if "--group dev" in line)
+    assert lines[first - 1].endswith("'pip>=25.1'")
+    assert all("-c constraints.txt" in line for line in lines)
 
 
 def test_no_file_names_a_registry_or_a_machine_path() -> None:
