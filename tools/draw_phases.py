@@ -7,32 +7,23 @@ where it does not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from trinity.core.instance.phases import ENDED, MOVES, SPAN, Phase
 
-PAGE = Path("docs") / "phases.md"
+PAGE = Path("docs/phases.md")
 BEGIN, END = "<!-- drawn by tools/draw_phases.py -->", "<!-- end of what is drawn -->"
 
 
 def diagram() -> list[str]:
-    """A state diagram in mermaid's words (a description has no colon), without the ends that every phase has."""
-    lines = ["```mermaid", "stateDiagram-v2"]
-    lines += [f"    {phase.name}: {phase.value}" for phase in Phase if phase not in (Phase.NEW, Phase.GONE)]
-    lines += [f"    {_node(before)} --> {_node(after)}" for before, after in _arrows()]
-    return [*lines, "```"]
-
-
-def _arrows() -> Iterator[tuple[Phase, Phase]]:
-    for before, followers in MOVES.items():
-        for after, why in followers.items():
-            if why != ENDED and (before, after) != (Phase.NEW, Phase.GONE):
-                yield before, after
-
-
-def _node(phase: Phase) -> str:
-    return "[*]" if phase in (Phase.NEW, Phase.GONE) else phase.name
+    """Every phase with those that follow it, without the ends that each has."""
+    wide = max(len(phase.name) for phase in Phase)
+    rows = {before: [after.name for after, why in MOVES[before].items() if why != ENDED] for before in Phase}
+    return [
+        "```text",
+        *(f"{before.name:{wide}} → {', '.join(names)}" for before, names in rows.items() if names),
+        "```",
+    ]
 
 
 def phases() -> list[str]:
