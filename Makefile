@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-gpu check style types layers sizes format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-gpu check style types layers sizes house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -62,6 +62,9 @@ layers: $(STAMP)
 
 sizes: $(STAMP)
 	$(PY) tools/check_sizes.py
+
+house: $(STAMP)
+	$(ONE_THREAD) $(PY) tools/house.py $(ARGS)
 
 format: $(STAMP)
 	$(PY) -m ruff format .
