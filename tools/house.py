@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,10 +105,10 @@ def figures(folder: Path, package: str, root: Path) -> list[Figure]:
     return [*size_figures(modules), *graph_figures(modules, root), *word_figures(modules)]
 
 
-def walk_figures(modules: source.Modules) -> list[Figure]:
-    """Serve one image on each placement, and tell the files it enters and its calls between them."""
+def walk_figures(walks: Mapping[str, walk.Walk]) -> list[Figure]:
+    """Files that one image enters on each placement, and its calls between them."""
     measured = []
-    for placement, each in walk.walks(modules).items():
+    for placement, each in walks.items():
         calls = f"{each.crossing} / {each.within} / {each.flat}"
         measured.append(plain(f"image on {placement}: files entered", each.files))
         measured.append(Figure(f"… calls across rooms / inside / at root, {placement}", calls))
@@ -166,7 +166,8 @@ def main(given: Sequence[str]) -> int:
     chosen = arguments(given)
     measured = figures(chosen.source, chosen.package, chosen.source.resolve().parent)
     if chosen.package == OWN and not chosen.no_walk:
-        measured += walk_figures(source.read_package(chosen.source, OWN))
+        with walk.tiny_checkpoint() as checkpoint:
+            measured += walk_figures(walk.walks(source.read_package(chosen.source, OWN), checkpoint))
     print("\n".join(report(measured, verbose=chosen.verbose)))
     if chosen.write:
         page = chosen.page.read_text(encoding="utf-8")

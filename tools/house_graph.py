@@ -13,36 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tools.house_source import Module, Modules, room
+from tools.house_source import Module, Modules, room, statements
 
 Arrow = tuple[str, str]
 
 
 def imported_names(module: Module, *, type_only: bool) -> Iterator[str]:
     """Absolute dotted name of everything that a module imports; ``from a import b`` gives ``a.b``."""
-    pending: list[ast.AST] = [module.tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not type_only:
-            pending += node.orelse
-            continue
-        pending += ast.iter_child_nodes(node)
-        yield from _names_in(node, module)
-
-
-def _names_in(node: ast.AST, module: Module) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = _absolute(node, module)
-        return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
-        return [node.args[0].value] if _is_text(node.args) else []
-    return []
-
-
-def _is_text(arguments: list[ast.expr]) -> bool:
-    return bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str)
+    for statement in statements(module.tree, type_only=type_only):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            yield from (f"{_absolute(statement, module)}.{alias.name}" for alias in statement.names)
 
 
 def _absolute(node: ast.ImportFrom, module: Module) -> str:

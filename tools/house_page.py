@@ -37,6 +37,6 @@ def write_column(page: str, column: str, cells: Cells) -> str:
     at = rows[0].index(column)
     lines = page.splitlines()
     for number, row in enumerate(rows):
-        if number > 1 and row[0] in cells:
+        if row[0] in cells:
             lines[first + number] = f"| {' | '.join([*row[:at], cells[row[0]], *row[at + 1 :]])} |"
     return "\n".join(lines) + "\n"

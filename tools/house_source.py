@@ -58,12 +58,22 @@ def folders(modules: Modules) -> list[Path]:
     return sorted({module.path.parent for module in modules.values()})
 
 
+def statements(tree: ast.AST, *, type_only: bool = True) -> Iterator[ast.stmt]:
+    """Every statement at any depth; ``type_only`` includes those under ``if TYPE_CHECKING``, which never run."""
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        for child in getattr(tree, field, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            skipped = not type_only and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from statements(ast.Module(child.orelse, []) if skipped else child, type_only=type_only)
+
+
 def functions(modules: Modules) -> Iterator[tuple[Module, Function]]:
     """Every function with its module, methods and nested ones too."""
     for module in modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, Function):
-                yield module, node
+        for statement in statements(module.tree):
+            if isinstance(statement, Function):
+                yield module, statement
 
 
 def function_lengths(modules: Modules) -> list[int]:

@@ -22,37 +22,46 @@ from typing import Any, NamedTuple
 from tools.house_source import Modules, room
 
 PLACEMENTS = ("EPD", "1E1P1D")
-TOKENS = 4
+PROMPT, TOKENS = "<image>\nWhat is this?", 4
 SETTLE_S = 0.3  # after the last token, instances give back blocks and report once more
 
 Calls = Mapping[tuple[str | None, str], int]
 
 
 class Recorder:
-    """Counts calls by (calling module or None, called module) while ``recording``."""
+    """Counts calls by (calling module or None, called module) while ``recording()``."""
 
     def __init__(self, package: str) -> None:
-        self.package, self.recording = package, False
+        self._package, self._on = package, False
         self._seen: list[tuple[str | None, str]] = []  # appending is safe from several threads
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        if self.recording and event == "call" and (called := self._module(frame)):
+        if self._on and event == "call" and (called := self._module(frame)):
             self._seen.append((self._module(frame.f_back), called))
 
     def _module(self, frame: FrameType | None) -> str | None:
         name = str(frame.f_globals.get("__name__")) if frame else ""
-        return name if f"{name}.".startswith(f"{self.package}.") else None
+        return name if f"{name}.".startswith(f"{self._package}.") else None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Hear this thread and every thread that starts inside the block."""
+    def hearing_threads(self) -> Iterator[None]:
+        """Hear each thread that starts inside the block, when it comes to recording."""
         threading.setprofile(self)
+        try:
+            yield
+        finally:
+            threading.setprofile(None)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record this thread, and those that were started to be heard."""
+        self._on = True
         sys.setprofile(self)
         try:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            self._on = False
 
     def calls(self) -> Counter[tuple[str | None, str]]:
         return Counter(self._seen)
@@ -84,28 +93,30 @@ async def _serve_image(placement: str, checkpoint: Path, recorder: Recorder) -> 
     import trinity
 
     image: Any = np.random.default_rng(1).integers(0, 255, (56, 84, 3), dtype=np.uint8)
+    sampling = trinity.Sampling(ignore_eos=True)
     async with trinity.Pipeline(checkpoint, placement, dtype="float32") as pipe:
-        recorder.recording = True
-        sampling = trinity.Sampling(ignore_eos=True)
-        await pipe.complete(
-            trinity.Request("<image>\nWhat is this?", images=[image], max_tokens=TOKENS, sampling=sampling)
-        )
-        await asyncio.sleep(SETTLE_S)
-        recorder.recording = False
+        with recorder.recording():
+            await pipe.complete(trinity.Request(PROMPT, images=[image], max_tokens=TOKENS, sampling=sampling))
+            await asyncio.sleep(SETTLE_S)
 
 
 def record_image(placement: str, checkpoint: Path) -> Calls:
     """Calls of one image request of four tokens on ``placement``, from its submission until all is quiet again."""
     recorder = Recorder("trinity")
-    with recorder.installed():
+    with recorder.hearing_threads():
         asyncio.run(_serve_image(placement, checkpoint, recorder))
     return recorder.calls()
 
 
-def walks(modules: Modules) -> dict[str, Walk]:
+def walks(modules: Modules, checkpoint: Path) -> dict[str, Walk]:
     """Figures by placement, each on instances of its own over one tiny checkpoint."""
+    return {placement: walk_figures(record_image(placement, checkpoint), modules) for placement in PLACEMENTS}
+
+
+@contextmanager
+def tiny_checkpoint() -> Iterator[Path]:
+    """Tiny LLaVA with random weights, in a folder that goes with the block."""
     from trinity.testing.checkpoints import build_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = build_checkpoint("llava", Path(folder) / "llava")
-        return {placement: walk_figures(record_image(placement, checkpoint), modules) for placement in PLACEMENTS}
+        yield build_checkpoint("llava", Path(folder) / "llava")

@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tools.house_source import Module, Modules, functions
+from tools.house_source import Module, Modules, functions, statements
 
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 QUESTION = re.compile(r"\W*(what|whether|how|who|whom|whose|when|where|which|why)\b", re.IGNORECASE)
 # One meaning by convention wherever they are defined: a module's logger, and the entry point of a script.
 CONVENTIONAL = {"logger", "main"}
@@ -95,12 +96,9 @@ def repeated_names(modules: Modules) -> dict[str, list[str]]:
 def docstrings(modules: Modules) -> Iterator[tuple[str, str]]:
     """Place and text of every docstring: of modules, classes and functions."""
     for module in modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    line = 1 if isinstance(node, ast.Module) else node.lineno
-                    yield f"{module.path}:{line}", text
+        for node in (module.tree, *statements(module.tree)):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield f"{module.path}:{getattr(node, 'lineno', 1)}", text
 
 
 def asking_docstrings(modules: Modules) -> list[str]:
