@@ -154,7 +154,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, default=ROOT / "src", help="folder that holds the package")
     parser.add_argument("--package", default=OWN)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "house.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/house.md")
     parser.add_argument("--write", nargs="?", const=OWN, metavar="COLUMN", help="put the figures into this column")
     parser.add_argument("--check", action="store_true", help="exit with 1 where an aim is missed or the page is old")
     parser.add_argument("--no-walk", action="store_true", help="serve no request")
