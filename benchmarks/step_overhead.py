@@ -89,7 +89,6 @@ class TimedStage:
 
         self._model, self._notes = TimedModel(setup.model), notes
         self._stage = LanguageStage(cast(Any, self._model), setup.memory[KV], None, letters=self.letters)
-        self.consumes, self.produces = self._stage.consumes, self._stage.produces
         self._ended = self._left = self._core_thread_s = 0.0
 
     def open(self, request: Open) -> None:

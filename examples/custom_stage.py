@@ -38,8 +38,6 @@ class MosaicStage:
     """Runs a Mosaic where the model's vision tower would run: media items in, rows of image-cache blocks out."""
 
     letters = "E"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = (IMAGE,)
 
     def __init__(self, setup: StageSetup) -> None:
         self.cache = setup.memory[IMAGE].tensor  # [blocks, rows, width]

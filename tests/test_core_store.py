@@ -58,7 +58,7 @@ def stored_offer(request: str = "r", holder: str = "P1") -> Offer:
         kind="image",
         source="E0",
         work=work(request, 1, "cat*4"),
-        parts=(Part((), 0, holder),),
+        parts=(Part((), holder),),
         route=("E0",),
     )
 
@@ -71,7 +71,7 @@ def test_an_image_that_another_instance_has_is_offered_at_once_and_nothing_is_re
     core = encoder(asked)
     commands = core.handle(Submit(asked, ("pixels",)), 1.0)
     (offer,) = sent(commands, Offer)
-    assert offer.parts == (Part((), 0, "P1"),)
+    assert offer.parts == (Part((), "P1"),)
     assert brief(commands)[1:] == ["P0: ready E0:1 0", "P0: commit E0:1"]
     assert core.state.image.held == 0
     core.handle(Release("E0:1", "pulled"), 2.0)
@@ -84,7 +84,7 @@ def test_of_two_images_the_other_one_is_encoded_first() -> None:
     commands = core.handle(Submit(work("r", "cat*4", "dog*4", 1)), 1.0)
     assert brief(commands) == ["step 1 joint: encode r.1 into 0"]
     (offer,) = sent(core.handle(done(1), 2.0), Offer)
-    assert offer.parts == (Part((), 0, "P1"), Part((0,)))
+    assert offer.parts == (Part((), "P1"), Part((0,)))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_cancel_while_it_gives_up_is_the_end() -> None:
     """One image is on its way from E when the other turns out to be gone."""
     core = make_core("P0", image=2, peers="P1 D0 E0", **STILL)
     both = work("r", "cat*4", "dog*4", 1)
-    core.handle(Offer(id="E0:1", kind="image", source="E0", work=both, parts=(Part((), 0, "P1"), Part((3,)))), 0.0)
+    core.handle(Offer(id="E0:1", kind="image", source="E0", work=both, parts=(Part((), "P1"), Part((3,)))), 0.0)
     core.handle(Ready("E0:1", (0, 1)), 0.0)
     assert core.handle(Fetched("E0:1/0", "P1"), 1.0) == [], "a pull is in flight"
     assert core.handle(Cancel("r"), 2.0) == []

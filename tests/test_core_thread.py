@@ -275,8 +275,6 @@ class Held:
     """A stage whose steps end when they are let go."""
 
     letters = "EPD"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()

@@ -33,6 +33,9 @@ class Plain:
         self.asked = (prefilled, prefills)
         return 2 + decodes * (1 + 0.01 * context) + 0.1 * prefill_tokens + 0.001 * media_tokens
 
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        return self.at(decodes, prefill_tokens, media_tokens, context=0)
+
 
 def row(text: int = 60, images: tuple[int, ...] = (), out: int = 1, at: float = 0.0) -> TraceRow:
     found = [TraceImage(tokens=tokens) for tokens in images]

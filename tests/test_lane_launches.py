@@ -46,8 +46,6 @@ class Device:
     did; ``waited`` says whether it was waited for at all."""
 
     letters = "D"
-    consumes: tuple[str, ...] = ("kv",)
-    produces: tuple[str, ...] = ("kv",)
 
     def __init__(self, broken: tuple[int, ...] = (), refuses: tuple[int, ...] = (), fails: str = "") -> None:
         self.broken, self.refuses, self.fails = broken, refuses, fails
@@ -93,8 +91,6 @@ class Encoder:
     """A second stage of the lane, which launches nothing."""
 
     letters = "E"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ("image",)
 
     def __init__(self, did: list[str]) -> None:
         self.did = did

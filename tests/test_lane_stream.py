@@ -75,9 +75,6 @@ class FakeEvent:
 class Launching:
     """A stage that only launches kernels, and leaves before they have run."""
 
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
-
     def __init__(self, cuda: FakeCuda, letters: str, failing: bool = False) -> None:
         self.cuda, self.letters, self.failing = cuda, letters, failing
 

@@ -19,9 +19,6 @@ from trinity.stages.base import StageSetup
 class Own:
     """A stage that does nothing."""
 
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
-
     def __init__(self, letters: str) -> None:
         self.letters = letters
 
@@ -78,11 +75,7 @@ def refuse(setup: StageSetup) -> Any:
         ("PD", [own("P")], "one stage with letters 'PD'"),
         ("EPD", [own("ED")], "one stage with letters 'PD'"),
         ("E", [lambda setup: None], "None is no Stage"),
-        (
-            "E",
-            [lambda setup: SimpleNamespace(letters="E")],
-            "needs letters, consumes, produces, open, close and forward",
-        ),
+        ("E", [lambda setup: SimpleNamespace(letters="E")], "needs letters, open, close and forward"),
         ("E", [fail], r"failed: LookupError\('no weights here'\)"),
         ("E", [refuse], "^only for cats"),
     ],

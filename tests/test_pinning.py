@@ -156,9 +156,6 @@ def test_no_cores_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 class Seeing:
     """A stage that counts the cores it runs on, around a built-in one."""
 
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
-
     def __init__(self, inner: Any, seen: list[tuple[str, frozenset[int]]]) -> None:
         self.inner, self.letters, self.seen = inner, inner.letters, seen
         self.open, self.close = inner.open, inner.close
@@ -191,8 +188,6 @@ class Multiplying:
     """A stage whose operator is shared by two OpenMP threads."""
 
     letters = "PD"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.seen: dict[int, set[int]] = {}

@@ -50,7 +50,7 @@ class Broken:
 
     def __init__(self, inner: Stage, wrong: Break) -> None:
         self.inner, self.wrong = inner, wrong
-        self.letters, self.consumes, self.produces = inner.letters, inner.consumes, inner.produces
+        self.letters = inner.letters
 
     def open(self, request: Open) -> None:
         self.inner.open(request)

@@ -112,8 +112,6 @@ class Writer:
     """A stage that tells of three layers and may fail behind the second, whenever rows of two requests meet."""
 
     letters = "P"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ("kv",)
 
     def __init__(self, fails: bool) -> None:
         self.on_layers: Any = None
@@ -135,8 +133,6 @@ class Silent:
     """A stage of other people, which tells of nothing."""
 
     letters = "P"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ("kv",)
 
     def open(self, request: Open) -> None: ...
 

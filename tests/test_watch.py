@@ -123,6 +123,9 @@ class Flat:
     ) -> float:
         return 0.1 * decodes + 0.001 * prefill_tokens + 0.01 * media_tokens
 
+    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
+        return self.at(decodes, prefill_tokens, media_tokens, context=0)
+
 
 FLAT = Demand(cost=Flat(), media=1, tokens=1, decodes=1)
 

@@ -54,7 +54,6 @@ class Part(Value, frozen=True):
     ``holder``: features not encoded for this offer, because this instance said that it has them."""
 
     blocks: tuple[int, ...]
-    bytes: int = 0
     holder: str = ""
 
 

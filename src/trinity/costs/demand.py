@@ -8,32 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
-from typing import Protocol
 
 import msgspec
 
 from trinity.core.scheduler import latency_bound
 from trinity.costs.budgets import MOST_TOKENS, search_budget
+from trinity.costs.step_cost import Cost
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import STAGES, Placement
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 MOST_MEDIA = 32_768  # visual tokens, beyond which a step gains nothing on any device known
-
-
-class Cost(Protocol):
-    """Seconds of a step: ``trinity.costs.step_cost.Roofline`` or ``Tables``."""
-
-    def at(
-        self,
-        decodes: int,
-        prefill_tokens: int,
-        media_tokens: int,
-        *,
-        context: float,
-        prefilled: float = 0.0,
-        prefills: int = 1,
-    ) -> float: ...
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):

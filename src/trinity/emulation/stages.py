@@ -79,8 +79,6 @@ class PacedStage:
     """
 
     emulated = True
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = ()
 
     def __init__(self, paced: Paced, letters: str, memory: Mapping[str, BlockMemory], pace: Pace) -> None:
         self.paced, self.letters, self.pace = paced, letters, pace

@@ -36,7 +36,7 @@ def _made(factory: StageFactory, setup: StageSetup) -> Stage:
     except Exception as error:  # other people's code
         raise ConfigError(f"the stage factory {factory!r} failed: {error!r}") from error
     if not isinstance(stage, Stage):
-        raise ConfigError(f"{stage!r:.200} is no Stage: it needs letters, consumes, produces, open, close and forward")
+        raise ConfigError(f"{stage!r:.200} is no Stage: it needs letters, open, close and forward")
     return stage
 
 

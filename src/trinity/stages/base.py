@@ -19,8 +19,7 @@ class Stage(Protocol):
     """A stage of a model, run by an instance on one of its lanes.
 
     ``letters`` are the roles it serves: "E", or "P", "D" or "PD" for a language stage (prefill chunks and decodes of
-    one step are then one ragged batch). ``consumes`` and ``produces`` are kinds of block ("image", "kv").
-    All calls come from the lane's thread, one at a time.
+    one step are then one ragged batch). All calls come from the lane's thread, one at a time.
 
     A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``), and one whose
     requests get blocks as they decode a method ``grow`` (``Growing``). One that can start a step without waiting for it
@@ -28,8 +27,6 @@ class Stage(Protocol):
     """
 
     letters: str
-    consumes: tuple[str, ...]
-    produces: tuple[str, ...]
 
     def open(self, request: Open) -> None:
         """A request's rows will follow (language stages; an encode stage ignores it)."""

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from trinity.core.messages import IMAGE, Encode, Open, Sampled, Step
+from trinity.core.messages import Encode, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.graphs import Graphs, Tensors
@@ -27,8 +27,6 @@ class EncodeStage:
     """
 
     letters = "E"
-    consumes: tuple[str, ...] = ()
-    produces: tuple[str, ...] = (IMAGE,)
 
     def __init__(self, model: LoadedModel, image: BlockMemory, graphs: Graphs | None = None) -> None:
         self.model, self.image, self._graphs = model, image, graphs

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.core.messages import IMAGE, KV, Grow, Open, Sampled, Step
+from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.attention.backends import AUTO, choose
@@ -60,8 +60,6 @@ class LanguageStage:
         graphs: Graphs | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
-        self.consumes: tuple[str, ...] = (IMAGE, KV) if "P" in letters and model.multimodal else (KV,)
-        self.produces: tuple[str, ...] = (KV,)
         self._backend = backend or choose(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[Launch]()
         if kv.tensor.is_cuda:

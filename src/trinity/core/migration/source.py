@@ -29,7 +29,7 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
     encoder separation).
     """
     if state.outgoing is None:
-        parts = tuple(Part(slot.blocks, 0, slot.holder) for slot in state.media)
+        parts = tuple(Part(slot.blocks, slot.holder) for slot in state.media)
         if not open_offer(s, state, now, "P", IMAGE, parts):
             return
         keep(s, state)
