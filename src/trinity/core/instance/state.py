@@ -39,19 +39,7 @@ class State:
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
         self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
-        self._queues = {
-            Phase.IMAGE_QUEUE: self.encode_queue,
-            Phase.IMAGE_OFFER: self.image_offers,
-            Phase.KV_QUEUE: self.prefill_queue,
-            Phase.MIGRATED_QUEUE: self.migrated_queue,
-            Phase.PREEMPTED_QUEUE: self.preempted,
-            Phase.KV_OFFER: self.kv_offers,
-        }
-        self._batches = {
-            Phase.ENCODING: self.encoding,
-            Phase.PREFILLING: self.prefilling,
-            Phase.DECODING: self.decoding,
-        }
+        self._queues, self._batches = self._places()
         self.columns = Columns()
         self.fresh: list[str] = []  # decode from the next step on
         self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
@@ -81,6 +69,23 @@ class State:
         self.rest = TokenRate()  # of prefill here, what is left of a step when the last layer's KV is written
         self.pull_times: dict[str, PullTimes] = {}  # of our pulls of KV, by source
         self.pull_cost: tuple[float, float] | None = None  # of others' pulls from here, as last reported
+
+    def _places(self) -> tuple[dict[Phase, Queue], dict[Phase, dict[str, RequestState]]]:
+        """The queue or the batch of each phase that has one."""
+        queues = {
+            Phase.IMAGE_QUEUE: self.encode_queue,
+            Phase.IMAGE_OFFER: self.image_offers,
+            Phase.KV_QUEUE: self.prefill_queue,
+            Phase.MIGRATED_QUEUE: self.migrated_queue,
+            Phase.PREEMPTED_QUEUE: self.preempted,
+            Phase.KV_OFFER: self.kv_offers,
+        }
+        batches = {
+            Phase.ENCODING: self.encoding,
+            Phase.PREFILLING: self.prefilling,
+            Phase.DECODING: self.decoding,
+        }
+        return queues, batches
 
     def _order(self, size: Callable[[RequestState], float]) -> Callable[[str], float] | None:
         """The waiting queue in the order of the rules: first come, shortest job, or earliest deadline first."""
