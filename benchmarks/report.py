@@ -1,12 +1,14 @@
-"""What a benchmark hands back, and its three forms: printed tables, JSON, a page of Markdown."""
+"""Results of benchmarks, and their forms: printed tables, JSON, Markdown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+LINES_DEEP = 4  # of published JSON: result, tables, table, rows
 
 
 @dataclass
@@ -25,8 +27,13 @@ class Table:
 
     def markdown(self) -> str:
         ruler = ["---", *["---:"] * (len(self.header) - 1)]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, ruler, *self.rows)]
+        lines = ["| " + " | ".join(escaped(cells)) + " |" for cells in (self.header, ruler, *self.rows)]
         return "\n".join([f"{self.title}:", "", *lines])
+
+
+def escaped(cells: Sequence[str]) -> list[str]:
+    """Cells of a row of Markdown."""
+    return [cell.replace("|", "\\|") for cell in cells]
 
 
 @dataclass
@@ -56,7 +63,7 @@ class Result:
 
     def text(self) -> str:
         parts = [f"== {self.title}", self.method, *(table.text() for table in self.tables)]
-        parts += [f"{_verdict(aim)}: {aim.what}: {aim.measured} (aim {aim.aim})" for aim in self.aims]
+        parts += [f"{verdict(aim)}: {aim.what}: {aim.measured} (aim {aim.aim})" for aim in self.aims]
         return "\n\n".join([*parts, *self.notes])
 
     def markdown(self) -> str:
@@ -64,8 +71,30 @@ class Result:
         return "\n\n".join([*parts, *self.notes])
 
 
-def _verdict(aim: Aim) -> str:
+def verdict(aim: Aim) -> str:
     return {True: "met", False: "FELL SHORT", None: "open"}[aim.met]
+
+
+def publish(result: Result, facts: dict[str, Any], folder: Path) -> Path:
+    """Write ``<folder>/<name>.json`` for the documents: what a reader sees, without ``values``, a line for each row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.name}.json"
+    path.write_text(_by_lines({"machine": facts, **asdict(replace(result, values={}))}) + "\n", encoding="utf-8")
+    return path
+
+
+def _by_lines(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each member down to rows of tables, so that changes of figures show as such."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if depth == LINES_DEEP or not isinstance(value, dict | list) or not value:
+        return flat
+    named = list(value.items()) if isinstance(value, dict) else [(None, each) for each in value]
+    if depth > 1 and not any(isinstance(each, dict | list) for _, each in named):
+        return flat
+    inner = [("" if name is None else f"{json.dumps(name)}: ") + _by_lines(each, depth + 1) for name, each in named]
+    opened, closed = flat[0], flat[-1]
+    pad = " " * (depth + 1)
+    return opened + "\n" + ",\n".join(pad + each for each in inner) + "\n" + pad[1:] + closed
 
 
 def save(result: Result, facts: dict[str, Any], folder: Path) -> Path:
@@ -82,21 +111,6 @@ def load(path: Path) -> tuple[Result, dict[str, Any]]:
     facts = held.pop("machine")
     tables = [Table(each["title"], tuple(each["header"]), each["rows"]) for each in held.pop("tables")]
     return Result(tables=tables, aims=[Aim(**each) for each in held.pop("aims")], **held), facts
-
-
-def page(results: Sequence[tuple[Result, dict[str, Any]]], missing: Sequence[str] = ()) -> str:
-    """docs/performance.md: the aims first, met or not, then each benchmark; ``missing`` are those without figures."""
-    aims = [[aim.what, aim.aim, aim.measured, _verdict(aim)] for result, _ in results for aim in result.aims]
-    intro = (
-        "# Performance\n\nWritten by `make bench ARGS=--write-docs` from what it measured; do not edit it by hand. "
-        "CPU times are thread or process CPU time, not wall time, on one intra-op thread; figures are medians. "
-        "No time is asserted in a test. Each table names its commit: later ones may have changed what it measures."
-    )
-    if missing:
-        intro += f"\n\n**Without figures, because they have not run to their end: {', '.join(missing)}.**"
-    parts = [intro, "## Aims", Table("Aims and figures", ("what", "aim", "measured", ""), aims).markdown()]
-    parts += [f"{result.markdown()}\n\n_{machine_line(facts)}_" for result, facts in results]
-    return "\n\n".join(parts) + "\n"
 
 
 def machine_line(facts: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Every benchmark, or one: make bench ARGS="[--only NAME] [--quick] [--patience S] [--minutes MINUTES] [--write-docs]"
 
-Prints tables and writes bench-results/NAME.json; --write-docs makes docs/performance.md of all the JSON that is there.
+Prints tables and writes bench-results/NAME.json; --write-docs puts that into docs/data and writes
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of benchmarks with two threads, as instance processes have it
 
-from benchmarks import report
+from benchmarks import performance_page, report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
 
 NAMES = (
@@ -45,6 +46,7 @@ NAMES = (
 )
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs/performance.md"
+DATA = ROOT / "docs" / "data"
 
 
 def run(name: str, setting: Setting, folder: Path = RESULTS) -> report.Result:
@@ -58,23 +60,30 @@ def run(name: str, setting: Setting, folder: Path = RESULTS) -> report.Result:
     return result
 
 
-def write_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
-    """docs/performance.md from the JSON of all benchmarks, which says whose there is none.
+def write_page(folder: Path = RESULTS, page: Path = PAGE, data: Path = DATA) -> None:
+    """Publish the results that are there among ``data``, and write the page of all data; it names what has none.
 
-    Raises ``FileNotFoundError`` where there is no JSON at all.
+    Figures of benchmarks that did not run this time stay as they were. Raises ``FileNotFoundError`` where there is no
+    JSON at all.
     """
-    there = [name for name in NAMES if (folder / f"{name}.json").exists()]
+    for name in NAMES:
+        if (folder / f"{name}.json").exists():
+            report.publish(*report.load(folder / f"{name}.json"), data)
+    there = [name for name in NAMES if (data / f"{name}.json").exists()]
     if not there:
         raise FileNotFoundError(f"{folder} has no results: run benchmarks first")
     missing = [name for name in NAMES if name not in there]
-    page.write_text(report.page([report.load(folder / f"{name}.json") for name in there], missing), encoding="utf-8")
+    found = [report.load(data / f"{name}.json") for name in there]
+    page.write_text(performance_page.page(found, missing), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NAMES, action="append", help="one benchmark; may be given several times")
     parser.add_argument("--quick", action="store_true", help="tiny models, few repetitions: does it run at all?")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/performance.md from the results")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write docs/data and docs/performance.md from the results"
+    )
     parser.add_argument("--patience", type=float, default=0.0, help="seconds a round may wait for a quiet machine")
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="that a benchmark of many cases may take (rank; served: 12 at least)"

@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import memory, run, setting, shapes, step_overhead, transports, ttft_methods, versus_generate_batch
-from benchmarks.report import Aim, Result, Table, load, page, save
+from benchmarks.report import Aim, Result, Table, load, save
 from checkpoint_fixtures import checkpoint
 
 QUICK = setting.Setting(quick=True, checkpoint=checkpoint)
@@ -287,26 +286,6 @@ def test_json_brings_everything_back(result: Result, tmp_path: Path) -> None:
     path = save(result, {"git": "abc"}, tmp_path / "new")
     assert path.name == "thing.json"
     assert load(path) == (result, {"git": "abc"})
-
-
-def test_the_page_has_the_aims_first_and_every_table(result: Result) -> None:
-    text = page([(result, setting.facts())])
-    assert text.index("| size | ≤ 1 | 2 | FELL SHORT |") < text.index("## A thing")
-    assert "| long | 22 |" in text
-    assert "| what | much |\n| --- | ---: |\n" in text
-
-
-def test_the_page_says_which_benchmarks_have_no_figures(result: Result, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no results"):
-        run.write_page(tmp_path, tmp_path / "page.md")
-    found = setting.facts(0.0)
-    for name in run.NAMES:
-        save(replace(result, name=name), found, tmp_path)
-    run.write_page(tmp_path, tmp_path / "page.md")
-    assert "Without figures" not in (tmp_path / "page.md").read_text(encoding="utf-8")
-    (tmp_path / "memory.json").unlink()
-    run.write_page(tmp_path, tmp_path / "page.md")
-    assert "have not run to their end: memory.**" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 def test_one_benchmark_is_run_printed_and_saved(

@@ -53,7 +53,8 @@ def test_every_page_is_in_one_table_of_contents(staged: Path) -> None:
 def trees(staged: Path) -> list[str]:
     """The entries of all tables of contents, counted from the root."""
     entries: list[str] = []
-    for page in (staged / "index.md", staged / "docs" / "decisions" / "index.md"):
+    lists = [staged / "docs" / folder / "index.md" for folder in ("decisions", "data")]
+    for page in (staged / "index.md", *lists):
         above = page.parent.relative_to(staged)
         for tree in re.findall(
             r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
@@ -63,9 +64,33 @@ def trees(staged: Path) -> list[str]:
     return entries
 
 
+def test_each_benchmark_has_a_page_of_all_its_tables(staged: Path) -> None:
+    text = (staged / "docs" / "data" / "served.md").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert "Trials:\n\n|" in text
+    performance = (staged / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "](data/served.md)" in performance
+    assert "](data/index.md)" in performance
+
+
 def test_links_hold_among_the_pages(staged: Path) -> None:
     assert list(check_docs.broken_links(staged)) == []
     assert (staged / "examples" / "photos" / "cat.jpg").exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "there"),
+    [
+        ("README.md", "index.md"),
+        ("../../README.md#what-serves", "../../index.md#what-serves"),
+        ("docs/data/", "docs/data/index.md"),
+        ("data/served.json", "data/served.md"),
+        ("src/data/ORIGIN.md", "src/data/ORIGIN.md"),
+        ("https://example.org/README.md", "https://example.org/README.md"),
+    ],
+)
+def test_links_lead_to_the_pages_that_documents_become(link: str, there: str) -> None:
+    assert build_site.as_page(f"See [this]({link}), README.md.") == f"See [this]({there}), README.md."
 
 
 @pytest.mark.parametrize(

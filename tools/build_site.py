@@ -16,14 +16,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import performance_page, report
 from tools import module_list
 from tools.check_docs import LINK, documents
 
 GUIDE = ["placements", "transports", "planning", "reliability", "gpu", "benchmarks"]
 INSIDE = ["structures", "glossary", "papers"]
 NOTEBOOKS = ["examples/notebook.ipynb", "examples/plan.ipynb"]
+PAGE = ".md"
 FIRST = "README"  # becomes the page "index"
-GENERATED = ("docs/modules", "docs/decisions/index")
+GENERATED = ("docs/modules", "docs/decisions/index", "docs/data/index")
 
 
 def linked(root: Path, document: Path) -> set[Path]:
@@ -44,8 +46,8 @@ def contents(there: Iterable[Path]) -> str:
         "Guide": guide,
         "Tutorials": [name.removesuffix(".ipynb") for name in NOTEBOOKS],
         "Reference": ["reference/index"],
-        "Inside": [*inside, *GENERATED],
-        "Project": project,
+        "Inside": [*inside, *GENERATED[:2]],
+        "Project": [*project, GENERATED[2]],
     }
     return "\n\n".join(_toctree(name, pages) for name, pages in groups.items() if pages)
 
@@ -54,16 +56,34 @@ def _toctree(caption: str, pages: Iterable[str]) -> str:
     return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"])
 
 
+def listing(title: str, text: str, pages: Iterable[str]) -> str:
+    """A page that lists others beside it."""
+    listed = "\n".join(["```{toctree}", ":maxdepth: 1", "", *pages, "```"])
+    return f"# {title}\n\n{text}\n\n{listed}\n"
+
+
 def decisions(there: Iterable[Path]) -> str:
     """The page that lists the decisions."""
     names = [path.stem for path in there if path.parent.name == "decisions"]
-    listed = "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"])
-    return f"# Decisions\n\nWhy it is as it is: the question, what was decided, why, what it costs.\n\n{listed}\n"
+    return listing("Decisions", "Why it is as it is: the question, what was decided, why, what it costs.", names)
+
+
+def measurements(root: Path, folder: Path) -> str:
+    """Write a page of all tables for each benchmark into ``folder``; the page that lists them."""
+    data = sorted((root / "docs" / "data").glob("*.json"))
+    for path in data:
+        written = folder / "docs" / "data" / path.with_suffix(".md").name
+        written.write_text(performance_page.whole(*report.load(path)), encoding="utf-8")
+    return listing(
+        "Measurements", "All tables of each benchmark; Performance has what they come to.", [each.stem for each in data]
+    )
 
 
 def as_page(text: str) -> str:
-    """A document's text with README, where it is linked to, under the name of the first page."""
-    return re.sub(rf"\]\(((?:\.\./)*){FIRST}(\.md(?:#[^)]*)?\))", r"](\1index\2", text)
+    """A document's text with links to README as links to the first page, and links to data as links to their pages."""
+    text = re.sub(r"(?<=\]\()((?:\.\./|docs/)*data/)(?=\))", rf"\1index{PAGE}", text)
+    text = re.sub(r"(?<=\]\()((?:\.\./|docs/)*data/\w+)\.json(?=\))", rf"\1{PAGE}", text)
+    return re.sub(rf"(?<=\]\()((?:\.\./)*){FIRST}(?={PAGE}[)#])", r"\1index", text)
 
 
 def stage(root: Path, folder: Path) -> list[Path]:
@@ -81,7 +101,8 @@ def stage(root: Path, folder: Path) -> list[Path]:
         target.write_text(as_page((root / path).read_text(encoding="utf-8")), encoding="utf-8")
     with (folder / "index").with_suffix(".md").open("a", encoding="utf-8") as first:
         first.write(f"\n{contents(pages)}\n")
-    for name, text in zip(GENERATED, (module_list.page(root / "src" / "trinity"), decisions(pages)), strict=True):
+    made = (module_list.page(root / "src" / "trinity"), decisions(pages), measurements(root, folder))
+    for name, text in zip(GENERATED, made, strict=True):
         (folder / name).with_suffix(".md").write_text(text, encoding="utf-8")
     return pages
 
