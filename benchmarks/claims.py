@@ -20,8 +20,8 @@ from trinity.placement import Placement
 from trinity.planner.bounds import Bounds, Kind
 from trinity.planner.candidates import Deployment
 from trinity.simulation.simulator import Replay, Simulator
-from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, TOLERANCE, Outcome, goodput
-from trinity.traces.trace import SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, RATE_TOLERANCE, RequestOutcome, goodput
+from trinity.traces.trace import SLO, SLORule, Trace, TraceImage, TraceRow
 
 Found = TypeVar("Found")
 Traces = Callable[[int], Trace]  # so many requests
@@ -100,7 +100,7 @@ def goodput_of(
     *,
     cluster: Cluster,
     scale: Scale,
-    rule: Rule = "guard",
+    rule: SLORule = "guard",
     **options: Any,
 ) -> float:
     """Requests a second that a placement serves in time; 0 where none. ``options`` are the simulator's."""
@@ -188,20 +188,20 @@ def mean(values: Sequence[float]) -> float:
 
 def above(one: float, other: float) -> bool:
     """Whether a goodput is higher by more than the 2 % that a search leaves open."""
-    return one > (1 + TOLERANCE) * other
+    return one > (1 + RATE_TOLERANCE) * other
 
 
-def mean_ttft(outcomes: Sequence[Outcome]) -> float:
+def mean_ttft(outcomes: Sequence[RequestOutcome]) -> float:
     """Seconds, of the requests that got a token."""
     return mean([each.ttft_s for each in outcomes if each.ttft_s is not None])
 
 
-def mean_gap(outcomes: Sequence[Outcome]) -> float:
+def mean_gap(outcomes: Sequence[RequestOutcome]) -> float:
     """Seconds between two tokens, over all gaps (TriInfer's average TBT)."""
     return mean([gap for each in outcomes for gap in each.itl_s])
 
 
-def mean_tpot(outcomes: Sequence[Outcome]) -> float:
+def mean_tpot(outcomes: Sequence[RequestOutcome]) -> float:
     """Seconds a token of a request, over the requests (EPDServe's and EPD-Serve's TPOT)."""
     return mean([mean(each.itl_s) for each in outcomes if each.itl_s])
 

@@ -31,7 +31,7 @@ from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.simulation.simulator import Simulator
-from trinity.traces.goodput import Goodput, Options, goodput
+from trinity.traces.goodput import Goodput, GoodputOptions, goodput
 from trinity.traces.synthetic import Dataset, synthesise
 from trinity.traces.trace import SLO, Trace
 
@@ -50,8 +50,8 @@ BUDGETED = SLO(ttft=0.8, tbt=0.12)  # of the budgets: a step as long as the boun
 REQUESTS = Dataset(name="photographs", sizes=((1024, 768, 1.0),), prompt=(40, 20), output=(16, 8))
 POOLS = {"image": 128, "kv": 6000}
 OPTIONS: dict[str, Any] = {"slo": BUDGETED, "pools": POOLS, "image_cache": False, "prefix_cache": False}
-SEARCH: Options = {"least_requests": 8, "least_ttfts": 0.5}
-COARSE: Options = {**SEARCH, "step": 1.08, "tolerance": 0.04}
+SEARCH: GoodputOptions = {"least_requests": 8, "least_ttfts": 0.5}
+COARSE: GoodputOptions = {**SEARCH, "step": 1.08, "tolerance": 0.04}
 
 
 @dataclass
@@ -113,7 +113,7 @@ def predicted(placement: str, host: Host, count: int, shares: Sequence[float]) -
     asked, simulated = trace(count, 10.0, seed=3), simulator(placement, host)
     case = Case(placement, asked, goodput(simulated.serve(placement), asked, SLO_PACED, **SEARCH))
     for share in shares:
-        expected = simulated.replay(asked.scaled(rate=share * case.simulated.rate), placement)
+        expected = simulated.replay(asked.scale(rate=share * case.simulated.rate), placement)
         full = [name for name, peak in expected.peak_blocks.items() if any(peak[kind] >= POOLS[kind] for kind in peak)]
         assert not full, f"pools bind at {full}: both sides must have room"
         case.loads.append(Load(share, count, seen(expected.outcomes, SLO_PACED)))
@@ -125,10 +125,10 @@ async def serve(case: Case, turns: asyncio.Semaphore) -> None:
     async with turns, pipeline(case.placement) as pipe:
         for load in case.loads:
             with ForeignLoad() as others:
-                served = await replay(pipe, case.asked.scaled(rate=load.share * case.simulated.rate))
+                served = await replay(pipe, case.asked.scale(rate=load.share * case.simulated.rate))
             load.live.append(seen(served, SLO_PACED))
             load.foreign = others.share
-        near: Options = {**COARSE, "bound": case.simulated.rate / 0.9}
+        near: GoodputOptions = {**COARSE, "bound": case.simulated.rate / 0.9}
         case.live = await live_goodput(pipe, case.asked, SLO_PACED, **near)
 
 

@@ -13,7 +13,7 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.step_cost import Link, Tables
 from trinity.pipeline import Pipeline
 from trinity.request import Output
-from trinity.traces.trace import Served, Trace
+from trinity.traces.trace import ServedRequest, Trace
 
 APART_MS = 1e5  # between simulated requests of which each is to be alone
 PROBE_S = 1e-3  # of a message, to see what it does to a simulated TTFT
@@ -34,7 +34,7 @@ class Host:
 
 
 async def calibrated(
-    pipe: Pipeline, make: RequestOf, asked: Trace, simulate: Callable[[Host, Trace], Sequence[Served]]
+    pipe: Pipeline, make: RequestOf, asked: Trace, simulate: Callable[[Host, Trace], Sequence[ServedRequest]]
 ) -> Host:
     """Serve each request alone; then choose what pulls, steps and messages take so that simulated medians are as live.
 
@@ -43,7 +43,7 @@ async def calibrated(
     outputs: list[Output] = []
     for turn in range(2):
         outputs = [await pipe.complete(make(row, number + turn * len(asked))) for number, row in enumerate(asked)]
-    alone = Trace(row.asked(number * APART_MS) for number, row in enumerate(asked))
+    alone = Trace(row.request_at(number * APART_MS) for number, row in enumerate(asked))
     pulls = [each["seconds"] for output in outputs for each in output.transfers if each.get("bytes")]
     known = Host(pull_s=median(pulls) if pulls else 0.0)
     ideal = [_gap(each) for each in simulate(known, alone)]
@@ -53,7 +53,7 @@ async def calibrated(
 
 
 def _with_messages(
-    known: Host, live: Sequence[float], alone: Trace, simulate: Callable[[Host, Trace], Sequence[Served]]
+    known: Host, live: Sequence[float], alone: Trace, simulate: Callable[[Host, Trace], Sequence[ServedRequest]]
 ) -> Host:
     instant, slow = (
         [each.ttft_s or 0.0 for each in simulate(Host(message_s, known.pull_s, known.step_s), alone)]
@@ -63,7 +63,7 @@ def _with_messages(
     return Host(max(0.0, took), known.pull_s, known.step_s)
 
 
-def _gap(served: Served) -> float:
+def _gap(served: ServedRequest) -> float:
     return sum(served.itl_s) / len(served.itl_s) if served.itl_s else 0.0
 
 

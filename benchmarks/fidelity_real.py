@@ -32,8 +32,8 @@ from trinity.instance import Instance, named
 from trinity.pipeline import Pipeline
 from trinity.runtime.loading import Deployment, make_processor, profiled
 from trinity.simulation.simulator import Simulator
-from trinity.traces.goodput import Options, goodput
-from trinity.traces.trace import SLO, Served, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import GoodputOptions, goodput
+from trinity.traces.trace import SLO, ServedRequest, Trace, TraceImage, TraceRow
 
 PLACEMENT = "1EP1D"
 SHARES = (0.6, 0.75, 0.9)
@@ -148,7 +148,7 @@ def simulator(shape: Model, slo: SLO, costs: Costs) -> Simulator:
 
 
 async def at_rest(pipe: Pipeline, shape: Model, tables: dict[str, Tables], requests: int) -> Host:
-    def simulate(host: Host, alone: Trace) -> Sequence[Served]:
+    def simulate(host: Host, alone: Trace) -> Sequence[ServedRequest]:
         return simulator(shape, SLO(1.0, 1.0), Costs(tables, host)).replay(alone, PLACEMENT).outcomes
 
     return await calibrated(pipe, Lookalikes(pipe.processor, "alone/"), trace(requests, shape.image_tokens), simulate)
@@ -174,12 +174,12 @@ async def compare(directory: Path, counts: Counts, count: int, shares: Sequence[
         costs = Costs(tables, await at_rest(pipe, shape, tables, min(count, 8)))
         slo = bounds(costs, shape)
         real, simulated = Real(directory.name, costs, slo), simulator(shape, slo, costs)
-        options: Options = {"least_requests": 4, "least_ttfts": 0.1}
+        options: GoodputOptions = {"least_requests": 4, "least_ttfts": 0.1}
         found = await asyncio.to_thread(goodput, simulated.serve(PLACEMENT), asked, slo, **options)
         real.goodput = found.rate
         await replay(pipe, asked, rate=found.rate, late_s=1e9)  # code for new shapes is made, pages are touched
         for share in shares:
-            offered = asked.scaled(rate=share * found.rate)
+            offered = asked.scale(rate=share * found.rate)
             served, live, foreign = await repeated(pipe, offered, slo, repeats)
             expected = await asyncio.to_thread(simulated.replay, served, PLACEMENT)
             real.loads.append(Load(share, count, seen(expected.outcomes, slo), live, foreign))

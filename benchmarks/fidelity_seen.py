@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from trinity.metrics import percentile
-from trinity.traces.trace import COMPLETE, SLO, Served, attainment
+from trinity.traces.trace import COMPLETE, SLO, ServedRequest, attainment
 
 PERCENTS = (50, 90, 99)
 METRICS = tuple((name, percent) for name in ("TTFT", "TPOT") for percent in PERCENTS)
@@ -25,7 +25,7 @@ class Seen:
     failed: int
 
 
-def seen(outcomes: Sequence[Served], slo: SLO) -> Seen:
+def seen(outcomes: Sequence[ServedRequest], slo: SLO) -> Seen:
     """Of one serving. TTFT counts from the scheduled arrival; TPOT is a request's mean gap."""
     done = [each for each in outcomes if each.finish_reason in COMPLETE and each.ttft_s is not None]
     found = {

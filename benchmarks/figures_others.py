@@ -121,7 +121,7 @@ def requests_5(scale: Scale, copies: int) -> Trace:
 def deployed(placement: str, options: Mapping[str, Any], trace: Trace) -> Served:
     devices = Placement.parse(placement).size
     replay = replayed(PANGU, placement, SLO_5, trace, cluster=Cluster.of(NPU, devices), **options)
-    met = [each for each in replay.outcomes if SLO_5.met(each, "tpot")]
+    met = [each for each in replay.outcomes if SLO_5.is_met(each, "tpot")]
     tokens = sum(1 + len(each.itl_s) for each in met)
     return Served(
         len(trace) / replay.duration_s,

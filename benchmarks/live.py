@@ -26,12 +26,12 @@ from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output
-from trinity.traces.trace import COMPLETE, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace, TraceImage, TraceRow
 
 POOLS = {"image": 24, "kv": 800}
 PACED_POOLS = {"image": 64, "kv": 4096}
 UNCACHED: dict[str, Any] = {"image_cache": False, "prefix_cache": False}
-BOTH: tuple[Rule, ...] = ("p90", "p99")
+BOTH: tuple[SLORule, ...] = ("p90", "p99")
 HOLDS = 0.9  # of the requests in time: a rate that counts for goodput
 BURST = 6
 THINNED = 10  # of ServeGen's arrivals one in so many: ten a second, often several at once, are more than fits here
@@ -64,7 +64,7 @@ def traffic(count: int, image_tokens: int, outputs: int, images: int = 1, text: 
 
     No two have an image in common: what is compared is work, not caches.
     """
-    arrivals = [row.timestamp for row in traces.shipped("servegen-image-1h")][::THINNED][:count]
+    arrivals = [row.timestamp for row in traces.read_shipped("servegen-image-1h")][::THINNED][:count]
     rows = []
     for number, at in enumerate(arrivals):
         media = [TraceImage(width=336, height=336, tokens=image_tokens)] * (1 + number % images)
@@ -118,7 +118,7 @@ async def at_rest(pipe: Pipeline, row: TraceRow, turns: int = 3) -> tuple[float,
 
 async def capacity(pipe: Pipeline, trace: Trace, turns: int = 2) -> float:
     """Requests a second of a burst that comes at once, the last one of ``turns``: the first makes code for shapes."""
-    rows = [row.asked(0.0) for row in list(trace)[:BURST]]
+    rows = [row.request_at(0.0) for row in list(trace)[:BURST]]
     seconds = 0.0
     for _ in range(turns):
         began = time.monotonic()
@@ -180,7 +180,7 @@ def seen(rounds: Sequence[Trace], slo: SLO | None = None) -> dict[str, float]:
         figures[f"gap_p{percent}_s"] = percentile(gaps, percent) if gaps else float("nan")
     figures["gap_max_s"] = gaps[-1] if gaps else float("nan")
     if slo is not None:
-        figures |= {f"attained_{rule}": sum(slo.met(row, rule) for row in rows) / len(rows) for rule in BOTH}
+        figures |= {f"attained_{rule}": sum(slo.is_met(row, rule) for row in rows) / len(rows) for rule in BOTH}
     return figures
 
 
@@ -191,12 +191,12 @@ def span(trace: Trace) -> float:
     return max(row.timestamp / 1000 + (row.latency_s or 0.0) for row in rows) - first
 
 
-def attained(rounds: Sequence[Trace], slo: SLO, rule: Rule) -> float:
+def attained(rounds: Sequence[Trace], slo: SLO, rule: SLORule) -> float:
     rows = [row for trace in rounds for row in trace]
-    return sum(slo.met(row, rule) for row in rows) / len(rows)
+    return sum(slo.is_met(row, rule) for row in rows) / len(rows)
 
 
-def goodput(found: Rounds, name: str, slo: SLO, rule: Rule) -> tuple[float, bool]:
+def goodput(found: Rounds, name: str, slo: SLO, rule: SLORule) -> tuple[float, bool]:
     """The rate at which nine tenths of the requests are in time, and whether it was seen to end there.
 
     On the line between the last rate of the ladder that holds and the first that does not; 0 where the lowest does not.

@@ -135,7 +135,7 @@ def speeds(requests: int, rounds: int) -> dict[str, Speed]:
 
 
 def plans(quick: bool) -> dict[str, Took]:
-    hour = traces.shipped("servegen-image-1h")
+    hour = traces.read_shipped("servegen-image-1h")
     if quick:
         few = hour.window(0, 130)
         return {"race alone, N = 2": searched(few, 2), "race, N = 2": planned(few, 2)}
@@ -147,7 +147,7 @@ def plans(quick: bool) -> dict[str, Took]:
         "exhaustive, N = 8": planned(ten, 8, strategy="exhaustive"),
         "race, N = 64": planned(ten, 64),
     }
-    day = traces.denser(traces.shipped("servegen-image-24h"), 1 / THINNED, seed=0)
+    day = traces.densify(traces.read_shipped("servegen-image-24h"), 1 / THINNED, seed=0)
     return {
         **found,
         "race, N = 1,024": planned(ten, 1024, slo=LARGE_SLO),

@@ -19,7 +19,7 @@ from trinity.planner.problem import Case, Question
 from trinity.planner.resample import long_enough
 from trinity.planner.search import Entry, exhaustive
 from trinity.planner.trials import Trials, rate_of, step_of
-from trinity.traces import resampled
+from trinity.traces import resample
 from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS
 from trinity.traces.trace import Trace
 
@@ -62,7 +62,7 @@ def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -
 def searched_case(setup: Setup, sizes: Sizes, until: float) -> Record:
     """Every placement's goodput on both traces, and how long these are. Raises ``OutOfTimeError`` as ``case_of``."""
     began = time.monotonic()
-    early, late = traces.shipped("servegen-image-1h").split(0.1)
+    early, late = traces.read_shipped("servegen-image-1h").split(0.1)
     count = requests_needed(setup, sizes, case_of(setup, sizes, requests(setup, sizes.held, early, PLAN_SEED)))
     seen = requests(setup, max(sizes.least_requests, math.ceil(count / 9)), early, PLAN_SEED)
     plan = long_enough(seen, PLAN_SEED, True, lambda drawn: goodputs(case_of(setup, sizes, drawn.trace, until)))
@@ -75,10 +75,10 @@ def searched_case(setup: Setup, sizes: Sizes, until: float) -> Record:
 
 def planning_trace(setup: Setup, record: Record) -> Trace:
     """The trace that a record's case was planned on."""
-    early, _ = traces.shipped("servegen-image-1h").split(0.1)
+    early, _ = traces.read_shipped("servegen-image-1h").split(0.1)
     seen = requests(setup, record["requests"]["seen"], early, PLAN_SEED)
     count = record["planned_on"]
-    return seen if len(seen) == count else resampled(seen, count, seed=PLAN_SEED)
+    return seen if len(seen) == count else resample(seen, count, seed=PLAN_SEED)
 
 
 def requests(setup: Setup, count: int, arrivals: Trace, seed: int) -> Trace:

@@ -27,15 +27,15 @@ from trinity.errors import TraceTooShort
 from trinity.pipeline import Pipeline
 from trinity.simulation.simulator import Simulator
 from trinity.tables import percentile
-from trinity.traces.goodput import Serve, goodput
-from trinity.traces.trace import SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import ServeFunction, goodput
+from trinity.traces.trace import SLO, SLORule, Trace, TraceImage, TraceRow
 
 ASKED, USED = 2048, 100
 COST = LinearCost(step_s=0.008, decode_s=5e-5, prefill_s=1.5e-5, source="made up: steps of a 7B model on a fast device")
 BLOCKS = 700  # of 16 tokens: four requests in full, fifteen by what they use
 BOUND = SLO(4.0, 0.1)
 POLICIES: tuple[Policy, ...] = ("alg1", "time", "prefill_first")
-RULES: tuple[Rule, ...] = ("guard", "p99")
+RULES: tuple[SLORule, ...] = ("guard", "p99")
 ORDERS: tuple[Order, ...] = ("fcfs", "sjf", "deadline")
 PLACEMENTS = ("4EPD", "1EP3D")  # where all stages are batched together, and where decode is alone
 STRICT = SLO(1.0, 0.06)
@@ -180,7 +180,7 @@ class Found(NamedTuple):
 
 def recorded(count: int) -> Trace:
     """As many requests like those of the hour of production image traffic that trinity ships."""
-    return traces.resampled(traces.shipped("servegen-image-1h"), count, seed=0)
+    return traces.resample(traces.read_shipped("servegen-image-1h"), count, seed=0)
 
 
 def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
@@ -190,7 +190,7 @@ def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
         served = {(policy, order): _serving(placement, policy, order) for policy in POLICIES for order in ORDERS}
         guard, p99 = ({key: _goodput(each, trace, rule) for key, each in served.items()} for rule in RULES)
         best = max(guard.values())
-        offered = trace.scaled(rate=0.9 * best) if best else trace  # none: of --quick
+        offered = trace.scale(rate=0.9 * best) if best else trace  # none: of --quick
         for key, serve in served.items():
             outcomes = serve(offered)
             ttfts = sorted(each.ttft_s for each in outcomes if each.ttft_s is not None)
@@ -199,12 +199,12 @@ def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
     return found
 
 
-def _serving(placement: str, policy: Policy, order: Order) -> Serve:
+def _serving(placement: str, policy: Policy, order: Order) -> ServeFunction:
     rules = Rules(policy=policy, order=order)
     return Simulator("llava-1.5-7b", STRICT, cluster=Cluster.of("H100", 4), rules=rules).serve(placement)
 
 
-def _goodput(serve: Serve, trace: Trace, rule: Rule) -> float:
+def _goodput(serve: ServeFunction, trace: Trace, rule: SLORule) -> float:
     try:
         return goodput(serve, trace, STRICT, rule=rule).rate
     except TraceTooShort:

@@ -34,8 +34,8 @@ from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.simulation.simulator import Simulator
-from trinity.traces.goodput import SHARE, piles_up, point, steady_s
-from trinity.traces.trace import COMPLETE, SLO, Served, Trace
+from trinity.traces.goodput import SHARE, falls_behind, score_outcomes, steady_state_s
+from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace
 
 NAME = "llava-1.5-7b"
 MODEL = model(NAME)
@@ -143,7 +143,7 @@ def uncollected() -> Iterator[None]:
 
 async def _served(task: Task) -> Record:
     trace, slo, dilation = requests(task.dataset, task.asked), task.slo, task.dilation
-    offered = trace.scaled(rate=task.rate / dilation)
+    offered = trace.scale(rate=task.rate / dilation)
     async with pipeline(task) as pipe:
         watch = Watch()
         with watch:
@@ -152,8 +152,8 @@ async def _served(task: Task) -> Record:
         moved, steps = moves(pipe), [each.args for each in pipe.timeline.slices() if "late us" in each.args]
         paced_s = sum(each.duration_s for each in pipe.timeline.slices() if "late us" in each.args)
     dilated = bounds(task.dataset, dilation=dilation)
-    seen = point(offered, rows, dilated)
-    behind = piles_up(seen, "guard", SHARE, steady_s(offered, dilated))
+    seen = score_outcomes(offered, rows, dilated)
+    behind = falls_behind(seen, "guard", SHARE, steady_state_s(offered, dilated))
     signs = watch.signs(rows, [each["late us"] * 1e-6 for each in steps], paced_s, slo, dilation)
     return {
         "task": list(task),
@@ -196,7 +196,7 @@ class Watch:
             self._lags.append(time.monotonic() - due)
 
     def signs(
-        self, rows: Sequence[Served], late_s: Sequence[float], paced_s: float, slo: SLO, dilation: float
+        self, rows: Sequence[ServedRequest], late_s: Sequence[float], paced_s: float, slo: SLO, dilation: float
     ) -> dict[str, float]:
         """By the names of ``LIMITS``."""
         share = self.cpu_s / self.wall_s
@@ -215,7 +215,7 @@ def passed(signs: dict[str, float]) -> list[str]:
     return [name for name, limit in LIMITS.items() if signs[name] > limit]
 
 
-def latencies(rows: Sequence[Served], dilation: float) -> dict[str, float]:
+def latencies(rows: Sequence[ServedRequest], dilation: float) -> dict[str, float]:
     """Seconds of the device's time."""
     ttft = sorted(row.ttft_s for row in rows if row.ttft_s is not None)
     tpot = sorted(sum(row.itl_s) / len(row.itl_s) for row in rows if row.itl_s)

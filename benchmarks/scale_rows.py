@@ -19,8 +19,8 @@ from trinity.planner.hardware import Hardware
 from trinity.planner.problem import Case, Question
 from trinity.planner.race import race
 from trinity.simulation.simulator import Simulator
-from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure
-from trinity.traces.goodput import STEP as GOODPUT_STEP
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure_point
+from trinity.traces.goodput import RATE_STEP as GOODPUT_STEP
 
 WORKLOADS = ("POPE", "MME", "TextVQA", "VizWiz", "TextCaps")  # from few tokens to many
 LIVE_TTFTS = 3.0  # TTFT bounds that a live trace lasts: one of 10 takes the CPU that is here three times as long
@@ -155,14 +155,14 @@ def _searched(
 def expected(row: Row, step: int, dataset: str) -> dict[str, float]:
     """The simulated attainment of the same requests at the same rate."""
     engine = simulator(dataset, row.placement, row.scheduled)
-    seen = measure(engine.serve(row.placement), requests(dataset, row.asked), bounds(dataset), rate_at(row, step))
+    seen = measure_point(engine.serve(row.placement), requests(dataset, row.asked), bounds(dataset), rate_at(row, step))
     return {**seen.attainment, "completed": seen.completed}
 
 
 def emulating_s(engine: Simulator, row: Row, dataset: str) -> float:
     """CPU seconds of a request: by its instances' work (steps are of about equal length), the events of its cores, and
     its tokens. The figures are of replays on this machine, which they tell to 30 %."""
-    trace = requests(dataset, row.asked).scaled(rate=row.rate)
+    trace = requests(dataset, row.asked).scale(rate=row.rate)
     seen = engine.replay(trace, row.placement)
     busy = math.fsum(seconds for stages in seen.busy_s.values() for seconds in stages.values())
     tokens = sum(each.output_length for each in trace)

@@ -181,7 +181,7 @@ async def everything(setting: Setting, sizes: Sizes) -> Result:
     kept = Kept(setting.kept and setting.kept / "served-trials.jsonl", sizes)
     checkpoint = await asyncio.to_thread(setting.pick, "llava-110m", "llava")
     with await asyncio.to_thread(Maker, checkpoint, "served") as make:
-        shipped = await asyncio.to_thread(traces.shipped, TRACE)
+        shipped = await asyncio.to_thread(traces.read_shipped, TRACE)
         trace = fitted(shipped, text=sizes.text, output=sizes.output, images=1)
         known = kept.of("ready") or [
             kept.add("ready", msgspec.to_builtins(await prepare(setting, sizes, checkpoint, trace, make)))

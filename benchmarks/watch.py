@@ -39,12 +39,12 @@ Change = Callable[[TraceRow, bool], TraceRow]  # of a row, which comes after the
 
 @cache
 def hour() -> Trace:
-    return traces.shipped("servegen-image-1h")
+    return traces.read_shipped("servegen-image-1h")
 
 
 @cache
 def day() -> Trace:
-    return traces.shipped("servegen-image-24h")
+    return traces.read_shipped("servegen-image-24h")
 
 
 def at_load(trace: Trace) -> Demand:
@@ -89,7 +89,7 @@ def spacing(found: list[Proposal]) -> float:
 
 
 def longer(row: TraceRow) -> TraceRow:
-    changed = row.asked(row.timestamp)
+    changed = row.request_at(row.timestamp)
     changed.output_length *= 2
     return changed
 
@@ -104,7 +104,7 @@ def tenfold(noise: random.Random) -> Change:
     def change(row: TraceRow, after: bool) -> TraceRow:
         if after or noise.random() < 0.1:
             return row
-        changed = row.asked(row.timestamp)
+        changed = row.request_at(row.timestamp)
         changed.images, changed.input_length = [], row.text_tokens
         return changed
 
@@ -180,7 +180,7 @@ def _thin_delays(seeds: int) -> list[float]:
 def _days(quick: bool) -> dict[str, list[Proposal]]:
     kinds = {"as recorded, 0.57 requests/s": day()}
     if not quick:
-        kinds["at its full rate, 9.4 requests/s"] = traces.denser(day(), 1 / THINNED, seed=0)
+        kinds["at its full rate, 9.4 requests/s"] = traces.densify(day(), 1 / THINNED, seed=0)
     return {
         kind: proposed(Redeploy(Watch(at_load(trace)), PLACEMENT, cooldown_s=0), trace) for kind, trace in kinds.items()
     }

@@ -32,7 +32,7 @@ SHOWN = 600  # requests whose timeline the report draws
 
 def traffic(minutes: float | None) -> Trace:
     """The shipped hour, or its first minutes."""
-    trace = traces.shipped("servegen-image-1h")
+    trace = traces.read_shipped("servegen-image-1h")
     if minutes is None and compiled.missing():
         print(f"no compiled engine ({compiled.missing()}): planned on the first {SLOW_MINUTES:g} minutes")
         minutes = SLOW_MINUTES
@@ -42,7 +42,7 @@ def traffic(minutes: float | None) -> Trace:
 def seen(plan: Plan, trace: Trace, device: str) -> dict[str, dict[float, Replay]]:
     """The best placement at its goodput, and Algorithm 2's at the same rate, with what ran when."""
     rate = plan.best.goodput[plan.rule]
-    offered = trace.scaled(rate=rate).head(SHOWN)
+    offered = trace.scale(rate=rate).head(SHOWN)
     chosen = dict.fromkeys([plan.best.placement] + ([plan.paper.placement] if plan.paper else []))
     simulator = Simulator(MODEL, INTERACTIVE, cluster=Cluster.of(device, plan.best.instances))
     return {placement: {rate: simulator.replay(offered, placement, record=True)} for placement in chosen}

@@ -12,7 +12,7 @@ from trinity.errors import UnknownName
 from trinity.placement import Placement
 from trinity.simulation.simulator import Replay
 from trinity.simulation.workload import Job, jobs_of
-from trinity.traces.goodput import Outcome, Serve
+from trinity.traces.goodput import RequestOutcome, ServeFunction
 from trinity.traces.trace import SLO, Trace
 
 BATCH = 32  # decodes that share a step, always
@@ -36,7 +36,7 @@ class Analytic:
         self.costs = [cost or Roofline(model=model, device=device) for device in cluster.devices]
         Analytic.made += 1
 
-    def serve(self, placement: Placement) -> Serve:
+    def serve(self, placement: Placement) -> ServeFunction:
         return lambda trace: self.replay(trace, placement).outcomes
 
     def replay(self, trace: Trace, placement: Placement, *, record: bool = False) -> Replay:
@@ -83,6 +83,6 @@ class Analytic:
         return (job.max_tokens - 1) * cost.at(BATCH, 0, 0, context=job.prompt) / BATCH
 
 
-def _outcome(job: Job, first: float, wait: float, gap: float) -> Outcome:
+def _outcome(job: Job, first: float, wait: float, gap: float) -> RequestOutcome:
     gaps = job.max_tokens - 1
-    return Outcome(first - job.at, [gap + wait, *[gap] * (gaps - 1)] if gaps else [])
+    return RequestOutcome(first - job.at, [gap + wait, *[gap] * (gaps - 1)] if gaps else [])

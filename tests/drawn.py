@@ -8,7 +8,7 @@ import msgspec
 
 from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice
-from trinity.traces.goodput import Outcome
+from trinity.traces.goodput import RequestOutcome
 
 
 def axes(figure: Any, place: int = 0) -> Any:
@@ -42,11 +42,11 @@ def cells(of: Any) -> dict[str, tuple[float, float]]:
             for each in named}  # fmt: skip
 
 
-def outcome(ttft: float | None = 0.1, gaps: tuple[float, ...] = (0.02, 0.04), reason: str = "length") -> Outcome:
-    return Outcome(ttft, gaps, reason)
+def outcome(ttft: float | None = 0.1, gaps: tuple[float, ...] = (0.02, 0.04), reason: str = "length") -> RequestOutcome:
+    return RequestOutcome(ttft, gaps, reason)
 
 
-def replay(*outcomes: Outcome, duration_s: float = 10.0, timeline: tuple[Slice, ...] = ()) -> Replay:
+def replay(*outcomes: RequestOutcome, duration_s: float = 10.0, timeline: tuple[Slice, ...] = ()) -> Replay:
     made = Replay(
         outcomes=list(outcomes),
         duration_s=duration_s,

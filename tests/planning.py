@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from trinity.planner.plan import Candidate, Plan
-from trinity.traces.goodput import Point
-from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import RatePoint
+from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
 
-def point(rate: float, share: float) -> Point:
-    return Point(rate=rate, duration_s=60, attainment=dict.fromkeys(RULES, share), completed=1.0)
+def point(rate: float, share: float) -> RatePoint:
+    return RatePoint(rate=rate, duration_s=60, attainment=dict.fromkeys(SLO_RULES, share), completed=1.0)
 
 
 BEST = Candidate(

@@ -17,7 +17,7 @@ from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import PAPER, placements
 from trinity.timeline import Slice
-from trinity.traces.goodput import Outcome
+from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import Trace, TraceRow
 
 
@@ -29,11 +29,16 @@ def holds(shown: Iterable[Shown]) -> list[bool]:
 
 
 def test_means_of_outcomes() -> None:
-    served = [Outcome(1.0, (0.1, 0.3)), Outcome(3.0, (0.6,)), Outcome(None, (), "error"), Outcome(2.0, ())]
+    served = [
+        RequestOutcome(1.0, (0.1, 0.3)),
+        RequestOutcome(3.0, (0.6,)),
+        RequestOutcome(None, (), "error"),
+        RequestOutcome(2.0, ()),
+    ]
     assert claims.mean_ttft(served) == 2.0
     assert claims.mean_gap(served) == pytest.approx(1.0 / 3)
     assert claims.mean_tpot(served) == pytest.approx((0.2 + 0.6) / 2)
-    assert claims.mean_ttft([Outcome(None, (), "error")]) == math.inf
+    assert claims.mean_ttft([RequestOutcome(None, (), "error")]) == math.inf
 
 
 @pytest.mark.parametrize(

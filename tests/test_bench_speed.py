@@ -57,13 +57,13 @@ def test_cpu_time_is_judged(seconds: float, met: bool) -> None:
 
 def test_a_plan_that_takes_too_long_is_cut_off_and_falls_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_speed, "MOST_S", 0.0)
-    took = plan_speed.planned(traces.shipped("servegen-image-1h").window(0, 130), 2)
+    took = plan_speed.planned(traces.read_shipped("servegen-image-1h").window(0, 130), 2)
     assert took.placement == "none: cut off"
     assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
 
 
 def test_a_plan_that_is_refused_falls_short() -> None:
-    took = plan_speed.planned(traces.shipped("servegen-image-1h").head(20), 1)
+    took = plan_speed.planned(traces.read_shipped("servegen-image-1h").head(20), 1)
     assert took.placement == "none: TraceTooShort"
     assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
 

@@ -21,7 +21,7 @@ from trinity.planner.candidates import Deployment, deployments
 from trinity.planner.trials import Trials, rate_of
 from trinity.simulation.simulator import Simulator
 from trinity.simulation.workload import jobs_of
-from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow
 
 LLAVA, QWEN = MODELS["llava-1.5-7b"], MODELS["qwen2-vl-7b"]
 LOOSE = SLO(ttft=2.0, tbt=1.0)
@@ -227,7 +227,7 @@ def check_one(seed: int, count: int) -> None:
     draw = random.Random(seed)
     model, names = draw.choice([LLAVA, QWEN]), draw.choice([["H100"] * 2, ["H100"] * 3, ["H100", "L40S"]])
     slo = SLO(draw.choice([0.2, 0.6]), draw.choice([0.03, 0.06, 0.2]))
-    rule = draw.choice(RULES)
+    rule = draw.choice(SLO_RULES)
     lanes, order = draw.choice([("joint",), ("vision", "language")]), draw.choice(["fcfs", "sjf"])
     trace, stable = drawn(draw, count), draw.random() < 0.6
     kinds = {each: Kind.of(DEVICES[each], Roofline(model=model, device=DEVICES[each]), 0.9) for each in names}
@@ -259,7 +259,7 @@ def drawn(draw: random.Random, count: int) -> Trace:
 
 
 def found(
-    simulator: Simulator, deployment: Deployment, trace: Trace, slo: SLO, rule: Rule, stable: bool, guess: float
+    simulator: Simulator, deployment: Deployment, trace: Trace, slo: SLO, rule: SLORule, stable: bool, guess: float
 ) -> float:
     trials = Trials(
         lambda each: simulator.serve(each.placement),

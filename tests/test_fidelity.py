@@ -20,8 +20,8 @@ from trinity.bench.live_replay import replay
 from trinity.costs.step_cost import Tables
 from trinity.request import Output
 from trinity.runtime.loading import load
-from trinity.traces.goodput import Goodput, Outcome, Point
-from trinity.traces.trace import RULES, SLO, Trace
+from trinity.traces.goodput import Goodput, RatePoint, RequestOutcome
+from trinity.traces.trace import SLO, SLO_RULES, Trace
 
 NOTHING = Host()
 LIVENESS = 10.0
@@ -33,7 +33,7 @@ def one(ttft: float = 0.1, tpot: float = 0.02, failed: int = 0, p99: float = 9.0
 
 
 def goodput(rate: float) -> Goodput:
-    point = Point(rate=rate, duration_s=9.0, attainment=dict.fromkeys(RULES, 0.95), completed=1.0)
+    point = RatePoint(rate=rate, duration_s=9.0, attainment=dict.fromkeys(SLO_RULES, 0.95), completed=1.0)
     return Goodput(rate=rate, rule="guard", share=0.9, stable=True, points=(point,))
 
 
@@ -45,8 +45,8 @@ def case(placement: str, simulated: float, live: float, *loads: Load) -> Case:
 
 
 def test_percentiles_are_of_requests_that_ended_and_the_others_are_counted() -> None:
-    outcomes = [Outcome(0.1 * n, (0.01, 0.03), "length") for n in range(1, 12)]
-    found = seen([*outcomes, Outcome(99.0, (9.0,), "error"), Outcome(None, (), "refused")], SLO(1.0, 1.0))
+    outcomes = [RequestOutcome(0.1 * n, (0.01, 0.03), "length") for n in range(1, 12)]
+    found = seen([*outcomes, RequestOutcome(99.0, (9.0,), "error"), RequestOutcome(None, (), "refused")], SLO(1.0, 1.0))
     assert found.seconds["TTFT", 50] == pytest.approx(0.6)
     assert found.seconds["TTFT", 90] == pytest.approx(1.0)
     assert found.seconds["TPOT", 50] == pytest.approx(0.02)
@@ -133,9 +133,9 @@ class Alone:
 
 
 async def test_what_the_host_adds_is_found_from_requests_that_are_alone() -> None:
-    def simulate(host: Host, alone: Trace) -> list[Outcome]:
+    def simulate(host: Host, alone: Trace) -> list[RequestOutcome]:
         assert [row.timestamp for row in alone] == [n * 1e5 for n in range(5)]
-        return [Outcome(0.046 + host.pull_s + 3 * host.message_s, (0.01 + host.step_s,) * 2)] * len(alone)
+        return [RequestOutcome(0.046 + host.pull_s + 3 * host.message_s, (0.01 + host.step_s,) * 2)] * len(alone)
 
     pipe: Any = Alone()
     make: Any = lambda row, number: number  # noqa: E731

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from trinity.errors import ConfigError, TraceTooShort, UnknownName
 from trinity.traces.goodput import (
     Goodput,
-    Outcome,
-    Point,
+    RatePoint,
+    RequestOutcome,
     completed_share,
+    falls_behind,
     goodput,
-    measure,
-    piles_up,
-    searching,
-    steady_s,
+    measure_point,
+    search_goodput,
+    steady_state_s,
 )
-from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceRow
+from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
 
@@ -38,11 +38,11 @@ class Queue:
     def __init__(self, service_s: float, gaps: Sequence[float] = ()) -> None:
         self.service_s, self.gaps, self.runs = service_s, tuple(gaps), 0
 
-    def __call__(self, trace: Trace) -> list[Outcome]:
+    def __call__(self, trace: Trace) -> list[RequestOutcome]:
         self.runs += 1
         arrivals = [row.timestamp / 1000 for row in trace]
         ends = accumulate(arrivals, lambda end, at: max(end, at) + self.service_s, initial=-math.inf)
-        return [Outcome(end - at, self.gaps) for at, end in zip(arrivals, list(ends)[1:], strict=True)]
+        return [RequestOutcome(end - at, self.gaps) for at, end in zip(arrivals, list(ends)[1:], strict=True)]
 
 
 def limit(count: int, service_s: float, ttft: float, share: float = 0.9) -> float:
@@ -54,15 +54,15 @@ def limit(count: int, service_s: float, ttft: float, share: float = 0.9) -> floa
 
 
 def test_below_its_rate_a_queue_is_never_late() -> None:
-    point = measure(Queue(0.1), evenly(100), LOOSE, rate=9)
+    point = measure_point(Queue(0.1), evenly(100), LOOSE, rate=9)
     assert point.rate == pytest.approx(9)
     assert point.duration_s == pytest.approx(11)
-    assert point.attainment == dict.fromkeys(RULES, 1.0)
+    assert point.attainment == dict.fromkeys(SLO_RULES, 1.0)
     assert point.completed == pytest.approx(1)
 
 
 def test_above_its_rate_waits_grow_by_the_same_each_time() -> None:
-    point = measure(Queue(0.1), evenly(1000), LOOSE, rate=20)
+    point = measure_point(Queue(0.1), evenly(1000), LOOSE, rate=20)
     # Request n waits 0.05 n and is served in 0.1: in time up to n = 37 (1.95 s), not at n = 38 (2.0 s is not < 2.0 s).
     assert point.attainment["p90"] == pytest.approx(0.038, abs=0.001)
     assert point.completed == pytest.approx(0.5)
@@ -70,22 +70,22 @@ def test_above_its_rate_waits_grow_by_the_same_each_time() -> None:
 
 
 def test_failures_count_against() -> None:
-    def serve(trace: Trace) -> list[Outcome]:
-        return [Outcome(0.1, finish_reason="error" if n % 5 == 0 else "stop") for n in range(len(trace))]
+    def serve(trace: Trace) -> list[RequestOutcome]:
+        return [RequestOutcome(0.1, finish_reason="error" if n % 5 == 0 else "stop") for n in range(len(trace))]
 
-    point = measure(serve, evenly(100), LOOSE)
+    point = measure_point(serve, evenly(100), LOOSE)
     assert set(point.attainment.values()) == {0.8}
     assert point.completed == pytest.approx(0.8, abs=0.02)
 
 
 def test_a_request_without_a_first_token_is_not_in_time() -> None:
-    assert measure(lambda trace: [Outcome(None)] * len(trace), evenly(10), LOOSE).attainment["p90"] == 0
+    assert measure_point(lambda trace: [RequestOutcome(None)] * len(trace), evenly(10), LOOSE).attainment["p90"] == 0
 
 
 def test_every_request_needs_an_outcome() -> None:
     for answers in (9, 11, 0):
         with pytest.raises(ConfigError, match=f"answered {answers} of 10"):
-            measure(lambda trace, answers=answers: [Outcome(0.1)] * answers, evenly(10), LOOSE)  # type: ignore[misc]
+            measure_point(lambda trace, answers=answers: [RequestOutcome(0.1)] * answers, evenly(10), LOOSE)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_every_request_needs_an_outcome() -> None:
     ],
 )
 def test_completions_by_hand(arrivals: Sequence[float], latencies: Sequence[float], expected: float) -> None:
-    assert completed_share(list(arrivals), [Outcome(each) for each in latencies]) == pytest.approx(expected)
+    assert completed_share(list(arrivals), [RequestOutcome(each) for each in latencies]) == pytest.approx(expected)
 
 
 def test_what_never_ends_is_not_completed() -> None:
-    assert completed_share([0, 1, 2], [Outcome(1, (), "error")] * 3) == 0
-    assert completed_share([0, 0], [Outcome(1), Outcome(None)]) == 0
+    assert completed_share([0, 1, 2], [RequestOutcome(1, (), "error")] * 3) == 0
+    assert completed_share([0, 0], [RequestOutcome(1), RequestOutcome(None)]) == 0
 
 
 # ---------------------------------------------------------------- goodput
@@ -131,19 +131,19 @@ def test_long_outputs_in_time_are_no_instability_of_a_short_trace() -> None:
     """No queue at all; every other output takes 9 of the 12 s that it may. A trace must last 140 s for that to tell."""
     rows = [TraceRow(timestamp=1000.0 * n, input_length=1, output_length=101 if n % 2 else 1) for n in range(1000)]
     trace, slo = Trace(rows), SLO(ttft=2.0, tbt=0.1)
-    assert steady_s(trace, slo) == pytest.approx(140)
+    assert steady_state_s(trace, slo) == pytest.approx(140)
 
-    def serve(gap_s: float) -> Callable[[Trace], list[Outcome]]:
-        return lambda offered: [Outcome(0.1, [gap_s] * (row.output_length - 1)) for row in offered]
+    def serve(gap_s: float) -> Callable[[Trace], list[RequestOutcome]]:
+        return lambda offered: [RequestOutcome(0.1, [gap_s] * (row.output_length - 1)) for row in offered]
 
     with pytest.raises(TraceTooShort, match="no upper limit"):  # all that is asked of it is in time
         goodput(serve(0.09), trace, slo)
-    point = measure(serve(0.09), trace, slo, 1000 / 30)
+    point = measure_point(serve(0.09), trace, slo, 1000 / 30)
     assert not point.stable
-    assert not piles_up(point, "p90", 0.9, 140)
-    starved = Point(rate=30, duration_s=30, attainment={"guard": 0.5, "p90": 1.0, "tpot": 0.5}, completed=0.7)
-    assert piles_up(starved, "p90", 0.9, 140), "an end that nothing bounds"
-    assert not piles_up(starved, "tpot", 0.4, 140), "its mean bounds it"
+    assert not falls_behind(point, "p90", 0.9, 140)
+    starved = RatePoint(rate=30, duration_s=30, attainment={"guard": 0.5, "p90": 1.0, "tpot": 0.5}, completed=0.7)
+    assert falls_behind(starved, "p90", 0.9, 140), "an end that nothing bounds"
+    assert not falls_behind(starved, "tpot", 0.4, 140), "its mean bounds it"
 
 
 def test_from_a_bound_that_is_near_it_takes_seven_runs() -> None:
@@ -167,23 +167,23 @@ def test_a_stall_that_the_tolerated_tenth_hides_is_seen_by_the_guard() -> None:
     guarded = goodput(stalled, evenly(2000), LOOSE)
     assert paper.rate > 9
     assert guarded.rate == 0
-    assert guarded.best == 0
+    assert guarded.best_attainment == 0
     assert "none: 0.0% at best" in str(guarded)
 
 
 def test_an_slo_that_nothing_meets_gives_zero_and_the_best_attainment() -> None:
-    def serve(trace: Trace) -> list[Outcome]:
-        return [Outcome(0.1 if n % 4 else 9.0) for n in range(len(trace))]
+    def serve(trace: Trace) -> list[RequestOutcome]:
+        return [RequestOutcome(0.1 if n % 4 else 9.0) for n in range(len(trace))]
 
     found = goodput(serve, evenly(1000), LOOSE)
-    assert (found.rate, found.best) == (0, 0.75)
+    assert (found.rate, found.best_attainment) == (0, 0.75)
     assert len(found.points) < 12
     with pytest.raises(TraceTooShort, match="no upper limit"):
         goodput(serve, evenly(1000), LOOSE, share=0.75, stable=False)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_each_rule_can_be_searched_by(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", SLO_RULES)
+def test_each_rule_can_be_searched_by(rule: SLORule) -> None:
     found = goodput(Queue(0.1, [0.5] * 10), evenly(1000), LOOSE, rule=rule, least_ttfts=1)
     assert found.rule == rule
     assert 9.8 / 1.021 < found.rate < 10.7
@@ -209,8 +209,8 @@ def test_fewer_than_a_thousand_requests_are_too_few_unless_one_says_so() -> None
 
 
 def test_without_an_upper_limit_there_is_no_answer() -> None:
-    def instant(trace: Trace) -> list[Outcome]:
-        return [Outcome(0.001)] * len(trace)
+    def instant(trace: Trace) -> list[RequestOutcome]:
+        return [RequestOutcome(0.001)] * len(trace)
 
     with pytest.raises(TraceTooShort, match="no upper limit") as caught:
         goodput(instant, evenly(1000), LOOSE)
@@ -220,10 +220,10 @@ def test_without_an_upper_limit_there_is_no_answer() -> None:
 def test_a_search_without_a_limit_ends_however_little_is_asked_for() -> None:
     calls = 0
 
-    def instant(trace: Trace) -> list[Outcome]:
+    def instant(trace: Trace) -> list[RequestOutcome]:
         nonlocal calls
         calls += 1
-        return [Outcome(1e-9)] * len(trace)
+        return [RequestOutcome(1e-9)] * len(trace)
 
     with pytest.raises(TraceTooShort, match="no upper limit"):
         goodput(instant, evenly(1000), LOOSE, least_ttfts=1e-6)
@@ -237,7 +237,7 @@ def test_the_length_that_the_error_asks_for_is_enough() -> None:
     assert goodput(queue, evenly(2 * int(caught.value.needed_s)), slo, bound=10.0).rate == pytest.approx(10, rel=0.1)
 
 
-@pytest.mark.parametrize("trace", [Trace(), evenly(1), evenly(1500).scaled(1e12).jittered(1e-12, 0).head(1)])
+@pytest.mark.parametrize("trace", [Trace(), evenly(1), evenly(1500).scale(1e12).jitter(1e-12, 0).head(1)])
 def test_a_trace_without_a_rate_is_too_short(trace: Trace) -> None:
     with pytest.raises(TraceTooShort, match="no rate"):
         goodput(Queue(0.1), trace, LOOSE)
@@ -274,20 +274,20 @@ def test_a_goodput_shows_every_rule_beside_its_own() -> None:
         share=0.9,
         stable=True,
         points=tuple(
-            Point(rate=rate, duration_s=9, attainment=dict.fromkeys(RULES, share), completed=done)
+            RatePoint(rate=rate, duration_s=9, attainment=dict.fromkeys(SLO_RULES, share), completed=done)
             for rate, share, done in points
         ),
     )
     text = str(shown)
     assert "goodput by guard: 1.000 requests/s" in text
     assert "0.80 unstable" in text
-    assert all(rule in text for rule in RULES)
+    assert all(rule in text for rule in SLO_RULES)
     assert "<td>50.0%</td>" in shown._repr_html_()
 
 
 def test_a_search_is_driven_from_outside_by_the_same_code() -> None:
     queue = Queue(0.1)
-    search = searching(evenly(2000), LOOSE, {"bound": 10.0})
+    search = search_goodput(evenly(2000), LOOSE, {"bound": 10.0})
     offered: Trace | None = next(search)
     found = None
     while offered is not None:
@@ -299,7 +299,7 @@ def test_a_search_is_driven_from_outside_by_the_same_code() -> None:
 
 
 def test_a_search_gives_up_as_deep_as_it_is_told() -> None:
-    found = goodput(lambda trace: [Outcome(9.0)] * len(trace), evenly(1000), LOOSE, step=2.0, deepest=5.0)
+    found = goodput(lambda trace: [RequestOutcome(9.0)] * len(trace), evenly(1000), LOOSE, step=2.0, deepest=5.0)
     assert [point.rate for point in found.points] == pytest.approx([1.0, 1 / 2, 1 / 8])
 
 

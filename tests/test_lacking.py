@@ -12,8 +12,8 @@ from trinity.placement import Placement
 from trinity.planner.candidates import Deployment, deployments
 from trinity.planner.collisions import PULL_S, interrupted, waiting
 from trinity.planner.pruning import fewer, lacking
-from trinity.traces.goodput import Point
-from trinity.traces.trace import RULES, SLO
+from trinity.traces.goodput import RatePoint
+from trinity.traces.trace import SLO, SLO_RULES
 
 
 def placed(text: str, devices: str = "") -> Deployment:
@@ -21,9 +21,9 @@ def placed(text: str, devices: str = "") -> Deployment:
     return Deployment.of(placement, devices or "A" * placement.size)
 
 
-def seen(first: float, kept: float, **load: float) -> Point:
-    met: dict[str, float] = dict.fromkeys(RULES, kept)
-    return Point(rate=9.0, duration_s=60.0, attainment=met, completed=1.0, first=first, load=load)
+def seen(first: float, kept: float, **load: float) -> RatePoint:
+    met: dict[str, float] = dict.fromkeys(SLO_RULES, kept)
+    return RatePoint(rate=9.0, duration_s=60.0, attainment=met, completed=1.0, ttft_attainment=first, load=load)
 
 
 # ---------------------------------------------------------------- too few of which
@@ -49,7 +49,7 @@ def seen(first: float, kept: float, **load: float) -> Point:
         ("6EP2D", seen(0.5, 0.5), set()),  # an engine that does not say
     ],
 )
-def test_of_which_there_were_too_few(placement: str, point: Point, short: set[str]) -> None:
+def test_of_which_there_were_too_few(placement: str, point: RatePoint, short: set[str]) -> None:
     assert lacking(placed(placement), point, 0.9, "guard") == short
 
 

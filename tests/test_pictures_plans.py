@@ -14,7 +14,7 @@ from planning import BEST, LOWER, PAPER, plan, point
 from trinity.errors import ConfigError
 from trinity.planner import Candidate
 from trinity.planner.candidates import placements
-from trinity.traces.goodput import Point
+from trinity.traces.goodput import RatePoint
 from trinity.traces.trace import SLO
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
@@ -37,8 +37,8 @@ def test_attainment_has_every_point_in_percent_and_the_line_that_must_be_reached
 
 
 def test_rates_that_were_not_kept_up_with_are_hollow() -> None:
-    shaky = Point(rate=2, duration_s=9, attainment={"p90": 1.0, "guard": 0.5}, completed=0.9)
-    sure = Point(rate=1, duration_s=9, attainment={"p90": 0.95, "guard": 0.6}, completed=1.0)
+    shaky = RatePoint(rate=2, duration_s=9, attainment={"p90": 1.0, "guard": 0.5}, completed=0.9)
+    sure = RatePoint(rate=1, duration_s=9, attainment={"p90": 0.95, "guard": 0.6}, completed=1.0)
     picture = plots.attainment({"mine": [shaky, sure]}, rule="p90")
     drawn = axes(picture).lines
     assert lines(axes(picture))["mine"] == ([1, 2], [95, 100])

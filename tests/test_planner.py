@@ -18,7 +18,7 @@ from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Plan
 from trinity.planner.candidates import placements
 from trinity.traces import synthesise
-from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 SLOW = SLO(ttft=0.3, tbt=0.5)
@@ -58,7 +58,7 @@ def test_a_plan_has_all_that_was_asked_for() -> None:
     plan = planner(seeds=2).plan(TRACE)
     assert plan.best is plan.candidates[0]
     assert len(plan.candidates) == len(placements(3)) == 2 + 2 + 1 + 2 + 1
-    assert set(plan.best.goodput) == set(RULES)
+    assert set(plan.best.goodput) == set(SLO_RULES)
     assert plan.best.score == plan.best.goodput["guard"] > 0
     assert len(plan.best.spread) == 2
     assert plan.seeds == (1, 2)
@@ -113,7 +113,7 @@ def test_algorithm_2s_choice_is_not_lost_where_it_is_beaten() -> None:
     plan = planner(4).plan(TRACE)
     assert plan.paper is not None
     assert plan.paper.exact
-    assert set(plan.paper.goodput) == set(RULES)
+    assert set(plan.paper.goodput) == set(SLO_RULES)
 
 
 def test_many_instances_are_searched_from_coarse_to_fine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_few_requests_are_too_short_and_too_few_to_draw_from(count: int) -> No
 
 def test_requests_that_all_come_at_once_have_no_rate() -> None:
     with pytest.raises(TraceTooShort, match="no rate"):
-        planner().plan(Trace(row.asked(0.0) for row in TRACE))
+        planner().plan(Trace(row.request_at(0.0) for row in TRACE))
 
 
 def test_a_short_trace_is_drawn_longer_and_the_plan_says_so() -> None:
@@ -294,7 +294,7 @@ def test_an_slo_that_would_take_a_trace_without_end() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -5.0])
 def test_time_stamps_that_are_none(bad: float) -> None:
-    rows = [row.asked(row.timestamp) for row in TRACE]
+    rows = [row.request_at(row.timestamp) for row in TRACE]
     rows[7].timestamp = bad
     with pytest.raises(TraceError):
         planner(2).plan(Trace(rows))

@@ -22,7 +22,7 @@ from trinity.planner.objectives import at_once, effective, throughput
 from trinity.planner.progress import Progress, seen
 from trinity.simulation.simulator import Replay
 from trinity.traces import synthesise
-from trinity.traces.goodput import Outcome, point
+from trinity.traces.goodput import RequestOutcome, score_outcomes
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
@@ -44,17 +44,17 @@ def placed(text: str) -> Deployment:
 @pytest.mark.parametrize(
     ("outcomes", "stages"),
     [
-        ([Outcome(0.5, [0.05])] * 9, "EPD"),  # none misses it
-        ([Outcome(0.5, [0.05])] * 9 + [Outcome(1.5, [0.05])], "EP"),
-        ([Outcome(0.5, [0.05])] * 9 + [Outcome(0.5, [0.5])], "D"),
-        ([Outcome(None, (), "error")], "EP"),
-        ([Outcome(1.5, [0.5]), Outcome(0.5, [0.5]), Outcome(0.5, [0.5])], "D"),
+        ([RequestOutcome(0.5, [0.05])] * 9, "EPD"),  # none misses it
+        ([RequestOutcome(0.5, [0.05])] * 9 + [RequestOutcome(1.5, [0.05])], "EP"),
+        ([RequestOutcome(0.5, [0.05])] * 9 + [RequestOutcome(0.5, [0.5])], "D"),
+        ([RequestOutcome(None, (), "error")], "EP"),
+        ([RequestOutcome(1.5, [0.5]), RequestOutcome(0.5, [0.5]), RequestOutcome(0.5, [0.5])], "D"),
     ],
 )
-def test_which_bound_is_missed_says_which_stages_limit(outcomes: list[Outcome], stages: str) -> None:
+def test_which_bound_is_missed_says_which_stages_limit(outcomes: list[RequestOutcome], stages: str) -> None:
     assert limiting(*missed(outcomes, SECOND, "guard")) == stages
     rows = [TraceRow(timestamp=n, input_length=1, output_length=2) for n in range(len(outcomes))]
-    found = point(Trace(rows), outcomes, SECOND)
+    found = score_outcomes(Trace(rows), outcomes, SECOND)
     assert limiting(1 - found.attainment["guard"], 1 - found.first) == stages, "as a point says it"
 
 
@@ -70,7 +70,7 @@ def test_of_those_stages_the_one_that_works_most_in_the_busiest_group() -> None:
 # ---------------------------------------------------------------- objectives of one replay
 
 
-def replay(outcomes: list[Outcome], duration_s: float) -> Replay:
+def replay(outcomes: list[RequestOutcome], duration_s: float) -> Replay:
     return Replay(
         outcomes=outcomes,
         duration_s=duration_s,
@@ -84,14 +84,14 @@ def replay(outcomes: list[Outcome], duration_s: float) -> Replay:
 
 
 def test_throughput_counts_what_was_served_to_its_end() -> None:
-    done = [Outcome(0.5, [0.1]), Outcome(None, (), "error"), Outcome(9.0, [0.1])]
+    done = [RequestOutcome(0.5, [0.1]), RequestOutcome(None, (), "error"), RequestOutcome(9.0, [0.1])]
     assert throughput(replay(done, 4.0), placed("EPD")) == 0.5
     assert throughput(replay([], 0.0), placed("EPD")) == 0.0
 
 
 def test_effective_throughput_as_epd_serve_has_it() -> None:
     """EPD-Serve table 5: 10 requests/s of 64 tokens on 3 devices, all in time: 213 tokens/s a device."""
-    in_time, late = Outcome(0.5, [0.05] * 63), Outcome(1.5, [0.05] * 63)
+    in_time, late = RequestOutcome(0.5, [0.05] * 63), RequestOutcome(1.5, [0.05] * 63)
     score = effective(SECOND, "guard")
     assert score(replay([in_time] * 100, 10.0), placed("1E1P1D")) == pytest.approx(640 / 3)
     assert score(replay([in_time] * 90 + [late] * 10, 10.0), placed("1E1P1D")) == pytest.approx(0.9 * 640 / 3)
@@ -117,7 +117,7 @@ class Compiled(Analytic):
     def replay(self, trace: Trace, placement: Placement, *, record: bool = False) -> Replay:
         told = super().replay(trace, placement, record=record)
         if self.engine == "compiled" and Compiled.wrong:
-            told.outcomes[3] = Outcome(9.9, told.outcomes[3].itl_s)
+            told.outcomes[3] = RequestOutcome(9.9, told.outcomes[3].itl_s)
         return told
 
 

@@ -17,8 +17,8 @@ from trinity.planner.candidates import Deployment, deployments
 from trinity.planner.race import race, reaches
 from trinity.planner.search import Entry, exhaustive, likely_first
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
-from trinity.traces.goodput import Outcome, Point, Serve, goodput
-from trinity.traces.trace import RULES, SLO, Trace, TraceRow
+from trinity.traces.goodput import RatePoint, RequestOutcome, ServeFunction, goodput
+from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
 FIVE = deployments(["A"] * 3)[:5]
@@ -28,13 +28,13 @@ def evenly(count: int = 1000, rate: float = 1.0) -> Trace:
     return Trace(TraceRow(timestamp=1000 * n / rate, input_length=1, output_length=1) for n in range(count))
 
 
-def queue(service_s: float) -> Serve:
+def queue(service_s: float) -> ServeFunction:
     """One server, first come first served."""
 
-    def serve(trace: Trace) -> list[Outcome]:
+    def serve(trace: Trace) -> list[RequestOutcome]:
         arrivals = [row.timestamp / 1000 for row in trace]
         ends = list(accumulate(arrivals, lambda end, at: max(end, at) + service_s, initial=-math.inf))[1:]
-        return [Outcome(end - at) for at, end in zip(arrivals, ends, strict=True)]
+        return [RequestOutcome(end - at) for at, end in zip(arrivals, ends, strict=True)]
 
     return serve
 
@@ -118,11 +118,11 @@ def test_too_few_requests_are_refused_before_anything_runs(count: int, said: str
         trials(lambda _: 0.1, evenly(count))
 
 
-def slow_ends(output: int, gap_s: float) -> tuple[Serve, Trace]:
+def slow_ends(output: int, gap_s: float) -> tuple[ServeFunction, Trace]:
     """No queue at all, and outputs of one token or of many, which take as long as they are in time for."""
 
-    def serve(trace: Trace) -> list[Outcome]:
-        return [Outcome(0.1, [gap_s] * (row.output_length - 1)) for row in trace]
+    def serve(trace: Trace) -> list[RequestOutcome]:
+        return [RequestOutcome(0.1, [gap_s] * (row.output_length - 1)) for row in trace]
 
     rows = [TraceRow(timestamp=1000.0 * n, input_length=1, output_length=output if n % 2 else 1) for n in range(1000)]
     return serve, Trace(rows)
@@ -142,8 +142,8 @@ def test_long_outputs_in_time_are_no_instability_of_a_short_trace() -> None:
 def test_a_starved_decode_that_the_papers_rule_does_not_see_is_unstable() -> None:
     _, trace = slow_ends(101, 0.09)
 
-    def serve(offered: Trace) -> list[Outcome]:
-        return [Outcome(0.1, [20.0] + [0.05] * (row.output_length - 2)) for row in offered]
+    def serve(offered: Trace) -> list[RequestOutcome]:
+        return [RequestOutcome(0.1, [20.0] + [0.05] * (row.output_length - 2)) for row in offered]
 
     made = Trials(lambda _: serve, trace, SLO(ttft=2.0, tbt=0.1))
     point = made.point(FIVE[0], step_of(1000 / 30))
@@ -191,7 +191,7 @@ def test_what_guesses_were_worth_for_a_method_decides_who_is_next() -> None:
     placed = [*deployments(["A"] * 4, ["EP+D"]), *deployments(["A"] * 4, ["ED+P"])]
     asked: list[str] = []
 
-    def serve(deployment: Deployment) -> Serve:
+    def serve(deployment: Deployment) -> ServeFunction:
         asked.append(deployment.method)
         return queue(0.3 if deployment.method == "EP+D" else 0.12)
 
@@ -226,10 +226,10 @@ def test_until_one_holds_nobody_is_searched_to_the_end() -> None:
 def test_a_winners_goodput_is_that_of_a_search_alone() -> None:
     """Where rates that fail lie between such that hold, the race may not see another one than ``exhaustive``."""
 
-    def serve(trace: Trace) -> list[Outcome]:
+    def serve(trace: Trace) -> list[RequestOutcome]:
         at = [row.timestamp / 1000 for row in trace]
         rate = (len(at) - 1) / (at[-1] - at[0])
-        return [Outcome(9.0 if 10 < rate < 12 or rate > 14 else 0.1)] * len(at)
+        return [RequestOutcome(9.0 if 10 < rate < 12 or rate > 14 else 0.1)] * len(at)
 
     holed, even = deployments(["A"] * 3, ["EP+D"])
     entries = [Entry(even, 100.0, 12.5), Entry(holed, 100.0, 10.0)]
@@ -249,17 +249,17 @@ class Short:
         self.counts = {group.roles: group.count for group in deployment.placement.groups}
         self.each = each
 
-    def __call__(self, trace: Trace) -> list[Outcome]:
+    def __call__(self, trace: Trace) -> list[RequestOutcome]:
         raise AssertionError
 
-    def point(self, trace: Trace, slo: SLO, rate: float | None) -> Point:
+    def point(self, trace: Trace, slo: SLO, rate: float | None) -> RatePoint:
         assert rate is not None
         load = {roles: rate / (count * self.each[roles]) for roles, count in self.counts.items()}
         decodes = next(roles for roles in load if "D" in roles)
         first = 0.1 if any(share > 1 for roles, share in load.items() if roles != decodes) else 1.0
         kept = 0.0 if load[decodes] > 1 else first
-        met: dict[str, float] = dict.fromkeys(RULES, kept)
-        return Point(rate=rate, duration_s=1e4, attainment=met, completed=1.0, first=first, load=load)
+        met: dict[str, float] = dict.fromkeys(SLO_RULES, kept)
+        return RatePoint(rate=rate, duration_s=1e4, attainment=met, completed=1.0, ttft_attainment=first, load=load)
 
 
 @pytest.mark.parametrize("best", [({"EP": 2.0, "D": 10.0}), ({"EP": 10.0, "D": 2.0}), ({"EP": 3.0, "D": 3.0})])

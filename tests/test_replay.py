@@ -20,7 +20,7 @@ from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
 from trinity.pipeline import Pipeline
 from trinity.request import Request
-from trinity.traces.trace import RULES, SLO, Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
 SHAPE = ModelShape(name="small", layers=2, kv_heads=1, head_dim=16, image_width=64, image_tokens=32)
 QUICK = Paced(shape=SHAPE, cost=LinearCost(step_s=1e-3, encode_s=1e-3, source="made up for tests"))
@@ -214,7 +214,7 @@ async def test_live_goodput_is_the_search_over_replays() -> None:
         found = await live_goodput(pipe, stream(), SLO(ttft=0.25, tbt=9.0), late_s=BEFORE, bound=30.0, **options)
         assert len(pipe.trace) == 30 * len(found.points)
     assert found.points[0].rate == pytest.approx(27.0)
-    assert set(found.points[0].attainment) == set(RULES)
+    assert set(found.points[0].attainment) == set(SLO_RULES)
     held, failed = found.rate, [point.rate for point in found.points if point.rate > found.rate * 1.01]
     assert 0 < held < 220, "four times what it can do is too much however busy the machine is"
     assert failed

@@ -29,8 +29,8 @@ from trinity.simulation.rate_sweep import Serving, requests_of
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.simulation.workload import OUTPUT, Job, work_of
 from trinity.testing.virtual import settings_of
-from trinity.traces.goodput import Outcome, Point, measure, point
-from trinity.traces.trace import COMPLETE, RULES, SLO, Rule, Trace, TraceImage, TraceRow
+from trinity.traces.goodput import RatePoint, RequestOutcome, measure_point, score_outcomes
+from trinity.traces.trace import COMPLETE, SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow
 
 COMPLETED = np.array([twin.REASONS.index(each) for each in COMPLETE], np.uint8)
 needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
@@ -69,7 +69,7 @@ def alike(replay: Replay) -> Replay:
     return msgspec.structs.replace(replay, engine="")
 
 
-def told(point: Point) -> Point:
+def told(point: RatePoint) -> RatePoint:
     """Without what only the compiled engine says."""
     return msgspec.structs.replace(point, load={})
 
@@ -102,13 +102,13 @@ def test_both_engines_agree_where_devices_hosts_and_lanes_differ() -> None:
 def test_a_point_is_what_measuring_outcomes_gives(placement: str, rate: float | None) -> None:
     trace, slo = traffic(3, 80), SLO(0.5, 0.04)
     python, compiled = simulators()
-    offered = trace if rate is None else trace.scaled(rate=rate)
-    expected = point(offered, python.replay(offered, placement).outcomes, slo)
+    offered = trace if rate is None else trace.scale(rate=rate)
+    expected = score_outcomes(offered, python.replay(offered, placement).outcomes, slo)
     served = compiled.serve(placement)
     assert isinstance(served, Serving)
     found = served.point(trace, slo, rate)
     assert found is not None
-    assert found == measure(served, trace, slo, rate)
+    assert found == measure_point(served, trace, slo, rate)
     assert told(found) == expected
     replay = compiled.replay(offered, placement)
     span = min(replay.duration_s, 1.1 * found.duration_s)
@@ -126,7 +126,7 @@ def test_what_the_instances_did_is_known_from_a_point(
 ) -> None:
     trace, slo, rate = traffic(3, 80, contents), SLO(0.5, 0.04), 9.0
     python, compiled = simulators()
-    expected = python.replay(trace.scaled(rate=rate), placement)
+    expected = python.replay(trace.scale(rate=rate), placement)
     served = compiled.serve(placement)
     assert isinstance(served, Serving)
     served.point(trace, slo, 40.0)
@@ -179,12 +179,12 @@ def test_a_point_does_not_hang_on_what_was_asked_before() -> None:
     trace, slo = traffic(5, 50), SLO(0.5, 0.04)
     _, compiled = simulators()
     served = compiled.serve("8EPD")
-    first = measure(served, trace, slo, 20.0)
-    assert measure(served, trace, slo, 40.0) != first
-    assert measure(served, trace, slo, 20.0) == first
+    first = measure_point(served, trace, slo, 20.0)
+    assert measure_point(served, trace, slo, 40.0) != first
+    assert measure_point(served, trace, slo, 20.0) == first
     trace.append(row(9.0, 16, 200))
-    longer = measure(served, trace, slo, 20.0)
-    assert longer == measure(served, Trace(trace), slo, 20.0) != first
+    longer = measure_point(served, trace, slo, 20.0)
+    assert longer == measure_point(served, Trace(trace), slo, 20.0) != first
 
 
 @needs_twin
@@ -195,15 +195,15 @@ def test_what_the_short_way_does_not_know_goes_the_long_way() -> None:
     assert isinstance(served, Serving)
     backwards = Trace(reversed(list(trace)))
     assert served.point(backwards, slo, 20.0) is None
-    assert measure(served, backwards, slo, 20.0) == measure(python.serve("8EPD"), backwards, slo, 20.0)
+    assert measure_point(served, backwards, slo, 20.0) == measure_point(python.serve("8EPD"), backwards, slo, 20.0)
     assert served.point(Trace(), slo, None) is None
     with pytest.raises(ConfigError):
-        measure(served, trace, slo, -1.0)
+        measure_point(served, trace, slo, -1.0)
     with pytest.raises(TraceError, match="no rate"):
-        measure(served, Trace([row(1.0, 16, 2)] * 3), slo, 5.0)
+        measure_point(served, Trace([row(1.0, 16, 2)] * 3), slo, 5.0)
     one = Trace([row(1.0, 16, 2)])
-    assert told(measure(served, one, slo)) == measure(python.serve("8EPD"), one, slo)
-    assert math.isinf(measure(served, one, slo).rate)
+    assert told(measure_point(served, one, slo)) == measure_point(python.serve("8EPD"), one, slo)
+    assert math.isinf(measure_point(served, one, slo).rate)
 
 
 @needs_twin
@@ -226,7 +226,7 @@ def test_without_the_twin_the_python_engine_serves(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(twin, "extension", None)
     trace = Trace([row(0.0, 16, 2)])
     assert simulator(1).replay(trace, "EPD").engine == "python"
-    assert measure(simulator(1).serve("EPD"), trace, SLO(1.0, 1.0)).attainment["p90"] == 1.0
+    assert measure_point(simulator(1).serve("EPD"), trace, SLO(1.0, 1.0)).attainment["p90"] == 1.0
     with pytest.raises(ConfigError, match="not built"):
         simulator(1, engine="compiled").replay(trace, "EPD")
 
@@ -280,10 +280,10 @@ def test_replays_of_one_trace_may_run_at_once() -> None:
     trace, slo = traffic(9, 400), SLO(0.5, 0.04)
     _, compiled = simulators()
     rates = [float(rate) for rate in range(5, 45)]
-    alone = [measure(compiled.serve("1E3P4D"), trace, slo, rate) for rate in rates]
+    alone = [measure_point(compiled.serve("1E3P4D"), trace, slo, rate) for rate in rates]
     served = compiled.serve("1E3P4D")
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda rate: measure(served, trace, slo, rate), rates * 3))
+        together = list(pool.map(lambda rate: measure_point(served, trace, slo, rate), rates * 3))
     assert together == alone * 3
 
 
@@ -313,12 +313,12 @@ def judged(lists: list[list[float]], arrivals: list[float], slo: SLO) -> Judged:
     return Judged(*found)
 
 
-def expected(lists: list[list[float]], arrivals: list[float], slo: SLO) -> tuple[dict[Rule, int], list[float]]:
+def expected(lists: list[list[float]], arrivals: list[float], slo: SLO) -> tuple[dict[SLORule, int], list[float]]:
     served = [
-        Outcome(times[0] - at, [b - a for a, b in pairwise(times)], "length")
+        RequestOutcome(times[0] - at, [b - a for a, b in pairwise(times)], "length")
         for at, times in zip(arrivals, lists, strict=True)
     ]
-    counts = {rule: sum(slo.met(each, rule) for each in served) for rule in RULES}
+    counts = {rule: sum(slo.is_met(each, rule) for each in served) for rule in SLO_RULES}
     finishes = [at + (each.ttft_s or 0.0) + math.fsum(each.itl_s) for at, each in zip(arrivals, served, strict=True)]
     return counts, finishes
 
@@ -342,7 +342,7 @@ def test_requests_are_judged_as_an_slo_does(drawn: list[tuple[float, float, list
     for slo in (SLO(1.0, 0.05), SLO(0.3, 0.1), SLO(2.0, sum(drawn[0][2], 0.01) / max(1, len(drawn[0][2])))):
         counts, finishes = expected(lists, arrivals, slo)
         found = judged(lists, arrivals, slo)
-        assert {rule: getattr(found, rule) for rule in RULES} == counts
+        assert {rule: getattr(found, rule) for rule in SLO_RULES} == counts
         assert found.finishes.tolist() == finishes
         assert found.first == sum(times[0] - at < slo.ttft for times, at in zip(lists, arrivals, strict=True))
 

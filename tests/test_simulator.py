@@ -9,7 +9,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.errors import ConfigError, PlacementError, TraceError, UnknownName
 from trinity.simulation.simulator import Simulator
-from trinity.traces.goodput import goodput, measure
+from trinity.traces.goodput import goodput, measure_point
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
@@ -196,7 +196,7 @@ def test_policies_that_read_loads_are_told_of_them() -> None:
 def test_it_serves_for_goodput() -> None:
     trace = Trace([row(at, 16, 2, [""]) for at in range(200)])
     fast = simulator(1, cost=LinearCost(step_s=1 / 16, encode_s=1 / 16))
-    point = measure(fast.serve("EPD"), trace, fast.slo, 0.5)
+    point = measure_point(fast.serve("EPD"), trace, fast.slo, 0.5)
     assert point.attainment == dict.fromkeys(("p90", "p99", "guard", "tpot"), 1.0)
     found = goodput(fast.serve("EPD"), trace, fast.slo, least_requests=200, least_ttfts=1)
     assert 1 / (3 / 16) / 1.1 < found.rate < 16, "one image, prompt and token after the other take 3/16 s"

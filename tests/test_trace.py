@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.request import Output
-from trinity.traces.trace import RULES, SLO, Rule, Trace, TraceImage, TraceRow, attainment
+from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow, attainment
 
 BOUNDS = SLO(ttft=1.0, tbt=0.1)
 GOOD, BAD = 0.05, 0.2
@@ -39,14 +39,14 @@ def test_a_bound_is_a_positive_finite_number(name: str, value: Any) -> None:
 
 
 def test_whole_seconds_are_numbers() -> None:
-    assert SLO(ttft=4, tbt=1).met(served(3, [0.5]))
+    assert SLO(ttft=4, tbt=1).is_met(served(3, [0.5]))
 
 
 def test_both_bounds_are_strict() -> None:
-    assert not BOUNDS.met(served(1.0, []))
-    assert BOUNDS.met(served(math.nextafter(1.0, 0), []))
-    assert not BOUNDS.met(served(0.5, [0.1]))
-    assert BOUNDS.met(served(0.5, [math.nextafter(0.1, 0)]))
+    assert not BOUNDS.is_met(served(1.0, []))
+    assert BOUNDS.is_met(served(math.nextafter(1.0, 0), []))
+    assert not BOUNDS.is_met(served(0.5, [0.1]))
+    assert BOUNDS.is_met(served(0.5, [math.nextafter(0.1, 0)]))
 
 
 @pytest.mark.parametrize(
@@ -65,47 +65,47 @@ def test_both_bounds_are_strict() -> None:
 )
 def test_shares_of_gaps_are_counted_in_integers(good: int, bad: int, p90: bool, p99: bool) -> None:
     request = served(0.5, [GOOD] * good + [BAD] * bad)
-    assert (BOUNDS.met(request, "p90"), BOUNDS.met(request, "p99")) == (p90, p99)
+    assert (BOUNDS.is_met(request, "p90"), BOUNDS.is_met(request, "p99")) == (p90, p99)
 
 
 def test_the_guard_sees_one_long_stall() -> None:
     stalled = served(0.5, [GOOD] * 19 + [60.0])
-    assert BOUNDS.met(stalled, "p90")
-    assert not BOUNDS.met(stalled, "guard")
+    assert BOUNDS.is_met(stalled, "p90")
+    assert not BOUNDS.is_met(stalled, "guard")
 
 
 def test_the_guard_is_not_strict_and_counts_the_slack_of_the_first_token() -> None:
     exact = SLO(ttft=1.0, tbt=0.25)
     gaps = [0.125] * 9
     most = 1.0 + 10 * 0.25 - 0.5 - sum(gaps)
-    assert exact.met(served(0.5, [*gaps, most]), "guard")
-    assert not exact.met(served(0.5, [*gaps, most + 1e-9]), "guard")
+    assert exact.is_met(served(0.5, [*gaps, most]), "guard")
+    assert not exact.is_met(served(0.5, [*gaps, most + 1e-9]), "guard")
 
 
 def test_the_guard_holds_beside_the_share_of_gaps() -> None:
-    assert not BOUNDS.met(served(0.1, [GOOD] * 5 + [BAD]), "guard")
-    assert not BOUNDS.met(served(1.5, [0.001] * 100), "guard")
+    assert not BOUNDS.is_met(served(0.1, [GOOD] * 5 + [BAD]), "guard")
+    assert not BOUNDS.is_met(served(1.5, [0.001] * 100), "guard")
 
 
 def test_the_mean_gap() -> None:
-    assert BOUNDS.met(served(0.5, [0.01, 0.18]), "tpot")
-    assert not BOUNDS.met(served(0.5, [0.1, 0.1]), "tpot")
-    assert BOUNDS.met(served(0.5, []), "tpot")
-    assert not BOUNDS.met(served(1.0, []), "tpot")
+    assert BOUNDS.is_met(served(0.5, [0.01, 0.18]), "tpot")
+    assert not BOUNDS.is_met(served(0.5, [0.1, 0.1]), "tpot")
+    assert BOUNDS.is_met(served(0.5, []), "tpot")
+    assert not BOUNDS.is_met(served(1.0, []), "tpot")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SLO_RULES)
 @pytest.mark.parametrize("reason", ["error", "cancelled", "deadline", ""])
-def test_what_did_not_end_well_was_not_in_time(rule: Rule, reason: str) -> None:
-    assert BOUNDS.met(served(0.1, [GOOD]), rule)
-    assert not BOUNDS.met(served(0.1, [GOOD], reason), rule)
-    assert not BOUNDS.met(served(None, []), rule)
+def test_what_did_not_end_well_was_not_in_time(rule: SLORule, reason: str) -> None:
+    assert BOUNDS.is_met(served(0.1, [GOOD]), rule)
+    assert not BOUNDS.is_met(served(0.1, [GOOD], reason), rule)
+    assert not BOUNDS.is_met(served(None, []), rule)
 
 
 def test_an_unknown_rule_is_named() -> None:
     rule: Any = "p50"
     with pytest.raises(UnknownName, match="p90"):
-        BOUNDS.met(served(0.1, []), rule)
+        BOUNDS.is_met(served(0.1, []), rule)
 
 
 times = st.integers(0, 400).map(lambda n: n / 1024)
@@ -120,10 +120,10 @@ def test_rules_in_exact_arithmetic(ttft: float, gaps: list[float]) -> None:
     total = Fraction(ttft) + sum(map(Fraction, gaps))
     within = total <= Fraction(3, 2) + len(gaps) * Fraction(1, 8)
     mean = not gaps or sum(map(Fraction, gaps)) / len(gaps) < Fraction(1, 8)
-    assert slo.met(request, "p90") == (first and good >= Fraction(9, 10))
-    assert slo.met(request, "p99") == (first and good >= Fraction(99, 100))
-    assert slo.met(request, "guard") == (first and good >= Fraction(9, 10) and within)
-    assert slo.met(request, "tpot") == (first and mean)
+    assert slo.is_met(request, "p90") == (first and good >= Fraction(9, 10))
+    assert slo.is_met(request, "p99") == (first and good >= Fraction(99, 100))
+    assert slo.is_met(request, "guard") == (first and good >= Fraction(9, 10) and within)
+    assert slo.is_met(request, "tpot") == (first and mean)
 
 
 def test_attainment_counts_failures() -> None:

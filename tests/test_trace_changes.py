@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity import traces
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.traces.statistics import variation
+from trinity.traces.statistics import arrival_cv
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 
@@ -32,8 +32,8 @@ def names(trace: Trace) -> list[str]:
 
 def test_a_rate_is_scaled_by_a_factor_or_to_a_target() -> None:
     trace = trace_at(0, 1, 2, 6)
-    assert seconds(trace.scaled(2)) == [0, 0.5, 1, 3]
-    assert seconds(trace.scaled(rate=1)) == [0, 0.5, 1, 3]
+    assert seconds(trace.scale(2)) == [0, 0.5, 1, 3]
+    assert seconds(trace.scale(rate=1)) == [0, 0.5, 1, 3]
     assert seconds(trace) == [0, 1, 2, 6]
 
 
@@ -41,7 +41,7 @@ def test_a_rate_is_scaled_by_a_factor_or_to_a_target() -> None:
 def test_a_scaled_trace_has_the_rate_that_was_asked_for(times: list[float], rate: float) -> None:
     if max(times) - min(times) < 1e-3:
         return
-    scaled = trace_at(*times).scaled(rate=rate)
+    scaled = trace_at(*times).scale(rate=rate)
     assert scaled.statistics().rate == pytest.approx(rate, rel=1e-6)
     assert sorted(names(scaled), key=int) == [str(n) for n in range(len(times))]
 
@@ -49,21 +49,21 @@ def test_a_scaled_trace_has_the_rate_that_was_asked_for(times: list[float], rate
 @pytest.mark.parametrize("arguments", [{}, {"factor": 1, "rate": 1}, {"factor": 0}, {"factor": -1}, {"rate": math.nan}])
 def test_scaling_needs_one_positive_number(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        trace_at(0, 1).scaled(**arguments)
+        trace_at(0, 1).scale(**arguments)
 
 
 @pytest.mark.parametrize("trace", [trace_at(), trace_at(3), trace_at(3, 3)])
 def test_what_comes_at_once_has_no_rate(trace: Trace) -> None:
     assert trace.statistics().rate is None
     with pytest.raises(TraceError, match="no rate"):
-        trace.scaled(rate=1)
+        trace.scale(rate=1)
 
 
 def test_a_changed_trace_forgets_what_was_measured_and_keeps_what_was_asked() -> None:
     image = TraceImage(width=4, height=5, tokens=6, content="c")
     asked = {"text_length": 4, "images": [image], "hash_ids": [1], "session": "s", "max_tokens": 9}
     measured = {"ttft_s": 1.0, "itl_s": [0.5], "latency_s": 1.5, "finish_reason": "stop", "spans": {"decode": 1.0}}
-    (row,) = trace_at(2, **asked, **measured, emulated=True).scaled(2)
+    (row,) = trace_at(2, **asked, **measured, emulated=True).scale(2)
     (expected,) = trace_at(1, **asked)
     assert row == expected
 
@@ -78,13 +78,13 @@ def test_a_window_counts_from_its_start_and_leaves_its_end_out() -> None:
 
 def test_jitter_stays_inside_its_tick_and_hangs_on_the_seed() -> None:
     trace = trace_at(*(3.0 * (n // 10) for n in range(500)))
-    jittered = trace.jittered(3, seed=1)
+    jittered = trace.jitter(3, seed=1)
     assert [int(at / 3) for at in seconds(jittered)] == [n // 10 for n in range(500)]
     assert len(set(seconds(jittered))) == 500
     assert 1.4 < np.mean([at % 3 for at in seconds(jittered)]) < 1.6
-    assert seconds(jittered) == seconds(trace.jittered(3, seed=1)) != seconds(trace.jittered(3, seed=2))
+    assert seconds(jittered) == seconds(trace.jitter(3, seed=1)) != seconds(trace.jitter(3, seed=2))
     with pytest.raises(ConfigError, match="tick_s"):
-        trace.jittered(0, seed=1)
+        trace.jitter(0, seed=1)
 
 
 def test_head_and_split_go_by_arrival() -> None:
@@ -103,7 +103,7 @@ def test_head_and_split_go_by_arrival() -> None:
 
 
 def test_a_report_goes_with_the_trace() -> None:
-    trace = traces.shipped("servegen-image-1h")
+    trace = traces.read_shipped("servegen-image-1h")
     assert trace.window(0, 1).report is trace.report is not None
 
 
@@ -142,10 +142,10 @@ def test_figures_of_nothing_say_so() -> None:
 
 
 def test_variation_by_hand() -> None:
-    assert variation([0, 1, 2, 10, 20]) == pytest.approx(0.5)  # full bins of 3 and 1 arrivals
-    assert variation([0, 10, 20, 30]) == 0
-    assert variation([0, 19.9]) is None
-    assert variation([]) is None
+    assert arrival_cv([0, 1, 2, 10, 20]) == pytest.approx(0.5)  # full bins of 3 and 1 arrivals
+    assert arrival_cv([0, 10, 20, 30]) == 0
+    assert arrival_cv([0, 19.9]) is None
+    assert arrival_cv([]) is None
 
 
 def test_a_poisson_process_varies_by_the_root_of_its_mean() -> None:
@@ -219,33 +219,33 @@ def test_a_resampled_trace_is_like_the_one_it_was_drawn_from() -> None:
     noise = random.Random(0)
     bursts = [100 * burst + 3 + noise.random() for burst in range(100) for _ in range(1 + 40 * (burst % 2))]
     trace = trace_at(0, *sorted(bursts))
-    made = traces.resampled(trace, 4000, seed=1)
+    made = traces.resample(trace, 4000, seed=1)
     assert len(made) == 4000
     assert made.statistics().rate == pytest.approx(trace.statistics().rate, rel=0.2)
     assert made.statistics().cv == pytest.approx(trace.statistics().cv, rel=0.2)
     assert set(names(made)) <= set(names(trace))
-    assert list(made) == list(traces.resampled(trace, 4000, seed=1)) != list(traces.resampled(trace, 4000, seed=2))
-    assert traces.resampled(trace, 100, rate=5).statistics().rate == pytest.approx(5)
+    assert list(made) == list(traces.resample(trace, 4000, seed=1)) != list(traces.resample(trace, 4000, seed=2))
+    assert traces.resample(trace, 100, rate=5).statistics().rate == pytest.approx(5)
 
 
 def test_stretches_end_before_the_trace_does() -> None:
     even = trace_at(*(0.1 * n for n in range(250)))
-    assert traces.resampled(even, 3000, seed=2).statistics().rate == pytest.approx(10, rel=0.02)
+    assert traces.resample(even, 3000, seed=2).statistics().rate == pytest.approx(10, rel=0.02)
 
 
 @pytest.mark.parametrize("trace", [trace_at(4), trace_at(4, 4), trace_at(4, 5)])
 def test_a_short_trace_can_be_drawn_from(trace: Trace) -> None:
-    made = traces.resampled(trace, 9)
+    made = traces.resample(trace, 9)
     assert len(made) == 9
     assert seconds(made) == sorted(seconds(made))
 
 
 def test_nothing_cannot_be_drawn_from() -> None:
     with pytest.raises(TraceError, match="empty"):
-        traces.resampled(Trace(), 1)
+        traces.resample(Trace(), 1)
     for requests, block in ((0, 1.0), (1, 0.0), (1, math.inf)):
         with pytest.raises(ConfigError, match="at least 1"):
-            traces.resampled(trace_at(0, 1), requests, block_s=block)
+            traces.resample(trace_at(0, 1), requests, block_s=block)
 
 
 def test_a_denser_trace_keeps_the_day_and_loses_the_noise() -> None:
@@ -253,32 +253,32 @@ def test_a_denser_trace_keeps_the_day_and_loses_the_noise() -> None:
     calm = [3600 * noise.random() for _ in range(400)]
     busy = [3600 + 3600 * noise.random() for _ in range(1600)]
     thin = trace_at(*sorted(calm + busy))
-    made = traces.denser(thin, 12.5, seed=1, within_s=600)
+    made = traces.densify(thin, 12.5, seed=1, within_s=600)
     times = seconds(made)
     assert times == sorted(times)
     assert seconds(thin)[0] <= times[0] <= times[-1] <= seconds(thin)[-1]
     assert len(made) == pytest.approx(12.5 * 2000, rel=0.05)
     assert len(made.window(600, 3000)) == pytest.approx(12.5 * 400 * 2 / 3, rel=0.1)  # nothing from the busy hour
-    even, one = (traces.denser(thin, factor, within_s=600).window(3600, 7200).statistics().cv for factor in (12, 1))
+    even, one = (traces.densify(thin, factor, within_s=600).window(3600, 7200).statistics().cv for factor in (12, 1))
     assert even is not None
     assert one is not None
     assert even < one / 2
-    assert names(made) == names(traces.denser(thin, 12.5, seed=1, within_s=600))
-    assert names(made) != names(traces.denser(thin, 12.5, seed=2, within_s=600))
+    assert names(made) == names(traces.densify(thin, 12.5, seed=1, within_s=600))
+    assert names(made) != names(traces.densify(thin, 12.5, seed=2, within_s=600))
 
 
 def test_a_stretch_is_taken_as_it_is() -> None:
     bursts = trace_at(*(60 * n + at for n in range(20) for at in (0.1, 0.2, 0.3)))
-    made = seconds(traces.denser(bursts, 1, within_s=0))
+    made = seconds(traces.densify(bursts, 1, within_s=0))
     assert made == pytest.approx(seconds(bursts))
-    assert len(traces.denser(bursts, 0.5, seed=3)) < 45  # half of them, more or less
-    assert seconds(traces.denser(trace_at(1, 2), 2)) == [1, 1, 2, 2]
+    assert len(traces.densify(bursts, 0.5, seed=3)) < 45  # half of them, more or less
+    assert seconds(traces.densify(trace_at(1, 2), 2)) == [1, 1, 2, 2]
 
 
 def test_what_cannot_be_made_denser() -> None:
     for trace in (Trace(), trace_at(4), trace_at(4, 4)):
         with pytest.raises(TraceError, match="no rate"):
-            traces.denser(trace, 2)
+            traces.densify(trace, 2)
     for wrong in ({"factor": 0}, {"factor": math.inf}, {"factor": 1, "stretch_s": 0}, {"factor": 1, "within_s": -1}):
         with pytest.raises(ConfigError, match="positive"):
-            traces.denser(trace_at(0, 1), **wrong)
+            traces.densify(trace_at(0, 1), **wrong)

@@ -58,7 +58,7 @@ RECOGNISED = {
 def read(tmp_path: Path, content: str, **options: Any) -> Trace:
     path = tmp_path / "trace.txt"
     path.write_text(content, encoding="utf-8")
-    return traces.read(path, **options)
+    return traces.read_trace(path, **options)
 
 
 def figures(trace: Trace) -> list[tuple[float, int, list[int | None], int]]:
@@ -75,7 +75,7 @@ def test_a_format_is_recognised_by_its_first_row_gzipped_or_not(tmp_path: Path, 
     packed.write_bytes(gzip.compress(RECOGNISED[name].encode()))
     assert plain.report is not None
     assert plain.report.format == name
-    assert list(traces.read(packed)) == list(plain) == list(read(tmp_path, RECOGNISED[name], format=name))
+    assert list(traces.read_trace(packed)) == list(plain) == list(read(tmp_path, RECOGNISED[name], format=name))
 
 
 def test_every_format_is_tested_and_says_its_units() -> None:
@@ -165,9 +165,9 @@ def test_a_bad_row_is_refused_by_its_line_or_skipped_and_counted(tmp_path: Path,
     path = tmp_path / "trace.jsonl"
     path.write_bytes((SERVEGEN + "\n" + bad + "\n" + SERVEGEN).encode("utf-8", "surrogateescape"))
     with pytest.raises(TraceError, match=r"^line 4: ") as caught:
-        traces.read(path)
+        traces.read_trace(path)
     assert caught.value.line == 4
-    trace = traces.read(path, on_error="skip")
+    trace = traces.read_trace(path, on_error="skip")
     assert trace.report is not None
     assert (len(trace), trace.skipped, trace.report.skipped) == (4, 1, 1)
     assert trace.report.problems[0].startswith("line 4: ")
@@ -219,13 +219,13 @@ def test_a_file_that_is_cut_off_or_not_there(tmp_path: Path) -> None:
     for damaged in (whole[:-9], whole[:20], b"\x1f\x8b" + b"x" * 30):
         path.write_bytes(damaged)
         with pytest.raises(TraceError, match="cut off or damaged"):
-            traces.read(path)
+            traces.read_trace(path)
     with pytest.raises(TraceError, match="cannot read"):
-        traces.read(tmp_path / "none")
+        traces.read_trace(tmp_path / "none")
 
 
 def test_the_shipped_hour_is_the_one_that_its_origin_describes() -> None:
-    trace = traces.shipped("servegen-image-1h")
+    trace = traces.read_shipped("servegen-image-1h")
     found = trace.statistics()
     assert found.requests == 36_856
     assert found.duration_s == pytest.approx(3600, abs=1)
@@ -237,11 +237,11 @@ def test_the_shipped_hour_is_the_one_that_its_origin_describes() -> None:
     assert trace.report is not None
     assert trace.report.format == "servegen"
     with pytest.raises(UnknownName, match="servegen-image-1h"):
-        traces.shipped("servegen")
+        traces.read_shipped("servegen")
 
 
 def test_the_shipped_day_is_the_one_that_its_origin_describes() -> None:
-    trace = traces.shipped("servegen-image-24h")
+    trace = traces.read_shipped("servegen-image-24h")
     found = trace.statistics()
     assert found.requests == 48_963
     assert found.duration_s == pytest.approx(86_400, abs=5)
@@ -254,7 +254,7 @@ def test_the_shipped_day_is_the_one_that_its_origin_describes() -> None:
 def test_the_shipped_data_come_with_origin_and_licence() -> None:
     folder = Path(traces.__file__).parent / "data"
     origin = (folder / "ORIGIN.md").read_text(encoding="utf-8")
-    for file, _ in traces.SHIPPED.values():
+    for file, _ in traces.SHIPPED_TRACES.values():
         assert file in origin
     assert "f891d11" in origin
     assert "Apache License" in (folder / "LICENSE.Apache-2.0").read_text(encoding="utf-8")
@@ -277,7 +277,7 @@ def test_what_servegen_records_survives_our_own_file(rows: list[tuple[int, int, 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         path.write_text("".join(json.dumps(dict(zip(fields, row, strict=True))) + "\n" for row in rows))
-        trace = traces.read(path)
+        trace = traces.read_trace(path)
         trace.save(Path(folder) / "own.jsonl.gz")
         assert list(Trace.load(Path(folder) / "own.jsonl.gz")) == list(trace)
     assert sorted(figures(trace)) == sorted((float(at), text, list(images), out) for at, text, images, out in rows)

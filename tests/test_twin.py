@@ -24,8 +24,8 @@ from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Link
 from trinity.simulation import compiled
 from trinity.testing.virtual import settings_of
-from trinity.traces.goodput import Outcome
-from trinity.traces.trace import COMPLETE, RULES, SLO
+from trinity.traces.goodput import RequestOutcome
+from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
 from twinning import COMMANDS, EVENTS, REASONS, Case, Line, assert_equal, differences, random_case
 
 CASES = 200
@@ -122,11 +122,11 @@ def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
     work, told = case.workload(), case.compiled()
     found = case.deployed().tried(work, arrivals, np.arange(len(arrivals), dtype=np.int32), slo)
     served = [
-        Outcome(times[0] - at if times else None, [b - a for a, b in pairwise(times)], reason)
+        RequestOutcome(times[0] - at if times else None, [b - a for a, b in pairwise(times)], reason)
         for times, at, reason in zip(map(told.tokens, range(len(arrivals))), arrivals, told.reasons, strict=True)
     ]
-    assert {rule: getattr(found, rule) for rule in RULES} == {
-        rule: sum(slo.met(o, rule) for o in served) for rule in RULES
+    assert {rule: getattr(found, rule) for rule in SLO_RULES} == {
+        rule: sum(slo.is_met(o, rule) for o in served) for rule in SLO_RULES
     }
     whole = [(at, o.ttft_s or 0.0, o) for at, o in zip(arrivals, served, strict=True) if o.finish_reason in COMPLETE]
     assert found.first == sum(ttft < slo.ttft for _, ttft, _ in whole)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from trinity.costs import visual_tokens
-from trinity.costs.visual_tokens import VisualTokens
+from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError
 
 NOISE = random.Random(5)
 SIZES = [(NOISE.randint(8, 1400), NOISE.randint(8, 1400)) for _ in range(150)]
 SIZES += [(NOISE.randint(60, 6000), NOISE.randint(60, 6000)) for _ in range(150)]
 SIZES += [(each, each) for each in (28, 336, 448, 896, 1000)] + [(1, 150), (150, 1), (672, 336), (4000, 100)]
-RULES: dict[str, VisualTokens] = {
+RULES: dict[str, VisualTokenRule] = {
     "fixed": visual_tokens.fixed,
     "anyres": visual_tokens.anyres,
     "smart_resize": visual_tokens.smart_resize,
@@ -29,7 +29,7 @@ RULES: dict[str, VisualTokens] = {
 }
 
 
-def check(rule: VisualTokens, theirs: VisualTokens, sizes: list[tuple[int, int]] = SIZES) -> None:
+def check(rule: VisualTokenRule, theirs: VisualTokenRule, sizes: list[tuple[int, int]] = SIZES) -> None:
     wrong = [(size, rule(*size), theirs(*size)) for size in sizes if rule(*size) != theirs(*size)]
     assert not wrong, wrong[:3]
 

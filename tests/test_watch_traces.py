@@ -34,7 +34,7 @@ def test_the_benchmark_states_its_predicates_and_they_hold() -> None:
 
 @pytest.mark.slow
 def test_the_day_at_its_full_rate() -> None:
-    full = traces.denser(day(), 1 / bench.THINNED, seed=1)
+    full = traces.densify(day(), 1 / bench.THINNED, seed=1)
     found = proposed(Redeploy(Watch(at_load(full)), PLACEMENT, cooldown_s=0), full)
     assert 1 <= len(found) <= 20
     assert spacing(found) >= 600
@@ -70,7 +70,7 @@ def test_what_does_not_shift_is_not_found() -> None:
 
 def test_hours_of_calm_traffic_have_no_shift() -> None:
     """In bursts as the hour's, drawn anew; and Poisson arrivals of another dataset. Two hours each."""
-    bursty = traces.resampled(hour(), 74_000, seed=4)
+    bursty = traces.resample(hour(), 74_000, seed=4)
     poisson = traces.synthesise("TextVQA", 36_000, visual_tokens=QWEN.visual_tokens, rate=5, seed=4)
     for trace in (bursty, poisson):
         watch = Watch(hourly())

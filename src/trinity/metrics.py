@@ -10,7 +10,7 @@ from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
-from trinity.traces.trace import COMPLETE, RULES, SLO
+from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
 
 SPANS = (
     "encode_queue",
@@ -65,7 +65,7 @@ class Metrics:
             for name in SPANS:
                 self._spans[name] += output.spans.get(name, 0.0)
         if self.slo is not None:
-            self._met.update(rule for rule in RULES if self.slo.met(output, rule))
+            self._met.update(rule for rule in SLO_RULES if self.slo.is_met(output, rule))
 
     def refused(self, error: BaseException) -> None:
         """Count a request that never started: for the SLO it is one more that was not in time."""
@@ -118,7 +118,7 @@ class Metrics:
     def _attainment(self) -> dict[str, float] | None:
         if self.slo is None or not self.requests:
             return None
-        return {rule: self._met[rule] / self.requests for rule in RULES}
+        return {rule: self._met[rule] / self.requests for rule in SLO_RULES}
 
     def __str__(self) -> str:
         return "\n\n".join(as_text(table) for table in _tables(self.summary()))

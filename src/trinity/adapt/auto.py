@@ -83,7 +83,7 @@ class Auto:
             await asyncio.sleep(self.every_s)
             if self._closed:
                 return
-        recorded = Trace(row.asked(row.timestamp) for row in trace)
+        recorded = Trace(row.request_at(row.timestamp) for row in trace)
         try:
             self.plan = await asyncio.to_thread(self._planned, recorded, cost)
             self._tell(self.plan)

@@ -16,7 +16,7 @@ import msgspec
 from trinity.costs.demand import Demand, total
 from trinity.errors import ConfigError, TraceError, TrinityError
 from trinity.placement import STAGES
-from trinity.traces import resampled
+from trinity.traces import resample
 from trinity.traces.trace import Trace, TraceRow
 
 NEGLIGIBLE = 1e-3  # stage seconds a second, a thousandth of one device: less counts as this much
@@ -255,7 +255,7 @@ class Redeploy:
     plan is made at a time, and none for ``cooldown_s`` after a proposal: shifts found meanwhile are planned for
     together, on the requests since the last of them. ``requests`` is how many a plan needs (of 1,000 long ones the
     last end so late that completions seem not to keep up): where fewer have come, they are drawn again
-    (``traces.resampled``), once ``least`` are there. A plan for the present placement proposes nothing, nor does one
+    (``traces.resample``), once ``least`` are there. A plan for the present placement proposes nothing, nor does one
     that is known to gain less than ``least_gain``. ``applied`` says that another placement runs now.
     """
 
@@ -302,8 +302,8 @@ class Redeploy:
         if len(rows) < self.least:
             return None
         self._planning, self._pending = (self._pending, len(rows)), None
-        seen = Trace(row.asked(row.timestamp) for row in rows)
-        return seen if len(rows) >= self.requests else resampled(seen, self.requests, seed=self.seed)
+        seen = Trace(row.request_at(row.timestamp) for row in rows)
+        return seen if len(rows) >= self.requests else resample(seen, self.requests, seed=self.seed)
 
     def planned(self, plan: Planned) -> Proposal | None:
         """The plan for the trace that was given; a proposal where it is for another placement, and worth it."""

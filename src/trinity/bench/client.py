@@ -50,7 +50,7 @@ def _row(row: TraceRow, due: float, sent: float, answer: Answer) -> TraceRow:
     whole = answer.end == "length" and len(answer.tokens) == row.output_length
     times = list(answer.times)
     return msgspec.structs.replace(
-        row.asked(row.timestamp),
+        row.request_at(row.timestamp),
         output_length=len(answer.tokens),
         max_tokens=row.output_length,
         ttft_s=max(0.0, times[0] - due) if times else None,

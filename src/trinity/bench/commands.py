@@ -95,7 +95,7 @@ async def cpu_run(engines: Sequence[Engine], checkpoint: Path, requests: Sequenc
 
 def loaded(name: str) -> Trace:
     """A shipped trace by its name, or a file. Raises ``TraceError``."""
-    return traces.shipped(name) if name in traces.SHIPPED else traces.read(name)
+    return traces.read_shipped(name) if name in traces.SHIPPED_TRACES else traces.read_trace(name)
 
 
 def goals_of(slos: Sequence[SLO]) -> list[Goal]:

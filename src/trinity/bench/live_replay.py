@@ -19,7 +19,7 @@ from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.request import Request
 from trinity.stream import Stream, trace_row
-from trinity.traces.goodput import Goodput, Options, searching
+from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ async def replay(
 
     Raises ``TraceError`` for a trace without requests, ``ClosedError`` where the pipeline fails or is closed.
     """
-    offered = trace if rate is None else trace.scaled(rate=rate)
+    offered = trace if rate is None else trace.scale(rate=rate)
     if not len(offered):
         raise TraceError("a trace without requests cannot be replayed")
     rows = list(offered)
@@ -113,7 +113,7 @@ def _refused(row: TraceRow, request: Request, late: float, stream: Stream) -> Tr
     """Not taken, or past its deadline before it was prepared: its sizes are those that were asked for."""
     reason = stream.output.finish_reason if stream.done else "refused"
     asked = {"request_id": request.request_id, "max_tokens": request.max_tokens, "output_length": 0}
-    return msgspec.structs.replace(row.asked(row.timestamp), **asked, finish_reason=reason, late_s=late)
+    return msgspec.structs.replace(row.request_at(row.timestamp), **asked, finish_reason=reason, late_s=late)
 
 
 def _report_lateness(served: Trace, late_s: float) -> None:
@@ -136,7 +136,7 @@ async def live_goodput(
     *,
     request_of: RequestOf | None = None,
     late_s: float = LATE_S,
-    **options: Unpack[Options],
+    **options: Unpack[GoodputOptions],
 ) -> Goodput:
     """The goodput of a live pipeline: ``trinity.traces.goodput.goodput`` over replays of the trace, with its options.
 
@@ -144,7 +144,7 @@ async def live_goodput(
     coarser one (``step=1.1, tolerance=0.05``) from a simulated goodput on (``bound=``) three or four. Where nothing
     holds it gives up (``deepest``) 16 times below the first rate: a replay takes as long as its trace.
     """
-    search = searching(trace, slo, {"deepest": _DEEPEST, **options})
+    search = search_goodput(trace, slo, {"deepest": _DEEPEST, **options})
     offered = next(search)
     while True:
         served = await _replayed(pipe, offered, request_of, late_s)
@@ -172,7 +172,7 @@ async def measure_candidates(
     *,
     expected: Mapping[str, float] | None = None,
     pipeline: Mapping[str, Any] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[GoodputOptions],
 ) -> dict[str, Goodput]:
     """Start each candidate, replay the trace, measure: TriInfer's Algorithm 2, lines 17 to 19. The best comes first.
 
@@ -183,7 +183,7 @@ async def measure_candidates(
     for placement in placements:
         name = str(placement)
         near = (expected or {}).get(name)
-        bounded: Options = {**options, "bound": near / _START} if near else options
+        bounded: GoodputOptions = {**options, "bound": near / _START} if near else options
         async with Pipeline(model, placement, **{"slo": slo, **(pipeline or {})}) as pipe:
             found[name] = await live_goodput(pipe, trace, slo, **bounded)
     if not found:

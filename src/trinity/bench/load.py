@@ -69,7 +69,7 @@ def fitted(trace: Trace, *, text: int, output: int, images: int, side: int = SID
     words, outputs = _middle([row.text_tokens for row in trace]), _middle([row.output_length for row in trace])
     kept = [
         msgspec.structs.replace(
-            row.asked(row.timestamp),
+            row.request_at(row.timestamp),
             text_length=_scaled(row.text_tokens, text / words, 4 * text),
             input_length=0,
             output_length=_scaled(row.output_length, output / outputs, 4 * output),
@@ -94,10 +94,10 @@ def drawn(trace: Trace, requests: int, seed: int) -> Trace:
     rows = trace.by_arrival()
     if len(rows) <= requests:
         span = (rows[-1].timestamp - rows[0].timestamp) / 1000
-        return traces.resampled(trace, requests, seed=seed, block_s=max(span / 4, 1e-3))
+        return traces.resample(trace, requests, seed=seed, block_s=max(span / 4, 1e-3))
     first = random.Random(seed).randrange(len(rows) - requests)
     stretch = rows[first : first + requests]
-    return Trace(row.asked(row.timestamp - stretch[0].timestamp) for row in stretch)
+    return Trace(row.request_at(row.timestamp - stretch[0].timestamp) for row in stretch)
 
 
 def burst(images: int, prompt: int, output: int) -> TraceRow:

@@ -173,7 +173,7 @@ async def trial_of(
     server: Peer, trace: Trace, make: Make, goals: Sequence[Goal], rate: float, seed: int, requests: int
 ) -> Trial:
     """One stretch of the trace at one rate. Requests are made before the first is sent."""
-    offered = drawn(trace, requests, seed).scaled(rate=rate)
+    offered = drawn(trace, requests, seed).scale(rate=rate)
     asked = await made(make, offered)
     gc.collect()
     with Load(server.sessions) as load:

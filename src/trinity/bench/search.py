@@ -13,9 +13,9 @@ from trinity.bench.machine import FOREIGN
 from trinity.errors import ConfigError
 from trinity.tables import distribution
 from trinity.traces.goodput import SHARE
-from trinity.traces.trace import COMPLETE, SLO, Rule, Trace, TraceRow
+from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace, TraceRow
 
-RULES: tuple[Rule, ...] = ("p90", "p99")  # the papers' rule, and one that lets no stall pass
+RULES: tuple[SLORule, ...] = ("p90", "p99")  # the papers' rule, and one that lets no stall pass
 LATE_S = 0.05  # the 95th percentile of the client's lateness, beyond which a rate is invalid
 LEADING = 0.1  # of the requests come first and are not judged: what was there to be warmed up is warm
 TRIES = 3  # of a trial that others disturbed
@@ -26,7 +26,7 @@ class Goal(msgspec.Struct, frozen=True):
     """Enough requests within an SLO, by a rule."""
 
     slo: SLO
-    rule: Rule
+    rule: SLORule
 
     @property
     def key(self) -> str:
@@ -78,7 +78,7 @@ def trial(engine: str, rate: float, seed: int, served: Trace, goals: Iterable[Go
         seed=seed,
         requests=len(rows),
         failed=sum(row.finish_reason not in COMPLETE for row in rows),
-        attainment={goal.key: sum(goal.slo.met(row, goal.rule) for row in rows) / len(rows) for goal in goals},
+        attainment={goal.key: sum(goal.slo.is_met(row, goal.rule) for row in rows) / len(rows) for goal in goals},
         ttft_s=distribution(row.ttft_s for row in rows if row.ttft_s is not None),
         tbt_s=distribution(gaps),
         late_p95_s=late["p95"] if late else 0.0,

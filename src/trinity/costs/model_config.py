@@ -11,7 +11,7 @@ import msgspec
 
 from trinity.costs import visual_tokens
 from trinity.costs.model_shape import Layers, Model, Vision
-from trinity.costs.visual_tokens import VisualTokens
+from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError, UnsupportedModel
 
 Fields = Mapping[str, Any]
@@ -137,7 +137,7 @@ def _side(fields: Fields, name: str) -> int:
     return int(value[0]) if isinstance(value, list) and value else _size(fields, "vision", name)
 
 
-def _rule(config: Fields, preprocessor: Fields) -> VisualTokens:
+def _rule(config: Fields, preprocessor: Fields) -> VisualTokenRule:
     family, vision = str(config.get("model_type")), _with_defaults(config["vision_config"])
     if family in ("qwen2_vl", "qwen2_5_vl"):
         return _smart_resize(vision, preprocessor)
@@ -165,7 +165,7 @@ def _rule(config: Fields, preprocessor: Fields) -> VisualTokens:
     return partial(visual_tokens.split, longest=longest, tile=tile, tokens=tokens)
 
 
-def _smart_resize(vision: Fields, preprocessor: Fields) -> VisualTokens:
+def _smart_resize(vision: Fields, preprocessor: Fields) -> VisualTokenRule:
     factor = int(vision.get("patch_size") or 14) * int(vision.get("spatial_merge_size") or 2)
     size = preprocessor.get("size") or {}
     least = preprocessor.get("min_pixels") or size.get("shortest_edge") or 56 * 56

@@ -12,7 +12,7 @@ import msgspec
 
 from trinity.costs import visual_tokens
 from trinity.costs.pool_sizes import ModelMemory, size_pools
-from trinity.costs.visual_tokens import VisualTokens
+from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError, UnknownName
 
 
@@ -68,7 +68,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     language: Layers
     vocabulary: int
     vision: Vision | None = None
-    visual_tokens: VisualTokens = visual_tokens.fixed
+    visual_tokens: VisualTokenRule = visual_tokens.fixed
     image_tokens: int = 576
     tied: bool = False
     dtype_bytes: int = 2

@@ -13,7 +13,7 @@ from typing import Any
 
 from trinity.errors import ConfigError
 
-VisualTokens = Callable[[int, int], int]
+VisualTokenRule = Callable[[int, int], int]
 LLAVA_NEXT_GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # (height, width) in pixels
 _RULES = ("fixed", "anyres", "smart_resize", "tiles", "slices", "pan_and_scan", "split")
 _MOST_IDEFICS = 4096  # pixels of the longer edge beyond which Idefics3's images are shrunk
@@ -34,11 +34,11 @@ def described(rule: Any) -> dict[str, Any]:
     return {"rule": name, "settings": bound.keywords}
 
 
-def as_described(kind: Any, fields: Any) -> VisualTokens:
+def as_described(kind: Any, fields: Any) -> VisualTokenRule:
     """What ``described`` was given; for msgspec's ``dec_hook``. Raises ``ConfigError`` where it is no such rule."""
-    if kind != VisualTokens or not isinstance(fields, dict) or fields.get("rule") not in _RULES:
+    if kind != VisualTokenRule or not isinstance(fields, dict) or fields.get("rule") not in _RULES:
         raise ConfigError(f"{fields!r:.80} describes no rule of trinity.costs.visual_tokens")
-    found: VisualTokens = globals()[fields["rule"]]
+    found: VisualTokenRule = globals()[fields["rule"]]
     return partial(found, **fields["settings"]) if fields["settings"] else found
 
 

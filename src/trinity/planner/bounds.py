@@ -27,7 +27,7 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.collisions import interrupted, waiting
 from trinity.simulation.rate_sweep import Requests, requests_of
 from trinity.simulation.workload import HASHED, Counts
-from trinity.traces.trace import SLO, Rule, Trace
+from trinity.traces.trace import SLO, SLORule, Trace
 
 BLOCK = 16  # tokens of a KV block
 QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived
@@ -69,7 +69,7 @@ class Bounds:
         model: Model,
         kinds: Mapping[str, Kind],
         *,
-        rule: Rule = "guard",
+        rule: SLORule = "guard",
         stable: bool = True,
         share: float = 0.9,
         order: str = "fcfs",

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import exp, inf, log
 
-from trinity.traces.trace import SLO, Rule
+from trinity.traces.trace import SLO, SLORule
 
 PULL_S = 0.002  # of a request's KV, about
 _TOLERATED = {"p90": 10, "guard": 10, "p99": 100}  # gaps of which one may be late
 
 
-def waiting(count: int, step_s: float, gaps: Mapping[int, int], slo: SLO, rule: Rule, share: float) -> float:
+def waiting(count: int, step_s: float, gaps: Mapping[int, int], slo: SLO, rule: SLORule, share: float) -> float:
     """Requests/s at which so many decode instances, taken in turn, have a step in progress for too many outputs.
 
     ``gaps``: how many requests have so many, one fewer than their tokens. inf where that is no matter.
@@ -42,7 +42,7 @@ def _mean(values: Mapping[int, float], counts: Mapping[int, int]) -> float:
     return sum(values[each] * count for each, count in counts.items()) / total if total else 0.0
 
 
-def _late(gaps: int, step_s: float, slo: SLO, rule: Rule) -> float:
+def _late(gaps: int, step_s: float, slo: SLO, rule: SLORule) -> float:
     """Probability that the rest of a step, drawn evenly, makes an output of so many gaps late."""
     if not gaps or (rule != "tpot" and gaps >= _TOLERATED[rule]):
         return 0.0

@@ -19,8 +19,8 @@ from trinity.planner.search import Found
 from trinity.planner.trials import rate_of
 from trinity.simulation.rate_sweep import Usage
 from trinity.simulation.simulator import Replay
-from trinity.traces.goodput import Outcome
-from trinity.traces.trace import RULES, SLO, Rule, Trace
+from trinity.traces.goodput import RequestOutcome
+from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
 IMAGE_BLOCK, KV_BLOCK = 576, 16  # tokens of a block (TriInfer 5.1), as the simulator sizes pools
 VERIFIED = 500  # requests of the winner that both engines replay
@@ -51,11 +51,11 @@ def candidate(case: Case, found: Found) -> Candidate:
 def every_rule(case: Case, found: Found) -> dict[str, float]:
     """Its goodput by each rule, searched on from what was seen."""
     known = {case.asked.rule: found.rate}
-    for rule in RULES:
+    for rule in SLO_RULES:
         if rule not in known:
             step = case.trials.limit(found.entry.deployment, found.rate or found.entry.nominal, rule)
             known[rule] = 0.0 if step is None else rate_of(step)
-    return {rule: known[rule] for rule in RULES}
+    return {rule: known[rule] for rule in SLO_RULES}
 
 
 def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
@@ -68,7 +68,7 @@ def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate,
         seen = case.trials.point(found.entry.deployment, found.step)
     usage = _usage(case, found, found.rate or seen.rate)
     sure = tuple(each for each in spread if each is not None)
-    late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.first)
+    late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.ttft_attainment)
     figured = figures(case, found.entry.deployment, usage, late)
     return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.engine
 
@@ -90,9 +90,9 @@ def figures(case: Case, deployment: Deployment, seen: Usage | Replay, late: str)
     }
 
 
-def missed(outcomes: Sequence[Outcome], slo: SLO, rule: Rule) -> tuple[float, float]:
+def missed(outcomes: Sequence[RequestOutcome], slo: SLO, rule: SLORule) -> tuple[float, float]:
     """How many requests are not in time, and how many of them by their first token already."""
-    late = [each for each in outcomes if not slo.met(each, rule)]
+    late = [each for each in outcomes if not slo.is_met(each, rule)]
     return len(late), sum(each.ttft_s is None or each.ttft_s >= slo.ttft for each in late)
 
 
@@ -148,7 +148,7 @@ def _usage(case: Case, found: Found, rate: float) -> Usage | Replay:
     deployment = found.entry.deployment
     known = case.trials.usage(deployment, rate)
     if known is None:
-        return _replay(case, deployment, case.trace.scaled(rate=rate))
+        return _replay(case, deployment, case.trace.scale(rate=rate))
     case.trials.runs += found.step is None
     return known
 
@@ -170,7 +170,7 @@ def verified(case: Case, found: Found) -> str:
     count = max(VERIFIED_LEAST, min(VERIFIED, VERIFIED_EACH // len(deployment.devices)))
     offered = case.trace.head(count)
     if found.step is not None:
-        offered = offered.scaled(found.rate / case.trials.own)  # as those of the whole trace at that rate
+        offered = offered.scale(found.rate / case.trials.own)  # as those of the whole trace at that rate
     first, second = (
         case.hardware.simulator(deployment, slo, **choice).replay(offered, deployment.placement)
         for choice in ({}, {"engine": "python"})

@@ -25,7 +25,7 @@ from trinity.planner.resample import Drawn, long_enough
 from trinity.planner.search import Entry, Found, likely_first, ranked
 from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
-from trinity.traces.trace import RULES, SLO, Rule, Trace
+from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
 KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
@@ -102,7 +102,7 @@ class HybridPlanner:
         cost: Cost | Mapping[str, Cost] | None = None,
         strategy: Strategy = "race",
         objective: Objective = "goodput",
-        rule: Rule = "guard",
+        rule: SLORule = "guard",
         stable: bool = True,
         share: float = 0.9,
         rate: float | None = None,
@@ -130,12 +130,12 @@ class HybridPlanner:
         self.slo = slo
         self._simulates()
 
-    def _check(self, slo: SLO | None, rule: Rule, share: float) -> None:
+    def _check(self, slo: SLO | None, rule: SLORule, share: float) -> None:
         own = self.options
         for what, given, known in (
             ("strategy", own.strategy, STRATEGIES),
             ("objective", own.objective, OBJECTIVES),
-            ("SLO rule", rule, RULES),
+            ("SLO rule", rule, SLO_RULES),
             ("partition", own.split, ("largest_remainder", "minimax")),
         ):
             if given not in known:
@@ -261,7 +261,7 @@ class HybridPlanner:
         rate = self.options.rate or case.trials.own
         load = case.bounds.load
         offered_tokens = rate * (1 + load.decode / load.requests)
-        offered = case.trace.scaled(rate=rate)
+        offered = case.trace.scale(rate=rate)
         return (
             offered,
             effective(case.asked.slo, case.asked.rule),

@@ -8,15 +8,15 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.problem import Case
 from trinity.planner.search import Entry, Found, ranked
 from trinity.simulation.simulator import Replay
-from trinity.traces.goodput import Outcome
-from trinity.traces.trace import COMPLETE, SLO, Rule, Trace
+from trinity.traces.goodput import RequestOutcome
+from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace
 
 Scored = Callable[[Replay, Deployment], float]
 
 
 def at_once(trace: Trace) -> Trace:
     """The same requests, all there from the start."""
-    return Trace(row.asked(0.0) for row in trace.by_arrival())
+    return Trace(row.request_at(0.0) for row in trace.by_arrival())
 
 
 def throughput(replay: Replay, deployment: Deployment) -> float:
@@ -25,17 +25,17 @@ def throughput(replay: Replay, deployment: Deployment) -> float:
     return done / replay.duration_s if replay.duration_s else 0.0
 
 
-def effective(slo: SLO, rule: Rule) -> Scored:
+def effective(slo: SLO, rule: SLORule) -> Scored:
     """Tokens a second and device of the requests that are in time (EPD-Serve table 5)."""
 
     def scored(replay: Replay, deployment: Deployment) -> float:
-        tokens = sum(_tokens(each) for each in replay.outcomes if slo.met(each, rule))
+        tokens = sum(_tokens(each) for each in replay.outcomes if slo.is_met(each, rule))
         return tokens / replay.duration_s / len(deployment.devices) if replay.duration_s else 0.0
 
     return scored
 
 
-def _tokens(outcome: Outcome) -> int:
+def _tokens(outcome: RequestOutcome) -> int:
     return 1 + len(outcome.itl_s)
 
 

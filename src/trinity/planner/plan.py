@@ -14,9 +14,9 @@ from trinity.errors import ConfigError
 from trinity.placement import Placement
 from trinity.planner.explain import arrangement, devices_in_words, explained, figure, headline, same
 from trinity.tables import Table, as_html, as_text
-from trinity.traces.goodput import Point
+from trinity.traces.goodput import RatePoint
 from trinity.traces.statistics import TraceStatistics
-from trinity.traces.trace import RULES, SLO, Rule
+from trinity.traces.trace import SLO, SLO_RULES, SLORule
 
 Strategy = Literal["race", "paper", "exhaustive", "bayesian"]
 Objective = Literal["goodput", "goodput_per_cost", "fewest_instances", "throughput", "effective_throughput"]
@@ -49,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     goodput: dict[str, float] = {}
     bound: float | None = None
     nominal: float | None = None
-    attainment: tuple[Point, ...] = ()
+    attainment: tuple[RatePoint, ...] = ()
     bottleneck: str = ""
     utilisation: dict[str, dict[str, float]] = {}
     memory: dict[str, dict[str, float]] = {}
@@ -78,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     objective: Objective
     strategy: Strategy
-    rule: Rule
+    rule: SLORule
     slo: SLO | None
     devices: tuple[str, ...]
     best: Candidate
@@ -136,7 +136,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 "devices": devices_in_words(each.devices),
                 "exact": each.exact,
                 "score": each.score,
-                **{f"goodput_{rule}": each.goodput.get(rule) for rule in RULES},
+                **{f"goodput_{rule}": each.goodput.get(rule) for rule in SLO_RULES},
                 "bound": each.bound,
                 "bottleneck": each.bottleneck,
                 "price": each.price,
@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         listed = list(self.candidates[:SHOWN])
         if self.paper is not None and not any(same(each, self.paper) for each in listed):
             listed.append(self.paper)
-        header = ("", "method", "score", *RULES, "bound", "limited by")
+        header = ("", "method", "score", *SLO_RULES, "bound", "limited by")
         return Table(header, [_cells(self, each) for each in listed])
 
     def _lines(self) -> list[str]:
@@ -174,7 +174,7 @@ def _cells(plan: Plan, each: Candidate) -> tuple[str, ...]:
         each.placement + (f" ({mixed})" if mixed else "") + knobs + mark,
         each.method,
         figure(each.score) if each.exact else "lower",
-        *(figure(each.goodput.get(rule)) for rule in RULES),
+        *(figure(each.goodput.get(rule)) for rule in SLO_RULES),
         "" if each.bound is None else figure(each.bound),
         each.bottleneck,
     )

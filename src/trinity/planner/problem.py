@@ -14,9 +14,9 @@ from trinity.planner.hardware import Hardware
 from trinity.planner.race import race
 from trinity.planner.search import Entry, Found, exhaustive, likely_first
 from trinity.planner.trials import Progress, Trials
-from trinity.traces import resampled
+from trinity.traces import resample
 from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE
-from trinity.traces.trace import SLO, Rule, Trace
+from trinity.traces.trace import SLO, SLORule, Trace
 
 FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
 
@@ -25,7 +25,7 @@ class Question(NamedTuple):
     """When a rate holds: ``share`` of the requests in time by ``rule`` and, where ``stable``, completions keep up."""
 
     slo: SLO
-    rule: Rule = "guard"
+    rule: SLORule = "guard"
     stable: bool = True
     share: float = SHARE
     least_requests: int = LEAST_REQUESTS
@@ -80,7 +80,7 @@ class Case:
     def redrawn(self, seed: int) -> Trials:
         """Trials of the same question on this trace drawn again; made once for each seed."""
         if seed not in self._redrawn:
-            self._redrawn[seed] = self.tried(resampled(self.trace, len(self.trace), seed=seed))
+            self._redrawn[seed] = self.tried(resample(self.trace, len(self.trace), seed=seed))
         return self._redrawn[seed]
 
     def _serve(self, deployment: Deployment) -> Any:

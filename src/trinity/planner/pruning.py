@@ -12,21 +12,21 @@ from collections import Counter
 from collections.abc import Collection
 
 from trinity.planner.candidates import Deployment
-from trinity.traces.goodput import Point
-from trinity.traces.trace import Rule
+from trinity.traces.goodput import RatePoint
+from trinity.traces.trace import SLORule
 
 BUSY = 0.9  # of the time at work: beyond, a group of instances is what others wait for
 
 
-def lacking(deployment: Deployment, point: Point, share: float, rule: Rule) -> set[str]:
+def lacking(deployment: Deployment, point: RatePoint, share: float, rule: SLORule) -> set[str]:
     """Roles of which this deployment had too few to hold at a rate; none where that cannot be told."""
     roles = {group.roles for group in deployment.placement.groups}
-    if len(roles) < 2 or point.first < 0:
+    if len(roles) < 2 or point.ttft_attainment < 0:
         return set()
     short = set()
-    if point.first - point.attainment[rule] > (1 - share) * point.first:
+    if point.ttft_attainment - point.attainment[rule] > (1 - share) * point.ttft_attainment:
         short |= {each for each in roles if "D" in each}
-    if point.first < share:
+    if point.ttft_attainment < share:
         prefill = {each for each in roles if "P" in each and "D" not in each}
         busy = {each for each in roles if point.load.get(each, 0.0) > BUSY}
         short |= prefill & busy or (busy & {"E"} if prefill else set())  # what decodes is always at work

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from trinity.errors import TraceTooShort
-from trinity.traces import resampled
+from trinity.traces import resample
 from trinity.traces.trace import Trace
 
 LEAST_TO_DRAW = 100  # requests that a trace must have for others like them to be drawn
@@ -59,7 +59,7 @@ def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> Draw
             error.needed_s,
         ) from error
     return Drawn(
-        resampled(trace, count, seed=seed),
+        resample(trace, count, seed=seed),
         (
             f"The trace of {len(trace):,} requests is too short for an answer at these rates: planned on {count:,} "
             f"requests drawn from it (10 s stretches at random, seed {seed}).",

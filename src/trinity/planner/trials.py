@@ -13,20 +13,20 @@ from trinity.simulation.rate_sweep import Serving, Usage
 from trinity.traces.goodput import (
     LEAST_REQUESTS,
     LEAST_TTFTS,
+    RATE_STEP,
+    RATE_TOLERANCE,
     SHARE,
-    STEP,
-    TOLERANCE,
-    Point,
-    Serve,
-    measure,
-    own_rate,
-    piles_up,
-    steady_s,
+    RatePoint,
+    ServeFunction,
+    falls_behind,
+    measure_point,
+    steady_state_s,
+    trace_rate,
 )
-from trinity.traces.trace import SLO, Rule, Trace
+from trinity.traces.trace import SLO, SLORule, Trace
 
-GRID = 1 + TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
-_STRIDE = round(math.log(STEP) / math.log(GRID))
+GRID = 1 + RATE_TOLERANCE  # between two rates of the grid: all goodputs are powers of it, so that equal ones are equal
+_STRIDE = round(math.log(RATE_STEP) / math.log(GRID))
 _DEEPEST = round(math.log(4096) / math.log(GRID))  # below the first rate tried, where a search gives up
 _START = 0.9  # of the guess, where a search begins
 
@@ -53,11 +53,11 @@ class Trials:
 
     def __init__(
         self,
-        serve_of: Callable[[Deployment], Serve],
+        serve_of: Callable[[Deployment], ServeFunction],
         trace: Trace,
         slo: SLO,
         *,
-        rule: Rule = "guard",
+        rule: SLORule = "guard",
         stable: bool = True,
         share: float = SHARE,
         least_requests: int = LEAST_REQUESTS,
@@ -67,18 +67,18 @@ class Trials:
         self.serve_of, self.trace, self.slo = serve_of, trace, slo
         self.rule, self.stable, self.share = rule, stable, share
         self.least_s = least_ttfts * slo.ttft
-        self.steady_s = steady_s(trace, slo)
+        self.steady_s = steady_state_s(trace, slo)
         self.runs, self._progress = 0, progress
-        self._points: dict[Deployment, dict[int, Point]] = {}
-        self._serves: dict[Deployment, Serve] = {}
-        self.own = own_rate(trace, least_requests)
+        self._points: dict[Deployment, dict[int, RatePoint]] = {}
+        self._serves: dict[Deployment, ServeFunction] = {}
+        self.own = trace_rate(trace, least_requests)
 
-    def point(self, deployment: Deployment, step: int) -> Point:
+    def point(self, deployment: Deployment, step: int) -> RatePoint:
         """What is seen at a rate; replayed once."""
         seen = self._points.setdefault(deployment, {})
         if step not in seen:
             self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
-            seen[step] = measure(self._serve(deployment), self.trace, self.slo, rate_of(step))
+            seen[step] = measure_point(self._serve(deployment), self.trace, self.slo, rate_of(step))
         return seen[step]
 
     def usage(self, deployment: Deployment, rate: float) -> Usage | None:
@@ -86,7 +86,7 @@ class Trials:
         serve = self._serve(deployment)
         return serve.usage(self.trace, self.slo, rate) if isinstance(serve, Serving) else None
 
-    def _serve(self, deployment: Deployment) -> Serve:
+    def _serve(self, deployment: Deployment) -> ServeFunction:
         if deployment not in self._serves:
             self._serves[deployment] = self.serve_of(deployment)
         return self._serves[deployment]
@@ -97,22 +97,22 @@ class Trials:
             self._progress(self.runs, what)
         self.runs += 1
 
-    def points(self, deployment: Deployment) -> tuple[Point, ...]:
+    def points(self, deployment: Deployment) -> tuple[RatePoint, ...]:
         """All that was seen of it, by rate."""
         return tuple(point for _, point in sorted(self._points.get(deployment, {}).items()))
 
-    def holds(self, deployment: Deployment, step: int, rule: Rule | None = None) -> bool:
+    def holds(self, deployment: Deployment, step: int, rule: SLORule | None = None) -> bool:
         """Whether the rule holds at a rate. Raises ``TraceTooShort`` where it does in too short a time."""
         point = self.point(deployment, step)
         if point.attainment[rule or self.rule] < self.share:
             return False
-        if self.stable and piles_up(point, rule or self.rule, self.share, self.steady_s):
+        if self.stable and falls_behind(point, rule or self.rule, self.share, self.steady_s):
             return False
         if point.duration_s < self.least_s:
             self._too_short(deployment, point, self.least_s)
         return True
 
-    def _too_short(self, deployment: Deployment, point: Point, least_s: float) -> NoReturn:
+    def _too_short(self, deployment: Deployment, point: RatePoint, least_s: float) -> NoReturn:
         needed = least_s * point.rate / self.own
         raise TraceTooShort(
             f"{deployment} serves {point.rate:.4g} requests/s in time, where the trace is over in "
@@ -121,7 +121,7 @@ class Trials:
             needed,
         )
 
-    def limit(self, deployment: Deployment, guess: float, rule: Rule | None = None) -> int | None:
+    def limit(self, deployment: Deployment, guess: float, rule: SLORule | None = None) -> int | None:
         """The highest step that holds, from a guess of the rate; None where none does.
 
         Where steps that fail lie between such that hold, it is the guess that says which of them is found: the same
@@ -138,7 +138,7 @@ class Trials:
         start = step_of(_START * guess)
         return (start, start - _STRIDE, start - 3 * _STRIDE)
 
-    def _bracket(self, deployment: Deployment, guess: float, rule: Rule | None) -> tuple[int | None, int]:
+    def _bracket(self, deployment: Deployment, guess: float, rule: SLORule | None) -> tuple[int | None, int]:
         """(a step that holds or None, a higher one that does not)."""
         tried = self.first_steps(guess)
         start = tried[0]

@@ -17,9 +17,9 @@ from trinity.simulation import compiled
 from trinity.simulation.compiled import Deployed, Told
 from trinity.simulation.compiled_workload import Workload
 from trinity.simulation.workload import Job, Sizes, jobs_of, shares, sizes_of
-from trinity.traces.goodput import Outcome, Point, completions
+from trinity.traces.goodput import RatePoint, RequestOutcome, completion_ratio
 from trinity.traces.statistics import arrival_rate
-from trinity.traces.trace import RULES, SLO, Trace
+from trinity.traces.trace import SLO, SLO_RULES, Trace
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,11 +58,11 @@ class Requests:
 
     @cached_property
     def rate(self) -> float | None:
-        """Requests a second, as ``Trace.scaled`` takes it."""
+        """Requests a second, as ``Trace.scale`` takes it."""
         return arrival_rate(np.sort(self.stamps / 1000).tolist())
 
     def arrivals(self, rate: float | None) -> Floats | None:
-        """In seconds, at this rate as ``Trace.scaled`` makes it; None where that would change the order of the rows, or
+        """In seconds, at this rate as ``Trace.scale`` makes it; None where that would change the order of the rows, or
         is refused."""
         if not len(self.stamps) or not self.ascending:
             return None
@@ -116,13 +116,13 @@ class Serving:
     where content is shared, or None where it cannot run them.
     """
 
-    replay: Callable[[Trace], Sequence[Outcome]]
+    replay: Callable[[Trace], Sequence[RequestOutcome]]
     deploy: Callable[[bool], Deployed | None]
     model: Model
     _deployed: dict[bool, Deployed | None] = field(default_factory=dict)
     _did: dict[float | None, _Did] = field(default_factory=dict)
 
-    def __call__(self, trace: Trace) -> Sequence[Outcome]:
+    def __call__(self, trace: Trace) -> Sequence[RequestOutcome]:
         return self.replay(trace)
 
     def deployed(self, shared: bool) -> Deployed | None:
@@ -130,8 +130,8 @@ class Serving:
             self._deployed[shared] = self.deploy(shared)
         return self._deployed[shared]
 
-    def point(self, trace: Trace, slo: SLO, rate: float | None) -> Point | None:
-        """What ``goodput.measure`` comes to, to the last bit, without a row or an outcome made for each request.
+    def point(self, trace: Trace, slo: SLO, rate: float | None) -> RatePoint | None:
+        """What ``goodput.measure_point`` comes to, to the last bit, without a row or an outcome made for each request.
 
         None where it has to be asked itself.
         """
@@ -144,12 +144,12 @@ class Serving:
         check_settled(found.unsettled, found.settled == len(requests.asked))
         span, ended = float(at[-1] - at[0]), max(0.0, found.ended - float(at[0]))
         self._did[rate] = _Did(ref(requests), found.busy, found.peak, ended)
-        return Point(
+        return RatePoint(
             rate=(len(at) - 1) / span if span > 0 else math.inf,
             duration_s=span,
-            attainment={rule: getattr(found, rule) / len(at) for rule in RULES},
-            completed=completions(at, found.finishes),
-            first=found.first / len(at),
+            attainment={rule: getattr(found, rule) / len(at) for rule in SLO_RULES},
+            completed=completion_ratio(at, found.finishes),
+            ttft_attainment=found.first / len(at),
             load=compiled.load(found, deployed.settings, float(at[0]), span),
         )
 
@@ -188,13 +188,15 @@ def check_settled(unsettled: int, ended: bool) -> None:
         raise AssertionError(f"{unsettled} instances still hold something at the end, or a request never ended")
 
 
-def outcomes(requests: Requests, told: Told) -> list[Outcome]:
+def outcomes(requests: Requests, told: Told) -> list[RequestOutcome]:
     """One for each row, in the trace's order."""
     if not len(told.times):
         return []
     first, gaps = told.first.tolist(), np.diff(told.times).tolist()
     ttfts = (told.times[told.first] - requests.stamps / 1000).tolist()
     return [
-        Outcome(ttft, gaps[start : start + count - 1], reason) if count else Outcome(None, (), reason or "error")
+        RequestOutcome(ttft, gaps[start : start + count - 1], reason)
+        if count
+        else RequestOutcome(None, (), reason or "error")
         for ttft, start, count, reason in zip(ttfts, first, told.counts.tolist(), told.reasons, strict=True)
     ]

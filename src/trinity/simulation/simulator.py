@@ -34,7 +34,7 @@ from trinity.simulation.cluster_model import Simulated, Worker
 from trinity.simulation.rate_sweep import Requests, Serving, outcomes, replayed
 from trinity.simulation.workload import Job, jobs_of, shares
 from trinity.timeline import Slice
-from trinity.traces.goodput import Outcome, Serve
+from trinity.traces.goodput import RequestOutcome, ServeFunction
 from trinity.traces.trace import SLO, Trace
 
 ENGINES = ("auto", "python", "compiled")
@@ -50,7 +50,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     ``preemptions`` of all requests.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     duration_s: float
     busy_s: dict[str, dict[str, float]]
     peak_blocks: dict[str, dict[str, int]]
@@ -198,7 +198,7 @@ class Simulator:
         """The cost model of the device at this place."""
         return cost_on(self.cluster.devices[place], self.model, self.cost)
 
-    def serve(self, placement: Placement | str) -> Serve:
+    def serve(self, placement: Placement | str) -> ServeFunction:
         """Serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check`` does."""
         self.check(placement)
         return Serving(
@@ -315,7 +315,7 @@ def _replay_of(run: Simulated) -> Replay:
     )
 
 
-def _outcome(job: Job, times: list[float], reason: str) -> Outcome:
+def _outcome(job: Job, times: list[float], reason: str) -> RequestOutcome:
     if not times:
-        return Outcome(None, (), reason)
-    return Outcome(times[0] - job.at, [after - before for before, after in pairwise(times)], reason)
+        return RequestOutcome(None, (), reason)
+    return RequestOutcome(times[0] - job.at, [after - before for before, after in pairwise(times)], reason)

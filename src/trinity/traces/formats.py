@@ -1,6 +1,6 @@
-"""Recorded traces of other systems, read into trinity's rows.
+"""Readers of other systems' trace files.
 
-Every format states its units, and what it does not record and is therefore imputed: ``trace.report`` has both.
+Every format states its units, and the fields that it does not record and that are imputed; ``trace.report`` has both.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.traces.trace import Count, Number, ReadReport, Trace, TraceImage, TraceRow, lines_of
+from trinity.traces.trace import Count, Number, ReadReport, Trace, TraceImage, TraceRow, read_lines
 
-IMAGE_TOKENS = 576  # imputed to an image of which a trace tells nothing: those of LLaVA-1.5
+IMAGE_TOKENS = 576  # imputed to an image whose size a trace does not record; LLaVA-1.5's
 _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)  # near the traces: a float of ms from here keeps their 100 ns
-_PROBLEMS = 10  # bad rows of which a report quotes the message
-_NO_IMAGES = "none: the trace is of text, or does not tell"
+_MAX_PROBLEMS = 10  # bad rows that a report quotes
+_NO_IMAGES = "none: the trace is of text, or does not record images"
 _ALL_TEXT = "all of input_length"
 
-Fields = Mapping[str, Any]
+RowFields = Mapping[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Format(NamedTuple):
-    """How one kind of file is read: a row to a request. ``absolute`` times count from no start of their own."""
+class TraceFormat(NamedTuple):
+    """A kind of trace file: its units, what it imputes, and how a row becomes a request.
+
+    ``row``: converts a row's fields, given the visual tokens imputed to an image. ``table``: a CSV file with a header.
+    ``absolute``: times are dates, so that the first arrival becomes 0.
+    """
 
     units: str
     imputed: dict[str, str]
-    row: Callable[[Fields, int], TraceRow]
+    row: Callable[[RowFields, int], TraceRow]
     table: bool = False
     absolute: bool = False
 
 
-class _ServeGen(msgspec.Struct):
+class _ServeGenRow(msgspec.Struct):
     timestamp: Number
     text_tokens: Count
     image_tokens: list[Count]
@@ -46,8 +50,8 @@ class _ServeGen(msgspec.Struct):
     client: int | str | None = None
 
 
-class _Lengths(msgspec.Struct):
-    """What Mooncake's and GuideLLM's rows have in common, in units of their own."""
+class _LengthsRow(msgspec.Struct):
+    """Fields that Mooncake's and GuideLLM's rows share; the unit of ``timestamp`` differs."""
 
     timestamp: Number
     input_length: Count
@@ -55,20 +59,20 @@ class _Lengths(msgspec.Struct):
     hash_ids: list[int] = []
 
 
-class _Azure(msgspec.Struct):
+class _AzureRow(msgspec.Struct):
     TIMESTAMP: str
     ContextTokens: Count
     GeneratedTokens: Count
     NumImages: Count = 0
 
 
-class _BurstGPT(msgspec.Struct, rename={"requested": "Request tokens", "answered": "Response tokens"}):
+class _BurstGPTRow(msgspec.Struct, rename={"requested": "Request tokens", "answered": "Response tokens"}):
     Timestamp: Number
     requested: Count
     answered: Count
 
 
-def _convert(fields: Fields, to: type[T]) -> T:
+def _convert(fields: RowFields, to: type[T]) -> T:
     try:
         row = msgspec.convert(fields, to, strict=False)
     except msgspec.ValidationError as error:
@@ -78,12 +82,12 @@ def _convert(fields: Fields, to: type[T]) -> T:
     return row
 
 
-def _trinity(fields: Fields, _: int) -> TraceRow:
+def _trinity(fields: RowFields, _: int) -> TraceRow:
     return _convert(fields, TraceRow)
 
 
-def _servegen(fields: Fields, _: int) -> TraceRow:
-    row = _convert(fields, _ServeGen)
+def _servegen(fields: RowFields, _: int) -> TraceRow:
+    row = _convert(fields, _ServeGenRow)
     return TraceRow(
         timestamp=row.timestamp,
         input_length=row.text_tokens + sum(row.image_tokens),
@@ -94,16 +98,16 @@ def _servegen(fields: Fields, _: int) -> TraceRow:
     )
 
 
-def _mooncake(fields: Fields, _: int) -> TraceRow:
+def _mooncake(fields: RowFields, _: int) -> TraceRow:
     named = {**fields, "timestamp": fields.get("timestamp_ms", fields.get("timestamp"))}
-    return _text_row(_convert(named, _Lengths), ms=1.0)
+    return _text_row(_convert(named, _LengthsRow), ms=1.0)
 
 
-def _guidellm(fields: Fields, _: int) -> TraceRow:
-    return _text_row(_convert(fields, _Lengths), ms=1000.0)
+def _guidellm(fields: RowFields, _: int) -> TraceRow:
+    return _text_row(_convert(fields, _LengthsRow), ms=1000.0)
 
 
-def _text_row(row: _Lengths, ms: float) -> TraceRow:
+def _text_row(row: _LengthsRow, ms: float) -> TraceRow:
     return TraceRow(
         timestamp=row.timestamp * ms,
         input_length=row.input_length,
@@ -113,8 +117,8 @@ def _text_row(row: _Lengths, ms: float) -> TraceRow:
     )
 
 
-def _azure(fields: Fields, image_tokens: int) -> TraceRow:
-    row = _convert(fields, _Azure)
+def _azure(fields: RowFields, image_tokens: int) -> TraceRow:
+    row = _convert(fields, _AzureRow)
     each = min(image_tokens, row.ContextTokens // row.NumImages) if row.NumImages else 0
     return TraceRow(
         timestamp=_azure_ms(row.TIMESTAMP),
@@ -126,7 +130,7 @@ def _azure(fields: Fields, image_tokens: int) -> TraceRow:
 
 
 def _azure_ms(text: str) -> float:
-    """Of "2023-11-16 18:15:46.6805900", which has more digits than datetime takes."""
+    """Parse a date such as "2023-11-16 18:15:46.6805900", which has more digits than datetime takes, to ms."""
     whole, _, rest = text.partition(".")
     digits = rest.partition("+")[0]
     try:
@@ -136,23 +140,23 @@ def _azure_ms(text: str) -> float:
         raise TraceError(f"{text!r} is no time such as 2023-11-16 18:15:46.6805900") from error
 
 
-def _burstgpt(fields: Fields, _: int) -> TraceRow:
-    row = _convert(fields, _BurstGPT)
+def _burstgpt(fields: RowFields, _: int) -> TraceRow:
+    row = _convert(fields, _BurstGPTRow)
     if not row.answered:
         raise TraceError('no response tokens: this request failed where it was recorded; read with on_error="skip"')
-    lengths = _Lengths(timestamp=row.Timestamp, input_length=row.requested, output_length=row.answered)
+    lengths = _LengthsRow(timestamp=row.Timestamp, input_length=row.requested, output_length=row.answered)
     return _text_row(lengths, ms=1000.0)
 
 
 _NO_CONTENT = {"images.width, images.height, images.content": "unknown: every image counts as new"}
 _TEXT = {"text_length": _ALL_TEXT, "images": _NO_IMAGES}
 FORMATS = {
-    "trinity": Format("timestamp in ms", {}, _trinity),
-    "servegen": Format("timestamp in ms", _NO_CONTENT, _servegen),
-    "mooncake": Format("timestamp in ms", _TEXT, _mooncake),
-    "mooncake-csv": Format("timestamp_ms in ms", _TEXT, _mooncake, table=True),
-    "azure-llm": Format("TIMESTAMP as date and time", _TEXT, _azure, table=True, absolute=True),
-    "azure-lmm": Format(
+    "trinity": TraceFormat("timestamp in ms", {}, _trinity),
+    "servegen": TraceFormat("timestamp in ms", _NO_CONTENT, _servegen),
+    "mooncake": TraceFormat("timestamp in ms", _TEXT, _mooncake),
+    "mooncake-csv": TraceFormat("timestamp_ms in ms", _TEXT, _mooncake, table=True),
+    "azure-llm": TraceFormat("TIMESTAMP as date and time", _TEXT, _azure, table=True, absolute=True),
+    "azure-lmm": TraceFormat(
         "TIMESTAMP as date and time",
         {
             **_NO_CONTENT,
@@ -163,51 +167,55 @@ FORMATS = {
         table=True,
         absolute=True,
     ),
-    "burstgpt": Format("Timestamp in s", _TEXT, _burstgpt, table=True),
-    "guidellm": Format("timestamp in s", _TEXT, _guidellm, absolute=True),
+    "burstgpt": TraceFormat("Timestamp in s", _TEXT, _burstgpt, table=True),
+    "guidellm": TraceFormat("timestamp in s", _TEXT, _guidellm, absolute=True),
 }
 
 
-def read(
+def read_trace(
     path: str | Path,
     format: str | None = None,
     *,
     on_error: Literal["raise", "skip"] = "raise",
     image_tokens: int = IMAGE_TOKENS,
 ) -> Trace:
-    """A trace from a file, gzipped or not, in order of arrival; ``trace.report`` says what was imputed.
+    """Read a trace file, gzipped or not, sorted by arrival; ``trace.report`` says what was imputed.
 
-    ``format`` is one of ``FORMATS``, or None for the one that the first row looks like; GuideLLM's rows look like
-    Mooncake's and must be named, since they are in seconds. ``image_tokens`` is imputed to images of which nothing is
-    known. Dates become ms from the first arrival. A bad row raises ``TraceError`` with its line, or with
-    ``on_error="skip"`` is left out and counted. An empty file is an error, and so is one of bad rows alone.
+    path: the file.
+    format (name, None): one of ``FORMATS``; None recognises it by the first row. GuideLLM's rows look like Mooncake's
+        but are in seconds, so that format must be named.
+    on_error ("raise"): "raise" raises ``TraceError`` with the line of a bad row, "skip" leaves it out and counts it.
+    image_tokens (visual tokens, 576): imputed to images of unknown size.
+
+    Dates become ms from the first arrival. Raises ``TraceError`` for an empty file and where no row is good,
+    ``UnknownName`` for an unknown format, ``ConfigError`` for ``image_tokens`` below 1.
     """
     if on_error not in ("raise", "skip"):
         raise UnknownName("on_error", on_error, ("raise", "skip"))
     if image_tokens < 1:
         raise ConfigError(f"image_tokens must be at least 1, got {image_tokens}")
-    lines = [(number, line) for number, line in enumerate(lines_of(path), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     if not lines:
         raise TraceError(f"the trace {path} is empty")
-    name = _recognised(lines[0][1], path) if format is None else format
+    name = _recognise_format(lines[0][1], path) if format is None else format
     if name not in FORMATS:
         raise UnknownName("trace format", name, FORMATS)
-    return _Reading(name, image_tokens, on_error == "skip").trace(lines)
+    return _FileReader(name, image_tokens, on_error == "skip").read(lines)
 
 
-def _recognised(line: bytes, path: str | Path) -> str:
+def _recognise_format(line: bytes, path: str | Path) -> str:
     if line.lstrip().startswith(b"{"):
-        keys = set(_json(line))
+        keys = set(_parse_object(line))
         if {"text_tokens", "image_tokens"} <= keys:
             return "servegen"
         if {"timestamp", "input_length", "output_length"} <= keys:
             lengths = keys <= {"timestamp", "input_length", "output_length", "hash_ids"}
             return "mooncake" if lengths else "trinity"
-    columns = set(_cells(line))
+    columns = set(_split_cells(line))
     for name, wanted in _COLUMNS.items():
         if wanted <= columns:
             return name
-    raise TraceError(f"{path} is of no format that is known by its first row; name one of {', '.join(FORMATS)}", 1)
+    raise TraceError(f"the first row of {path} has no known format; give format=, one of {', '.join(FORMATS)}", 1)
 
 
 _COLUMNS = {
@@ -218,30 +226,30 @@ _COLUMNS = {
 }
 
 
-def _json(line: bytes) -> Fields:
+def _parse_object(line: bytes) -> RowFields:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"not a row of a trace: {error}") from error
 
 
-def _cells(line: bytes) -> list[str]:
+def _split_cells(line: bytes) -> list[str]:
     try:
         return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig").rstrip("\r")]), [])]
     except (csv.Error, UnicodeDecodeError) as error:
         raise TraceError(f"not a row of a table: {error}") from error
 
 
-class _Reading:
+class _FileReader:
     def __init__(self, name: str, image_tokens: int, skip: bool) -> None:
         self.name, self.format, self.image_tokens, self.skip = name, FORMATS[name], image_tokens, skip
         self.columns: list[str] = []
         self.skipped = 0
         self.problems: list[str] = []
 
-    def trace(self, lines: list[tuple[int, bytes]]) -> Trace:
+    def read(self, lines: list[tuple[int, bytes]]) -> Trace:
         if self.format.table:
-            self.columns = _cells(lines[0][1])
+            self.columns = _split_cells(lines[0][1])
             missing = _COLUMNS[self.name] - set(self.columns)
             if missing:
                 raise TraceError(f"columns missing for format {self.name}: {', '.join(sorted(missing))}", lines[0][0])
@@ -249,7 +257,7 @@ class _Reading:
         rows = [row for number, line in lines if (row := self._row(number, line)) is not None]
         if not rows:
             raise TraceError(f"no good row in a trace of format {self.name}: {'; '.join(self.problems) or 'no row'}")
-        return self._ordered(rows)
+        return self._sort(rows)
 
     def _row(self, number: int, line: bytes) -> TraceRow | None:
         try:
@@ -258,19 +266,19 @@ class _Reading:
             if not self.skip:
                 raise TraceError(str(error), number) from error
             self.skipped += 1
-            if len(self.problems) < _PROBLEMS:
+            if len(self.problems) < _MAX_PROBLEMS:
                 self.problems.append(f"line {number}: {error}")
             return None
 
-    def _fields(self, line: bytes) -> Fields:
+    def _fields(self, line: bytes) -> RowFields:
         if not self.format.table:
-            return _json(line)
-        cells = _cells(line)
+            return _parse_object(line)
+        cells = _split_cells(line)
         if len(cells) != len(self.columns):
             raise TraceError(f"{len(cells)} cells for {len(self.columns)} columns")
         return dict(zip(self.columns, cells, strict=True))
 
-    def _ordered(self, rows: list[TraceRow]) -> Trace:
+    def _sort(self, rows: list[TraceRow]) -> Trace:
         start = min(row.timestamp for row in rows) if self.format.absolute else 0.0
         unordered = sum(later.timestamp < row.timestamp for row, later in pairwise(rows))
         for row in rows:

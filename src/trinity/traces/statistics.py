@@ -1,4 +1,4 @@
-"""What a trace holds, in figures: how much came, how evenly, and how large it was."""
+"""Statistics of a trace: request counts, arrival rate, burstiness and sizes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _FEWEST_BINS = 2
 
 
 class Image(Protocol):
+    """An image of a request; ``tokens`` is None where unknown."""
+
     @property
     def tokens(self) -> int | None: ...
 
 
 class Arrival(Protocol):
-    """What is looked at of a row of a trace; the arrival in ms."""
+    """Fields of a trace's row that statistics read; ``timestamp`` (ms) is the arrival."""
 
     @property
     def timestamp(self) -> float: ...
@@ -37,12 +39,13 @@ Distribution = dict[str, float] | None
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a trace. Distributions have mean, p50, p90, p95, p99 and max; None where there was nothing.
+    """Statistics of a trace.
 
-    ``duration_s`` is from the first arrival to the last, ``rate`` the arrivals a second after the first one.
-    ``image_share`` is the share of requests with images, of which ``images`` counts them and ``visual_tokens`` adds up
-    their tokens; ``image_tokens`` are those of each image. ``cv``: the coefficient of variation of the arrivals in
-    each full 10 s. None where the trace is too short for one.
+    ``duration_s`` (s): first arrival to last. ``rate`` (requests/s): arrivals after the first, over the duration.
+    ``cv``: coefficient of variation of the arrivals in each full 10 s, None where the trace is too short.
+    ``image_share``: share of requests with images. Distributions have mean, p50, p90, p95, p99 and max, and are None
+    where nothing was counted: ``text_tokens`` and ``output_tokens`` of each request, ``images`` and ``visual_tokens``
+    of each request with images, ``image_tokens`` of each image.
     """
 
     requests: int
@@ -57,15 +60,15 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: Distribution
 
     def _tables(self) -> list[Table]:
-        few = [("requests", f"{self.requests:,}"), ("duration", f"{self.duration_s:,.1f} s")]
-        few.append(("rate", "unknown" if self.rate is None else f"{self.rate:.3f} requests/s"))
-        few.append(("CV of arrivals in 10 s", "unknown" if self.cv is None else f"{self.cv:.2f}"))
-        few.append(("with images", f"{self.image_share:.1%}"))
+        figures = [("requests", f"{self.requests:,}"), ("duration", f"{self.duration_s:,.1f} s")]
+        figures.append(("rate", "unknown" if self.rate is None else f"{self.rate:.3f} requests/s"))
+        figures.append(("CV of arrivals in 10 s", "unknown" if self.cv is None else f"{self.cv:.2f}"))
+        figures.append(("with images", f"{self.image_share:.1%}"))
         found = [("text tokens", self.text_tokens), ("images", self.images), ("tokens of an image", self.image_tokens)]
         found += [("visual tokens", self.visual_tokens), ("output tokens", self.output_tokens)]
         rows = [(name, *(f"{value:,.1f}" for value in values.values())) for name, values in found if values]
         columns = next((tuple(values) for _, values in found if values), ())
-        return [Table(("trace", ""), few), *([Table(("of a request", *columns), rows)] if rows else [])]
+        return [Table(("trace", ""), figures), *([Table(("of a request", *columns), rows)] if rows else [])]
 
     def __str__(self) -> str:
         return "\n\n".join(as_text(table) for table in self._tables())
@@ -74,8 +77,8 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(as_html(table) for table in self._tables())
 
 
-def statistics(rows: Iterable[Arrival]) -> TraceStatistics:
-    """Figures of these requests, in whatever order they are given."""
+def trace_statistics(rows: Iterable[Arrival]) -> TraceStatistics:
+    """Compute the statistics of requests given in any order."""
     found = list(rows)
     seconds = sorted(row.timestamp / 1000 for row in found)
     pictures = [[image.tokens or 0 for image in row.images] for row in found if row.images]
@@ -83,7 +86,7 @@ def statistics(rows: Iterable[Arrival]) -> TraceStatistics:
         requests=len(found),
         duration_s=seconds[-1] - seconds[0] if seconds else 0.0,
         rate=arrival_rate(seconds),
-        cv=variation(seconds),
+        cv=arrival_cv(seconds),
         image_share=len(pictures) / len(found) if found else 0.0,
         text_tokens=distribution(row.text_tokens for row in found),
         images=distribution(map(len, pictures)),
@@ -94,14 +97,17 @@ def statistics(rows: Iterable[Arrival]) -> TraceStatistics:
 
 
 def arrival_rate(seconds: Sequence[float]) -> float | None:
-    """Arrivals a second after the first, from ascending times; None where they all came at once."""
+    """Arrivals a second after the first, from ascending times in s; None where all came at once."""
     if not seconds or seconds[-1] <= seconds[0]:
         return None
     return (len(seconds) - 1) / (seconds[-1] - seconds[0])
 
 
-def variation(seconds: Sequence[float], bin_s: float = BIN_S) -> float | None:
-    """Standard deviation over mean of the arrivals in each full ``bin_s``; None for fewer than two full bins."""
+def arrival_cv(seconds: Sequence[float], bin_s: float = BIN_S) -> float | None:
+    """Coefficient of variation (standard deviation over mean) of the arrivals in each full ``bin_s`` seconds.
+
+    From ascending times in s; None for fewer than two full bins.
+    """
     if not seconds:
         return None
     bins = int((seconds[-1] - seconds[0]) / bin_s)

@@ -1,4 +1,4 @@
-"""Synthetic traces: TriInfer's five datasets by their parameters, and any trace drawn again."""
+"""Synthetic traces: TriInfer's five datasets by their parameters, and resampling of any trace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.traces.statistics import BIN_S, arrival_rate
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
-VisualTokens = Callable[[int, int], int]  # of an image's width and height in pixels
+VisualTokenRule = Callable[[int, int], int]  # (width, height) of an image in pixels -> visual tokens
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests of a dataset are like. One image each.
+    """Distributions that a dataset's requests are drawn from; each request has one image.
 
-    ``sizes``: (width, height, share) of images, in pixels. ``prompt`` and ``output``: mean and standard deviation of
-    tokens, drawn lognormally and at least 1. Raises ``ConfigError`` for parameters without meaning.
+    ``sizes``: (width in pixels, height in pixels, share) of images. ``prompt`` and ``output``: mean and standard
+    deviation of their tokens, drawn lognormally, at least 1. Raises ``ConfigError`` for values out of range.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
         moments = all(1 <= mean < math.inf and 0 <= spread < math.inf for mean, spread in (self.prompt, self.output))
         sizes = all(width > 0 and height > 0 and share > 0 for width, height, share in self.sizes)
         if not (self.sizes and moments and sizes):
-            raise ConfigError(f"{self!r}: sizes and shares are positive, a mean is at least 1 and a spread at least 0")
+            raise ConfigError(f"{self!r}: sizes and shares must be positive, means at least 1 and spreads at least 0")
 
 
 _PHOTOS = ((1024, 768, 0.62), (768, 1024, 0.14), (1024, 683, 0.14), (1024, 1024, 0.10))
@@ -56,107 +56,111 @@ def synthesise(
     dataset: str | Dataset,
     requests: int,
     *,
-    visual_tokens: VisualTokens,
+    visual_tokens: VisualTokenRule,
     rate: float | None = None,
     arrivals: Trace | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Requests like a dataset's (TriInfer 5.1), equal for equal seeds.
+    """Draw requests like a dataset's (TriInfer 5.1); equal seeds give equal traces.
 
-    ``visual_tokens(width, height)`` is the model's rule. They arrive at ``rate`` a second, as a Poisson process or,
-    with ``arrivals``, at that trace's time stamps: from its start again where it has too few, and scaled to ``rate``
-    where one is given. Raises ``UnknownName`` for a dataset that is not one of ``DATASETS``, ``ConfigError`` where
-    neither rate nor arrivals are given, ``TraceError`` where ``arrivals`` have no rate.
+    dataset: a ``Dataset``, or the name of one in ``DATASETS``.
+    requests (count): requests to draw, at least 1.
+    visual_tokens: the model's rule, (width, height) in pixels to visual tokens.
+    rate (requests/s, None): rate of a Poisson process; with ``arrivals``, the rate that these are scaled to.
+    arrivals (trace, None): takes this trace's arrival times instead, repeated from its start where it is too short.
+    seed (0): seed of all draws.
+
+    Raises ``UnknownName`` for an unknown dataset, ``ConfigError`` where neither ``rate`` nor ``arrivals`` is given,
+    ``TraceError`` where all ``arrivals`` come at once.
     """
     if isinstance(dataset, str):
         if dataset not in DATASETS:
             raise UnknownName("dataset", dataset, DATASETS)
         dataset = DATASETS[dataset]
     if requests < 1:
-        raise ConfigError(f"a trace of at least 1 request can be made, not of {requests}")
+        raise ConfigError(f"a trace must have at least 1 request, got requests={requests}")
     noise = random.Random(seed)
-    times = _times(requests, rate, arrivals, noise)
-    made = Trace(_request(dataset, at, visual_tokens, noise) for at in times)
-    return made if arrivals is None or rate is None else made.scaled(rate=rate)
+    times = _draw_times(requests, rate, arrivals, noise)
+    made = Trace(_draw_request(dataset, at, visual_tokens, noise) for at in times)
+    return made if arrivals is None or rate is None else made.scale(rate=rate)
 
 
-def _times(requests: int, rate: float | None, arrivals: Trace | None, noise: random.Random) -> list[float]:
-    """In ms."""
+def _draw_times(requests: int, rate: float | None, arrivals: Trace | None, noise: random.Random) -> list[float]:
+    """Arrival times in ms."""
     if arrivals is not None:
-        return _repeated(arrivals, requests)
+        return _repeat_times(arrivals, requests)
     if rate is None or not 0 < rate < math.inf:
         raise ConfigError(f"give a positive rate in requests a second or arrivals= (a trace), got rate={rate!r}")
     return [1000 * at for at in accumulate(noise.expovariate(rate) for _ in range(requests))]
 
 
-def _repeated(arrivals: Trace, requests: int) -> list[float]:
+def _repeat_times(arrivals: Trace, requests: int) -> list[float]:
     times = [row.timestamp for row in arrivals.by_arrival()]
     rate = arrival_rate([at / 1000 for at in times])
     if rate is None:
-        raise TraceError("arrivals that all come at once (or are none) have no rate: give a longer trace")
+        raise TraceError("arrivals that all come at once have no rate (nor has an empty trace): give a longer trace")
     lap = times[-1] - times[0] + 1000 / rate
     return [times[n % len(times)] - times[0] + n // len(times) * lap for n in range(requests)]
 
 
-def _request(dataset: Dataset, at: float, visual_tokens: VisualTokens, noise: random.Random) -> TraceRow:
+def _draw_request(dataset: Dataset, at: float, visual_tokens: VisualTokenRule, noise: random.Random) -> TraceRow:
     shares = [share for _, _, share in dataset.sizes]
     ((width, height, _),) = noise.choices(dataset.sizes, shares)
-    tokens, text = visual_tokens(width, height), _lognormal(*dataset.prompt, noise)
+    tokens, text = visual_tokens(width, height), _draw_lognormal(*dataset.prompt, noise)
     return TraceRow(
         timestamp=at,
         input_length=text + tokens,
-        output_length=_lognormal(*dataset.output, noise),
+        output_length=_draw_lognormal(*dataset.output, noise),
         text_length=text,
         images=[TraceImage(width=width, height=height, tokens=tokens)],
     )
 
 
-def _lognormal(mean: float, spread: float, noise: random.Random) -> int:
-    """A count of at least 1, of this mean and standard deviation before it is rounded."""
+def _draw_lognormal(mean: float, spread: float, noise: random.Random) -> int:
+    """Draw a count of at least 1; mean and standard deviation hold before rounding."""
     variance = math.log1p((spread / mean) ** 2)
     return max(1, round(noise.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))))
 
 
-def resampled(
-    trace: Trace, requests: int, *, rate: float | None = None, seed: int = 0, block_s: float = BIN_S
-) -> Trace:
-    """So many requests like a trace's: stretches of ``block_s`` seconds of it, drawn at random and put in a row.
+def resample(trace: Trace, requests: int, *, rate: float | None = None, seed: int = 0, block_s: float = BIN_S) -> Trace:
+    """Draw ``requests`` requests like a trace's: stretches of ``block_s`` seconds, drawn at random and joined.
 
-    What holds within a stretch is kept: bursts, and that large requests come together. Scaled to ``rate`` requests a
-    second where one is given. Raises ``TraceError`` where the trace is empty, ``ConfigError`` for parameters without
-    meaning.
+    A block bootstrap: bursts and runs of large requests within a stretch are kept. The result is scaled to ``rate``
+    requests/s where one is given. Raises ``TraceError`` for an empty trace, ``ConfigError`` for values out of range.
     """
     rows = trace.by_arrival()
     if not rows:
-        raise TraceError("an empty trace cannot be drawn from: serve or load some requests first")
+        raise TraceError("an empty trace cannot be resampled: serve or load some requests first")
     if requests < 1 or not 0 < block_s < math.inf:
-        raise ConfigError(f"requests are at least 1 and block_s is positive, got {requests} and {block_s}")
+        raise ConfigError(f"requests must be at least 1 and block_s positive, got {requests} and {block_s}")
     times, block, noise = [row.timestamp for row in rows], 1000 * block_s, random.Random(seed)
     drawn: list[TraceRow] = []
     number = 0
     while len(drawn) < requests:
         start = noise.uniform(times[0], max(times[0], times[-1] - block))
         for row in rows[bisect_left(times, start) : bisect_left(times, start + block)]:
-            drawn.append(row.asked(number * block + row.timestamp - start))
+            drawn.append(row.request_at(number * block + row.timestamp - start))
         number += 1
     made = Trace(drawn[:requests])
-    return made if rate is None else made.scaled(rate=rate)
+    return made if rate is None else made.scale(rate=rate)
 
 
-def denser(trace: Trace, factor: float, *, seed: int = 0, stretch_s: float = 60.0, within_s: float = 900.0) -> Trace:
-    """About ``factor`` times as many requests in the same time: what a trace thinned to 1 / ``factor`` was taken from.
+def densify(trace: Trace, factor: float, *, seed: int = 0, stretch_s: float = 60.0, within_s: float = 900.0) -> Trace:
+    """Multiply the requests by about ``factor`` in the same time, to undo thinning to 1 / ``factor``.
 
-    Every stretch of ``stretch_s`` seconds gets the requests of so many stretches that begin at most ``within_s``
-    before or after it, drawn at random; of the last one the share that the factor's fraction says. What drifts slower
-    than ``within_s`` is kept, and so are bursts within a stretch, fewer in proportion as more of them overlap. Raises
-    ``TraceError`` where the trace has no rate, ``ConfigError`` for parameters without meaning.
+    Every stretch of ``stretch_s`` seconds gets the requests of ``factor`` stretches that begin at most ``within_s``
+    seconds before or after it, drawn at random; a fractional factor takes that share of the last one. Drifts slower
+    than ``within_s`` are kept, and so are bursts within a stretch, damped as more of them overlap. Raises
+    ``TraceError`` where all requests come at once, ``ConfigError`` for values out of range.
     """
     rows = trace.by_arrival()
     times = [row.timestamp for row in rows]
     if arrival_rate(times) is None:
-        raise TraceError("requests that all come at once (or are none) have no rate: give a longer trace")
+        raise TraceError("requests that all come at once have no rate (nor has an empty trace): give a longer trace")
     if not (0 < factor < math.inf and 0 < stretch_s < math.inf and 0 <= within_s < math.inf):
-        raise ConfigError(f"factor and stretch_s are positive, got {factor}, {stretch_s} (within_s={within_s})")
+        raise ConfigError(
+            f"factor and stretch_s must be positive and within_s at least 0, got {factor}, {stretch_s} and {within_s}"
+        )
     noise, stretch, within = random.Random(seed), 1000 * stretch_s, 1000 * within_s
     last = times[-1] - stretch
     drawn: list[TraceRow] = []
@@ -166,6 +170,6 @@ def denser(trace: Trace, factor: float, *, seed: int = 0, stretch_s: float = 60.
             start = min(max(last, here), max(times[0], here + noise.uniform(-within, within)))
             found = rows[bisect_left(times, start) : bisect_left(times, start + stretch)]
             kept = found if copy + 1 <= factor else [row for row in found if noise.random() < factor - copy]
-            drawn += (row.asked(here + row.timestamp - start) for row in kept)
+            drawn += (row.request_at(here + row.timestamp - start) for row in kept)
     drawn.sort(key=lambda row: row.timestamp)
     return Trace(row for row in drawn if row.timestamp <= times[-1])

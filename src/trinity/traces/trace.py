@@ -1,4 +1,4 @@
-"""Trace, SLO and attainment: what was asked, what was served, and how much of it was in time."""
+"""Traces of requests, service-level objectives (SLOs), and the share of requests that met them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.traces.statistics import TraceStatistics, arrival_rate, statistics
+from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
-Rule = Literal["p90", "p99", "guard", "tpot"]
-RULES: tuple[Rule, ...] = get_args(Rule)
-COMPLETE = ("stop", "length")  # finish reasons of a request that was served to its end
+SLORule = Literal["p90", "p99", "guard", "tpot"]
+SLO_RULES: tuple[SLORule, ...] = get_args(SLORule)
+COMPLETE = ("stop", "length")  # finish reasons of a completed request
 
-_GZIPPED = b"\x1f\x8b"
+_GZIP_MAGIC = b"\x1f\x8b"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Served(Protocol):
-    """What an SLO looks at: an ``Output`` or a ``TraceRow``. Seconds; TTFT counts from the scheduled arrival."""
+class ServedRequest(Protocol):
+    """A request after serving, as an SLO sees it: an ``Output`` or a ``TraceRow``.
+
+    Times in seconds. TTFT counts from the scheduled arrival; ``itl_s`` are the gaps between output tokens.
+    """
 
     @property
     def ttft_s(self) -> float | None: ...
@@ -38,9 +41,10 @@ class Served(Protocol):
 
 
 class SLO(msgspec.Struct, frozen=True):
-    """Bounds on the time to first token and on the time between tokens, in seconds.
+    """Latency bounds of a service-level objective, in seconds.
 
-    Raises ``ConfigError`` where a bound is not a positive finite number.
+    ``ttft``: bound on the time to first token. ``tbt``: bound on the time between tokens.
+    Raises ``ConfigError`` for a bound that is not a positive finite number.
     """
 
     ttft: float
@@ -52,39 +56,45 @@ class SLO(msgspec.Struct, frozen=True):
             if not (number and math.isfinite(value) and value > 0):
                 raise ConfigError(f"SLO {name} must be a positive number of seconds, got {value!r}")
 
-    def met(self, served: Served, rule: Rule = "p90") -> bool:
-        """Whether a request was in time; one that failed, was refused or did not end was not.
+    def is_met(self, served: ServedRequest, rule: SLORule = "p90") -> bool:
+        """Check whether a request met the SLO. A request that failed, was refused or did not finish did not.
 
-        ``p90``: TTFT and 90 % of the gaps below their bounds (TriInfer 2.2). ``p99``: 99 % of the gaps.
-        ``guard``: as p90, and all of it within ttft + gaps · tbt, so that one long stall in the tolerated tenth of the
-        gaps does not pass. ``tpot``: TTFT and the mean gap below their bounds. An output of one token has no gaps.
+        ``p90``: TTFT and 90 % of the gaps between tokens are below their bounds (TriInfer 2.2).
+        ``p99``: as p90, with 99 % of the gaps.
+        ``guard``: as p90, and the last token comes within ttft + gaps · tbt, so that one long stall among the tolerated
+        tenth of the gaps does not pass.
+        ``tpot``: TTFT and the mean gap are below their bounds.
+        An output of one token has no gaps. Raises ``UnknownName`` for another rule.
         """
-        if rule not in RULES:
-            raise UnknownName("SLO rule", rule, RULES)
+        if rule not in SLO_RULES:
+            raise UnknownName("SLO rule", rule, SLO_RULES)
         if served.finish_reason not in COMPLETE or served.ttft_s is None or not served.ttft_s < self.ttft:
             return False
-        return self._gaps_met(served.ttft_s, served.itl_s, rule)
+        return self._are_gaps_met(served.ttft_s, served.itl_s, rule)
 
-    def _gaps_met(self, ttft_s: float, gaps: Sequence[float], rule: Rule) -> bool:
+    def _are_gaps_met(self, ttft_s: float, gaps: Sequence[float], rule: SLORule) -> bool:
         if rule == "tpot":
             return not gaps or math.fsum(gaps) < self.tbt * len(gaps)
         share = 99 if rule == "p99" else 90
-        often = 100 * sum(gap < self.tbt for gap in gaps) >= share * len(gaps)
+        enough = 100 * sum(gap < self.tbt for gap in gaps) >= share * len(gaps)
         if rule != "guard":
-            return often
-        return often and ttft_s + math.fsum(gaps) <= self.ttft + len(gaps) * self.tbt
+            return enough
+        return enough and ttft_s + math.fsum(gaps) <= self.ttft + len(gaps) * self.tbt
 
 
-def attainment(requests: Iterable[Served], slo: SLO, rule: Rule = "p90") -> float:
-    """Share of all requests, failures included, that met the SLO. Raises ``TraceError`` where there are none."""
-    met = [slo.met(request, rule) for request in requests]
+def attainment(requests: Iterable[ServedRequest], slo: SLO, rule: SLORule = "p90") -> float:
+    """Share of all requests, failed ones included, that met the SLO. Raises ``TraceError`` where there are none."""
+    met = [slo.is_met(request, rule) for request in requests]
     if not met:
-        raise TraceError("no requests to take the attainment of: serve or load some first")
+        raise TraceError("no requests to compute the attainment of: serve or load some first")
     return sum(met) / len(met)
 
 
 class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One image of a request: size in pixels, rows in the image cache, content hash; None where not known."""
+    """One image of a request; fields are None where unknown.
+
+    ``width`` and ``height`` in pixels, ``tokens``: rows in the image cache, ``content``: hash of the content.
+    """
 
     width: Count | None = None
     height: Count | None = None
@@ -93,12 +103,13 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One request: a superset of Mooncake's rows, so that those load as they are.
+    """One request of a trace; a superset of Mooncake's rows, which load unchanged.
 
-    ``timestamp`` is the arrival in ms. ``input_length`` counts the prompt's tokens, visual ones included,
-    ``text_length`` those of text alone. ``hash_ids`` are Mooncake's prefix blocks. What follows ``max_tokens`` is there
-    for requests that were served; gaps and spans in seconds. ``emulated``: by paced stages. ``late_s``: how long after
-    the scheduled arrival a client that replays sent it; ``ttft_s`` and ``latency_s`` have it in them.
+    ``timestamp`` (ms): arrival. ``input_length`` (tokens): the prompt, visual tokens included. ``text_length``
+    (tokens): its text alone. ``hash_ids``: Mooncake's prefix blocks. The fields after ``max_tokens`` are set once the
+    request was served: ``ttft_s``, gaps between tokens ``itl_s``, ``latency_s`` and ``spans`` in seconds. ``emulated``:
+    served by emulated stages. ``late_s`` (s): delay between the scheduled arrival and the time at which a replaying
+    client sent the request; ``ttft_s`` and ``latency_s`` include it.
     """
 
     timestamp: Number
@@ -120,16 +131,16 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     @property
     def visual_tokens(self) -> int:
-        """Of all its images; one whose tokens are not known counts as none."""
+        """Visual tokens of all images; an image of unknown size counts as none."""
         return sum(image.tokens or 0 for image in self.images)
 
     @property
     def text_tokens(self) -> int:
-        """``text_length`` or, where it is not known, what images leave of ``input_length``."""
+        """``text_length`` or, where unknown, ``input_length`` less the visual tokens."""
         return max(0, self.input_length - self.visual_tokens) if self.text_length is None else self.text_length
 
-    def asked(self, timestamp: float) -> TraceRow:
-        """The same request at another time (ms), without what was measured when it was served."""
+    def request_at(self, timestamp: float) -> TraceRow:
+        """Copy the request with another arrival time (ms), without the measurements of its serving."""
         return TraceRow(
             timestamp=timestamp,
             input_length=self.input_length,
@@ -144,9 +155,11 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class ReadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a file was read: what its ``units`` are, which fields were ``imputed`` and how, which rows were left out.
+    """Report of reading a trace file.
 
-    ``unordered`` rows came before one that is earlier, and were put in order. ``problems`` are the first few bad rows.
+    ``units``: units of the file's times. ``imputed``: fields that the format does not record, and their
+    substitutes. ``unordered``: rows found out of order and sorted. ``skipped``: bad rows left out; ``problems`` quotes
+    the first few.
     """
 
     format: str
@@ -166,11 +179,14 @@ class ReadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(Sequence[TraceRow]):
-    """Requests in the order in which they were appended; with ``limit``, the last so many (``dropped`` counts).
+    """Requests in the order in which they were appended.
 
-    ``skipped`` is the number of bad rows that ``load`` left out, ``report`` what ``traces.read`` says of a file.
-    What changes times (``scaled``, ``window``, ``jittered``, ``split``) gives a new trace of the same requests by
-    arrival, without what was measured of them.
+    rows: rows, or mappings with the fields of ``TraceRow``.
+    limit (rows, None): keeps only the last ``limit`` rows; ``dropped`` counts the others.
+
+    ``skipped`` counts bad rows that ``load`` left out; ``report`` is the ``ReadReport`` of ``traces.read_trace``.
+    ``scale``, ``window``, ``jitter``, ``head`` and ``split`` return new traces of the same requests, sorted by arrival,
+    without the measurements of their serving. Raises ``ConfigError`` for a limit below 1.
     """
 
     def __init__(self, rows: Iterable[TraceRow | Mapping[str, Any]] = (), *, limit: int | None = None) -> None:
@@ -183,9 +199,9 @@ class Trace(Sequence[TraceRow]):
             self.append(row)
 
     def append(self, row: TraceRow | Mapping[str, Any]) -> None:
-        """Add a row; raises ``TraceError`` where a mapping lacks a field or has one of a wrong type."""
+        """Add a row. Raises ``TraceError`` where a mapping lacks a field or has one of a wrong type."""
         full = len(self._rows) == self._rows.maxlen
-        self._rows.append(row if isinstance(row, TraceRow) else _row_of(row))
+        self._rows.append(row if isinstance(row, TraceRow) else _convert_row(row))
         self.dropped += full
 
     def __len__(self) -> int:
@@ -197,68 +213,68 @@ class Trace(Sequence[TraceRow]):
     def __getitem__(self, index: Any) -> Any:
         return list(self._rows)[index] if isinstance(index, slice) else self._rows[index]
 
-    def attainment(self, slo: SLO, rule: Rule = "p90") -> float:
-        """Share of all rows, failures included, that met the SLO."""
+    def attainment(self, slo: SLO, rule: SLORule = "p90") -> float:
+        """Share of all rows, failed requests included, that met the SLO. Raises ``TraceError`` for an empty trace."""
         return attainment(self._rows, slo, rule)
 
     def statistics(self) -> TraceStatistics:
         """Counts, rate, burstiness and sizes of the requests."""
-        return statistics(self._rows)
+        return trace_statistics(self._rows)
 
-    def scaled(self, factor: float | None = None, *, rate: float | None = None) -> Trace:
-        """The same requests ``factor`` times as often, or at ``rate`` requests a second (TriInfer 5.1).
+    def scale(self, factor: float | None = None, *, rate: float | None = None) -> Trace:
+        """Scale the request rate by ``factor`` or to ``rate`` requests/s, dividing all arrival times (TriInfer 5.1).
 
-        Time stamps are divided by the factor. Raises ``ConfigError`` unless one of both is given and positive,
-        ``TraceError`` where a trace has no rate: all of its requests come at once.
+        Raises ``ConfigError`` unless exactly one of the two is given and positive, ``TraceError`` where all requests
+        come at once, since such a trace has no rate.
         """
         if (factor is None) == (rate is None):
             raise ConfigError("give either a factor or rate= (requests a second), not both or neither")
         if rate is not None:
-            own = arrival_rate(sorted(row.timestamp / 1000 for row in self._rows))
-            if own is None:
+            present = arrival_rate(sorted(row.timestamp / 1000 for row in self._rows))
+            if present is None:
                 raise TraceError("this trace has no rate to scale: its requests (if any) all come at once")
-            factor = _positive("rate", rate) / own
-        shrink = _positive("factor", factor)
-        return self._retimed((row.timestamp / shrink, row) for row in self._rows)
+            factor = _check_positive("rate", rate) / present
+        shrink = _check_positive("factor", factor)
+        return self._retime((row.timestamp / shrink, row) for row in self._rows)
 
     def window(self, start_s: float, end_s: float) -> Trace:
-        """Requests that arrive from ``start_s`` to before ``end_s``; times then count from ``start_s``."""
+        """Cut out the requests that arrive in [``start_s``, ``end_s``); their times then count from ``start_s``."""
         if not 0 <= start_s < end_s:
             raise ConfigError(f"a window starts at 0 s or later and ends after that, got {start_s} to {end_s}")
         low, high = 1000 * start_s, 1000 * end_s
-        return self._retimed((row.timestamp - low, row) for row in self._rows if low <= row.timestamp < high)
+        return self._retime((row.timestamp - low, row) for row in self._rows if low <= row.timestamp < high)
 
-    def jittered(self, tick_s: float, seed: int) -> Trace:
-        """Arrivals that were rounded down to ticks of ``tick_s`` spread evenly over their ticks."""
-        noise, tick = random.Random(seed), 1000 * _positive("tick_s", tick_s)
-        return self._retimed((row.timestamp + tick * noise.random(), row) for row in self._rows)
+    def jitter(self, tick_s: float, seed: int) -> Trace:
+        """Spread arrivals that were rounded down to ticks of ``tick_s`` seconds evenly over their ticks."""
+        noise, tick = random.Random(seed), 1000 * _check_positive("tick_s", tick_s)
+        return self._retime((row.timestamp + tick * noise.random(), row) for row in self._rows)
 
     def head(self, count: int) -> Trace:
-        """The first ``count`` requests by arrival."""
+        """Take the first ``count`` requests by arrival."""
         if count < 0:
             raise ConfigError(f"a count of requests is at least 0, got {count}")
-        return self._retimed([(row.timestamp, row) for row in self.by_arrival()[:count]])
+        return self._retime([(row.timestamp, row) for row in self.by_arrival()[:count]])
 
     def split(self, share: float) -> tuple[Trace, Trace]:
-        """The first ``share`` of the requests by arrival, and the rest; each counts its times from its first arrival.
+        """Split off the first ``share`` of the requests by arrival; times of both parts count from their first arrival.
 
-        So a planner sees a part of what it is then judged on the rest of (TriInfer 5.1).
+        Lets a planner see one part and be judged on the rest (TriInfer 5.1).
         """
         if not 0 < share < 1:
             raise ConfigError(f"a share lies between 0 and 1, got {share!r}")
         rows = self.by_arrival()
         cut = round(len(rows) * share)
         first, rest = (
-            self._retimed((row.timestamp - part[0].timestamp, row) for row in part) for part in (rows[:cut], rows[cut:])
+            self._retime((row.timestamp - part[0].timestamp, row) for row in part) for part in (rows[:cut], rows[cut:])
         )
         return first, rest
 
     def by_arrival(self) -> list[TraceRow]:
-        """The rows, earliest first; those that came at once keep their order."""
+        """Rows sorted by arrival; rows of equal arrival keep their order."""
         return sorted(self._rows, key=lambda row: row.timestamp)
 
-    def _retimed(self, rows: Iterable[tuple[float, TraceRow]]) -> Trace:
-        trace = Trace(row.asked(at) for at, row in sorted(rows, key=lambda pair: pair[0]))
+    def _retime(self, rows: Iterable[tuple[float, TraceRow]]) -> Trace:
+        trace = Trace(row.request_at(at) for at, row in sorted(rows, key=lambda pair: pair[0]))
         trace.report = self.report
         return trace
 
@@ -266,7 +282,10 @@ class Trace(Sequence[TraceRow]):
         return self.statistics()._repr_html_()
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON object a line, by arrival, gzipped for a name in .gz. It is there in full or not at all."""
+        """Write one JSON object a line, sorted by arrival, gzipped for names in .gz.
+
+        The file appears whole or not at all.
+        """
         target = Path(path)
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
         content = b"".join(msgspec.json.encode(row) + b"\n" for row in self.by_arrival())
@@ -275,17 +294,17 @@ class Trace(Sequence[TraceRow]):
 
     @classmethod
     def load(cls, path: str | Path, on_error: Literal["raise", "skip"] = "raise") -> Trace:
-        """Read what ``save`` or Mooncake wrote.
+        """Read a file that ``save`` or Mooncake wrote.
 
-        A bad row raises ``TraceError`` with its line, or with ``on_error="skip"`` is left out and counted.
+        A bad row raises ``TraceError`` with its line number; with ``on_error="skip"`` it is left out and counted.
         """
         if on_error not in ("raise", "skip"):
             raise UnknownName("on_error", on_error, ("raise", "skip"))
         trace = cls()
-        for number, line in enumerate(lines_of(path), 1):
+        for number, line in enumerate(read_lines(path), 1):
             try:
                 if line.strip():
-                    trace.append(_parse(line))
+                    trace.append(_parse_row(line))
             except TraceError as error:
                 if on_error == "raise":
                     raise TraceError(str(error), number) from error
@@ -293,24 +312,24 @@ class Trace(Sequence[TraceRow]):
         return trace
 
 
-def lines_of(path: str | Path) -> list[bytes]:
-    """Lines of a file, gzipped or not. Raises ``TraceError`` where it cannot be read."""
+def read_lines(path: str | Path) -> list[bytes]:
+    """Read the lines of a file, gzipped or not. Raises ``TraceError`` where it cannot be read."""
     try:
         content = Path(path).read_bytes()
-        return (gzip.decompress(content) if content[:2] == _GZIPPED else content).split(b"\n")
+        return (gzip.decompress(content) if content[:2] == _GZIP_MAGIC else content).split(b"\n")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"the gzipped trace {path} is cut off or damaged: {error}") from error
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
 
 
-def _positive(name: str, value: float | None) -> float:
+def _check_positive(name: str, value: float | None) -> float:
     if value is None or not 0 < value < math.inf:
         raise ConfigError(f"{name} must be a positive number, got {value!r}")
     return value
 
 
-def _parse(line: bytes) -> TraceRow:
+def _parse_row(line: bytes) -> TraceRow:
     try:
         row = msgspec.json.decode(line, type=TraceRow)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -322,7 +341,7 @@ def _parse(line: bytes) -> TraceRow:
     return row
 
 
-def _row_of(fields: Mapping[str, Any]) -> TraceRow:
+def _convert_row(fields: Mapping[str, Any]) -> TraceRow:
     try:
         return msgspec.convert(fields, TraceRow)
     except msgspec.ValidationError as error:

@@ -23,8 +23,8 @@ from trinity.report.plots.drawing import (
     said,
     swatches,
 )
-from trinity.traces.goodput import SHARE, Point
-from trinity.traces.trace import Rule
+from trinity.traces.goodput import SHARE, RatePoint
+from trinity.traces.trace import SLORule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ _ZOOM = 0.25  # of the highest rate that held, below which rates that held too a
 
 @drawn
 def attainment(
-    shown: Plan | Mapping[str, Sequence[Point]], *, rule: Rule | None = None, share: float = SHARE, most: int = 6
+    shown: Plan | Mapping[str, Sequence[RatePoint]], *, rule: SLORule | None = None, share: float = SHARE, most: int = 6
 ) -> Figure:
     """Attainment against rate, with the share that must be reached (TriInfer figure 9).
 
@@ -78,7 +78,7 @@ def attainment(
     return picture
 
 
-def _least_shown(points: Sequence[Point], rule: Rule, share: float) -> float:
+def _least_shown(points: Sequence[RatePoint], rule: SLORule, share: float) -> float:
     """The rate from which a picture shows all that matters; 0 for all of them."""
     held = [point.rate for point in points if point.attainment[rule] >= share]
     least = _ZOOM * max(held, default=0.0)
@@ -86,14 +86,14 @@ def _least_shown(points: Sequence[Point], rule: Rule, share: float) -> float:
     return least if lower and all(point.attainment[rule] >= share for point in lower) else 0.0
 
 
-def _curves(plan: Plan, most: int) -> dict[str, Sequence[Point]]:
+def _curves(plan: Plan, most: int) -> dict[str, Sequence[RatePoint]]:
     listed = [each for each in plan.candidates if each.attainment][:most]
     if plan.paper is not None and plan.paper.attainment and all(_name(each) != _name(plan.paper) for each in listed):
         listed.append(plan.paper)
     return {_marked(plan, each): each.attainment for each in listed}
 
 
-def _curve(axes: Axes, name: str, points: Sequence[Point], rule: Rule, place: int) -> None:
+def _curve(axes: Axes, name: str, points: Sequence[RatePoint], rule: SLORule, place: int) -> None:
     rates, shares = [point.rate for point in points], [100 * point.attainment[rule] for point in points]
     shade, sign = colour(place), marker(place)
     axes.plot(rates, shares, color=shade, linewidth=1.5, marker=sign, markersize=5, label=name)
@@ -103,7 +103,7 @@ def _curve(axes: Axes, name: str, points: Sequence[Point], rule: Rule, place: in
         axes.plot(*where, linestyle="none", marker=sign, markersize=5, markerfacecolor="white", markeredgecolor=shade)
 
 
-def _attained(curves: Mapping[str, Sequence[Point]], rule: Rule, share: float) -> list[str]:
+def _attained(curves: Mapping[str, Sequence[RatePoint]], rule: SLORule, share: float) -> list[str]:
     lines = []
     below = [name for name, points in curves.items() if max(point.attainment[rule] for point in points) < share]
     if below:
@@ -135,7 +135,7 @@ def _bounds(ttft: float, tbt: float) -> str:
 
 
 @drawn
-def ratios(plan: Plan, *, rule: Rule | None = None) -> Figure:
+def ratios(plan: Plan, *, rule: SLORule | None = None) -> Figure:
     """Score of every method and ratio of as many instances as the best one has, or its goodput by a ``rule``.
 
     Heat maps of one scale: three groups (E+P+D) as a triangle over the counts of the first two; of other methods a row
@@ -165,7 +165,7 @@ def ratios(plan: Plan, *, rule: Rule | None = None) -> Figure:
 class _Heat:
     """Cells of one colour scale: of the plan's score, or of the goodput by a rule."""
 
-    def __init__(self, plan: Plan, cells: Mapping[str, Candidate], rule: Rule | None) -> None:
+    def __init__(self, plan: Plan, cells: Mapping[str, Candidate], rule: SLORule | None) -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 

@@ -27,7 +27,7 @@ from trinity.report.plots.drawing import (
 )
 from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice, Timeline
-from trinity.traces.trace import COMPLETE, SLO, Served, Trace
+from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +157,7 @@ def _rates(runs: Runs) -> list[float]:
 
 
 def _dots(
-    axes: Axes, runs: Runs, rates: Sequence[float], value: Callable[[Served], float | None], bound: float | None
+    axes: Axes, runs: Runs, rates: Sequence[float], value: Callable[[ServedRequest], float | None], bound: float | None
 ) -> None:
     width = 0.8 / len(runs)
     everything = []
@@ -184,11 +184,11 @@ def _dots(
     axes.grid(True, axis="y")
 
 
-def _ttft(each: Served) -> float | None:
+def _ttft(each: ServedRequest) -> float | None:
     return each.ttft_s if each.finish_reason in COMPLETE else None
 
 
-def _tpot(each: Served) -> float | None:
+def _tpot(each: ServedRequest) -> float | None:
     return mean(each.itl_s) if each.finish_reason in COMPLETE and each.itl_s else None
 
 
@@ -214,7 +214,7 @@ def _thinned(runs: Runs) -> list[str]:
 _SAME = 1.01  # times a value that still count as equal to it
 
 
-def _mean(replay: Replay, value: Callable[[Served], float | None]) -> float:
+def _mean(replay: Replay, value: Callable[[ServedRequest], float | None]) -> float:
     found = [seconds for each in replay.outcomes if (seconds := value(each)) is not None]
     return mean(found) if found else 0.0
 
