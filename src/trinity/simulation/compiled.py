@@ -165,7 +165,7 @@ class Deployed:
         return Raw(*extension.simulate(work.made, times, asked, aborts, *self._given, log))
 
     def tried(self, work: Workload, arrivals: Floats, asked: Ints, slo: SLO) -> Tried:
-        """Those asked, each when it arrives, judged as ``SLO.met`` does: no token's time is told."""
+        """Those asked, each when it arrives, judged as ``SLO.is_met`` does: no token's time is told."""
         bounds = (arrivals, slo.ttft, slo.tbt)
         return Tried(*extension.sim_tried(work.made, arrivals[asked], asked, *self._given, *bounds))
 
