@@ -288,8 +288,9 @@ def trace_rate(trace: Trace, least_requests: int = LEAST_REQUESTS) -> float:
         needed = least_requests / rate
         raise TraceTooShort(
             f"a trace of {len(times):,} requests is too short: from fewer than {least_requests:,} a goodput comes "
-            f"out far too high, and ranks are wrong. It must last {needed:,.0f} s at its rate: record longer, draw more "
-            "requests like these (trinity.traces.resample; a planner does with resample=True), or set least_requests",
+            f"out far too high, and ranks are wrong. It must last {needed:,.0f} s at its rate: record longer, draw "
+            "more requests like these (trinity.traces.resample; a planner does with resample=True), or set "
+            "least_requests",
             needed,
         )
     return rate
@@ -322,8 +323,8 @@ class _Search:
             )
         if not (1 < self.step < math.inf and 0 < self.tolerance < math.inf and 1 <= self.deepest < math.inf):
             raise ConfigError(
-                f"step must be above 1, tolerance above 0 and deepest at least 1, got {self.step!r}, {self.tolerance!r} and "
-                f"{self.deepest!r}"
+                f"step must be above 1, tolerance above 0 and deepest at least 1, got {self.step!r}, "
+                f"{self.tolerance!r} and {self.deepest!r}"
             )
 
     @property
