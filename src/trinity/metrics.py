@@ -95,9 +95,9 @@ class Metrics:
         """Plain values, ready for JSON. Times in seconds; None where nothing was measured.
 
         ``attainment`` is by rule (``SLO.is_met``) over all requests. ``spans_s`` are means over requests served
-        to their end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind what was
-        pulled, and what needed no transfer because the target had it. ``emulated`` requests were served
-        by paced stages. ``preemptions`` of all requests.
+        to their end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind
+        what was pulled, and what needed no transfer because the target had it. ``emulated`` requests were served by
+        emulated stages. ``preemptions`` of all requests.
         """
         served = sum(self._finished[reason] for reason in COMPLETE)
         return {
