@@ -55,7 +55,7 @@ def test_which_bound_is_missed_says_which_stages_limit(outcomes: list[RequestOut
     assert limiting(*missed(outcomes, SECOND, "guard")) == stages
     rows = [TraceRow(timestamp=n, input_length=1, output_length=2) for n in range(len(outcomes))]
     found = score_outcomes(Trace(rows), outcomes, SECOND)
-    assert limiting(1 - found.attainment["guard"], 1 - found.first) == stages, "as a point says it"
+    assert limiting(1 - found.attainment["guard"], 1 - found.ttft_attainment) == stages, "as a point says it"
 
 
 def test_of_those_stages_the_one_that_works_most_in_the_busiest_group() -> None:
