@@ -76,14 +76,15 @@ bench: $(STAMP)
 # Native code under AddressSanitizer and UBSan: a wheel of its own, unpacked, and the tests of what csrc/ does.
 ASAN := build/asan
 SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN)/site
-KERNEL_TESTS := $(addprefix tests/test_,attention_native.py attention_amx.py attention_many.py few_rows.py fused.py encoder_parts.py)
+KERNEL_TESTS := $(addprefix tests/stages/,$(addprefix attention/test_attention_,native.py amx.py many.py) \
+	$(addprefix kernels/test_,small_batch_gemm.py fused_elementwise.py encoder_elementwise.py))
 asan: $(STAMP)
 	rm -rf $(ASAN)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \
 		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
 	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
-	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/test_native.py tests/test_twin.py $(ARGS)
+	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/memory/test_native.py tests/simulation/test_compiled.py $(ARGS)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).
 bench-peers: $(STAMP)

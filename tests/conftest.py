@@ -17,8 +17,8 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/proc/dri
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from guard_leaks import LeakGuard
-from guard_loop import LoopGuard
+from support.leak_guard import LeakGuard
+from support.loop_guard import LoopGuard
 
 # A slow example says that the machine is busy, no more: time is pytest-timeout's business.
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -1,7 +1,7 @@
 """Draw the phases of a request, and which follow which, into docs/phases.md: ``python tools/draw_phases.py``.
 
-All between the page's two markers comes from ``MOVES`` of ``trinity.core.instance.phases``; tests/test_phases.py fails
-where it does not.
+All between the page's two markers comes from ``MOVES`` of ``trinity.core.instance.phases``;
+tests/core/instance/test_phases.py fails where it does not.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import METHODS, Served, problems, serve
-from serving_cases import BUDGET, answers, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import METHODS, Served, problems, serve
+from support.request_cases import BUDGET, answers, waves
 from trinity.core.messages import Step, Stepped
 from trinity.core.scheduler import Rules
 from trinity.errors import ConfigError

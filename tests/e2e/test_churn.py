@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import (
+from support.checkpoint_files import checkpoint
+from support.recordings import (
     METHODS,
     PATIENCE_S,
     Served,
@@ -23,7 +23,7 @@ from serving import (
     parting,
     problems,
 )
-from serving_cases import answers, waves
+from support.request_cases import answers, waves
 from trinity.core.scheduler import Rules
 from trinity.errors import DeadlineExceeded
 from trinity.pipeline import Pipeline

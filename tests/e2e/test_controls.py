@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import MULTIMODAL, case_of, copy_of, methods_of, served
-from serving_cases import answers, ask, blue, red, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import MULTIMODAL, case_of, copy_of, methods_of, served
+from support.request_cases import answers, ask, blue, red, waves
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import Answer

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problems, serve
-from serving_cases import BLOCK, BUDGET, ask, blue, processor_of, red
+from support.checkpoint_files import checkpoint
+from support.recordings import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problems, serve
+from support.request_cases import BLOCK, BUDGET, ask, blue, processor_of, red
 from trinity.core.scheduler import Rules
 from trinity.request import Request
 from trinity.testing.oracle import Answer

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import TEXT_ONLY, WHOLE_MEDIA, Served, methods_of, problems, serve
-from serving_cases import BLOCK, BUDGET, answers, names, shared, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import TEXT_ONLY, WHOLE_MEDIA, Served, methods_of, problems, serve
+from support.request_cases import BLOCK, BUDGET, answers, names, shared, waves
 from trinity.core.messages import MediaSpan
 from trinity.core.scheduler import Rules
 from trinity.testing.checkpoints import ARCHITECTURES

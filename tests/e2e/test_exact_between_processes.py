@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from attaching import GREEDY, PHOTOS
-from checkpoint_fixtures import checkpoint
-from lending import ready
-from pausing import pausing
+from support.checkpoint_files import checkpoint
+from support.lender import ready
+from support.pauses import pausing
+from support.running_instances import GREEDY, PHOTOS
 from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import METHODS, copy_of, problems, serve
-from serving_cases import BUDGET, TEXT, Waves, answers, ask, red, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import METHODS, copy_of, problems, serve
+from support.request_cases import BUDGET, TEXT, Waves, answers, ask, red, waves
 from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
 

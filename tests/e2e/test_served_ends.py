@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import METHODS, Served, oracle, problems, serve
-from serving_cases import TEXT, answers, ask, red
+from support.checkpoint_files import checkpoint
+from support.recordings import METHODS, Served, oracle, problems, serve
+from support.request_cases import TEXT, answers, ask, red
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Oracle
 

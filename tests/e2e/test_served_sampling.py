@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from checkpoint_fixtures import checkpoint
-from serving import METHODS, Served, copy_of, oracle, problems, serve, served
-from serving_cases import BUDGET, TEXT, answers, ask, red, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import METHODS, Served, copy_of, oracle, problems, serve, served
+from support.request_cases import BUDGET, TEXT, answers, ask, red, waves
 from trinity.core.scheduler import Rules
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling, Token

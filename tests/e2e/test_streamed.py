@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import trinity
-from checkpoint_fixtures import checkpoint
-from serving import Recording, oracle
-from stage_driver import pictures
+from support.checkpoint_files import checkpoint
+from support.recordings import Recording, oracle
+from support.stage_driver import pictures
 from trinity.core.messages import Pull
 from trinity.core.scheduler import Rules
 from trinity.core.transfers import KvMode, Transfers

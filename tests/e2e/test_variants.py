@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint_fixtures import checkpoint
-from serving import METHODS, Served, copy_of, problems, serve
-from serving_cases import BUDGET, Waves, answers, waves
+from support.checkpoint_files import checkpoint
+from support.recordings import METHODS, Served, copy_of, problems, serve
+from support.request_cases import BUDGET, Waves, answers, waves
 from trinity.core.messages import Step, Stepped
 from trinity.core.scheduler import Rules
 from trinity.instance import Instance

@@ -1,7 +1,7 @@
 """The compiled twin of ``trinity.simulation.cluster_model``: the same replay, event for event, by csrc/sim_*.cpp.
 
-What it cannot do it says (``unsupported``), and the Python engine does that. tests/test_twin.py holds the two together:
-every event, command, count of free blocks and float time of random replays (decision 0017).
+What it cannot do it says (``unsupported``), and the Python engine does that. tests/simulation/test_compiled.py holds
+the two together: every event, command, count of free blocks and float time of random replays (decision 0017).
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Keywords of a pipeline for all of its instances: which there are, what they reach, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.checkpoint_files import checkpoint
+from support.plans import BEST, plan
+from trinity.connector import Connector
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.emulated_cost import LinearCost
+from trinity.deploy import InstanceOptions, placed
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.errors import ConfigError, UnknownName
+from trinity.instance import Instance
+from trinity.pipeline import Pipeline
+from trinity.placement import Placement
+from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.supervisor import setup_for
+from trinity.runtime.loading import Deployment, load
+from trinity.traces.trace import SLO
+
+QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
+POOLS = {"image": 8, "kv": 64}
+ALL: dict[str, Any] = {
+    "lanes": ("vision", "language"),
+    "threads": 2,
+    "prefix_cache": False,
+    "image_cache": False,
+    "reservation": "optimistic",
+    "attention": "torch",
+    "depth": 2,
+    "pack": False,
+    "tokens": 640,
+    "images": 3,
+}
+SETTINGS = {"tokens": 9, "mixed_tokens": 7, "images": 5, "reservation": "full", "depth": 1}
+PLAN = plan(best=msgspec.structs.replace(BEST, placement="1EPD1PD", settings=SETTINGS))
+
+
+def test_each_keyword_is_one_of_an_instance_and_is_in_the_list_above() -> None:
+    known = {each.name for each in fields(Instance)}
+    assert known >= InstanceOptions.__annotations__.keys() == ALL.keys()
+
+
+@pytest.mark.parametrize("placement", ["1EPD1PD", Placement.parse("1EPD1PD"), PLAN])
+def test_they_reach_every_instance(placement: Any) -> None:
+    for instance in Pipeline(QUICK, placement, **ALL).instances:
+        expected = {**ALL, "lanes": ("vision", "language") if "E" in instance.roles else ("joint",)}
+        assert {name: getattr(instance, name) for name in ALL} == expected
+
+
+def test_what_is_not_said_is_the_plans_and_else_the_instances_own() -> None:
+    epd, pd = placed(PLAN, {})
+    assert (epd.tokens, epd.images, pd.tokens, pd.images) == (7, 5, 7, None)
+    assert placed("EPD", {}) == [Instance("EPD", "EPD0")]
+    (limited, _) = placed(PLAN, {}, limited=True)
+    assert (limited.tokens, limited.images) == (None, None)
+
+
+def test_a_keyword_that_is_none_is_refused_with_those_known() -> None:
+    with pytest.raises(UnknownName, match="of Pipeline or its instances 'depht'; known: attention, depth"):
+        Pipeline(QUICK, "EPD", depht=2)  # type: ignore[call-arg]
+
+
+def test_instances_that_have_their_own_are_not_told_in_silence() -> None:
+    with pytest.raises(ConfigError, match="give depth, tokens to each Instance instead"):
+        Pipeline(QUICK, [Instance("EPD")], depth=2, tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"depth": 3}, "depth is 1 or 2 steps"),
+        ({"tokens": 0}, "tokens of one step is a whole number of at least 1, got 0"),
+        ({"images": -2}, "images of one step"),
+        ({"tokens": 1.5}, "tokens of one step is a whole number"),
+        ({"reservation": "some"}, "unknown reservation"),
+        ({"attention": "flesh"}, "unknown attention"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(QUICK, "EPD", **wrong)
+
+
+def test_limits_of_a_batch_are_said_once() -> None:
+    with pytest.raises(ConfigError, match="tokens=9 and rules= both limit a batch"):
+        Instance("PD", tokens=9, rules=Rules(tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [({}, (100, 576)), ({"tokens": 50}, (50, 576)), ({"images": 4}, (100, 4 * 576))],
+)
+@pytest.mark.parametrize("slo", [None, SLO(ttft=10, tbt=10)])
+def test_the_instances_own_limits_go_before_the_pipelines(
+    limits: dict[str, Any], expected: tuple[int, int], slo: SLO | None
+) -> None:
+    deployment = Deployment(QUICK, slo=slo, budgets=Budgets(tokens=100, media=576), pools=POOLS)
+    (loaded,) = load(deployment, [Instance("EPD", "EPD0", **limits)], None)
+    assert (loaded.settings.rules.tokens, loaded.settings.rules.media) == expected
+
+
+def test_an_image_of_a_checkpoint_has_as_many_rows_as_its_processor_says() -> None:
+    deployment = Deployment(checkpoint("llava"), "float32", media_block=64, pools=POOLS)
+    with closing(RequestProcessor(checkpoint("llava"))) as processor:
+        rows = processor.dummy_inputs()[0].tokens
+        (loaded,) = load(deployment, [Instance("E", "E0", images=3)], processor)
+    assert loaded.settings.rules.media == 3 * rows > 3
+
+
+def test_of_a_model_of_text_alone_an_image_is_nothing() -> None:
+    deployment = Deployment(checkpoint("llama"), "float32", pools=POOLS)
+    with closing(RequestProcessor(checkpoint("llama"))) as processor:
+        (loaded,) = load(deployment, [Instance("PD", "PD0", tokens=7, images=3)], processor)
+    assert (loaded.settings.rules.tokens, loaded.settings.rules.media) == (7, 3)
+
+
+def test_a_process_is_told_of_both() -> None:
+    deployment = Deployment(QUICK, pools=POOLS)
+    setup = setup_for(Instance("EPD", "EPD0", tokens=7, images=3), deployment, Connector("shm"), "round_robin")
+    assert (setup.most_tokens, setup.most_images) == (7, 3)

@@ -1,0 +1,245 @@
+"""Where a request is, and what is left when an instance is lost: leases, transfers, routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.core_tables import brief, done, emitted, emptied, image_offer, make_core, peer_up, sent, table, work
+from trinity.core import InstanceCore
+from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.messages import (
+    Commit,
+    Finished,
+    Forget,
+    Moved,
+    Offer,
+    PeerLost,
+    Pulled,
+    Ready,
+    Sampled,
+    Send,
+    Submit,
+)
+from trinity.core.routing import RoundRobin
+from trinity.core.scheduler import Rules
+
+
+def offered_by(core: InstanceCore) -> Offer:
+    """An encode instance that has encoded one image and offered it."""
+    core.handle(Submit(work("r", 1, "cat*4")), 0.0)
+    (offer,) = sent(core.handle(done(1), 1.0), Offer)
+    return offer
+
+
+def test_an_offer_tells_the_front_end_where_the_request_goes() -> None:
+    core = make_core("E0", peers="P0")
+    core.handle(Submit(work("r", 1, "cat*4")), 0.0)
+    assert sent(core.handle(done(1), 1.0), Moved) == [Moved("r", 0, "P0", 1)]
+
+
+def test_a_second_hop_counts_on() -> None:
+    core = make_core("P0", peers="D0")
+    core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 0.0)
+    core.handle(Ready("E0:1", (0,)), 0.0)
+    core.handle(Commit("E0:1"), 0.0)
+    core.handle(Pulled("E0:1", 0), 0.0)
+    assert sent(core.handle(done(1, r=7), 1.0), Moved) == [Moved("r", 0, "D0", 2)]
+
+
+def test_a_lease_of_a_lost_target_is_taken_back() -> None:
+    core = make_core("E0", peers="P0 P1")
+    offered_by(core)
+    assert core.state.image.held == 1
+    assert brief(core.handle(PeerLost("P0"), 2.0)) == []
+    assert core.state.image.held == 0
+    core.handle(Forget("r"), 3.0)
+    emptied(core)
+    core.handle(Submit(work("s", 1, "dog*4")), 4.0)
+    assert sent(core.handle(done(2), 5.0), Moved) == [Moved("s", 0, "P1", 1)]
+
+
+def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently() -> None:
+    core = make_core("E0", peers="P0", rules=Rules(tokens=64, media=4))
+    core.handle(Submit(work("r", 1, "cat*4", "dog*4")), 0.0)
+    core.handle(done(1), 1.0)
+    assert core.state.outgoing
+    commands = core.handle(PeerLost("P0"), 2.0)
+    assert not sent(commands, Finished)  # the front end has ended it: it was offered to the one that is lost
+    core.handle(done(2), 3.0)
+    core.handle(Forget("r"), 3.0)
+    emptied(core)
+
+
+def test_without_any_peer_left_a_request_fails() -> None:
+    core = make_core("E0", peers="P0")
+    core.handle(PeerLost("P0"), 0.0)
+    core.handle(Submit(work("r", 1, "cat*4")), 0.0)
+    (finished,) = sent(core.handle(done(1), 1.0), Finished)
+    assert finished.failure is not None
+    assert finished.failure.error == "MigrationError"
+    assert "stage P is up" in finished.failure.message
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["nothing ready", "a pull in flight"])
+def test_blocks_of_a_lost_source_are_not_waited_for(ready: bool) -> None:
+    core = make_core("P0", peers="D0 E0")
+    core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 0.0)
+    if ready:
+        core.handle(Ready("E0:1", (0,)), 0.0)
+    commands = core.handle(PeerLost("E0"), 1.0)
+    if ready:  # its destination is in quarantine until the pull has ended
+        assert not sent(commands, Finished)
+        assert core.state.image.held == 1
+        commands = core.handle(Pulled("E0:1", 0), 2.0)
+    (finished,) = sent(commands, Finished)
+    assert finished.failure is not None
+    assert (finished.failure.error, finished.failure.fields["source"]) == ("MigrationError", "E0")
+    core.handle(Forget("r"), 3.0)
+    emptied(core)
+
+
+def test_a_request_whose_blocks_are_here_outlives_its_source() -> None:
+    core = make_core("P0", peers="D0 E0")
+    core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 0.0)
+    core.handle(Ready("E0:1", (0,)), 0.0)
+    core.handle(Commit("E0:1"), 0.0)
+    core.handle(Pulled("E0:1", 0), 0.0)
+    assert brief(core.handle(PeerLost("E0"), 1.0)) == []
+    assert sent(core.handle(done(1, r=7), 1.0), Offer)
+
+
+def test_offers_of_another_life_have_other_names() -> None:
+    core = make_core("E0", peers="P0")
+    again = make_core("E0", peers="P0", epoch=3)
+    assert offered_by(core).id == "E0:1"
+    assert offered_by(again).id == "E0.3:1"
+    assert again.announcement().epoch == 3
+
+
+def test_a_lost_peer_that_nobody_had_to_do_with_changes_nothing() -> None:
+    core = make_core("EPD0", peers="EPD1")
+    core.handle(Submit(work("r", 4)), 0.0)
+    table(core, [(PeerLost("EPD1"), [])])
+
+
+# ---------------------------------------------------------------- the front end
+
+
+def frontend(*names: str) -> FrontendCore:
+    core = FrontendCore(RoundRobin())
+    for name in names or ("E0", "P0", "D0"):
+        core.handle(peer_up(name), 0.0)
+    return core
+
+
+def asked(core: FrontendCore, *moves: Moved) -> None:
+    core.handle(Submit(work("r", 1, "cat*4")), 0.0)
+    for move in moves:
+        core.handle(move, 0.0)
+
+
+def ends(commands: list[object]) -> list[tuple[str, str]]:
+    found = [each for each in commands if isinstance(each, End)]
+    return [(each.request, each.failure.error if each.failure else each.reason) for each in found]
+
+
+ROUTE = (Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2))
+
+
+@pytest.mark.parametrize(
+    ("moves", "lost", "fails"),
+    [
+        ((), "E0", True),
+        ((), "P0", False),
+        (ROUTE[:1], "P0", True),
+        (ROUTE[:1], "E0", False),
+        (ROUTE, "D0", True),
+        (ROUTE, "P0", True),
+        (ROUTE, "E0", False),
+        (ROUTE[::-1], "D0", True),
+        (ROUTE[::-1], "P0", True),
+    ],
+)
+def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost: str, fails: bool) -> None:
+    core = frontend()
+    asked(core, *moves)
+    commands = core.handle(PeerLost(lost), 1.0)
+    assert ends(list(commands)) == ([("r", "StageError")] if fails else [])
+    forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
+    assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())
+    assert bool(core.entries) != fails
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["decoding", "finished"])
+def test_a_first_token_that_was_lost_with_its_instance_is_not_waited_for(finished: bool) -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    if finished:
+        done_there = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
+        assert core.handle(done_there, 0.5) == []
+    core.handle(emitted(("r", 0, 1, Sampled(5))), 0.5)
+    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == [("r", "StageError")]
+    assert not core.entries
+
+
+def test_one_that_has_come_is_enough() -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
+    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+    assert core.entries
+
+
+def test_a_move_to_an_instance_that_is_lost_already_is_a_loss() -> None:
+    core = frontend()
+    asked(core)
+    core.handle(PeerLost("P0"), 1.0)
+    assert ends(list(core.handle(ROUTE[0], 1.1))) == [("r", "StageError")]
+
+
+def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
+    core.handle(PeerLost("D0"), 1.0)
+    late = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
+    assert core.handle(emitted(("r", 0, 1, Sampled(5))), 2.0) == []
+    assert core.handle(late, 2.0) == [Send(name, Forget("r")) for name in ("E0", "P0", "D0")]
+    assert core.waiting == 0
+
+
+def test_a_request_that_finished_before_the_loss_keeps_its_end() -> None:
+    core = frontend()
+    asked(core, *ROUTE)
+    core.handle(Finished(request="r", attempt=0, reason="length", count=1, route=("E0", "P0", "D0")), 0.5)
+    assert ends(list(core.handle(PeerLost("D0"), 1.0))) == []
+    commands = core.handle(emitted(("r", 0, 0, Sampled(5))), 2.0)  # P's channel is slower than D's
+    assert isinstance(commands[0], Deliver)
+    assert ends(list(commands)) == [("r", "length")]
+
+
+def test_while_a_stage_has_no_instance_requests_are_refused_and_then_served_again() -> None:
+    core = frontend()
+    core.handle(PeerLost("P0"), 0.0)
+    assert ends(list(core.handle(Submit(work("r", 1)), 1.0))) == [("r", "Overloaded")]
+    core.handle(peer_up("P0"), 2.0)
+    assert ends(list(core.handle(Submit(work("r", 1)), 3.0))) == []
+
+
+def test_a_move_of_an_unknown_request_is_nothing() -> None:
+    core = frontend()
+    assert core.handle(Moved("gone", 0, "P0", 1), 0.0) == []
+    asked(core)
+    assert core.handle(Moved("r", 7, "P0", 1), 0.0) == []
+    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+
+
+def test_an_instance_takes_turns_from_its_own_number_on() -> None:
+    """All from the first on, they would send to one peer at a time."""
+    core = make_core("P1", peers="D0 D1 D2", kv=64)
+    targets = []
+    for number, name in enumerate(("r", "s", "t"), start=1):
+        core.handle(Submit(work(name, 3)), 0.0)
+        (offered,) = [line for line in brief(core.handle(done(number, **{name: 5}), 0.0)) if ": offer" in line]
+        targets.append(offered.partition(":")[0])
+    assert targets == ["D1", "D2", "D0"]

@@ -1,0 +1,211 @@
+"""Thousands of interleavings of whole placements, each checked after every event (``trinity.testing.checks``).
+
+A failure names its seed: ``random_cluster(seed).run()`` in ``tests/support/scenarios.py`` repeats it, on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from hashlib import sha256
+
+import pytest
+
+from support.core_tables import work
+from support.paths import PYTHON_PATH
+from support.scenarios import PLACEMENTS, Linear, random_cluster
+from trinity.core.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw, Work
+from trinity.core.scheduler import Rules
+from trinity.testing.conversation import revoked
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, predicted, settings_of
+
+PER_PLACEMENT = 120
+TIGHT = {"image": 3, "kv": 4}
+
+
+def run(seed: int, placement: str | None = None, depth: int | None = None) -> VirtualCluster:
+    cluster = random_cluster(seed, placement, depth=depth)
+    try:
+        cluster.run()
+    except BaseException as error:
+        error.add_note(f"random_cluster({seed}, {placement!r}, depth={depth})")
+        raise
+    return cluster
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_interleaving_keeps_the_invariants(placement: str) -> None:
+    for seed in range(PER_PLACEMENT):
+        run(1000 * PLACEMENTS.index(placement) + seed, placement)
+
+
+def test_there_are_at_least_2000_of_them() -> None:
+    assert PER_PLACEMENT * len(PLACEMENTS) >= 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(20))
+def test_many_more_interleavings(part: int) -> None:
+    for seed in range(1_000_000 + part * 2000, 1_000_000 + part * 2000 + 2000):
+        run(seed)
+
+
+def test_the_interleavings_reach_what_they_are_for() -> None:
+    """Every end, every outcome of a transfer, and the rare turns of the core; a tame generator would show here."""
+    seen: Counter[str] = Counter()
+    for seed in range(500):
+        cluster = run(seed, depth=1 if seed % 2 else None)
+        for outcome in cluster.outcomes.values():
+            assert outcome.end is not None
+            seen[outcome.end.reason] += 1
+            seen[outcome.end.failure.error if outcome.end.failure else "no failure"] += 1
+        for _, _, command in cluster.commands:
+            seen.update(_kinds(command))
+    wanted = {"length", "stop", "cancelled", "deadline", "error", "StageError", "MigrationError", "Overloaded"}
+    wanted |= {
+        "RequestTooLarge",
+        "pulled",
+        "cached",
+        "cancelled",
+        "failed",
+        "withdraw",
+        "pull",
+        "cached KV",
+        "mixed",
+        "lease ran out",
+    }
+    wanted |= {"revoke"}
+    assert not {each for each in wanted if seen[each] < 2}, seen
+
+
+def _kinds(command: Value) -> list[str]:
+    if isinstance(command, Send) and isinstance(command.message, Release):
+        return [command.message.outcome]
+    if isinstance(command, Send) and isinstance(command.message, Withdraw):
+        return ["withdraw", "lease ran out"] if revoked(command.message) else ["withdraw"]
+    if isinstance(command, Step):
+        mixed = command.encodes and command.prefills and command.decodes
+        return ["mixed"] if mixed else ["cached KV" for row in command.prefills if row.start and row.last]
+    if isinstance(command, Revoke):
+        return ["revoke"]
+    return ["pull"] if isinstance(command, Pull) else []
+
+
+def same_size(request: str, images: int = 1, text: int = 0) -> Work:
+    """Three image blocks and four KV blocks wherever it is: just what the tight pools hold."""
+    pieces = ["a*12"] if images == 1 else ["a*4", "b*4", "c*4"]
+    named = [f"{request}{piece}" for piece in pieces]
+    return work(request, *named, 1, text=text or 100, max_tokens=4)
+
+
+def flood(placement: str, requests: int = 8, images: int = 1, **settings: object) -> VirtualCluster:
+    """All at once into pools that hold one request each."""
+    settings.setdefault("rules", Rules(tokens=64, media=64))
+    configured = settings_of(placement, TIGHT, media_block=4, kv_block=4, **settings)
+    cluster = VirtualCluster(configured, seed=requests)
+    for number in range(requests):
+        cluster.submit(same_size(f"r{number}", images, 100 * (number + 1)))
+    cluster.run()
+    assert {outcome.end.reason for outcome in cluster.outcomes.values() if outcome.end} == {"length"}
+    assert all(len(outcome.tokens) == 4 for outcome in cluster.outcomes.values())
+    return cluster
+
+
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_pools_of_one_request_serve_eight_at_once_everywhere(placement: str, caches: bool) -> None:
+    """A limit shared by the stages of ED+P, or reserving image and KV jointly, hangs here (rule 4 of the design)."""
+    flood(placement, image_cache=caches, prefix_cache=caches)
+
+
+@pytest.mark.parametrize("placement", ["2E1P1D", "2ED1P", "E+P+D", "3E2PD"])
+def test_images_that_come_one_by_one_never_fill_a_pool_with_halves_of_two_requests(placement: str) -> None:
+    """Every image is a step of its own, so that both requests are half encoded when the target reserves."""
+    flood(placement, 6, images=3, rules=Rules(tokens=64, media=1), image_cache=False)
+
+
+@pytest.mark.parametrize("placement", ["E+P+D", "EP+D", "2E1P2D", "1E1EPD"])
+def test_features_may_be_fetched_while_kv_is_full(placement: str) -> None:
+    """Image blocks for three, KV blocks for one: the features of those that wait are here already."""
+    configured = settings_of(placement, {"image": 9, "kv": 4}, media_block=4, kv_block=4, prefix_cache=False)
+    slow = Durations(step=lambda draw, name, step: 0.01 if step.encodes else 0.5)
+    cluster = VirtualCluster(configured, durations=slow)
+    for number in range(6):
+        cluster.submit(same_size(f"r{number}"))
+    cluster.run()
+    assert {outcome.end.reason for outcome in cluster.outcomes.values() if outcome.end} == {"length"}
+
+
+def test_a_cancel_in_the_middle_of_everything_frees_the_way() -> None:
+    """The first of three has all pools; when its reader leaves, the others go on."""
+    cluster = VirtualCluster(
+        settings_of("E+P+D", TIGHT, media_block=4, kv_block=4), durations=Durations(step=lambda *_: 1.0)
+    )
+    for number in range(3):
+        cluster.submit(same_size(f"r{number}"), at=number * 0.1)
+    cluster.abort("r0", at=1.5)
+    cluster.run()
+    reasons = [outcome.end.reason for outcome in cluster.outcomes.values() if outcome.end]
+    assert reasons == ["cancelled", "length", "length"]
+
+
+def test_all_at_the_same_instant() -> None:
+    """No time passes at all: every order of events is that of the channels."""
+    still = Durations(lambda *_: 0.0, lambda *_: 0.0, lambda *_: 0.0)
+    for placement in PLACEMENTS:
+        cluster = VirtualCluster(settings_of(placement, TIGHT, media_block=4, kv_block=4), durations=still)
+        for number in range(5):
+            cluster.submit(same_size(f"r{number}"))
+            cluster.abort(f"r{number // 2}", at=0.0)
+        cluster.run()
+        assert cluster.now == 0.0
+
+
+def test_when_every_row_or_every_pull_fails_every_request_ends_with_an_error() -> None:
+    for faults in (Faults.at_random(1.0, 0.0), Faults.at_random(0.0, 1.0)):
+        cluster = VirtualCluster(settings_of("E+P+D", TIGHT, media_block=4, kv_block=4), faults=faults)
+        for number in range(5):
+            cluster.submit(same_size(f"r{number}"))
+        cluster.run()
+        assert {outcome.end.reason for outcome in cluster.outcomes.values() if outcome.end} == {"error"}
+
+
+def test_a_cost_gives_the_durations() -> None:
+    cost = Linear(decode=1.0, prefill=10.0, media=100.0)
+    still = Durations(lambda *_: 0.0, predicted(cost), lambda *_: 0.0)
+    rules = Rules(tokens=64, media=64)
+    cluster = VirtualCluster(
+        settings_of("EPD", {"image": 9, "kv": 9}, rules=rules, media_block=4, kv_block=4), durations=still
+    )
+    cluster.submit(work("r", 1, "cat", 2, max_tokens=3), at=5.0)
+    cluster.run()
+    outcome = cluster.outcomes["r"]
+    assert outcome.times == pytest.approx([5 + 400.001 + 70.001, 475.002 + 1.001, 476.003 + 1.001])
+    assert outcome.ended == outcome.times[-1]
+
+
+def digest(seeds: range) -> str:
+    """Of all commands: random runs, and one in which twelve requests are cancelled in the middle of one step."""
+    slow = Durations(step=lambda draw, name, step: 1.0)
+    together = VirtualCluster(settings_of("PD", {"kv": 99}, media_block=4, kv_block=4), durations=slow)
+    for number in range(13):
+        together.submit(work(f"r{number}", 1))
+        together.abort(f"r{number}", at=1.5)
+    together.run()
+    clusters = [together, *(run(seed) for seed in seeds)]
+    lines = [f"{time:.9f} {name} {command}" for each in clusters for time, name, command in each.commands]
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def test_a_seed_gives_the_same_run_in_any_process() -> None:
+    """Replays depend on it: no order may come from a set of strings."""
+    code = "from core.test_interleavings import digest; print(digest(range(9)))"
+    digests = set()
+    for salt in "12":
+        env = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": PYTHON_PATH}
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        digests.add(found.stdout)
+    assert len(digests) == 1

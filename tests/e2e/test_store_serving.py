@@ -1,0 +1,55 @@
+"""The multimodal store of a whole pipeline: what came from it is in the request's record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from emulation.test_paced_serving import MODEL, POOLS
+from trinity.core.messages import IMAGE
+from trinity.emulation.paced_model import PacedRequest
+from trinity.pipeline import Pipeline
+from trinity.remote.supervisor import kept_launcher
+from trinity.request import Output
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[None]:
+    with kept_launcher():
+        yield
+
+
+def image_record(output: Output) -> dict[str, Any]:
+    """Records are in the order in which pulls ended and commits came."""
+    return next(record for record in output.transfers if record["kind"] == "image")
+
+
+@pytest.mark.parametrize("settings", [{}, {"hosting": "process"}, {"hosting": "process", "verify": "always"}])
+async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any], launcher: None) -> None:
+    """Each encoder takes its turns from its own number on: the fourth request is where the first one's image was."""
+
+    def asked(text: str, image: str = "cat") -> PacedRequest:
+        return PacedRequest(text_tokens=18, image_tokens=(576,), contents=(image,), max_tokens=4, text=text)
+
+    async with Pipeline(MODEL, "2E2P1D", pools=POOLS, prefix_cache=False, **settings) as pipe:
+        first = await pipe.complete(asked("one"))
+        async with asyncio.timeout(30.0):
+            while not all(name in pipe.loads and pipe.loads[name].cached[IMAGE] for name in ("E0", "P0")):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.3)  # E1 hears of it as the front end does
+        second = await pipe.complete(asked("two"))
+        await pipe.complete(asked("three", "dog"))
+        fourth = await pipe.complete(asked("four"))
+    assert first.route == ["E0", "P0", "D0"]
+    assert [record["outcome"] for record in first.transfers] == ["pulled", "pulled"]
+    assert second.route == ["E1", "P1", "D0"]
+    moved = image_record(second)
+    assert (moved["outcome"], moved["source"], moved["target"]) == ("store", "P0", "P1")
+    assert moved["bytes"] > 0
+    assert ("digest_s" in moved) == (settings.get("verify") == "always")
+    assert fourth.route == ["E1", "P0", "D0"]
+    found = image_record(fourth)
+    assert (found["outcome"], found["source"], found["bytes"]) == ("store", "P0", 0), "it is where it was"

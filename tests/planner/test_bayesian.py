@@ -1,0 +1,170 @@
+"""The wider space through Optuna: knobs that the runtime has, an objective with a cost, and what is said without it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from support.analytic_simulator import Analytic
+from trinity.core.scheduler import Rules
+from trinity.costs.budgets import Budgets
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import DEVICES, Roofline
+from trinity.errors import ConfigError, UnknownName
+from trinity.placement import Placement
+from trinity.planner import HybridPlanner, Space
+from trinity.planner.bounds import Kind
+from trinity.planner.candidates import Deployment
+from trinity.planner.search_space import knobs_of, options_of
+from trinity.simulation import compiled
+from trinity.simulation.simulator import Simulator
+from trinity.traces import synthesise
+from trinity.traces.trace import SLO, Trace, TraceRow
+
+LLAVA = MODELS["llava-1.5-7b"]
+STRICT = SLO(ttft=0.3, tbt=0.05)
+needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs optuna")
+H100 = {"H100": Kind.of(DEVICES["H100"], Roofline(model=LLAVA, device=DEVICES["H100"]), 0.9)}
+
+
+def trace(count: int = 250) -> Trace:
+    return synthesise("MME", count, visual_tokens=lambda width, height: 576, rate=10, seed=3)
+
+
+def planner(instances: int, space: Space, **options: Any) -> HybridPlanner:
+    usual: dict[str, Any] = {"strategy": "bayesian", "seeds": 0, "least_requests": 250}
+    slo = options.pop("slo", STRICT)
+    return HybridPlanner(LLAVA, slo, instances=instances, space=space, **usual | options)
+
+
+def deployment(**settings: str | int) -> Deployment:
+    return Deployment.of(Placement.parse("1E1PD"), ["H100"] * 2, tuple(settings.items()))
+
+
+# ---------------------------------------------------------------- knobs
+
+
+def test_without_settings_the_simulator_is_the_planners() -> None:
+    assert options_of(deployment(), STRICT, LLAVA, H100, Rules()) == {}
+
+
+def test_settings_become_rules_budgets_and_routing() -> None:
+    asked = deployment(tokens=512, mixed_tokens=64, images=2, order="sjf", policy="time", routing="least_loaded")
+    options = options_of(asked, STRICT, LLAVA, H100, Rules(chunked=False))
+    assert (options["rules"].order, options["rules"].policy, options["rules"].chunked) == ("sjf", "time", False)
+    assert options["routing"] == "least_loaded"
+    assert options["budgets"]["E"].media == 2 * 576
+    assert options["budgets"]["PD"].tokens == 64
+
+
+def test_a_knob_at_zero_is_what_algorithm_1_finds() -> None:
+    options = options_of(deployment(tokens=0, mixed_tokens=0, images=0), STRICT, LLAVA, H100, Rules())
+    simulator = Simulator(LLAVA, STRICT, cluster=planner(2, Space()).hardware.cluster)
+    for place, each in enumerate(simulator.settings(Placement.parse("1E1PD"))):
+        found: Budgets = options["budgets"][each.roles]
+        assert (found.tokens, found.media) == (each.rules.tokens, each.rules.media), place
+
+
+def test_real_simulators_take_them() -> None:
+    whole = planner(2, Space())
+    asked = deployment(
+        **{"tokens": 512, "mixed_tokens": 64, "images": 2, "order": "sjf", "policy": "time"},  # type: ignore[arg-type]
+        **{"routing": "least_loaded", "reservation": "optimistic"},
+    )
+    made = whole.hardware.simulator(asked, STRICT)
+    assert made.routing == "least_loaded"
+    assert [each.rules.order for each in made.settings(asked.placement)] == ["sjf", "sjf"]
+    assert {each.reservation for each in made.settings(asked.placement)} == {"optimistic"}
+    assert whole.hardware.simulator(asked, STRICT) is made
+    assert whole.hardware.simulator(deployment(), STRICT) is not made
+    assert all(each.ttft_s is not None for each in made.serve(asked.placement)(trace(20)))
+
+
+@pytest.mark.parametrize("bad", [{"orders": ()}, {"trials": 0}, {"beta": -1.0}, {"fewest": 0}])
+def test_a_space_without_choice_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="at least one value for each knob"):
+        Space(**bad)
+
+
+# ---------------------------------------------------------------- the search
+
+
+@pytest.fixture
+def analytic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
+
+
+@needs_optuna
+@pytest.mark.usefixtures("analytic")
+def test_it_tries_algorithm_2_first_and_is_never_worse() -> None:
+    plan = planner(3, Space(trials=8)).plan(trace())
+    assert plan.strategy == "bayesian"
+    assert plan.paper is not None
+    assert (plan.best.score or 0) >= (plan.paper.goodput["guard"])
+    assert set(plan.best.settings) == set(knobs_of(Space()))
+    assert "8 configurations tried by Optuna" in plan.explain()
+    assert plan.paper.settings == {}
+    assert plan.paper in plan.candidates
+
+
+@needs_optuna
+@pytest.mark.usefixtures("analytic")
+def test_a_cost_makes_small_clusters_better() -> None:
+    space = Space(trials=14, fewest=1, tokens=(0,), mixed_tokens=(0,), images=(0,), orders=("fcfs",))
+    dear, free = (
+        planner(3, Space(**{**{f: getattr(space, f) for f in space.__struct_fields__}, "beta": beta})).plan(trace())
+        for beta in (1000.0, 0.0)
+    )
+    assert dear.best.instances < free.best.instances
+    assert dear.best.score == pytest.approx(dear.best.goodput["guard"] - 1000 * dear.best.instances)
+    assert free.best.score == free.best.goodput["guard"]
+
+
+@needs_optuna
+@pytest.mark.usefixtures("analytic")
+def test_equal_seeds_give_equal_plans_and_prices_count() -> None:
+    one, other = (planner(2, Space(trials=5, beta=0.1), prices={"H100": 3.0}).plan(trace()) for _ in range(2))
+    assert one == other
+    assert one.best.score == pytest.approx(one.best.goodput["guard"] - 0.1 * 3.0 * one.best.instances)
+
+
+NARROW: dict[str, Any] = {
+    **{"tokens": (0,), "mixed_tokens": (0,), "images": (0,)},
+    **{"orders": ("fcfs",), "policies": ("alg1",), "routings": ("round_robin",)},
+}
+
+
+@needs_optuna
+@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
+@pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])
+def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Space) -> None:
+    """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""
+    rows = [
+        TraceRow(timestamp=100.0 * n, input_length=40, text_length=40, output_length=100, max_tokens=2048)
+        for n in range(300)
+    ]
+    hybrid = planner(1, space, slo=SLO(ttft=4.0, tbt=0.1), memory_share=0.35)
+    plan = hybrid.plan(Trace(rows))
+    found = {"full": 0.0, "optimistic": 0.0}
+    for each in plan.candidates:
+        if each.exact and each.settings:
+            kind = str(each.settings["reservation"])
+            found[kind] = max(found[kind], each.goodput["guard"])
+    assert plan.best.settings["reservation"] == "optimistic"
+    assert found["optimistic"] > 1.5 * found["full"] > 0
+    assert plan.engine == "compiled"
+
+
+def test_a_reservation_that_is_none_is_refused() -> None:
+    with pytest.raises(UnknownName, match="known: full, optimistic"):
+        Space(reservations=("full", "some"))
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-epd\[plan\]'"):
+        planner(2, Space(trials=2)).plan(trace())

@@ -1,0 +1,120 @@
+"""What is published, and what is said of it: name, licence, citation, commands, the figures of the security page."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trinity
+from support.paths import ROOT
+from trinity.errors import DISTRIBUTION, pip_install
+from trinity.pipeline import Pipeline
+from trinity.preprocess.media import Limits
+from trinity.remote import channel
+from trinity.remote.supervisor import SHORTEST_SECRET
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+ANOTHERS = re.compile(r"pip install [^`\n]*?(?<![-\w./])trinity(?![-\w./])|(?<![-\w.])trinity\\?\[\w+\\?\]")
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Every text file that git knows, but for this one."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    for path in map(ROOT.__truediv__, filter(None, listed.stdout.split("\0"))):
+        if path.suffix not in {".jpg", ".png", ".gz"} and path.is_file() and path != Path(__file__).resolve():
+            yield path, path.read_text(encoding="utf-8")
+
+
+def test_the_name_in_messages_is_the_name_that_is_published() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert pip_install("plot") == "pip install 'trinity-epd[plot]'"
+
+
+@pytest.mark.parametrize("wrong", ["pip install trinity", "pip install -U 'trinity[plot]'", r"'trinity\[cuda\]'"])
+def test_the_name_of_another_project_is_found_where_it_stands(wrong: str) -> None:
+    assert ANOTHERS.search(f"it is missing: {wrong}")
+
+
+@pytest.mark.parametrize("right", ["pip install 'trinity-epd[plot]'", "pip install ./trinity", "import trinity"])
+def test_ours_is_not_taken_for_it(right: str) -> None:
+    assert not ANOTHERS.search(f"it is missing: {right}")
+
+
+def test_no_text_tells_anybody_to_install_another_project() -> None:
+    assert [path for path, text in texts() if ANOTHERS.search(text)] == []
+
+
+def test_every_extra_that_a_message_names_is_there() -> None:
+    named = {extra for path, text in texts() for extra in re.findall(r"pip_install\(['\"](\w+)['\"]\)", text)}
+    named |= {extra for path, text in texts() for extra in re.findall(rf"{DISTRIBUTION}\\?\[(\w+)\\?\]", text)}
+    assert named <= PROJECT["optional-dependencies"].keys()
+    assert {"cuda", "plan", "plot"} <= named
+
+
+def test_the_licence_is_apaches_and_whole() -> None:
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert PROJECT["license"] == "Apache-2.0"
+    assert licence.split("\n")[:2] == [" " * 33 + "Apache License", " " * 27 + "Version 2.0, January 2004"]
+    assert [int(number) for number in re.findall(r"^   (\d)\. ", licence, re.MULTILINE)] == list(range(1, 10))
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_licences_of_others_travel_along() -> None:
+    assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
+    assert "src/trinity/traces/data/LICENSE.Apache-2.0" in PROJECT["license-files"]
+    compiled = (ROOT / "csrc" / "LICENSES.md").read_text(encoding="utf-8")
+    assert "NB_STATIC" in (ROOT / "csrc" / "CMakeLists.txt").read_text(encoding="utf-8")
+    assert "Copyright (c) 2022 Wenzel Jakob" in compiled  # nanobind asks for it wherever its code goes
+    assert "Copyright (c) 2017 Thibaut Goetghebuer-Planchon" in compiled
+
+
+def test_the_citation_agrees_with_the_package() -> None:
+    cited = importlib.import_module("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == trinity.__version__
+    assert cited["license"] == PROJECT["license"]
+    assert cited["authors"] == PROJECT["authors"]
+    assert (cited["cff-version"], cited["type"], cited["title"]) == ("1.2.0", "software", trinity.__name__)
+    assert cited["message"]
+
+
+@pytest.mark.parametrize(("command", "target"), PROJECT["scripts"].items())
+def test_a_command_runs_what_is_there(command: str, target: str) -> None:
+    assert command.startswith("trinity-")
+    assert callable(EntryPoint(command, target, "console_scripts").load())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"| images | {Limits().max_images} (`max_images`), each of {Limits().max_image_bytes >> 20} MiB as a file",
+        f"{Limits().max_pixels // 10**6} million pixels decoded (`max_pixels`)",
+        f"A frame has at most {channel.MAX_FRAME >> 20} MiB (`MAX_FRAME`), a hello {channel.MAX_HELLO >> 20} MiB",
+        f"leaves more than {channel.MAX_BACKLOG >> 30} GiB unread",
+        f"of at least {SHORTEST_SECRET} characters",
+    ],
+)
+def test_the_security_page_has_the_figures_of_the_code(said: str) -> None:
+    assert said in " ".join(SECURITY.split())
+
+
+def test_the_security_page_says_what_is_so_by_default() -> None:
+    settings = {name: each.default for name, each in signature(Pipeline).parameters.items()}
+    assert (settings["hosting"], settings["connector"]) == ("thread", None)
+    assert not Limits().allow_urls
+    assert channel.TIMEOUT_S == 10
+    assert "It has ten seconds (`TIMEOUT_S`)" in SECURITY
+    assert f"{settings['max_waiting']:,} (`Pipeline(max_waiting=)`)" in SECURITY
+
+
+def test_no_code_of_a_checkpoint_is_asked_for() -> None:
+    assert [path for path, text in texts() if path.is_relative_to(ROOT / "src") and "trust_remote_code" in text] == []

@@ -1,0 +1,148 @@
+"""What `pip install` makes: a wheel with everything in it, with the extension or without, and a checkout's own src/."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import trinity
+from support.paths import ROOT
+from trinity.errors import DISTRIBUTION
+from trinity.memory import native
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SOURCES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "trinity").rglob("*.py*")}
+SHIPPED = {name for name in SOURCES if "__pycache__" not in name} | {"trinity/py.typed"}
+DATA = ("servegen-image-1h.jsonl.gz", "servegen-image-24h.jsonl.gz", "ORIGIN.md", "LICENSE.Apache-2.0")
+SHIPPED |= {f"trinity/traces/data/{name}" for name in DATA}
+STABLE = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def pythons() -> list[str]:
+    """This interpreter, and those of other versions that are at hand."""
+    others = (shutil.which(f"python3.{minor}") for minor in range(11, 15) if minor != sys.version_info.minor)
+    tried = [each for each in others if each and not subprocess.run([each, "-V"], capture_output=True).returncode]
+    return [sys.executable, *tried]
+
+
+def wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
+    """The wheel that `pip install .` would install; what builds it is here already, nothing is fetched."""
+    pytest.importorskip("scikit_build_core", reason="scikit-build-core is not installed: make setup")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    run = subprocess.run(
+        [*command, "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)],
+        env={**os.environ, "CMAKE_ARGS": "-DTRINITY_CUDA=OFF", **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (made,) = folder.glob("*.whl")
+    return zipfile.ZipFile(made)
+
+
+def extensions(made: zipfile.ZipFile) -> list[str]:
+    return [name for name in made.namelist() if name.startswith("trinity/_native.") and not name.endswith(".pyi")]
+
+
+def file_of(made: zipfile.ZipFile, name: str) -> str:
+    (found,) = (each for each in made.namelist() if each.endswith(f".dist-info/{name}"))
+    return made.read(found).decode()
+
+
+def check_tag(made: zipfile.ZipFile) -> None:
+    """Its name says what is in it, and so does its own account."""
+    python, abi, platform = Path(str(made.filename)).stem.split("-")[2:]
+    about, compiled = file_of(made, "WHEEL"), extensions(made)
+    assert f"\nTag: {python}-{abi}-{platform}\n" in about
+    assert f"\nRoot-Is-Purelib: {'false' if compiled else 'true'}\n" in about
+    if not compiled:
+        assert (python, abi, platform) == ("py3", "none", "any")
+        return
+    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert (python, abi) == (("cp312", "abi3") if STABLE else (this, this))
+    assert [".abi3." in name for name in compiled] == [STABLE]
+    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def check_contents(made: zipfile.ZipFile) -> None:
+    assert set(made.namelist()) >= SHIPPED
+    metadata = file_of(made, "METADATA")
+    for line in (f"Name: {DISTRIBUTION}", f"Version: {trinity.__version__}", "License-Expression: Apache-2.0"):
+        assert f"\n{line}\n" in metadata
+    for licence in PROJECT["project"]["license-files"]:
+        assert f"\nLicense-File: {licence}\n" in metadata
+        assert file_of(made, f"licenses/{licence}") == (ROOT / licence).read_text(encoding="utf-8")
+    entry_points = file_of(made, "entry_points.txt")
+    assert all(f"{name} = {what}" in entry_points for name, what in PROJECT["project"]["scripts"].items())
+    for group, entries in PROJECT["project"]["entry-points"].items():
+        assert not entries or f"[{group}]" in entry_points
+        assert all(f"{name} = {what}" in entry_points for name, what in entries.items())
+
+
+@pytest.mark.parametrize(("variable", "value"), [("CXX", "/no/such/compiler"), ("TRINITY_NATIVE", "0")])
+def test_without_a_compiler_or_when_told_so_the_install_succeeds_without_the_extension(
+    tmp_path: Path, variable: str, value: str
+) -> None:
+    with wheel(tmp_path, **{variable: value}) as made:
+        assert extensions(made) == []
+        check_contents(made)
+        check_tag(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", pythons(), ids=lambda path: Path(path).name)
+def test_a_wheel_that_compiled_nothing_installs_in_an_empty_environment(tmp_path: Path, python: str) -> None:
+    with wheel(tmp_path / "made", TRINITY_NATIVE="0") as made:
+        name = str(made.filename)
+    subprocess.run([python, "-m", "venv", str(tmp_path / "empty")], check=True, timeout=60)
+    programs = tmp_path / "empty" / "bin"
+    interpreter = str(programs / "python")
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", name]
+    subprocess.run(install, check=True, timeout=60)
+    assert all((programs / command).is_file() for command in PROJECT["project"]["scripts"])
+    script = "import trinity, importlib.metadata as m; assert m.version('trinity-epd') == trinity.__version__"
+    subprocess.run([interpreter, "-I", "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_extension_and_every_module(tmp_path: Path) -> None:
+    if not native.has_extension():
+        pytest.skip(native.describe())
+    with wheel(tmp_path / "made") as made:
+        assert len(extensions(made)) == 1
+        check_contents(made)
+        check_tag(made)
+        made.extractall(tmp_path / "site")
+    script = "from trinity.memory import native; print(native.describe(), native.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("csrc (")
+    assert str(tmp_path / "site") in run.stdout
+
+
+def test_a_checkout_on_the_path_wins_over_the_installed_one(tmp_path: Path) -> None:
+    """An editable install must be a plain line in a .pth file: an import hook would find its own checkout first."""
+    (tmp_path / "trinity").mkdir()
+    (tmp_path / "trinity" / "__init__.py").write_text("mine = True\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = "import trinity; assert trinity.mine"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert PROJECT["tool"]["scikit-build"]["editable"]["mode"] == "inplace"
+
+
+def test_what_fails_to_build_is_built_without_the_extension() -> None:
+    overrides = PROJECT["tool"]["scikit-build"]["overrides"]
+    without = [each for each in overrides if each["wheel"] == {"cmake": False, "py-api": "py3"}]
+    assert {"failed", "env"} == {key for each in without for key in each["if"]}
+    assert not any("platlib" in each["wheel"] for each in overrides)

@@ -1,0 +1,131 @@
+"""Messages as bytes: what goes in comes out, and nothing else is taken for a message."""
+
+from __future__ import annotations
+
+import pickle
+import string
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.core_tables import emitted
+from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
+from trinity.costs.budgets import Budgets, StepCost
+from trinity.costs.model_shape import model
+from trinity.costs.step_cost import Roofline, device
+from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.errors import HandshakeError
+from trinity.remote.wire import Hello, Layout, Setup, decode, encode
+from trinity.request import Sampling
+from trinity.traces.trace import SLO
+
+names = st.text(string.ascii_letters + "é-0", min_size=1, max_size=12)
+counts = st.integers(0, 1 << 40)
+works = st.builds(
+    Work,
+    request=names,
+    prompt=st.lists(counts, max_size=40).map(tuple),
+    media=st.lists(
+        st.builds(MediaSpan, kind=names, tokens=counts, offset=counts, length=counts, content=names), max_size=3
+    ).map(tuple),
+    max_tokens=counts,
+    sampling=st.builds(Sampling, temperature=st.floats(0, 9), seed=counts, stop=st.lists(names, max_size=2).map(tuple)),
+    stop_ids=st.frozensets(counts, max_size=4),
+    deadline_s=st.none() | st.floats(0, 1e6),
+)
+parts = st.lists(st.builds(Part, st.lists(counts, max_size=5).map(tuple)), max_size=4).map(tuple)
+messages = st.one_of(
+    st.builds(Submit, works),
+    st.builds(Offer, id=names, kind=names, source=names, work=works, parts=parts),
+    st.builds(Commit, names, st.lists(counts, max_size=5).map(tuple), counts, st.dictionaries(names, st.floats(0, 9))),
+    st.builds(PeerUp, names, st.sampled_from(["E", "PD"]), counts, st.dictionaries(names, counts)),
+    st.builds(
+        lambda rows: emitted(*rows), st.lists(st.tuples(names, counts, counts, st.builds(Sampled, counts)), max_size=4)
+    ),
+)
+
+
+@given(messages)
+def test_what_goes_in_comes_out(message: Value) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
+def test_tensors_travel(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.rand(shape) * 9).to(dtype)
+    found = decode(encode(Submit(Work(request="r", prompt=(1,)), ({"pixels": value, "n": 3},))))
+    assert isinstance(found, Submit)
+    assert found.inputs[0]["n"] == 3
+    assert found.inputs[0]["pixels"].dtype == dtype
+    assert torch.equal(found.inputs[0]["pixels"], value)
+
+
+def test_a_view_travels_as_what_it_shows() -> None:
+    value = torch.arange(24).reshape(4, 6)[:, ::2].T
+    found = decode(encode(Submit(Work(request="r", prompt=(1,)), ({"pixels": value},))))
+    assert isinstance(found, Submit)
+    assert torch.equal(found.inputs[0]["pixels"], value)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(garbage: bytes) -> None:
+    try:
+        found = decode(garbage)
+    except HandshakeError:
+        return
+    assert encode(found)  # by chance a message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        encode(Hello("x"))[:-1],
+        pickle.dumps(Hello("x")),
+        msgspec.msgpack.encode({"type": "Exec", "code": "print(1)"}),
+        msgspec.msgpack.encode({"type": "Submit", "work": {}, "inputs": [msgspec.msgpack.Ext(9, b"")]}),
+        msgspec.msgpack.encode({"type": "PeerUp", "name": 3, "roles": "E"}),
+    ],
+    ids=["empty", "cut", "pickle", "unknown type", "unknown extension", "wrong field"],
+)
+def test_what_is_no_message_is_refused(frame: bytes) -> None:
+    with pytest.raises(HandshakeError, match="no message"):
+        decode(frame)
+
+
+def test_objects_do_not_travel() -> None:
+    with pytest.raises(NotImplementedError, match="cannot travel"):
+        encode(Submit(Work(request="r", prompt=(1,)), (object(),)))
+
+
+def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
+    setup = Setup(
+        name="E0",
+        epoch=2,
+        roles="EP",
+        model="somewhere",
+        dtype="float32",
+        device="cpu",
+        transport="shm",
+        routing="round_robin",
+        lanes=("vision", "language"),
+        threads=2,
+        media_block=64,
+        kv_block=8,
+        pools={"kv": 3},
+        slo=SLO(ttft=1.0, tbt=0.1),
+        budgets=Budgets(tokens=9, cost=StepCost.measured(prefill={1: 0.1, 5: 0.2})),
+    )
+    assert decode(encode(setup)) == setup
+    roofline = Roofline(model=model("qwen2-vl-7b"), device=device("H100"))
+    paced = Paced(shape=LLAVA_15_7B, cost=roofline)
+    there = decode(encode(msgspec.structs.replace(setup, paced=paced)))
+    assert isinstance(there, Setup)
+    assert there.paced is not None
+    assert there.paced.fingerprint == paced.fingerprint
+    hello = Hello("E0", "abc", {"kv": Layout((1, 2), "torch.float32", 8)})
+    assert decode(encode(hello)) == hello

@@ -1,0 +1,116 @@
+"""Attention backends by name: what auto takes, and why a named one cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from support.checkpoint_files import checkpoint
+from trinity import Instance
+from trinity.connector import Connector
+from trinity.errors import ConfigError, UnknownName
+from trinity.memory import native
+from trinity.remote.session import _load
+from trinity.remote.supervisor import setup_for
+from trinity.remote.wire import Setup, decode, encode
+from trinity.runtime.host import Loaded
+from trinity.runtime.loading import Deployment, load
+from trinity.stages.attention import backends
+from trinity.stages.attention.backends import BACKENDS, Backend, CacheKind, choose, runs
+from trinity.stages.attention.native import NativeAttention
+from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.language import LanguageStage
+
+SHAPE = (2, 2, 2, 16, 8)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def kind(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> CacheKind:
+    return CacheKind(SHAPE, dtype, device)
+
+
+class Extension:
+    API = native.API
+
+    def instructions(self) -> str:
+        return "test"
+
+    def PagedAttention(self) -> None: ...
+
+
+@pytest.fixture(params=[True, False])
+def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(native, "extension", Extension() if request.param else None)
+    return bool(request.param)
+
+
+def test_auto_takes_the_kernel_where_it_can_run_and_torch_elsewhere(built: bool) -> None:
+    assert runs("auto", kind()) == ("native" if built else "torch")
+    assert runs("auto", kind(torch.bfloat16)) == ("native" if built else "torch")
+    for other in (kind(torch.float16), kind(torch.float64), kind(device=CUDA)):
+        assert runs("auto", other) in BACKENDS
+        assert runs("auto", other) != "native"
+        assert runs("torch", other) == "torch"
+
+
+def test_a_backend_that_cannot_run_says_why(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {"holds torch.float16": kind(torch.float16), "cache is on cuda:0": kind(device=CUDA)}
+    for why, asked in reasons.items():
+        with pytest.raises(ConfigError, match=rf"attention='native' cannot run here: .*{why}.*'auto' takes what can"):
+            runs("native", asked)
+    if not built:
+        with pytest.raises(ConfigError, match="numpy and torch"):
+            runs("native", kind())
+    monkeypatch.delattr(Extension, "PagedAttention")
+    if built:
+        with pytest.raises(ConfigError, match="built without it: install trinity again"):
+            runs("native", kind())
+
+
+def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Backend(
+        lambda asked: "not on a CPU" if asked.device.type == "cpu" else None, lambda asked: TorchAttention()
+    )
+    monkeypatch.setattr(backends, "BACKENDS", {"fast": first, "torch": BACKENDS["torch"]})
+    assert (runs("auto", kind()), runs("auto", kind(device=CUDA))) == ("torch", "fast")
+    with pytest.raises(ConfigError, match="attention='fast' cannot run here: not on a CPU"):
+        choose("fast", SHAPE, torch.float32, CPU)
+
+
+def test_each_choice_is_a_backend_of_its_own(built: bool) -> None:
+    one, other = (choose("auto", SHAPE, torch.float32, CPU) for _ in range(2))
+    assert one is not other
+    assert isinstance(one, NativeAttention) is built
+    assert not isinstance(choose("torch", SHAPE, torch.float32, CPU), NativeAttention)
+
+
+def test_an_unknown_name_is_refused_when_it_is_written() -> None:
+    with pytest.raises(UnknownName, match=r"unknown attention backend 'flesh'; known: auto, .*native, .*torch"):
+        Instance("PD", attention="flesh")
+
+
+def _backend(loaded: Loaded) -> Any:
+    (stage,) = (stage for stage in loaded.stages if isinstance(stage, LanguageStage))
+    return stage._backend
+
+
+def test_an_instance_runs_what_it_names() -> None:
+    deployment = Deployment(checkpoint("llava"), "float32", pools={"image": 1, "kv": 4})
+    named, auto = load(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
+    assert type(_backend(named)) is TorchAttention
+    assert type(_backend(auto)) is (NativeAttention if runs("auto", kind()) == "native" else TorchAttention)
+    with pytest.raises(ConfigError, match=r"attention='native' cannot run here: .*float64"):
+        load(Deployment(checkpoint("llava"), "float64", pools={"kv": 4}), [Instance("D", attention="native")], None)
+
+
+def test_it_travels_to_an_instance_in_a_process() -> None:
+    deployment = Deployment(checkpoint("llava"), "float32", pools={"kv": 4})
+    setup = setup_for(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
+    there = decode(encode(setup))
+    assert isinstance(there, Setup)
+    assert type(_backend(_load(there))) is TorchAttention
+    with pytest.raises(UnknownName, match="flesh"):
+        _load(msgspec.structs.replace(there, attention="flesh"))

@@ -1,0 +1,314 @@
+"""Loading: only the weights of a role, shared within the process; what cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.checkpoint_files import checkpoint
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.stages.kernels.last_layer import _Passes
+from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
+from trinity.testing.checkpoints import ARCHITECTURES
+
+TEXT_ONLY = ("llama", "mistral")
+MULTIMODAL = tuple(name for name in ARCHITECTURES if name not in TEXT_ONLY)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+}
+LONG = {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def tensors_of(model: LoadedModel) -> set[str]:
+    return {name for part in (model.vision, model.language) if part is not None for name, _ in part.named_parameters()}
+
+
+def stored_bytes(directory: Path, left_out: Sequence[str] = ()) -> int:
+    """But for keys with one of ``left_out`` in them."""
+    held = [item for path in directory.glob("*.safetensors") for item in load_file(path).items()]
+    return sum(tensor.nbytes for key, tensor in held if not any(each in key for each in left_out))
+
+
+def unused(model: LoadedModel) -> list[str]:
+    """Layers of the encoder that no feature comes of, by the end of their names."""
+    named = model.vision.named_modules()
+    return [f"vision_tower.{name.partition('vision_tower.')[2]}." for name, each in named if isinstance(each, _Passes)]
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_each_role_holds_its_own_weights_and_no_other(name: str) -> None:
+    e, pd, both = (load_model(checkpoint(name), letters, dtype="float32") for letters in ("E", "PD", "EPD"))
+    assert e.language is None
+    assert pd.vision is None
+    assert not any("language_model" in key or "text_model" in key or "lm_head" in key for key in tensors_of(e))
+    assert all("language_model" in key or "text_model" in key or "lm_head" in key for key in tensors_of(pd) - NEWLINE)
+    assert tensors_of(both) == tensors_of(e) | tensors_of(pd)
+    held = e.weight_bytes + pd.weight_bytes
+    assert both.weight_bytes == held
+    stored = stored_bytes(checkpoint(name), unused(e))
+    assert 0 <= held - stored < 4096, "rotary tables and image_newline are all that is added"
+
+
+NEWLINE = {"model.image_newline"}
+
+
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_a_text_only_model_has_no_encode_part(name: str) -> None:
+    model = load_model(checkpoint(name), "EPD", dtype="float32")
+    assert (model.multimodal, model.vision, model.image_shape(), model.media_token_ids) == (
+        False,
+        None,
+        None,
+        frozenset(),
+    )
+    with pytest.raises(ConfigError, match="needs no E instance"):
+        load_model(checkpoint(name), "E")
+
+
+def test_instances_of_one_process_share_parts_but_no_config() -> None:
+    p, d, monolith = (load_model(checkpoint("llava"), letters) for letters in ("P", "D", "EPD"))
+    assert p.language is d.language is monolith.language
+    assert monolith.vision is load_model(checkpoint("llava"), "E").vision
+    configs = [monolith.vision.config, monolith.language.config, p.config, d.config]
+    assert len({id(config) for config in configs}) == 4
+    assert load_model(checkpoint("llava"), "P", dtype="bfloat16").language is not p.language
+
+
+def test_parts_are_dropped_with_the_last_instance() -> None:
+    model = load_model(checkpoint("llava"), "P", dtype=torch.float16)
+    kept = id(model.language)
+    again = load_model(checkpoint("llava"), "D", dtype=torch.float16)
+    assert id(again.language) == kept
+    del model, again
+    gc.collect()
+    from trinity.stages.models import loading
+
+    assert not [key for key in loading._parts if torch.float16 in key]
+
+
+def test_shapes_of_blocks() -> None:
+    model = load_model(checkpoint("qwen3_vl"), "P", dtype="float32")
+    assert model.kv_shape(8).shape == (3, 2, 2, 8, 16)
+    image = model.image_shape(10)
+    assert image is not None
+    assert image.shape == (10, 64 * 3), "two deepstack layers beside the features"
+    assert image == load_model(checkpoint("qwen3_vl"), "E", dtype="float32").image_shape(10)
+    assert model.kv_shape().dtype is torch.float32
+    assert load_model(checkpoint("qwen3_vl"), "P", dtype="torch.bfloat16").kv_shape().dtype is torch.bfloat16
+    assert model.media_token_ids == {model.config.image_token_id, model.config.video_token_id}
+
+
+def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
+    own = load_model(checkpoint("llama"), "P", dtype="float32").fingerprint
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    assert load_model(copy, "D", dtype="float32").fingerprint == own
+    assert load_model(copy, "D", dtype="bfloat16").fingerprint != own
+    edit_config(copy, rms_norm_eps=1e-3)
+    assert load_model(copy, "D", dtype="float32").fingerprint != own
+
+
+def edit_config(directory: Path, **fields: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_checkpoint_written_anew_is_read_anew(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    first = load_model(copy, "P", dtype="float32")
+    weights = load_file(copy / "model.safetensors")
+    save_file({key: value * 2 for key, value in weights.items()}, copy / "model.safetensors", {"format": "pt"})
+    second = load_model(copy, "P", dtype="float32")
+    assert not torch.equal(first.language.lm_head.weight, second.language.lm_head.weight)
+
+
+def test_the_thread_count_is_torchs() -> None:
+    load_model(checkpoint("llama"), "P", threads=1)
+    assert torch.get_num_threads() == 1
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("letters", ["", "X", "EPDX", "e"])
+def test_unknown_letters(letters: str) -> None:
+    with pytest.raises(ConfigError, match="some of E, P and D"):
+        load_model(checkpoint("llama"), letters)
+
+
+def test_directories_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere does not exist; give a directory"):
+        load_model(tmp_path / "nowhere", "P")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_model(tmp_path, "P")
+    (tmp_path / "config.json").write_text('{"model_type": "not-a-model"}')
+    with pytest.raises(UnsupportedModel, match=r"(?s)known here: .*llava.*register_adapter"):
+        load_model(tmp_path, "P")
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(ConfigError, match="dtype 'float33'"):
+        load_model(checkpoint("llama"), "P", dtype="float33")
+
+
+@pytest.mark.parametrize(("name", "letters", "key"), [("llava", "E", "projector.linear_1"), ("llama", "D", "layers.1")])
+def test_weights_that_are_not_there(name: str, letters: str, key: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint(name), tmp_path / "copy")
+    weights = {k: value for k, value in load_file(copy / "model.safetensors").items() if key not in k}
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lacks weights.*{key}"):
+        load_model(copy, letters)
+
+
+def test_weights_of_another_role_may_be_missing(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint("llava"), tmp_path / "copy")
+    weights = {k: value for k, value in load_file(copy / "model.safetensors").items() if "language_model" not in k}
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    assert load_model(copy, "E").weight_bytes > 0
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ConfigError, match="cannot load the weights"):
+        load_model(copy, "P")
+
+
+def build(tmp_path: Path, model_type: str, **fields: object) -> Path:
+    """A random text model of any type that transformers knows."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config_class: Any = CONFIG_MAPPING[model_type]
+    config = config_class(**{**SMALL, **fields})
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5)
+            parameter.data.add_(noise)
+    model.save_pretrained(tmp_path / model_type)
+    return tmp_path / model_type
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("qwen2", {}),
+        ("gemma2", {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0}),
+        ("gpt_oss", {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("cohere2", {"sliding_window": 7, "logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 4.0}),
+    ],
+)
+def test_unknown_types_that_pass_their_self_check(
+    model_type: str, fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = build(tmp_path, model_type, **fields)
+    model = load_model(directory, "PD", dtype="float32")
+    assert model.language.trinity_checked
+    from trinity.stages.models import loading
+
+    monkeypatch.setattr(loading, "self_check", lambda model: pytest.fail("checked once is enough"))
+    assert load_model(directory, "D", dtype="float32").language is model.language
+    monkeypatch.undo()
+    half = load_model(directory, "PD", dtype="bfloat16")
+    assert half.language.trinity_checked, "half precision has its own tolerance"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "why"),
+    [
+        ("bloom", {}, r"its logits are [\d.]+ off\. Known: .*llava.*register_adapter"),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, r"self-check failed.*keys of \(4, 8\) heads x width"),
+    ],
+)
+def test_unknown_types_that_are_refused(model_type: str, fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        load_model(build(tmp_path, model_type, **fields), "PD", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "why"),
+    [
+        ("qwen3_next", {}, "linear_attention layers in its text model .* serves full_attention"),
+        ("jamba", {}, "linear_attention layers"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", **LONG}}, "'longrope'"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG}}}, "'longrope'"),
+    ],
+)
+def test_layers_and_positions_that_no_paged_batch_can_serve(
+    model_type: str, fields: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SMALL, **fields}))
+    with pytest.raises(UnsupportedModel, match=why):
+        load_model(tmp_path, "P")
+
+
+def test_minicpm_as_shipped_is_refused_for_its_hybrid_text_model(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint("minicpmv4_6"), tmp_path / "copy")
+    text = {**json.loads((copy / "config.json").read_text())["text_config"], "model_type": "qwen3_5_text"}
+    text["layer_types"] = ["linear_attention", "full_attention"]
+    edit_config(copy, text_config=text)
+    for letters in ("P", "E"):
+        with pytest.raises(UnsupportedModel, match=r"'minicpmv4_6' has linear_attention layers.*qwen3_5_text"):
+            load_model(copy, letters)
+
+
+def test_a_multimodal_model_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._adapters, "llava")
+    with pytest.raises(UnsupportedModel, match=r"multimodal 'llava'.*Known: gemma3.*register_adapter"):
+        load_model(checkpoint("llava"), "P")
+    register_adapter("llava", ModelAdapter)
+    assert load_model(checkpoint("llava"), "P").multimodal
+
+
+def test_a_text_model_that_nobody_proved_is_checked_inside_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_TEXT_MODELS", frozenset())
+    assert load_model(checkpoint("internvl"), "P", dtype=torch.float64).language.trinity_checked
+
+
+class NoModel:
+    pass
+
+
+@pytest.fixture
+def entry_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    monkeypatch.delitem(registry._adapters, "llava")
+
+    def publish(value: str) -> None:
+        point = EntryPoint("llava", value, registry.ENTRY_POINTS)
+        monkeypatch.setattr(
+            registry, "entry_points", lambda **asked: [point] if asked.get("name", "llava") == "llava" else []
+        )
+
+    return publish
+
+
+def test_an_adapter_from_an_entry_point(entry_point: Callable[[str], None]) -> None:
+    entry_point("trinity.stages.models:ModelAdapter")
+    assert "llava" in known_models()
+    assert type(load_model(checkpoint("llava"), "P").adapter) is ModelAdapter
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [("test_loading:NoModel", "no.* subclass of ModelAdapter"), ("nowhere:X", "cannot be imported")]
+)
+def test_a_broken_entry_point(entry_point: Callable[[str], None], value: str, why: str) -> None:
+    entry_point(value)
+    with pytest.raises(UnsupportedModel, match=why):
+        load_model(checkpoint("llava"), "P")

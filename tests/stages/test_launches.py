@@ -1,0 +1,217 @@
+"""Steps begun before the tokens of the one before are known: no token may change. Run on the CPU as on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from stages.test_graphs import StaticTorch, graphs
+from stages.test_language import PROMPT, Solo, work
+from support.checkpoint_files import checkpoint
+from support.operator_tape import every_operator_is_torchs
+from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
+from trinity import Instance, Pipeline, Request
+from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
+from trinity.errors import StageError
+from trinity.request import Sampling
+from trinity.stages import decode_graphs
+from trinity.stages.base import Launching, Pending, StageSetup
+from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.language import LanguageStage
+from trinity.stages.launches import DeviceTokens, Done, Launch
+from trinity.stages.sampling import SamplerRow, draw, drawn_on_device, sample
+
+pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.0, "seed": 5, "min_p": 0.02},
+]
+
+
+def asked(*further: dict[str, Any]) -> list[Work]:
+    ways = [*WAYS, *further]
+    return [work(f"r{n}", PROMPT[: 6 + 9 * n], **way) for n, way in enumerate(ways)]
+
+
+def silent(name: str = "llama", **how: Any) -> Solo:
+    """A stage that nobody observes: an observer must see logits at once, and has every step run so."""
+    solo = Solo(name, **how)
+    solo.stage.observe = None
+    return solo
+
+
+def chunk(each: Work) -> Prefill:
+    return Prefill(each.request, 0, len(each.prompt), True)
+
+
+def launched(solo: Solo, works: list[Work], depth: int, steps: int = 10) -> dict[str, list[int]]:
+    """Prefill all at once, then decode all, ``depth`` steps in flight."""
+    tokens: dict[str, list[int]] = {each.request: [] for each in works}
+    flight: deque[Pending] = deque()
+
+    def read() -> None:
+        for name, one in flight.popleft().wait().items():
+            tokens[name].append(one.token)
+
+    for each in works:
+        solo.open(each)
+    flight.append(solo.stage.launch_on_device(Step(0, "joint", prefills=tuple(map(chunk, works)))))
+    for number in range(steps):
+        while len(flight) >= depth:
+            read()
+        names = tuple(each.request for each in works)
+        flight.append(solo.stage.launch_on_device(Step(1 + number, "joint", decodes=names)))
+    while flight:
+        read()
+    return tokens
+
+
+def alone(works: list[Work], steps: int = 10) -> dict[str, list[int]]:
+    return {each.request: Solo().serve(each, steps + 1) for each in works}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_tokens_that_stay_on_the_device_are_fed_from_there(depth: int) -> None:
+    solo, works = silent(), asked()
+    assert launched(solo, works, depth) == alone(works)
+    table = solo.stage._rows
+    assert (table.flying, table.flown.max(), table.suspects) == (0, 0, set())
+
+
+def test_recorded_decodes_read_them_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "LEAST_WIDTH", 4)
+    solo, works = silent(backend=StaticTorch()), asked()
+    made, recorder = graphs()
+    kv = solo.pool.memory.tensor
+    solo.stage._graphs = DecodeGraphs(solo.model, kv, StaticTorch(), made, solo.stage._tokens)
+    assert launched(solo, works, 2) == alone(works)
+    assert recorder.replays >= 10
+
+
+def test_the_host_knows_none_of_them_meanwhile() -> None:
+    solo, (each, *_) = silent(), asked()
+    solo.open(each)
+    first = solo.stage.launch_on_device(Step(0, "joint", prefills=(chunk(each),)))
+    second = solo.stage.launch_on_device(Step(1, "joint", decodes=(each.request,)))
+    row = solo.stage._rows.row(each.request)
+    assert (row.held, int(solo.stage._rows.token[row.slot])) == (len(each.prompt) + 2, -1)
+    assert isinstance(first, Launch)
+    assert first.ready()
+    tokens = [pending.wait()[each.request].token for pending in (first, second)]
+    assert tokens == Solo().serve(each, 2)
+    assert int(solo.stage._rows.token[row.slot]) == tokens[1]
+
+
+def test_dropped_steps_leave_nothing() -> None:
+    solo, works = silent(), asked()[:2]
+    tokens = launched(solo, works, 2, steps=3)
+    names = tuple(each.request for each in works)
+    pending = [solo.stage.launch_on_device(Step(9, "joint", decodes=names)) for _ in range(2)]
+    for each in reversed(pending):
+        each.drop()
+    for _ in range(3):
+        for name, one in solo.step(decodes=names).items():
+            tokens[name].append(one.token)
+    assert tokens == alone(works, 6)
+
+
+def test_rows_that_need_the_host_run_at_once() -> None:
+    """A penalty looks at what was said: launches before it are settled first, and read later all the same."""
+    works = asked({"repetition_penalty": 1.5}, {"logprobs": 2})
+    solo = silent()
+    assert launched(solo, works, 3) == alone(works)
+    names = tuple(each.request for each in works)
+    first = solo.stage.launch_on_device(Step(20, "joint", decodes=names[:2]))
+    second = solo.stage.launch_on_device(Step(21, "joint", decodes=names))
+    assert (type(first), type(second)) == (Launch, Done)
+    assert second.ready()
+    again = {name: [one.token] for name, one in first.wait().items()}
+    for name, one in second.wait().items():
+        again.setdefault(name, []).append(one.token)
+    wanted = alone(works, 12)
+    assert again == {name: tokens[11:13] if name in names[:2] else tokens[11:12] for name, tokens in wanted.items()}
+
+
+def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
+    solo, works = silent(), asked()[:2]
+    launched(solo, works, 1, steps=1)
+    names = tuple(each.request for each in works)
+    row = solo.stage._rows.row("r0")
+    held, kept = row.held, solo.pool.memory.tensor[row.table[0]].clone()
+    solo.pool.memory.tensor[row.table[0]] = torch.nan
+    first = solo.stage.launch_on_device(Step(1, "joint", decodes=names))
+    second = solo.stage.launch_on_device(Step(2, "joint", decodes=names))
+    with pytest.raises(StageError, match="row 0 of the logits holds NaN"):
+        first.wait()
+    third = Step(3, "joint", prefills=(Prefill("r9", 0, 3, True),))
+    solo.open(work("r9", PROMPT[:3], repetition_penalty=1.5))
+    with pytest.raises(StageError, match="a step before it has failed"):
+        solo.stage.launch_on_device(third)
+    second.drop()
+    first.drop()
+    assert (row.held, solo.stage._rows.flying) == (held, 0)
+    solo.pool.memory.tensor[row.table[0]] = kept
+    solo.stage.close("r9")
+    found = solo.step(decodes=names)
+    assert [found[name].token for name in names] == [tokens[2] for tokens in alone(works, 2).values()]
+
+
+def test_a_token_that_is_none_is_never_looked_up() -> None:
+    tokens = DeviceTokens(torch.device("cpu"))
+    slots = torch.tensor([4, 2])
+    tokens.keep(slots.numpy(), torch.tensor([-1, 9]))
+    assert tokens.fed(torch.tensor([-1, -1]), slots).tolist() == [0, 9]
+    assert tokens.fed(torch.tensor([5, -1]), slots).tolist() == [5, 9]
+
+
+def test_draws_on_the_device_are_those_of_sample() -> None:
+    logits = torch.randn(24, 300, generator=torch.Generator().manual_seed(1)) * 4
+    logits[5] = torch.nan
+    ways = [Sampling(**WAYS[n % 4]) for n in range(24)]
+    rows = [SamplerRow(way, n, torch.arange(3).numpy()) for n, way in enumerate(ways)]
+    found = draw(logits, rows).tolist()
+    assert found[5] == -1
+    sound = [n for n in range(24) if n != 5]
+    assert [found[n] for n in sound] == [one.token for one in sample(logits[sound], [rows[n] for n in sound])]
+    assert [drawn_on_device(each) for each in (Sampling(), Sampling(repetition_penalty=1.1), Sampling(logprobs=0))] == [
+        True,
+        False,
+        False,
+    ]
+
+
+class OnDevice(LanguageStage):
+    """As on a GPU."""
+
+    launch = LanguageStage.launch_on_device
+
+
+def test_it_is_offered_on_a_gpu_alone() -> None:
+    solo = Solo()
+    assert not isinstance(solo.stage, Launching)
+    assert isinstance(OnDevice(solo.model, solo.pool.memory, None), Launching)
+
+
+def on_device(setup: StageSetup) -> LanguageStage:
+    letters = setup.roles.replace("E", "")
+    return OnDevice(setup.model, setup.memory[KV], setup.memory.get(IMAGE), letters)
+
+
+@pytest.mark.parametrize("roles", [("EPD",), ("EP", "D")], ids="+".join)
+async def test_a_pipeline_two_steps_deep(roles: tuple[str, ...]) -> None:
+    pools = {"image": 64, "kv": 256}
+    placement = [Instance(each, f"i{n}", pools=pools, stages=[on_device], depth=2) for n, each in enumerate(roles)]
+    wanted = {count: await asyncio.to_thread(generated, "llava", count) for count in (0, 1, 3)}
+    async with Pipeline(checkpoint("llava"), placement, dtype="float32") as pipe:
+        requests = [
+            Request(TEXTS[n], images=pictures(n), max_tokens=OUTPUTS, sampling=Sampling(ignore_eos=True))
+            for n in wanted
+        ]
+        outputs = await asyncio.gather(*map(pipe.complete, requests))
+    assert [output.token_ids for output in outputs] == [each.ids for each in wanted.values()]

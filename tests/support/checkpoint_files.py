@@ -1,0 +1,50 @@
+"""Tiny checkpoints shared by every test, every pytest-xdist process and every later run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import trinity.testing.checkpoints as checkpoints
+from support.paths import ROOT
+
+CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"
+
+
+@cache
+def recipe_hash() -> str:
+    """Changes with the recipes' sources and with the transformers that writes the files."""
+    import transformers
+
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for source in sorted(Path(checkpoints.__file__).parent.glob("checkpoints*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared."""
+    target = CACHE / recipe_hash() / name
+    if not target.exists():
+        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE else checkpoints.build_checkpoint
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=target.parent))
+        build(name, scratch / name)
+        _publish(scratch, name, target)
+    return target
+
+
+def _publish(scratch: Path, name: str, target: Path) -> None:
+    # Another process may have built the same in the meantime; a rename onto a filled directory then fails.
+    try:
+        os.rename(scratch / name, target)
+    except OSError:
+        if not target.exists():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""A stand-in for the CUDA driver, and memory of its device: cuda_ipc's logic is tested across processes without a GPU.
+
+``python fake_cuda.py LIBRARY BLOCKS BLOCK_BYTES`` lends a pool as lender.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.lender import EMPTY, lend
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.transport.cuda_ipc import transport as cuda_ipc
+from trinity.transport.cuda_ipc.transport import CudaIpcTransport
+
+SOURCE = Path(__file__).with_suffix(".c")
+OFFSET = 4096  # of a pool in its allocation
+
+
+def build(folder: Path) -> str:
+    """Compile the stand-in; its path."""
+    library = folder / "libcuda-fake.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-O1", "-o", library, SOURCE], check=True)
+    return str(library)
+
+
+class Fake:
+    """The library as a test sees it."""
+
+    def __init__(self, library: str) -> None:
+        self.path = library
+        self.lib: Any = ctypes.CDLL(library)
+        self.lib.fake_calls.restype = ctypes.c_char_p
+        self.lib.fake_alloc.restype = ctypes.c_uint64
+        self.lib.fake_alloc.argtypes = (ctypes.c_size_t,)
+
+    def calls(self) -> list[str]:
+        said: bytes = self.lib.fake_calls()
+        return said.decode().split()
+
+    def forget(self) -> None:
+        self.lib.fake_forget()
+
+    def opens(self) -> int:
+        return int(self.lib.fake_opens())
+
+    def pool(self, blocks: int, block_bytes: int) -> BlockMemory:
+        """A pool of int64 on the stand-in's device, that no source holds."""
+        return self.memory(BlockShape("kv", (block_bytes // 8,), torch.int64), blocks, EMPTY)
+
+    def memory(self, shape: BlockShape, blocks: int, fill: int = 0) -> BlockMemory:
+        memory = BlockMemory(shape, blocks)
+        size = blocks * shape.block_bytes
+        device: Any = (ctypes.c_uint8 * size).from_address(self.lib.fake_alloc(OFFSET + size) + OFFSET)
+        memory.raw = np.frombuffer(device, np.uint8).reshape(blocks, shape.block_bytes)
+        memory.__dict__.pop("tensor", None)
+        memory.tensor.fill_(fill)
+        return memory
+
+    def transport(self) -> CudaIpcTransport:
+        return CudaIpcTransport(self.path)
+
+
+def on_device(memory: BlockMemory) -> int:
+    return 0
+
+
+if __name__ == "__main__":
+    cuda_ipc.device_of = on_device
+    fake = Fake(sys.argv[1])
+    asyncio.run(lend(fake.transport(), fake.pool(int(sys.argv[2]), int(sys.argv[3])), lambda: " ".join(fake.calls())))

@@ -1,0 +1,88 @@
+"""nixl-push: the stage that a source writes to, and what a source refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from support.exact_pipelines import check_exact, tokens_of_the_model
+from support.lender import EMPTY, pool, ready
+from trinity.errors import OfferRefused
+from trinity.transport.nixl import push
+from trinity.transport.nixl.agent import Descriptor
+from trinity.transport.nixl.push import Stage
+from trinity.transport.nixl.transport import NixlPushTransport
+
+SIZE = (32, 16 << 10)
+
+
+class Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def written(address: int, data: bytes) -> bool:
+    """Whether another process could write there, as some lanes of UCX do."""
+    here = ctypes.create_string_buffer(data, len(data))
+    ours, theirs = Iovec(ctypes.addressof(here), len(data)), Iovec(address, len(data))
+    call: Any = ctypes.CDLL(None, use_errno=True).process_vm_writev
+    return int(call(os.getpid(), ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)) == len(data)
+
+
+def test_a_stage_is_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = pool(*SIZE)
+    stage = Stage(memory)
+    assert written(stage.address, torch.arange(4).numpy().tobytes())
+    stage.copy([7, 3], 8, 16)
+    wanted = torch.full_like(memory.tensor, EMPTY)
+    wanted[7, 1:3], wanted[3, 1:3] = torch.tensor([0, 1]), torch.tensor([2, 3])
+    assert torch.equal(memory.tensor, wanted)
+
+
+def test_nobody_writes_to_a_stage_that_was_given_up() -> None:
+    stage = Stage(pool(*SIZE))
+    assert written(stage.address + 4096, b"before")
+    stage.give_up()
+    assert not written(stage.address + 4096, b"after")
+
+
+async def test_reads_larger_than_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready("nixl-push")
+    monkeypatch.setattr(push, "STAGE_BYTES", 3 * SIZE[1])
+    transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
+    source.tensor.copy_(torch.arange(source.tensor.numel()).view_as(source.tensor))
+    remote = await transport.attach(transport.publish(source), memory)
+    await remote.read(range(32), [31 - block for block in range(32)])
+    assert torch.equal(memory.tensor, source.tensor.flip(0))
+    await transport.aclose()
+
+
+async def test_a_source_says_why_it_refuses() -> None:
+    ready("nixl-push")
+    transport, memory = NixlPushTransport(), pool(*SIZE)
+    descriptor = msgspec.msgpack.decode(transport.publish(pool(*SIZE)), type=Descriptor)
+    remote = await transport.attach(msgspec.msgpack.encode(descriptor), memory)
+    link: Any = await remote.link()
+    with pytest.raises(OfferRefused) as caught:
+        await link.read([40], [0], (0, SIZE[1]), 10.0)
+    assert caught.value.reason == "incompatible"
+    link._theirs = msgspec.structs.replace(descriptor, pool=msgspec.structs.replace(descriptor.pool, address=4096))
+    with pytest.raises(OfferRefused) as caught:
+        await link.read([1], [0], (0, SIZE[1]), 10.0)
+    assert caught.value.reason == "missing"
+    assert bool((memory.tensor == EMPTY).all())
+    await transport.aclose()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[tuple[int, ...]]:
+    return tokens_of_the_model()
+
+
+async def test_pipelines_of_processes_are_exact(wanted: list[tuple[int, ...]]) -> None:
+    ready("nixl-push")
+    await check_exact("E+P+D", "nixl-push", wanted)

@@ -1,0 +1,134 @@
+"""ucx between processes: exact bytes, exact tokens, refusals, and peers that die or freeze."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from support.exact_pipelines import check_exact, tokens_of_the_model
+from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
+from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
+from trinity.memory.block_memory import BlockMemory
+from trinity.transport import link, make_transport
+from trinity.transport.link import LinkedRemote
+from trinity.transport.ucx import source
+from trinity.transport.ucx.protocol import Descriptor, pieces
+from trinity.transport.ucx.transport import UcxTransport
+
+SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
+
+
+@pytest.fixture(autouse=True)
+def _ready() -> None:
+    ready("ucx")
+
+
+Attached = tuple[UcxTransport, LinkedRemote, BlockMemory]
+
+
+async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> Attached:
+    transport, memory = UcxTransport(**named), await asyncio.to_thread(pool, *size)
+    return transport, await transport.attach(peer.descriptor, memory), memory
+
+
+async def test_another_process_is_read() -> None:
+    async with lending("ucx", *LARGE) as peer:
+        transport, remote, memory = await attached(peer, LARGE)
+        assert await remote.read(shuffled(LARGE[0]), range(LARGE[0])) == LARGE[0] * LARGE[1]
+        assert await holds(memory, shuffled(LARGE[0]))
+        await transport.aclose()
+
+
+async def test_many_reads_at_once() -> None:
+    async with lending("ucx", *SMALL) as peer:
+        transport, remote, memory = await attached(peer, SMALL)
+        await asyncio.gather(*(remote.read([block], [31 - block]) for block in range(32)))
+        assert torch.equal(memory.tensor, lent(*SMALL).flip(0))
+        await transport.aclose()
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def altered(descriptor: bytes, **changed: Any) -> bytes:
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=Descriptor), **changed)
+    )
+
+
+async def refused(transport: UcxTransport, descriptor: bytes, memory: BlockMemory, block: int) -> str:
+    """The reason that a source gives."""
+    remote = await transport.attach(descriptor, memory)
+    with pytest.raises(OfferRefused) as caught:
+        await remote.read([block], [0])
+    assert bool((memory.tensor == EMPTY).all())
+    return caught.value.reason
+
+
+async def test_a_source_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, memory, lent_pool = UcxTransport(), pool(*SMALL), pool(*SMALL)
+    descriptor = transport.publish(lent_pool)
+    with pytest.raises(OfferRefused) as caught:
+        await transport.attach(altered(descriptor, pool=7), memory)
+    assert caught.value.reason == "missing"
+    assert await refused(transport, altered(descriptor, blocks=64), memory, 40) == "incompatible"
+    monkeypatch.setattr(source, "MOST_SENDS", 0)
+    assert await refused(transport, descriptor, memory, 1) == "busy"
+    monkeypatch.undo()
+    remote = await transport.attach(descriptor, memory)
+    assert await remote.read([1], [1]) == SMALL[1], "a refusal is not the end of the link"
+    await transport.aclose()
+
+
+async def test_who_lacks_the_secret_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "OPEN_S", 0.3)
+    transport, memory = UcxTransport(), pool(*SMALL)
+    descriptor = transport.publish(pool(*SMALL))
+    with pytest.raises(TransferTimeout):
+        await transport.attach(altered(descriptor, secret=b"guessed"), memory)
+    await transport.aclose()
+
+
+def test_whole_blocks_travel_as_runs() -> None:
+    assert pieces([(3, 2), (9, 1)], (0, 64), 64) == [(3, 2), (9, 1)]
+    for piece in ((0, 32), (32, 32)):
+        assert pieces([(3, 2), (9, 1)], piece, 64) == [(3, 1), (4, 1), (9, 1)]
+
+
+# ------------------------------------------------------------ in pipelines, beside others, and where it is not
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[tuple[int, ...]]:
+    return tokens_of_the_model()
+
+
+MORE = [pytest.param(placement, marks=pytest.mark.slow) for placement in ("EP+D", "2E2P2D")]
+
+
+@pytest.mark.parametrize("placement", ["E+P+D", "ED+P", *MORE])
+async def test_pipelines_of_processes_are_exact(placement: str, wanted: list[tuple[int, ...]]) -> None:
+    records = await check_exact(placement, "ucx", wanted)
+    assert all(record["setup_s"] >= 0 for record in records)
+
+
+async def test_it_lives_beside_nixl() -> None:
+    ready("nixl")
+    async with lending("ucx", *SMALL) as one, lending("nixl", *SMALL) as other:
+        for scheme, peer in (("ucx", one), ("nixl", other)):
+            transport, memory = make_transport(scheme), pool(*SMALL)
+            remote = await transport.attach(peer.descriptor, memory)
+            assert await remote.read([1], [2]) == SMALL[1]
+            assert torch.equal(memory.tensor[2], lent(*SMALL)[1])
+            await transport.aclose()
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
+    with pytest.raises(TransportUnavailable, match="ucxx-cu13==0"):
+        make_transport("ucx")
