@@ -88,7 +88,7 @@ asan: $(STAMP)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).
 bench-peers: $(STAMP)
-	$(PY) benchmarks/install_peers.py $(ARGS)
+	$(PY) benchmarks/peers/install.py $(ARGS)
 
 # The site: notebooks run for it, and each warning is an error.
 docs: $(STAMP)

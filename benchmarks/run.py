@@ -19,31 +19,31 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of benchmarks with two th
 from benchmarks import performance_page, report
 from benchmarks.setting import ROOT, ForeignLoad, Setting, facts
 
-NAMES = (
-    "attention_kernels",
-    "steps",
-    "step_overhead",
-    "versus_generate_batch",
-    "memory",
-    "saturation",
-    "stalls",
-    "dual_stream",
-    "ablation",
-    "ttft_methods",
-    "transports",
-    "overlap",
-    "control",
-    "fidelity",
-    "watch",
-    "rank",
-    "figures",
-    "plan_speed",
-    "reservation",
-    "scale",
-    "cpu_second",
-    "served",
-    "gpu",
-)
+NAMES = {  # in the order of the page, each with its module
+    "attention_kernels": "kernels.attention_kernels",
+    "steps": "steps.steps",
+    "step_overhead": "steps.step_overhead",
+    "versus_generate_batch": "peers.versus_generate_batch",
+    "memory": "memory.memory",
+    "saturation": "steps.saturation",
+    "stalls": "serving.stalls",
+    "dual_stream": "serving.dual_stream",
+    "ablation": "serving.ablation",
+    "ttft_methods": "serving.ttft_methods",
+    "transports": "transfers.transports",
+    "overlap": "transfers.overlap",
+    "control": "transfers.control",
+    "fidelity": "fidelity.fidelity",
+    "watch": "planning.watch",
+    "rank": "rank.rank",
+    "figures": "figures.figures",
+    "plan_speed": "planning.plan_speed",
+    "reservation": "serving.reservation",
+    "scale": "scale.scale",
+    "cpu_second": "peers.cpu_second",
+    "served": "peers.served",
+    "gpu": "gpu.gpu",
+}
 RESULTS = ROOT / "bench-results"
 PAGE = ROOT / "docs/performance.md"
 DATA = ROOT / "docs" / "data"
@@ -51,7 +51,7 @@ DATA = ROOT / "docs" / "data"
 
 def run(name: str, setting: Setting, folder: Path = RESULTS) -> report.Result:
     """Run one benchmark, print its tables, write its JSON."""
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{NAMES[name]}")
     with ForeignLoad() as load:
         result: report.Result = module.run(setting)
     found = facts(load.share)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from benchmarks.watch import BOUND, QWEN, hour, hourly, longer
+from benchmarks.planning.watch import BOUND, QWEN, hour, hourly, longer
 from trinity.adapt.drift import Redeploy, Watch
 from trinity.adapt.proposals import proposals
 from trinity.planner import HybridPlanner, Plan

@@ -6,9 +6,21 @@ import math
 
 import pytest
 
-from benchmarks import watch as bench
+from benchmarks.planning import watch as bench
+from benchmarks.planning.watch import (
+    LOAD,
+    PLACEMENT,
+    QWEN,
+    at_load,
+    day,
+    found_in,
+    hour,
+    hourly,
+    proposed,
+    spacing,
+    stretch,
+)
 from benchmarks.setting import Setting
-from benchmarks.watch import LOAD, PLACEMENT, QWEN, at_load, day, found_in, hour, hourly, proposed, spacing, stretch
 from trinity import traces
 from trinity.adapt.drift import Redeploy, Watch
 from trinity.costs.demand import load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import control
 from benchmarks.setting import Setting
+from benchmarks.transfers import control
 from support.checkpoint_files import checkpoint
 from trinity.request import Output
 

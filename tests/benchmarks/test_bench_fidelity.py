@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import fidelity, fidelity_real
-from benchmarks.fidelity import Case
-from benchmarks.fidelity_host import Host, calibrated, slower
-from benchmarks.fidelity_real import Costs, Real
-from benchmarks.fidelity_seen import METRICS, Load, Row, Seen, seen
+from benchmarks.fidelity import fidelity
+from benchmarks.fidelity import real_model as fidelity_real
+from benchmarks.fidelity.comparison import METRICS, Load, Row, Seen, seen
+from benchmarks.fidelity.fidelity import Case
+from benchmarks.fidelity.host import Host, calibrated, slower
+from benchmarks.fidelity.real_model import Costs, Real
 from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from trinity.bench.live_replay import replay

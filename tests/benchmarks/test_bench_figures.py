@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import claims, figures, figures_epdserve, figures_others, figures_triinfer
-from benchmarks.claims import Claim, Scale, Shown
-from benchmarks.figures_others import Served
-from benchmarks.figures_triinfer import Migrated
+from benchmarks.figures import claims, figures
+from benchmarks.figures import epdserve as figures_epdserve
+from benchmarks.figures import others as figures_others
+from benchmarks.figures import triinfer as figures_triinfer
+from benchmarks.figures.claims import Claim, Scale, Shown
+from benchmarks.figures.others import Served
+from benchmarks.figures.triinfer import Migrated
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import PAPER, placements

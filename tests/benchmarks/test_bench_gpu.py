@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_model, gpu_moves
+from benchmarks.gpu import gpu
+from benchmarks.gpu import model as gpu_model
+from benchmarks.gpu import moves as gpu_moves
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.costs.model_config import read

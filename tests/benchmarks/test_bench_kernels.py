@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from benchmarks import attention_kernels, limits, steps
+from benchmarks.kernels import attention_kernels, limits
 from benchmarks.setting import Setting
+from benchmarks.steps import steps
 from support.checkpoint_files import checkpoint
 from trinity.memory import native
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, dual_stream, live, setting, stalls
-from benchmarks.live import Rounds, Way, attained, goodput, in_turns, placed, seen, span, traffic
+from benchmarks import setting
 from benchmarks.report import Result
+from benchmarks.serving import ablation, dual_stream, live, stalls
+from benchmarks.serving.live import Rounds, Way, attained, goodput, in_turns, placed, seen, span, traffic
 from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from trinity.core.scheduler import Rules

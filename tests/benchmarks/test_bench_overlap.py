@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overlap
 from benchmarks.setting import Setting
+from benchmarks.transfers import overlap
 from support.checkpoint_files import checkpoint
 from trinity.core.transfers import KvMode
 from trinity.request import Output

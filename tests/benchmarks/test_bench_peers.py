@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_second, install_peers, run, served
+from benchmarks import run
+from benchmarks.peers import cpu_second, served
+from benchmarks.peers import install as install_peers
 from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from support.fake_servers import FakeServer

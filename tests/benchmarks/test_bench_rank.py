@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rank, rank_goodputs, rank_sources, rank_tables, ranking
-from benchmarks.rank_goodputs import SMALL
-from benchmarks.ranking import Setup, drawn
+from benchmarks.rank import goodputs as rank_goodputs
+from benchmarks.rank import rank, ranking
+from benchmarks.rank import sources as rank_sources
+from benchmarks.rank import tables as rank_tables
+from benchmarks.rank.goodputs import SMALL
+from benchmarks.rank.ranking import Setup, drawn
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from benchmarks import reservation
 from benchmarks.report import Result
-from benchmarks.reservation import Found, Run
+from benchmarks.serving import reservation
+from benchmarks.serving.reservation import Found, Run
 from benchmarks.setting import Setting
 
 

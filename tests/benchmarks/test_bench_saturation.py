@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import saturation
 from benchmarks.setting import Setting
+from benchmarks.steps import saturation
 from support.checkpoint_files import checkpoint
 from support.figure_contents import axes, legend, lines, words
 

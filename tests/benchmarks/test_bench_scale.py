@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale, scale_live, scale_rows, scale_tables
-from benchmarks.scale import SMALL, Board, Crew, Job, Kept
-from benchmarks.scale_live import LIMITS, Task, bounds, paced, passed, pipeline, requests, served, simulator, slowed
-from benchmarks.scale_rows import Row, bracket, rate_at, wanted
-from benchmarks.scale_tables import Line, Workload, aims, differs, tabled
+from benchmarks.scale import live as scale_live
+from benchmarks.scale import rows as scale_rows
+from benchmarks.scale import scale
+from benchmarks.scale import tables as scale_tables
+from benchmarks.scale.live import LIMITS, Task, bounds, paced, passed, pipeline, requests, served, simulator, slowed
+from benchmarks.scale.rows import Row, bracket, rate_at, wanted
+from benchmarks.scale.scale import SMALL, Board, Crew, Job, Kept
+from benchmarks.scale.tables import Line, Workload, aims, differs, tabled
 from benchmarks.setting import Setting
 from trinity.costs.step_cost import DEVICES
 from trinity.pipeline import Pipeline

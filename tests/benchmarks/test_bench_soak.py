@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.soak import Series, verdict
+from benchmarks.serving import soak
+from benchmarks.serving.soak import Series, verdict
 from support.checkpoint_files import checkpoint
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import plan_speed
-from benchmarks.plan_speed import Speed, Took
+from benchmarks.planning import plan_speed
+from benchmarks.planning.plan_speed import Speed, Took
+from benchmarks.planning.simpy_pipeline import Model
 from benchmarks.setting import Setting
-from benchmarks.simpy_pipeline import Model
 from trinity import traces
 from trinity.costs.model_shape import model
 from trinity.simulation import compiled

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, run, setting, shapes, step_overhead, transports, ttft_methods, versus_generate_batch
+from benchmarks import run, setting
+from benchmarks.memory import memory, shapes
+from benchmarks.peers import versus_generate_batch
 from benchmarks.report import Aim, Result, Table, load, save
+from benchmarks.serving import ttft_methods
+from benchmarks.steps import step_overhead
+from benchmarks.transfers import transports
 from support.checkpoint_files import checkpoint
 
 QUICK = setting.Setting(quick=True, checkpoint=checkpoint)

@@ -28,7 +28,7 @@ def plain(name: str) -> str:
 def test_make_knows_the_target_and_what_it_runs_is_there(target: str) -> None:
     run = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    for script in re.findall(r"\b((?:tools|examples|benchmarks)/\w+\.py)", run.stdout):
+    for script in re.findall(r"\b((?:tools|examples|benchmarks)/[\w/]+\.py)", run.stdout):
         assert (ROOT / script).is_file(), f"make {target} runs {script}, which is not there"
 
 

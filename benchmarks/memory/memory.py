@@ -1,0 +1,167 @@
+"""What E, P and D instances weigh, and what each can hold in one memory budget (EPDServe tables 2, 3 and 8)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.memory.shapes import SHAPES
+from benchmarks.report import Result, Table
+from benchmarks.setting import Setting
+from trinity.costs.pool_sizes import Capacity, ModelMemory, as_size, capacity
+
+ROLES = ("E", "P", "D", "EPD")
+KINDS = ("E", "P", "D", "PD", "EP", "EPD")
+PROBE = Path(__file__).with_name("probe.py")
+IMAGES = 10  # of a request, as in EPDServe's table 3
+TEXT_TOKENS = 32
+BUDGET, LARGE_BUDGET = 1 << 30, 80 << 30
+PAPER = {  # EPDServe at 4032 × 3024: images a request, together and apart; KV share at ten images; None: out of memory
+    "MiniCPM-V 2.6": {"images": (7, 49), "kv_share": (0.74, 0.97)},
+    "InternVL2-26B": {"images": (1, 10), "kv_share": (0.36, 0.80)},
+}
+
+
+def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
+    """Sizes in bytes of an instance in a fresh process; see ``memory_probe``."""
+    command = [sys.executable, str(PROBE), str(directory), roles, str(images)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"the probe of {roles} failed:\n{run.stderr}")
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def run(setting: Setting) -> Result:
+    """Resident size of an E, a P and a D instance and of the whole model; capacities for one memory budget."""
+    directory = setting.pick("llava-110m", "llava")
+    roles, at_once = (("E", "EPD"), 2) if setting.quick else (ROLES, 1)
+    with ThreadPoolExecutor(at_once) as pool:
+        found = dict(zip(roles, pool.map(lambda each: probe(directory, each, 4), roles), strict=True))
+    held = {"llava-110m (float32)": Held.of(measured_memory(found), BUDGET, IMAGES)}
+    held |= {
+        f"{shape.name} (bfloat16)": Held.of(shape.memory(TEXT_TOKENS), LARGE_BUDGET, shape.images) for shape in SHAPES
+    }
+    return result(found, held)
+
+
+def measured_memory(found: Mapping[str, Any]) -> ModelMemory:
+    """What serving the measured checkpoint takes. The context is left open: three images would fill it."""
+    encode, whole = found["E"], found["EPD"]
+    blocks, prompt = whole["block_bytes"], whole["prompt_tokens"]
+    return ModelMemory(
+        vision_bytes=encode["weight_bytes"],
+        language_bytes=whole["weight_bytes"] - encode["weight_bytes"],
+        image_tokens=whole["image_tokens"],
+        feature_bytes=blocks["image"] // 576,
+        kv_bytes=blocks["kv"] // 16,
+        encode_bytes=encode["work_bytes"]["E"] // encode["images"],
+        prefill_bytes=whole["work_bytes"]["P"] // prompt,
+        text_tokens=TEXT_TOKENS,
+    )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What instances of every kind hold of one model in ``budget`` bytes, for requests of ``images`` images."""
+
+    model: ModelMemory
+    budget: int
+    images: int
+    kinds: dict[str, Capacity]
+
+    @classmethod
+    def of(cls, model: ModelMemory, budget: int, images: int) -> Held:
+        return cls(model, budget, images, {kind: capacity(kind, model, budget, images=images) for kind in KINDS})
+
+    @property
+    def apart(self) -> int:
+        """Images of one request that E and P hold apart."""
+        return min(self.kinds["E"].images_per_request, self.kinds["P"].images_per_request)
+
+    def rows(self) -> list[list[str]]:
+        return [
+            [kind, str(each.images_per_request), str(each.batch), str(each.kv_tokens), f"{each.kv_share:.0%}"]
+            for kind, each in self.kinds.items()
+        ]
+
+
+def result(found: Mapping[str, Any], held: Mapping[str, Held]) -> Result:
+    weights = found["E"]["weight_bytes"] / found["EPD"]["weight_bytes"]
+    tables = [Table("llava-110m in float32, MiB", RESIDENT, [resident_row(r, found) for r in found])]
+    tables += [
+        Table(f"{name}, {as_size(each.budget)} an instance, requests of {each.images} images", HELD, each.rows())
+        for name, each in held.items()
+    ]
+    tables.append(Table("E and P apart beside E and P together", RATIOS, [ratio_row(*each) for each in held.items()]))
+    return Result(
+        name="memory",
+        title="Memory of instances, and what they hold",
+        method=(
+            "Each instance in a fresh process that loads it as a pipeline does and runs a step of each of its stages; "
+            "sizes are above those of the same process with the libraries imported. Capacities: `sizing.capacity`, as "
+            "EPDServe counts: all images of a request at once, and four fifths of what the weights leave for the "
+            "KV cache where an instance has both. llava-110m with its measured working memory and no context limit; "
+            "the larger models by their published shapes, images of 4032 × 3024 where a model cuts them into tiles. "
+            "Their working memory is that of the widest layer's rows, less than EPDServe measured: the ratios are "
+            "smaller."
+        ),
+        tables=tables,
+        notes=[
+            f"By weights alone an E instance of llava-110m is {weights:.0%} of the whole; the rest of its resident "
+            "size is working memory that the allocator keeps.",
+            "trinity encodes within an image budget, one image a step by default, so its own encode instances need "
+            "working memory for one image, whatever the request has; the counts above do not use that.",
+        ],
+        values={
+            "resident": dict(found),
+            "capacity": {name: {kind: each._asdict() for kind, each in held[name].kinds.items()} for name in held},
+            "model": {name: msgspec.to_builtins(each.model) for name, each in held.items()},
+            "paper": PAPER,
+        },
+    )
+
+
+RESIDENT = ("instance", "weights", "resident", "private", "of the whole")
+HELD = ("instance", "images a request", "batch", "KV tokens", "KV share")
+RATIOS = ("model", "images a request", "batch E", "batch P", "KV share", "EPDServe: images", "KV share")
+
+
+def added(sizes: Mapping[str, Any], kind: str) -> int:
+    """Bytes that the instance added to its process."""
+    return int(sizes["worked"][kind] - sizes["imported"][kind])
+
+
+def resident_row(roles: str, found: Mapping[str, Any]) -> list[str]:
+    sizes, whole = found[roles], found["EPD"]
+    numbers = (sizes["weight_bytes"], added(sizes, "rss"), added(sizes, "private"))
+    return [roles, *(f"{size / 2**20:.0f}" for size in numbers), f"{added(sizes, 'rss') / added(whole, 'rss'):.0%}"]
+
+
+def ratio_row(name: str, held: Held) -> list[str]:
+    together, encode, prefill = (held.kinds[kind] for kind in ("EP", "E", "P"))
+    paper = PAPER.get(name.partition(" (")[0])
+    published = ["", ""]
+    if paper:
+        published = [times(*paper["images"]), "{:.0%} → {:.0%}".format(*paper["kv_share"])]
+    return [
+        name,
+        times(together.images_per_request, held.apart),
+        times(together.batch, encode.batch),
+        times(together.batch, prefill.batch),
+        f"{together.kv_share:.0%} → {prefill.kv_share:.0%}",
+        *published,
+    ]
+
+
+def times(together: float, apart: float) -> str:
+    """As "7 → 49 (7.0 ×)"."""
+    return f"{together:g} → {apart:g}" + (f" ({apart / together:.1f} ×)" if together else "")
