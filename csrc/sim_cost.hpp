@@ -52,7 +52,7 @@ struct StepCost final : Cost {
     double seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const override;
 };
 
-// trinity.costs.step_cost.Tables.
+// trinity.costs.step_cost.CostTables.
 struct Tables final : Cost {
     double context;
     std::vector<double> contexts;

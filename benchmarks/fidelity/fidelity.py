@@ -23,11 +23,11 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
 from trinity.bench.live_replay import live_goodput, replay
 from trinity.core.scheduler import latency_bound
-from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.budgets import Budgets, predict_budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import model
+from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
-from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
+from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.simulation.simulator import Simulator
@@ -41,10 +41,10 @@ AT_ONCE = 5  # placements that are served at the same time: each takes a few per
 TOLERANCE = 0.10
 APART = 1.08  # goodputs nearer to each other than this have no order: a live search ends at 4 % on either side
 
-MODEL = model("llava-1.5-7b")
+MODEL = get_model_shape("llava-1.5-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
 COST = Roofline(model=MODEL, device=DEVICE)
-PACED = Paced(shape=ModelShape.of(MODEL), cost=COST, scale=2048)
+PACED = Paced(shape=EmulatedShape.of(MODEL), cost=COST, scale=2048)
 SLO_PACED = SLO(ttft=0.8, tbt=0.15)
 BUDGETED = SLO(ttft=0.8, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 REQUESTS = Dataset(name="photographs", sizes=((1024, 768, 1.0),), prompt=(40, 20), output=(16, 8))
@@ -86,7 +86,7 @@ def budgets(placement: str) -> dict[str, Budgets]:
     """By roles, as the pipeline searches them on its cost, without what the host adds."""
     roles = {each for _, each in Placement.parse(placement).instances()}
     bounds = {each: latency_bound(each, BUDGETED.ttft, BUDGETED.tbt) for each in roles}
-    return {each: predicted_budgets(COST.seconds, each, bounds[each], MODEL.image_tokens) for each in roles}
+    return {each: predict_budgets(COST.seconds, each, bounds[each], MODEL.image_tokens) for each in roles}
 
 
 def pipeline(placement: str) -> Pipeline:

@@ -10,7 +10,7 @@ import msgspec
 
 from trinity.bench.live_replay import RequestOf
 from trinity.costs.budgets import StepCost
-from trinity.costs.step_cost import Link, Tables
+from trinity.costs.step_cost import CostTables, Interconnect
 from trinity.pipeline import Pipeline
 from trinity.request import Output
 from trinity.traces.trace import ServedRequest, Trace
@@ -28,9 +28,9 @@ class Host:
     step_s: float = 0.0
 
     @property
-    def link(self) -> Link:
+    def link(self) -> Interconnect:
         """Between instances: what a pull takes does not hang on the size that the simulator believes in."""
-        return Link(name="this host", bandwidth=1e15, fixed_s=self.pull_s)
+        return Interconnect(name="this host", bandwidth=1e15, fixed_s=self.pull_s)
 
 
 async def calibrated(
@@ -67,7 +67,7 @@ def _gap(served: ServedRequest) -> float:
     return sum(served.itl_s) / len(served.itl_s) if served.itl_s else 0.0
 
 
-def slower(tables: Tables, step_s: float) -> Tables:
+def slower(tables: CostTables, step_s: float) -> CostTables:
     """The same where every language and every encode pass takes so much longer."""
     costs = tuple((context, _slower(cost, step_s)) for context, cost in tables.costs)
     return msgspec.structs.replace(tables, costs=costs)

@@ -26,8 +26,8 @@ from trinity.bench.lookalike import Lookalikes
 from trinity.costs import model_config
 from trinity.costs.budgets import Budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Device, Tables
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostTables, Device
 from trinity.instance import Instance, named
 from trinity.pipeline import Pipeline
 from trinity.runtime.loading import Deployment, make_processor, profiled
@@ -41,7 +41,7 @@ REPEATS = 3
 BUDGETS = Budgets(tokens=1024, media=576)
 POOLS = {"image": 24, "kv": 1200}
 OPTIONS: dict[str, Any] = {"dtype": "float32", "pools": POOLS, "image_cache": False, "prefix_cache": False}
-Counts = dict[str, dict[str, Any]]  # of Tables.taken, by roles
+Counts = dict[str, dict[str, Any]]  # of CostTables.profile, by roles
 PREFILLS = {"tokens": (1, 16, 32, 64, 256, 640), "images": (1, 2), "repeats": 3}
 DECODES = {"rows": (1, 2, 4, 8), "repeats": 7}
 TABLES: Counts = {"EP": {"contexts": (1, 384), **PREFILLS}, "D": {"contexts": (32, 128, 640), **DECODES}}
@@ -54,7 +54,7 @@ MEMORY = 8e9
 class Costs:
     """Measured beforehand, and not touched afterwards: steps by roles, and what the host adds to them."""
 
-    tables: dict[str, Tables]
+    tables: dict[str, CostTables]
     host: Host
 
 
@@ -96,14 +96,14 @@ def trace(count: int, image_tokens: int, rate: float = 1.0, seed: int = 5) -> Tr
     return Trace(rows)
 
 
-async def measured(directory: Path, counts: Counts) -> dict[str, Tables]:
+async def measured(directory: Path, counts: Counts) -> dict[str, CostTables]:
     """Tables of both instances, by roles: one after the other, for each is idle most of the time when they serve."""
-    tables: dict[str, Tables] = {}
+    tables: dict[str, CostTables] = {}
     with tempfile.TemporaryDirectory() as folder:
         for core, (roles, wanted) in enumerate(counts.items()):
             out = Path(folder) / f"{roles}.json"
             await _apart(directory, roles, core, out, wanted)
-            tables[roles] = Tables.load(out)
+            tables[roles] = CostTables.load(out)
     return tables
 
 
@@ -140,14 +140,14 @@ def pin(pipe: Pipeline) -> None:
             os.sched_setaffinity(int(thread.name), core)
 
 
-def simulator(shape: Model, slo: SLO, costs: Costs) -> Simulator:
+def simulator(shape: ModelShape, slo: SLO, costs: Costs) -> Simulator:
     devices = tuple(Device(name=roles, flops=1e11, bandwidth=1e10, memory=MEMORY) for roles in costs.tables)
     cluster = Cluster(devices=devices, link=costs.host.link, message_s=costs.host.message_s)
     tables = {roles: slower(each, costs.host.step_s) for roles, each in costs.tables.items()}
     return Simulator(shape, slo, cluster=cluster, cost=tables, budgets=BUDGETS)
 
 
-async def at_rest(pipe: Pipeline, shape: Model, tables: dict[str, Tables], requests: int) -> Host:
+async def at_rest(pipe: Pipeline, shape: ModelShape, tables: dict[str, CostTables], requests: int) -> Host:
     def simulate(host: Host, alone: Trace) -> Sequence[ServedRequest]:
         return simulator(shape, SLO(1.0, 1.0), Costs(tables, host)).replay(alone, PLACEMENT).outcomes
 
@@ -166,7 +166,7 @@ async def repeated(pipe: Pipeline, offered: Trace, slo: SLO, repeats: int) -> tu
 
 async def compare(directory: Path, counts: Counts, count: int, shares: Sequence[float], repeats: int) -> Real:
     """Tables first; then one pipeline, what its host adds, and every load ``repeats`` times."""
-    shape = model_config.read(directory)
+    shape = model_config.read_model_shape(directory)
     asked = trace(count, shape.image_tokens)
     tables = await measured(directory, counts)
     async with serving(directory) as pipe:
@@ -186,7 +186,7 @@ async def compare(directory: Path, counts: Counts, count: int, shares: Sequence[
     return real
 
 
-def bounds(costs: Costs, shape: Model) -> SLO:
+def bounds(costs: Costs, shape: ModelShape) -> SLO:
     """An SLO that this machine can keep: 1.5 times the steps of an image request, and twice a step of four decodes.
 
     A request with an image that finds another one before it is late, so that the limit comes far below what the

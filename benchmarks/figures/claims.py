@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.model_shape import model as model_named
+from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import Roofline
 from trinity.errors import TraceTooShort
 from trinity.placement import Placement
@@ -93,7 +92,7 @@ def more_than(trace: Trace, error: TraceTooShort) -> TooFewError:
 
 
 def goodput_of(
-    model: str | Model,
+    model: str | ModelShape,
     placement: str,
     slo: SLO,
     traces_of: Traces,
@@ -104,7 +103,7 @@ def goodput_of(
     **options: Any,
 ) -> float:
     """Requests a second that a placement serves in time; 0 where none. ``options`` are the simulator's."""
-    simulator = Simulator(model, slo, cluster=cluster.laid_out(placement), **options)
+    simulator = Simulator(model, slo, cluster=cluster.arrange_for(placement), **options)
 
     def search(count: int) -> float:
         trace = traces_of(count)
@@ -137,7 +136,7 @@ def nominal(simulator: Simulator, placement: str, trace: Trace) -> float:
 
 
 def replayed(
-    model: str | Model,
+    model: str | ModelShape,
     placement: str,
     slo: SLO,
     trace: Trace,
@@ -147,14 +146,14 @@ def replayed(
     **options: Any,
 ) -> Replay:
     """One replay, with instances laid over the hosts. ``options`` are the simulator's."""
-    simulator = Simulator(model, slo, cluster=cluster.laid_out(placement), **options)
+    simulator = Simulator(model, slo, cluster=cluster.arrange_for(placement), **options)
     return simulator.replay(trace, placement, record=record)
 
 
 def asked(
     count: int,
     *,
-    model: str | Model,
+    model: str | ModelShape,
     images: int,
     size: tuple[int, int],
     text: int,
@@ -164,7 +163,7 @@ def asked(
 ) -> Trace:
     """Equal requests of ``images`` images of a size in pixels, as a Poisson process; without a rate all at once."""
     noise = random.Random(seed)
-    tokens = (model if isinstance(model, Model) else model_named(model)).visual_tokens(*size)
+    tokens = (model if isinstance(model, ModelShape) else get_model_shape(model)).visual_tokens(*size)
     gaps = (0.0 if rate is None else noise.expovariate(rate) for _ in range(count))
     return Trace(
         TraceRow(

@@ -27,7 +27,7 @@ from benchmarks.figures.claims import (
 from trinity.core.scheduler import Rules
 from trinity.costs.budgets import Budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import model as model_named
+from trinity.costs.model_shape import get_model_shape
 from trinity.planner.candidates import placements
 from trinity.traces.trace import SLO, Trace
 
@@ -141,7 +141,7 @@ def batches(visual: int, encode: int, prefill: int, decode: int) -> dict[str, Bu
 
 
 def photo_tokens(model: str, images: int) -> int:
-    return images * model_named(model).visual_tokens(*PHOTO)
+    return images * get_model_shape(model).visual_tokens(*PHOTO)
 
 
 def offline(placement: str, images: int, encode: int, prefill: int, scale: Scale) -> float:

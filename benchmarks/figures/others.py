@@ -13,7 +13,7 @@ from benchmarks.figures.claims import Claim, Scale, Shown, asked, listed, mean_t
 from trinity.costs import visual_tokens
 from trinity.costs.budgets import Budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Layers, Model, Vision
+from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
 from trinity.costs.step_cost import Device
 from trinity.placement import Placement
 from trinity.traces.trace import SLO, Trace
@@ -54,18 +54,18 @@ TABLE_5 = (
     Claim("EPD-Serve table 5", "(E-PD) has a lower TTFT and TPOT than TP1", "548, 658 ms; 62, 96 ms"),
 )
 
-QWEN = Model(  # Qwen2.5-VL-3B-Instruct, from its configuration
+QWEN = ModelShape(  # Qwen2.5-VL-3B-Instruct, from its configuration
     name="qwen2.5-vl-3b",
-    language=Layers(layers=36, width=2048, heads=16, kv_heads=2, head_dim=128, ffn=11008, gated=True),
+    language=LayerShape(layers=36, width=2048, heads=16, kv_heads=2, head_dim=128, ffn=11008, gated=True),
     vocabulary=151_936,
     tied=True,
-    vision=Vision(
-        layers=Layers(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=3420, gated=True),
+    vision=VisionShape(
+        layers=LayerShape(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=3420, gated=True),
         patches=4,
         span=64,
         projector=5120 * 5120 + 5120 * 2048,
     ),
-    visual_tokens=visual_tokens.smart_resize,
+    visual_tokens=visual_tokens.smart_resize_tokens,
     image_tokens=999,
     context=32_768,
 )

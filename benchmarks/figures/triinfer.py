@@ -28,7 +28,7 @@ from trinity import traces
 from trinity.core.messages import IMAGE
 from trinity.core.scheduler import Rules
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import model as model_named
+from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.metrics import percentile
 from trinity.placement import Placement
@@ -102,7 +102,7 @@ TABLE_4 = (
 
 
 def of_set(model: str, dataset: str, rate: float = 10.0, seed: int = 0) -> Traces:
-    rule = model_named(model).visual_tokens
+    rule = get_model_shape(model).visual_tokens
     return lambda count: traces.synthesise(dataset, count, visual_tokens=rule, rate=rate, seed=seed)
 
 
@@ -164,7 +164,7 @@ def figure_6(scale: Scale) -> Iterator[Shown]:
 
 def best_of_methods(dataset: str, slo: SLO, scale: Scale) -> dict[str, float]:
     """Goodput (requests/s) of each method's best ratio."""
-    hardware = Hardware(model_named(NEXT), Cluster.of("H20", 8), None, {}, {})
+    hardware = Hardware(get_model_shape(NEXT), Cluster.of("H20", 8), None, {}, {})
     question = Question(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
 
     def search(count: int) -> dict[str, float]:
@@ -204,7 +204,7 @@ def claims_6(found: dict[tuple[str, float, float], dict[str, float]]) -> Iterato
 
 def planned(model: str, dataset: str, slo: SLO, cluster: Cluster, scale: Scale) -> str:
     """Algorithm 2's choice from one tenth of the requests that it is judged on."""
-    hardware = Hardware(model_named(model), cluster, None, {}, {})
+    hardware = Hardware(get_model_shape(model), cluster, None, {}, {})
     question = Question(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
 
     def search(count: int) -> str:

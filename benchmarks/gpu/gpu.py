@@ -24,7 +24,7 @@ from benchmarks.gpu import serving as gpu_serving
 from benchmarks.gpu.model import folder, limits, random_weights
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
-from trinity.costs.model_config import read
+from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Device, Roofline
 from trinity.errors import TrinityError
 from trinity.instance import Instance
@@ -158,7 +158,7 @@ def attention(work: Work) -> dict[str, str]:
 
 def steps(work: Work) -> list[dict[str, Any]]:
     """Steps of one EPD instance, with CUDA graphs and without, each beside the model's roofline at these limits."""
-    sizes, cost = work.sizes, Roofline(model=read(work.model), device=work.limit)
+    sizes, cost = work.sizes, Roofline(model=read_model_shape(work.model), device=work.limit)
     with_room = [n for n in sizes.rows if n * _block_bytes(work) * _blocks(sizes) < 0.75 * work.limit.memory]
     held = {"kv": max([*with_room, 1]) * _blocks(sizes), "image": max(sizes.images) + 1}
     deployment = Deployment(work.model, sizes.dtype, sizes.device, pools=held)
@@ -189,7 +189,7 @@ def _blocks(sizes: Sizes) -> int:
 
 
 def _block_bytes(work: Work) -> int:
-    return 16 * read(work.model).kv_bytes
+    return 16 * read_model_shape(work.model).kv_bytes
 
 
 def recorded(loaded: Loaded) -> list[Stage]:
@@ -212,7 +212,7 @@ def _step(what: str, n: int, graphs: bool, limit: float, seconds: Callable[[], f
 
 def moves(work: Work) -> list[dict[str, Any]]:
     """Migrations of a prompt's KV and of an image's features."""
-    model, sizes = read(work.model), work.sizes
+    model, sizes = read_model_shape(work.model), work.sizes
     block = _block_bytes(work)
     cases = [(f"KV of {n} tokens", -(-n // 16), block) for n in sizes.prefills]
     cases.append(("an image's features", 1, model.image_tokens * model.feature_bytes))

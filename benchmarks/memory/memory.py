@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.memory.shapes import SHAPES
 from benchmarks.report import Result, Table
 from benchmarks.setting import Setting
-from trinity.costs.pool_sizes import Capacity, ModelMemory, as_size, capacity
+from trinity.costs.pool_sizes import Capacity, ModelMemory, capacity, format_size
 
 ROLES = ("E", "P", "D", "EPD")
 KINDS = ("E", "P", "D", "PD", "EP", "EPD")
@@ -98,7 +98,7 @@ def result(found: Mapping[str, Any], held: Mapping[str, Held]) -> Result:
     weights = found["E"]["weight_bytes"] / found["EPD"]["weight_bytes"]
     tables = [Table("llava-110m in float32, MiB", RESIDENT, [resident_row(r, found) for r in found])]
     tables += [
-        Table(f"{name}, {as_size(each.budget)} an instance, requests of {each.images} images", HELD, each.rows())
+        Table(f"{name}, {format_size(each.budget)} an instance, requests of {each.images} images", HELD, each.rows())
         for name, each in held.items()
     ]
     tables.append(Table("E and P apart beside E and P together", RATIOS, [ratio_row(*each) for each in held.items()]))

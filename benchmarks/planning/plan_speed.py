@@ -12,7 +12,7 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import model as model_named
+from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TrinityError
 from trinity.planner import HybridPlanner
 from trinity.planner.hardware import Hardware, cluster_of
@@ -84,7 +84,7 @@ def planned(trace: Trace, instances: int, seeds: int = 0, slo: SLO = PLAN_SLO, *
 
 def searched(trace: Trace, instances: int) -> Took:
     """Of the race alone, as ``plan`` runs it, on a trace that is long enough."""
-    hardware = Hardware(model_named(PLANNED), cluster_of(DEVICE, instances), None, {}, {})
+    hardware = Hardware(get_model_shape(PLANNED), cluster_of(DEVICE, instances), None, {}, {})
     cpu, wall = time.process_time(), time.perf_counter()
     case = Case(hardware, trace, Question(PLAN_SLO), None)
     found = case.searched("race", case.entries(hardware.names))
@@ -122,7 +122,7 @@ def by_simpy(trace: Trace) -> tuple[float, float]:
 
 
 def speeds(requests: int, rounds: int) -> dict[str, Speed]:
-    rule = model_named(SIMULATED).visual_tokens
+    rule = get_model_shape(SIMULATED).visual_tokens
     trace = traces.synthesise("TextCaps", requests, visual_tokens=rule, rate=RATE, seed=0)
     found = (
         {} if compiled.missing() else {"compiled": fastest(lambda: by_simulator(trace, "compiled"), requests, rounds)}

@@ -21,14 +21,14 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.adapt.drift import Proposal, Redeploy, Shift, Watch
-from trinity.costs.demand import Demand, load
-from trinity.costs.model_shape import model
+from trinity.costs.demand import Demand, peak_load
+from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 LOAD = 0.6
 BOUND = SLO(ttft=2.0, tbt=0.08)
-QWEN = model("qwen2-vl-7b")
+QWEN = get_model_shape("qwen2-vl-7b")
 PLACEMENT = "1E3P4D"
 WITHIN_S = 120.0
 APART_S = 600.0
@@ -50,8 +50,8 @@ def day() -> Trace:
 def at_load(trace: Trace) -> Demand:
     """On a device so much slower than an H100, or faster, that the trace's mean demand is ``LOAD`` of the placement."""
     h100 = DEVICES["H100"]
-    fast = Demand.under(Roofline(model=QWEN, device=h100), BOUND)
-    factor = load(fast.rate(trace), PLACEMENT) / LOAD
+    fast = Demand.for_slo(Roofline(model=QWEN, device=h100), BOUND)
+    factor = peak_load(fast.rate(trace), PLACEMENT) / LOAD
     slow = msgspec.structs.replace(
         h100,
         flops=h100.flops * factor,

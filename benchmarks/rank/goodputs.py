@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.rank.ranking import Setup
 from trinity import traces
-from trinity.costs.model_shape import model as model_named
+from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.problem import Case, Question
@@ -54,7 +54,7 @@ def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -
         if time.monotonic() > until:
             raise OutOfTimeError
 
-    hardware = Hardware(model_named(setup.model), cluster_of(setup.device, sizes.instances), None, {}, {})
+    hardware = Hardware(get_model_shape(setup.model), cluster_of(setup.device, sizes.instances), None, {}, {})
     asked = Question(setup.slo, least_requests=sizes.least_requests, least_ttfts=sizes.least_ttfts)
     return Case(hardware, trace, asked, tell)
 
@@ -82,7 +82,7 @@ def planning_trace(setup: Setup, record: Record) -> Trace:
 
 
 def requests(setup: Setup, count: int, arrivals: Trace, seed: int) -> Trace:
-    rule = model_named(setup.model).visual_tokens
+    rule = get_model_shape(setup.model).visual_tokens
     return traces.synthesise(setup.dataset, count, visual_tokens=rule, arrivals=arrivals, seed=seed)
 
 

@@ -24,10 +24,10 @@ from trinity import traces
 from trinity.bench.live_replay import replay
 from trinity.core.scheduler import Rules
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import model
+from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Device, Roofline
 from trinity.emulation.content import expected_tokens
-from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
+from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.metrics import percentile
@@ -38,7 +38,7 @@ from trinity.traces.goodput import SHARE, falls_behind, score_outcomes, steady_s
 from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace
 
 NAME = "llava-1.5-7b"
-MODEL = model(NAME)
+MODEL = get_model_shape(NAME)
 DEVICE = DEVICES["H20"]  # the paper's
 PER_HOST = 8
 BUDGETED = 0.9  # of the TBT bound: a step that takes all of it is late by what this host adds
@@ -96,12 +96,12 @@ def slowed(device: Device, dilation: float) -> Device:
 
 def paced(dilation: float, scale: float = SCALE) -> Paced:
     cost = Roofline(model=MODEL, device=slowed(DEVICE, dilation))
-    return Paced(shape=ModelShape.of(MODEL), cost=cost, scale=scale)
+    return Paced(shape=EmulatedShape.of(MODEL), cost=cost, scale=scale)
 
 
 def simulator(dataset: str, placement: str, scheduled: bool) -> Simulator:
     """The same cores in virtual time, on the devices themselves: undilated, whole blocks over NVLink and InfiniBand."""
-    cluster = Cluster.of(DEVICE.name, Placement.parse(placement).size, per_host=PER_HOST).laid_out(placement)
+    cluster = Cluster.of(DEVICE.name, Placement.parse(placement).size, per_host=PER_HOST).arrange_for(placement)
     return Simulator(MODEL, bounds(dataset, BUDGETED), cluster=cluster, rules=rules(scheduled))
 
 

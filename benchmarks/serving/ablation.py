@@ -38,12 +38,12 @@ from benchmarks.serving.live import (
 )
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
 from trinity.core.scheduler import Rules, latency_bound
-from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.budgets import Budgets, predict_budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_config import read
-from trinity.costs.model_shape import model as model_named
-from trinity.costs.step_cost import DEVICES, Roofline, Tables
-from trinity.emulation.paced_model import ModelShape, Paced
+from trinity.costs.model_config import read_model_shape
+from trinity.costs.model_shape import get_model_shape
+from trinity.costs.step_cost import DEVICES, CostTables, Roofline
+from trinity.emulation.paced_model import EmulatedShape, Paced
 from trinity.instance import Instance, named
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
@@ -66,10 +66,10 @@ REAL = 0.6  # of the minutes; the emulated ones run side by side
 END_S = 10.0  # of an emulated round, from the last request on
 LEAST, FEW = 60, 4  # requests of an emulated round, and of the one before them
 
-NEXT = model_named("llava-next-7b")
+NEXT = get_model_shape("llava-next-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
 COST = Roofline(model=NEXT, device=DEVICE)
-PACED = Paced(shape=ModelShape.of(NEXT), cost=COST, scale=2048)
+PACED = Paced(shape=EmulatedShape.of(NEXT), cost=COST, scale=2048)
 PACED_SLO = SLO(ttft=2.0, tbt=0.15)
 BUDGETED = SLO(ttft=2.0, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 INSTANCES = 6
@@ -101,7 +101,7 @@ def variants(name: str, instances: tuple[Instance, ...]) -> list[Way]:
 # ---------------------------------------------------------------- a real model on two cores
 
 
-def measured(model: Path, quick: bool) -> Tables:
+def measured(model: Path, quick: bool) -> CostTables:
     """Seconds of a step of one instance on one core, from which budgets are searched: once, and not by every way."""
     counts = QUICKLY if quick else COUNTS
     processor = make_processor(model)
@@ -112,14 +112,14 @@ def measured(model: Path, quick: bool) -> Tables:
         processor.close()
 
 
-def budgeted(way: Way, tables: Tables, slo: SLO, image_tokens: int) -> Way:
+def budgeted(way: Way, tables: CostTables, slo: SLO, image_tokens: int) -> Way:
     """With each instance's budgets by its roles (Algorithm 1, lines 1 to 6), where the way asks for searched ones."""
     if way.budgets is not None:
         return way
 
     def rules(roles: str) -> Rules:
         limit = latency_bound(roles, slo.ttft, slo.tbt)
-        found = predicted_budgets(tables.seconds, roles, limit, image_tokens, warn=False)
+        found = predict_budgets(tables.seconds, roles, limit, image_tokens, warn=False)
         return replace(way.rules, tokens=found.tokens, media=found.media)
 
     return replace(way, instances=tuple(replace(each, rules=rules(each.roles)) for each in way.instances))
@@ -134,7 +134,7 @@ def real_ways() -> list[Way]:
 
 async def real(model: Path, setting: Setting) -> Seen:
     until = time.monotonic() + 60 * setting.minutes
-    image_tokens, outputs = read(model).image_tokens, 4 if setting.quick else OUTPUTS
+    image_tokens, outputs = read_model_shape(model).image_tokens, 4 if setting.quick else OUTPUTS
     ways = real_ways()[:1] + real_ways()[-1:] if setting.quick else real_ways()
     row = next(iter(traffic(1, image_tokens, outputs)))
     tables = await asyncio.to_thread(measured, model, setting.quick)

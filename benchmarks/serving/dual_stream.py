@@ -29,7 +29,7 @@ from benchmarks.serving.live import (
     unreached,
 )
 from benchmarks.setting import FOREIGN, Setting, disturbed
-from trinity.costs.model_config import read
+from trinity.costs.model_config import read_model_shape
 from trinity.instance import Instance, named
 from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
@@ -104,7 +104,7 @@ def timed(step: Timed, beside: Timed | None, repeats: int) -> float:
 
 async def measure(model: Path, setting: Setting) -> tuple[Rounds, dict[str, Any]]:
     until = time.monotonic() + 60 * setting.minutes
-    image_tokens, outputs = read(model).image_tokens, 4 if setting.quick else OUTPUTS
+    image_tokens, outputs = read_model_shape(model).image_tokens, 4 if setting.quick else OUTPUTS
     known = ways()[:2] if setting.quick else ways()
     row = next(iter(traffic(1, image_tokens, outputs)))
     batches, context, repeats = ((1,), 32, 1) if setting.quick else (BATCHES, CONTEXT, REPEATS)

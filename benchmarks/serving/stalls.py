@@ -27,7 +27,7 @@ from benchmarks.serving.live import (
 from benchmarks.setting import FOREIGN, Setting, disturbed
 from trinity.core.scheduler import Rules
 from trinity.costs.budgets import Budgets
-from trinity.costs.model_config import read
+from trinity.costs.model_config import read_model_shape
 
 PLACEMENTS = ("EPD", "EP+D")
 CHUNKS = (None, 512, 128, 32)  # tokens of a step; None: prompts are not cut
@@ -69,7 +69,7 @@ def said(images: int | None) -> str:
 
 async def measure(model: Path, setting: Setting) -> tuple[Rounds, dict[str, Any]]:
     began = time.monotonic()
-    image_tokens = read(model).image_tokens
+    image_tokens = read_model_shape(model).image_tokens
     known = ways(image_tokens, (None, 16, 8) if setting.quick else CHUNKS, (None, 1) if setting.quick else IMAGES)
     known = known[:2] + known[-1:] if setting.quick else known
     outputs = 4 if setting.quick else OUTPUTS

@@ -127,5 +127,5 @@ def shown(count: int, seconds: float | None) -> tuple[str, str]:
 def cost(curves: Curves, dtype: str) -> dict[str, list[list[float]]]:
     """The same as a table of costs, with what is noise taken out."""
     taken = {name: curves[letter][dtype] for letter, name in (("E", "media"), ("P", "prefill"), ("D", "decodes"))}
-    measured = StepCost.measured(**taken)
+    measured = StepCost.from_samples(**taken)
     return {name: [list(row) for row in getattr(measured, name)] for name in taken}

@@ -13,7 +13,7 @@ from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_
 from trinity.core.transfers import KvMode, Transfers
 from trinity.costs.budgets import Budgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
+from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
@@ -30,7 +30,7 @@ COMBINATIONS = (
 )
 COST = LinearCost(step_s=0.01, decode_s=0.001, prefill_s=4e-4, encode_s=0.02, media_s=1e-4, source="given by hand")
 SCALE = 8.0  # of the emulation's KV blocks
-FEATURES = ModelShape(
+FEATURES = EmulatedShape(
     name="features", layers=2, kv_heads=1, head_dim=64, image_width=3584, image_tokens=20_000, context=32_768
 )
 TURN_S = 1e-3  # a request that waited longer for its turn did not wait for its features

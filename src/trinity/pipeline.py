@@ -17,7 +17,7 @@ from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import Rules
 from trinity.core.transfers import Transfers
 from trinity.costs.budgets import Budgets
-from trinity.costs.step_cost import Cost, Tables
+from trinity.costs.step_cost import CostModel, CostTables
 from trinity.deploy import InstanceOptions, placed, rules_and_routing
 from trinity.emulation.paced_model import Paced
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
@@ -124,7 +124,7 @@ class Pipeline:
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
-        self.cost: Cost | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
+        self.cost: CostModel | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
         self._reached: dict[str, Host] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
@@ -195,11 +195,11 @@ class Pipeline:
         """What each instance said of itself last: seconds of work that waits, free blocks, what it has cached."""
         return dict(self._frontend.router.loads)
 
-    async def profile(self, path: str | Path | None = None, **counts: Any) -> Tables:
+    async def profile(self, path: str | Path | None = None, **counts: Any) -> CostTables:
         """Seconds of a step by stage, batch and context, measured on copies of these instances; saved as JSON.
 
         Then also ``cost``, for a planner. Weights are shared with instances of this process. ``counts``: those of
-        ``Tables.taken``. Serve nothing meanwhile. Raises ``ConfigError`` where there is nothing to be measured here.
+        ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` where nothing can be measured here.
         """
         await self.idle()
         given = (self._deployment, self.instances, self.processor, self.hosts)

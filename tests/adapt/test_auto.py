@@ -12,16 +12,16 @@ import pytest
 from trinity.adapt.auto import CACHE_BYTES, Auto, automatic
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import MODELS
-from trinity.costs.step_cost import DEVICES, Roofline, Tables
-from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
+from trinity.costs.step_cost import DEVICES, CostTables, Roofline
+from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
 from trinity.errors import ConfigError, TraceError
 from trinity.pipeline import Pipeline
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 H100 = Roofline(model=LLAVA, device=msgspec.structs.replace(DEVICES["H100"], pass_s=1e-3))
-QUICK = Paced(shape=ModelShape.of(LLAVA), cost=LinearCost(step_s=1e-4), scale=4096)
-ROOF = Paced(shape=ModelShape.of(LLAVA), cost=H100, scale=4096)
+QUICK = Paced(shape=EmulatedShape.of(LLAVA), cost=LinearCost(step_s=1e-4), scale=4096)
+ROOF = Paced(shape=EmulatedShape.of(LLAVA), cost=H100, scale=4096)
 LOOSE = SLO(ttft=0.3, tbt=0.5)
 
 
@@ -38,10 +38,10 @@ class Recorded:
     def __init__(self, count: int, cost: Any = H100) -> None:
         self.trace, self.cost, self.profiled = Trace(rows(count)), cost, 0
 
-    async def profile(self) -> Tables:
+    async def profile(self) -> CostTables:
         self.profiled += 1
         found = {"decodes": {1: 1e-3}, "prefill": {1: 1e-3}, "media": {576: 1e-3}}
-        return Tables.measured({1: found}, model="llava", device="cpu", dtype="float32")
+        return CostTables.from_samples({1: found}, model="llava", device="cpu", dtype="float32")
 
 
 def auto(requests: int = 120, instances: int = 2) -> Auto:

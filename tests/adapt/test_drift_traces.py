@@ -23,12 +23,12 @@ from benchmarks.planning.watch import (
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.adapt.drift import Redeploy, Watch
-from trinity.costs.demand import load
+from trinity.costs.demand import peak_load
 
 
 def test_the_day_as_recorded_at_60_percent_load() -> None:
     demand = at_load(day())
-    assert load(demand.rate(day()), PLACEMENT) == pytest.approx(LOAD)
+    assert peak_load(demand.rate(day()), PLACEMENT) == pytest.approx(LOAD)
     found = proposed(Redeploy(Watch(demand), PLACEMENT), day())
     assert 1 <= len(found) <= 20  # of 144 spells of ten minutes
     assert spacing(found) >= 600

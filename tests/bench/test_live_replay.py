@@ -16,13 +16,13 @@ import trinity.bench.live_replay
 from trinity.bench.live_replay import live_goodput, measure_candidates, replay
 from trinity.core.scheduler import Rules
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import ModelShape, Paced, PacedRequest
+from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
 from trinity.pipeline import Pipeline
 from trinity.request import Request
 from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
-SHAPE = ModelShape(name="small", layers=2, kv_heads=1, head_dim=16, image_width=64, image_tokens=32)
+SHAPE = EmulatedShape(name="small", layers=2, kv_heads=1, head_dim=16, image_width=64, image_tokens=32)
 QUICK = Paced(shape=SHAPE, cost=LinearCost(step_s=1e-3, encode_s=1e-3, source="made up for tests"))
 POOLS = {"image": 64, "kv": 600}
 BEFORE = 1e9  # nothing is late

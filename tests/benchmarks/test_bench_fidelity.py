@@ -18,7 +18,7 @@ from benchmarks.fidelity.real_model import Costs, Real
 from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from trinity.bench.live_replay import replay
-from trinity.costs.step_cost import Tables
+from trinity.costs.step_cost import CostTables
 from trinity.request import Output
 from trinity.runtime.loading import load
 from trinity.traces.goodput import Goodput, RatePoint, RequestOutcome
@@ -107,7 +107,7 @@ def test_both_sides_have_the_same_budgets() -> None:
 
 def test_the_result_says_pass_and_fail() -> None:
     near, far = Load(0.9, 5, one(), [one()]), Load(0.9, 5, one(), [one(ttft=0.2)])
-    tables = {"D": Tables.measured({1: {"decodes": {1: 0.1}}}, model="m", device="cpu", dtype="f")}
+    tables = {"D": CostTables.from_samples({1: {"decodes": {1: 0.1}}}, model="m", device="cpu", dtype="f")}
     real = Real("small", Costs(tables, Host(1e-4, 1e-3, 2e-3)), SLO(1.0, 1.0), 2.0, [near, far])
     found = fidelity.result(Host(1e-4, 1e-3), [case("2EPD", 1.0, 1.05, near), case("1EP1D", 2.0, 1.0, far)], real)
     assert [aim.met for aim in found.aims] == [True, False, False, False, True, False]
@@ -147,7 +147,7 @@ async def test_what_the_host_adds_is_found_from_requests_that_are_alone() -> Non
 
 def test_tables_are_slower_by_a_step_for_each_pass() -> None:
     samples = {1: {"decodes": {1: 0.1, 4: 0.2}, "prefill": {8: 0.5}, "media": {16: 0.7}}}
-    tables = Tables.measured(samples, model="m", device="cpu", dtype="f")
+    tables = CostTables.from_samples(samples, model="m", device="cpu", dtype="f")
     for counts, passes in (
         ((1, 0, 0), 1),
         ((3, 0, 0), 1),
@@ -196,7 +196,7 @@ def test_every_fourth_request_has_an_image_and_equal_seeds_are_equal() -> None:
 def test_tables_are_measured_in_a_process_by_itself(tmp_path: Path) -> None:
     out = tmp_path / "EP.json"
     fidelity_real.profile_alone(checkpoint("llava"), "EP", out, {**fidelity_real.QUICKLY, "tokens": (1, 8)})
-    tables = Tables.load(out)
+    tables = CostTables.load(out)
     assert tables.seconds(0, 8, 16) > 0
     assert tables.seconds(1, 0, 0) == 0
 

@@ -14,7 +14,7 @@ from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import moves as gpu_moves
 from benchmarks.report import Result
 from benchmarks.setting import Setting
-from trinity.costs.model_config import read
+from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Device
 from trinity.stages.attention.backends import BACKENDS
 from trinity.stages.models import load_model
@@ -89,7 +89,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_the_model_has_the_published_shape(tmp_path: Path) -> None:
-    model = read(gpu_model.folder(tmp_path, tiny=False))
+    model = read_model_shape(gpu_model.folder(tmp_path, tiny=False))
     language, vision = model.language, model.vision
     assert vision is not None
     assert (language.layers, language.width, language.kv_heads, language.head_dim) == (32, 4096, 32, 128)

@@ -23,7 +23,7 @@ from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from trinity.core.scheduler import Rules
 from trinity.costs.budgets import StepCost
-from trinity.costs.step_cost import Tables
+from trinity.costs.step_cost import CostTables
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
@@ -266,8 +266,8 @@ def test_each_ablation_takes_one_thing_away() -> None:
 
 
 def test_budgets_are_searched_for_each_instance_by_its_roles() -> None:
-    cost = StepCost.measured(decodes={1: 0.01, 64: 0.05}, prefill={1: 0.01, 1024: 0.5}, media={576: 0.1, 2304: 0.4})
-    tables = Tables(model="m", device="d", dtype="t", source="test", costs=((1, cost),))
+    cost = StepCost.from_samples(decodes={1: 0.01, 64: 0.05}, prefill={1: 0.01, 1024: 0.5}, media={576: 0.1, 2304: 0.4})
+    tables = CostTables(model="m", device="d", dtype="t", source="test", costs=((1, cost),))
     full, unbounded, _ = ablation.variants("EP+D", placed("EP+D"))
     first, second = ablation.budgeted(full, tables, SLO(1.0, 0.05), 576).instances
     assert first.rules is not None

@@ -9,7 +9,7 @@ from benchmarks.planning.plan_speed import Speed, Took
 from benchmarks.planning.simpy_pipeline import Model
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.costs.model_shape import model
+from trinity.costs.model_shape import get_model_shape
 from trinity.simulation import compiled
 
 SERVED = {"compiled": Speed(400_000.0, 0.06, 0.028), "plain simpy": Speed(9000.0, 0.061, 0.029)}
@@ -18,7 +18,7 @@ SERVED = {"compiled": Speed(400_000.0, 0.06, 0.028), "plain simpy": Speed(9000.0
 @pytest.mark.parametrize("rate", [5.0, 40.0])
 def test_the_simpy_model_is_the_same_pipeline(rate: float) -> None:
     trace = traces.synthesise(
-        "TextCaps", 150, visual_tokens=model(plan_speed.SIMULATED).visual_tokens, rate=rate, seed=3
+        "TextCaps", 150, visual_tokens=get_model_shape(plan_speed.SIMULATED).visual_tokens, rate=rate, seed=3
     )
     plain, ours = plan_speed.by_simpy(trace), plan_speed.by_simulator(trace, "python")
     assert plain == pytest.approx(ours, rel=0.05)

@@ -194,36 +194,40 @@ counts = st.integers(0, 6000)
 
 @given(tables, tables, tables, st.tuples(counts, counts, counts), st.tuples(counts, counts, counts))
 def test_cost_never_falls_when_a_count_grows(a: Any, b: Any, c: Any, x: Any, more: Any) -> None:
-    cost = StepCost.measured(decodes=a, prefill=b, media=c)
+    cost = StepCost.from_samples(decodes=a, prefill=b, media=c)
     larger = tuple(map(sum, zip(x, more, strict=True)))
     assert cost.seconds(*larger) >= cost.seconds(*x) - 1e-9
 
 
 def test_cost_lies_on_the_lines_between_measurements() -> None:
-    cost = StepCost.measured(prefill={100: 1.0, 200: 3.0, 400: 4.0})
+    cost = StepCost.from_samples(prefill={100: 1.0, 200: 3.0, 400: 4.0})
     assert [cost.seconds(0, n, 0) for n in (0, 1, 100, 150, 200, 300, 400)] == [0.0, 1.0, 1.0, 2.0, 3.0, 3.5, 4.0]
     assert cost.seconds(0, 500, 0) == 5.0  # 1 s per 100 over the whole table is steeper than the last line
 
 
 def test_cost_beyond_a_steep_end_follows_it() -> None:
-    assert StepCost.measured(media={1: 1.0, 2: 1.0, 3: 4.0}).seconds(0, 0, 5) == 10.0
+    assert StepCost.from_samples(media={1: 1.0, 2: 1.0, 3: 4.0}).seconds(0, 0, 5) == 10.0
 
 
 def test_cost_of_one_measurement_is_proportional() -> None:
-    cost = StepCost.measured(decodes={4: 2.0})
+    cost = StepCost.from_samples(decodes={4: 2.0})
     assert [cost.seconds(n, 0, 0) for n in (1, 4, 8)] == [2.0, 2.0, 4.0]
 
 
 def test_one_pass_for_decodes_and_prefill_is_paid_once() -> None:
-    cost = StepCost.measured(decodes={1: 0.5, 8: 1.0}, prefill={1: 0.25, 100: 2.0}, media={10: 3.0})
+    cost = StepCost.from_samples(decodes={1: 0.5, 8: 1.0}, prefill={1: 0.25, 100: 2.0}, media={10: 3.0})
     assert cost.seconds(8, 100, 0) == 1.0 + 2.0 - 0.25
     assert cost.seconds(8, 100, 10) == 1.0 + 2.0 - 0.25 + 3.0
     assert cost.seconds(8, 0, 10) == 4.0
-    assert StepCost.measured(decodes={1: 0.5}).seconds(1, 50, 0) == 0.5
+    assert StepCost.from_samples(decodes={1: 0.5}).seconds(1, 50, 0) == 0.5
 
 
 def test_times_that_fall_are_noise() -> None:
-    assert StepCost.measured(prefill={1: 5.0, 2: 1.0, 4: 2.0, 8: math.inf}).prefill == ((1, 1.0), (2, 1.0), (4, 2.0))
+    assert StepCost.from_samples(prefill={1: 5.0, 2: 1.0, 4: 2.0, 8: math.inf}).prefill == (
+        (1, 1.0),
+        (2, 1.0),
+        (4, 2.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +252,7 @@ def test_a_budget_is_at_least_one(fields: dict[str, Any]) -> None:
 
 
 KEY = BudgetKey(model="abc", dtype="float32", device="cpu", threads=1, roles="EP", limit_s=0.5)
-BUDGETS = Budgets(tokens=77, media=1152, limit_s=0.5, cost=StepCost.measured(prefill={1: 0.1, 64: 0.25}))
+BUDGETS = Budgets(tokens=77, media=1152, limit_s=0.5, cost=StepCost.from_samples(prefill={1: 0.1, 64: 0.25}))
 
 
 def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:

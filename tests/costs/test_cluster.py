@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity.costs.cluster import Cluster
-from trinity.costs.step_cost import DEVICES, LINKS, Link
+from trinity.costs.step_cost import DEVICES, INTERCONNECTS, Interconnect
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 
@@ -23,11 +23,11 @@ def test_devices_by_name_and_count() -> None:
 
 
 def test_links_within_and_between_hosts() -> None:
-    cluster = Cluster.of("H100", 4, per_host=2, link="pcie4", network=Link(name="string", bandwidth=1.0))
+    cluster = Cluster.of("H100", 4, per_host=2, link="pcie4", network=Interconnect(name="string", bandwidth=1.0))
     assert cluster.hosts == ("host0", "host0", "host1", "host1")
-    assert cluster.between(0, 1) == LINKS["pcie4"]
-    assert cluster.between(1, 2).name == "string"
-    assert Cluster.of("H100", 2).between(0, 1) == LINKS["nvlink"]
+    assert cluster.link_between(0, 1) == INTERCONNECTS["pcie4"]
+    assert cluster.link_between(1, 2).name == "string"
+    assert Cluster.of("H100", 2).link_between(0, 1) == INTERCONNECTS["nvlink"]
     assert Cluster.of("H100", 3, per_host=2).hosts == ("host0", "host0", "host1")
 
 
@@ -87,7 +87,7 @@ def test_a_placement_laid_out_crosses_hosts_as_little_as_can_be_kv_first(text: s
     placement = Placement.parse(text)
     roles = [each for _, each in placement.instances()]
     plain = Cluster.of("H100", placement.size, per_host=per_host)
-    found = plain.laid_out(placement)
+    found = plain.arrange_for(placement)
     assert sorted(found.hosts) == sorted(plain.hosts)
     room = {host: plain.hosts.count(host) for host in sorted(set(plain.hosts))}
     best = min(crossing(roles, each) for each in assignments(roles, room))
@@ -96,9 +96,9 @@ def test_a_placement_laid_out_crosses_hosts_as_little_as_can_be_kv_first(text: s
 
 def test_only_equal_devices_change_places() -> None:
     mixed = Cluster.of(("L40S", 2), ("H100", 4), per_host=3)
-    found = mixed.laid_out("2E2P2D")
+    found = mixed.arrange_for("2E2P2D")
     assert found.hosts[:2] == ("host0", "host0")
     assert sorted(found.hosts[2:]) == ["host0", "host1", "host1", "host1"]
-    assert Cluster.of("H100", 3).laid_out("E+P+D") == Cluster.of("H100", 3), "one host"
+    assert Cluster.of("H100", 3).arrange_for("E+P+D") == Cluster.of("H100", 3), "one host"
     with pytest.raises(PlacementError, match="2 instances"):
-        mixed.laid_out("P+D")
+        mixed.arrange_for("P+D")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.costs.demand import Demand, load, total
-from trinity.costs.model_shape import model
+from trinity.costs.demand import Demand, peak_load, sum_by_stage
+from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import Placement
@@ -70,32 +70,32 @@ def test_the_demand_of_a_trace_is_the_sum_over_its_span() -> None:
     rows = [row(at=at, images=(50,), out=5) for at in (10, 12, 20)]
     each = demand.of(rows[0])
     assert demand.rate(Trace(rows)) == pytest.approx({stage: 3 * each[stage] / 10 for stage in "EPD"})
-    assert total(map(demand.of, rows)) == pytest.approx({stage: 3 * each[stage] for stage in "EPD"})
+    assert sum_by_stage(map(demand.of, rows)) == pytest.approx({stage: 3 * each[stage] for stage in "EPD"})
     for none in ([], rows[:1], [rows[0], rows[0]]):
         with pytest.raises(TraceError, match="no rate"):
             demand.rate(Trace(none))
 
 
 def test_steps_under_an_slo_keep_it_and_lose_little() -> None:
-    demand = Demand.under(Plain(), SLO(ttft=30, tbt=20), context=50)
+    demand = Demand.for_slo(Plain(), SLO(ttft=30, tbt=20), context=50)
     for found, most, each in ((demand.tokens, 130, 0.1), (demand.decodes, 12, 1.5), (demand.media, 13_000, 0.001)):
         assert found <= most  # 2 + each * most is the bound
         assert found / (2 + each * found) >= 0.95 * most / (2 + each * most)
 
 
 def test_an_slo_that_nothing_meets_leaves_one_row() -> None:
-    demand = Demand.under(Plain(), SLO(ttft=0.1, tbt=0.1))
+    demand = Demand.for_slo(Plain(), SLO(ttft=0.1, tbt=0.1))
     assert (demand.media, demand.tokens, demand.decodes) == (1, 1, 1)
     with pytest.raises(ConfigError, match="at least 1"):
         Demand(cost=Plain(), media=1, tokens=0, decodes=1)
 
 
 def test_steps_of_a_known_model_and_device_are_in_time() -> None:
-    cost, slo = Roofline(model=model("llava-1.5-7b"), device=DEVICES["H100"]), SLO(ttft=2, tbt=0.08)
-    demand = Demand.under(cost, slo)
+    cost, slo = Roofline(model=get_model_shape("llava-1.5-7b"), device=DEVICES["H100"]), SLO(ttft=2, tbt=0.08)
+    demand = Demand.for_slo(cost, slo)
     assert cost.at(0, demand.tokens, 0, context=0) <= 1
     assert 0.06 < cost.at(demand.decodes, 0, 0, context=1024) <= 0.08
-    assert Demand.under(cost, slo, most_decodes=50).decodes <= 50
+    assert Demand.for_slo(cost, slo, most_decodes=50).decodes <= 50
     of = demand.of(row(text=50, images=(576,), out=100))
     assert 0 < of["E"] < of["P"] < 0.1
     assert demand.of(row(text=50, images=(576,), out=199))["D"] == pytest.approx(2 * of["D"], rel=0.1)
@@ -103,13 +103,13 @@ def test_steps_of_a_known_model_and_device_are_in_time() -> None:
 
 def test_loads_by_hand() -> None:
     demand = {"E": 1.0, "P": 3.0, "D": 2.0}
-    assert load(demand, "6EPD") == 1
-    assert load(demand, "1E3P2D") == 1
-    assert load(demand, "2E2P4D") == 1.5  # P
-    assert load(demand, Placement.parse("2EP4D")) == 2  # E and P share two
-    assert load(demand, "1E5PD") == 1
-    assert load({"E": 0.0, "P": 1.0, "D": 1.0}, "PD") == 2
-    assert load(demand, "1P1D") == math.inf
+    assert peak_load(demand, "6EPD") == 1
+    assert peak_load(demand, "1E3P2D") == 1
+    assert peak_load(demand, "2E2P4D") == 1.5  # P
+    assert peak_load(demand, Placement.parse("2EP4D")) == 2  # E and P share two
+    assert peak_load(demand, "1E5PD") == 1
+    assert peak_load({"E": 0.0, "P": 1.0, "D": 1.0}, "PD") == 2
+    assert peak_load(demand, "1P1D") == math.inf
 
 
 def spread(demand: dict[str, float], roles: list[str], steps: int) -> float:
@@ -136,5 +136,5 @@ def spread(demand: dict[str, float], roles: list[str], steps: int) -> float:
 def test_the_load_is_what_the_best_spreading_reaches(demand: dict[str, float], placement: str) -> None:
     roles = [held for _, held in Placement.parse(placement).instances()]
     reached = spread(demand, roles, 8)
-    assert load(demand, placement) <= reached + 1e-9
-    assert reached <= load(demand, placement) + sum(demand.values()) / 8  # as close as parts of an eighth come
+    assert peak_load(demand, placement) <= reached + 1e-9
+    assert reached <= peak_load(demand, placement) + sum(demand.values()) / 8  # as close as parts of an eighth come

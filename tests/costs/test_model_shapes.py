@@ -10,7 +10,7 @@ import pytest
 
 from trinity.core.messages import IMAGE, KV
 from trinity.costs import model_config
-from trinity.costs.model_shape import MODELS, Layers, Model, model
+from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, get_model_shape
 from trinity.costs.pool_sizes import capacity
 from trinity.errors import ConfigError, UnknownName, UnsupportedModel
 
@@ -60,13 +60,13 @@ SIZES = ["language", "vocabulary", "kv_bytes", "feature_bytes", "read_bytes", "c
     ],
 )
 def test_bytes_of_the_papers_models(name: str, kv_bytes: int, feature_bytes: int, read_gb: float) -> None:
-    shape = model(name)
+    shape = get_model_shape(name)
     assert (shape.kv_bytes, shape.feature_bytes) == (kv_bytes, feature_bytes)
     assert round(shape.read_bytes / 1e9, 1) == read_gb
 
 
 def test_pangu_is_as_its_paper_gives_it() -> None:
-    pangu = model("openpangu-7b-vl")
+    pangu = get_model_shape("openpangu-7b-vl")
     assert pangu.vision_bytes / 2 == pytest.approx(0.7e9, rel=0.05)
     assert pangu.read_bytes / 2 == pytest.approx(7e9, rel=0.02)
     assert pangu.visual_tokens(1280, 720) == pangu.image_tokens == 1196
@@ -77,7 +77,7 @@ def test_pangu_is_as_its_paper_gives_it() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_what_a_planner_needs(name: str) -> None:
-    shape = model(name)
+    shape = get_model_shape(name)
     assert 13e9 < shape.language_bytes < 17e9
     assert 0.5e9 < shape.vision_bytes < 1.5e9
     assert shape.visual_tokens(1024, 768) > 0
@@ -86,7 +86,7 @@ def test_every_model_has_what_a_planner_needs(name: str) -> None:
 
 
 def test_pools_fill_the_memory_that_weights_leave() -> None:
-    shape = model("llava-1.5-7b")
+    shape = get_model_shape("llava-1.5-7b")
     only_decode = shape.pools("D", 80e9)
     assert only_decode == {KV: int(80e9 - shape.language_bytes) // (16 * 524_288)}
     both = shape.pools("EPD", 80e9)
@@ -98,47 +98,47 @@ def test_pools_fill_the_memory_that_weights_leave() -> None:
 
 
 def test_capacity_can_be_asked_of_a_model() -> None:
-    shape = model("llava-1.5-7b")
+    shape = get_model_shape("llava-1.5-7b")
     assert capacity("D", shape.memory(), int(80e9)).kv_tokens == int(80e9 - shape.language_bytes) // 524_288
 
 
 def test_an_unknown_model_is_named_with_those_known() -> None:
     with pytest.raises(UnknownName, match=r"qwen2-vl-7b.*model_config"):
-        model("gpt")
+        get_model_shape("gpt")
 
 
 @pytest.mark.parametrize("wrong", [{"layers": 0}, {"width": -1}, {"kv_heads": 3}])
 def test_layers_without_meaning_are_refused(wrong: dict[str, int]) -> None:
     good: dict[str, Any] = {"layers": 1, "width": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn": 8}
     with pytest.raises(ConfigError, match="at least 1"):
-        Layers(**{**good, **wrong})
+        LayerShape(**{**good, **wrong})
 
 
 # ---------------------------------------------------------------- config.json
 
 
-def sizes(shape: Model) -> list[Any]:
+def sizes(shape: ModelShape) -> list[Any]:
     return [getattr(shape, name) for name in SIZES]
 
 
 @pytest.mark.parametrize(("config", "name"), [(LLAVA, "llava-1.5-7b"), (QWEN2_VL, "qwen2-vl-7b")])
 def test_a_config_gives_the_shape_by_hand(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found, known = model_config.read(tmp_path), model(name)
+    found, known = model_config.read_model_shape(tmp_path), get_model_shape(name)
     assert sizes(found) == sizes(known)
     assert found.vision is not None
     assert known.vision is not None
     assert found.vision.layers == known.vision.layers
     assert found.vision.patches == known.vision.patches
     assert found.vision_bytes == pytest.approx(known.vision_bytes, rel=0.02)
-    assert sizes(model_config.read(tmp_path / "config.json")) == sizes(found)
+    assert sizes(model_config.read_model_shape(tmp_path / "config.json")) == sizes(found)
 
 
 def test_the_preprocessor_gives_the_limits_of_the_rule(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_VL))
-    assert model_config.read(tmp_path).visual_tokens(1024, 1024) == 1225
+    assert model_config.read_model_shape(tmp_path).visual_tokens(1024, 1024) == 1225
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_pixels": 12_845_056}))
-    assert model_config.read(tmp_path).visual_tokens(1024, 1024) == 1369
+    assert model_config.read_model_shape(tmp_path).visual_tokens(1024, 1024) == 1369
 
 
 def test_a_model_of_text_alone() -> None:
@@ -186,7 +186,7 @@ def test_a_transformers_config_saved_to_disk_has_the_models_weights(tmp_path: Pa
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)
     matrices = sum(each.numel() for each in llama.parameters() if each.dim() == 2)
-    shape = model_config.read(tmp_path)
+    shape = model_config.read_model_shape(tmp_path)
     assert shape.language_bytes == matrices * shape.dtype_bytes
 
 
@@ -209,7 +209,7 @@ def test_configs_of_transformers_have_the_matrices_of_its_models(tmp_path: Path,
 
     config = getattr(transformers, f"{family}Config")()
     config.save_pretrained(tmp_path)
-    shape = model_config.read(tmp_path)
+    shape = model_config.read_model_shape(tmp_path)
     with torch.device("meta"):  # no weights, only their shapes
         made = transformers.AutoModelForImageTextToText.from_config(config)
     sizes = {name: each.numel() for name, each in made.named_parameters() if each.dim() > 1}
@@ -220,10 +220,10 @@ def test_configs_of_transformers_have_the_matrices_of_its_models(tmp_path: Path,
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration"):
-        model_config.read(tmp_path)
+        model_config.read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="no configuration"):
-        model_config.read(tmp_path)
+        model_config.read_model_shape(tmp_path)
     with pytest.raises(ConfigError, match="language model's configuration has no embed_dim or hidden_size"):
         model_config.from_config({"model_type": "new"})
     with pytest.raises(ConfigError, match="vision model's configuration has no"):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from trinity.costs.pool_sizes import (
     Capacity,
     ModelMemory,
-    as_size,
     available_memory,
     capacity,
     check_available,
+    format_size,
     size_pools,
 )
 from trinity.errors import ConfigError
@@ -290,4 +290,4 @@ def test_more_than_there_is_is_refused() -> None:
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 << 30, "3.00 GiB"), (5 << 50, "5120.00 TiB")],
 )
 def test_sizes_are_readable(size: int, text: Any) -> None:
-    assert as_size(size) == text
+    assert format_size(size) == text

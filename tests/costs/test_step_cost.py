@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from trinity.core.scheduler import StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import TableCost
-from trinity.costs.model_shape import MODELS, Layers, Model, Vision, model
-from trinity.costs.step_cost import DEVICES, LINKS, Device, Link, Roofline, Tables, device
+from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
+from trinity.costs.step_cost import DEVICES, INTERCONNECTS, CostTables, Device, Interconnect, Roofline, get_device
 from trinity.emulation.paced_model import LLAVA_15_7B as PACED
 from trinity.emulation.paced_model import Paced
 from trinity.errors import ConfigError, UnknownName
@@ -23,12 +23,12 @@ from trinity.errors import ConfigError, UnknownName
 SLOW = Device(
     name="slow", flops=1e6, bandwidth=1e5, memory=1e9, flops_share=0.5, bandwidth_share=0.5, pass_s=0.1, row_s=0
 )
-ENCODER = Vision(
-    layers=Layers(layers=1, width=4, heads=1, kv_heads=1, head_dim=4, ffn=8), patches=2, span=3, projector=10
+ENCODER = VisionShape(
+    layers=LayerShape(layers=1, width=4, heads=1, kv_heads=1, head_dim=4, ffn=8), patches=2, span=3, projector=10
 )
-TINY = Model(
+TINY = ModelShape(
     name="tiny",
-    language=Layers(layers=2, width=4, heads=2, kv_heads=1, head_dim=2, ffn=8, gated=True),
+    language=LayerShape(layers=2, width=4, heads=2, kv_heads=1, head_dim=2, ffn=8, gated=True),
     vocabulary=10,
     vision=ENCODER,
 )
@@ -90,7 +90,7 @@ def test_each_pass_has_its_overhead_and_each_sequence() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_decode_step_reads_the_weights(name: str, where: str) -> None:
-    here, shape = device(where), model(name)
+    here, shape = get_device(where), get_model_shape(name)
     read = shape.read_bytes / (here.bandwidth * here.bandwidth_share)
     took = Roofline(model=shape, device=here).seconds(1, 0, 0) - here.pass_s
     assert read < took < 1.2 * read + 1e-3
@@ -105,7 +105,7 @@ rows = st.integers(0, 4096)
 def test_a_larger_step_never_takes_less(
     name: str, where: str, decodes: int, prefill: int, media: int, which: int, data: st.DataObject
 ) -> None:
-    cost: StepTime = Roofline(model=model(name), device=device(where))
+    cost: StepTime = Roofline(model=get_model_shape(name), device=get_device(where))
     counts = [decodes, prefill, media]
     before = cost.seconds(*counts)
     counts[which] += data.draw(st.integers(1, 1000))
@@ -114,8 +114,10 @@ def test_a_larger_step_never_takes_less(
 
 @given(rows, rows, rows)
 def test_a_faster_device_never_takes_longer(decodes: int, prefill: int, media: int) -> None:
-    shape = model("qwen2-vl-7b")
-    took = [Roofline(model=shape, device=device(name)).seconds(decodes, prefill, media) for name in ("H200", "H100")]
+    shape = get_model_shape("qwen2-vl-7b")
+    took = [
+        Roofline(model=shape, device=get_device(name)).seconds(decodes, prefill, media) for name in ("H200", "H100")
+    ]
     assert took[0] <= took[1]
 
 
@@ -130,24 +132,24 @@ def test_devices_without_meaning_are_refused(wrong: dict[str, float]) -> None:
 
 def test_an_unknown_device_is_named_with_those_known() -> None:
     with pytest.raises(UnknownName, match=r"A100, H100, H20.*trinity\.cost\.Device"):
-        device("TPU")
+        get_device("TPU")
 
 
 def test_transfers() -> None:
-    link = Link(name="x", bandwidth=1e9, fixed_s=0.001)
+    link = Interconnect(name="x", bandwidth=1e9, fixed_s=0.001)
     assert link.seconds(0) == 0
     assert link.seconds(1e9) == pytest.approx(1.001)
     # TriInfer table 4: a LLaVA image cache in 1.2 to 1.8 ms at the 95th percentile; KV of 640 tokens in 6.4 to 7.6 ms.
-    assert LINKS["nvlink"].seconds(576 * 8192) < 1.2e-3
-    assert LINKS["nvlink"].seconds(640 * 524_288) < 6.4e-3
+    assert INTERCONNECTS["nvlink"].seconds(576 * 8192) < 1.2e-3
+    assert INTERCONNECTS["nvlink"].seconds(640 * 524_288) < 6.4e-3
     for wrong in ({"bandwidth": 0}, {"fixed_s": -1}, {"bandwidth": math.nan}):
         with pytest.raises(ConfigError, match="positive"):
-            Link(**{"name": "x", "bandwidth": 1.0, **wrong})  # type: ignore[arg-type]
+            Interconnect(**{"name": "x", "bandwidth": 1.0, **wrong})  # type: ignore[arg-type]
 
 
 def test_a_roofline_paces_a_pipeline() -> None:
-    cost = Roofline(model=model("llava-1.5-7b"), device=device("H100"))
-    table = TableCost.sampled(cost, (1, 8, 64, 512), source="roofline of H100")
+    cost = Roofline(model=get_model_shape("llava-1.5-7b"), device=get_device("H100"))
+    table = TableCost.from_cost_model(cost, (1, 8, 64, 512), source="roofline of H100")
     for count in (1, 8, 64, 512):
         assert table.seconds(count, 0, 0) == pytest.approx(cost.seconds(count, 0, 0))
     assert "H100" in str(Paced(shape=PACED, cost=table))
@@ -156,8 +158,8 @@ def test_a_roofline_paces_a_pipeline() -> None:
 # ---------------------------------------------------------------- measured tables
 
 
-def tables(**names: str) -> Tables:
-    return Tables.measured(
+def tables(**names: str) -> CostTables:
+    return CostTables.from_samples(
         {
             0: {"decodes": {1: 0.02, 8: 0.024}, "prefill": {1: 0.02, 1000: 0.2}, "media": {576: 0.03}},
             1000: {"decodes": {1: 0.03, 8: 0.054}, "prefill": {1: 0.02, 1000: 0.3}},
@@ -179,20 +181,22 @@ def test_tables_are_joined_by_lines_between_contexts() -> None:
 
 
 def test_a_context_that_measured_faster_by_noise_costs_as_much_as_the_shorter_one() -> None:
-    noisy = Tables.measured(
+    noisy = CostTables.from_samples(
         {0: {"decodes": {1: 0.02}}, 100: {"decodes": {1: 0.01}}}, model="m", device="d", dtype="float16"
     )
     assert [noisy.at(1, 0, 0, context=each) for each in (0, 50, 100, 900)] == [0.02] * 4
 
 
 def test_one_table_alone_is_a_step_cost() -> None:
-    alone = Tables(model="m", device="d", dtype="t", source="s", costs=((512, StepCost.measured({1: 0.1, 2: 0.3})),))
+    alone = CostTables(
+        model="m", device="d", dtype="t", source="s", costs=((512, StepCost.from_samples({1: 0.1, 2: 0.3})),)
+    )
     assert [alone.at(2, 0, 0, context=each) for each in (0, 512, 9999)] == [0.3] * 3
 
 
 def test_a_step_with_both_kinds_takes_no_less_than_either_whatever_the_noise() -> None:
     contexts = {1: {"decodes": {1: 9.0}, "prefill": {1: 9.0}}, 8: {"decodes": {1: 1.0}}, 16: {"decodes": {1: 2.0}}}
-    noisy = Tables.measured(contexts, model="any", device="any", dtype="any")
+    noisy = CostTables.from_samples(contexts, model="any", device="any", dtype="any")
     assert noisy.at(1, 0, 0, context=16) == 2.0, "less than at context 1"
     assert noisy.at(1, 1, 0, context=16) == 9.0
     assert noisy.at(1, 1, 0, context=1) == 9.0, "both share what a pass costs at least"
@@ -201,12 +205,12 @@ def test_a_step_with_both_kinds_takes_no_less_than_either_whatever_the_noise() -
 def test_tables_survive_their_file_and_know_whose_they_are(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     tables().save(path)
-    assert Tables.load(path, model="llava-1.5-7b", device="H100") == tables()
+    assert CostTables.load(path, model="llava-1.5-7b", device="H100") == tables()
     assert b"float16" in path.read_bytes()
     with pytest.raises(ConfigError, match="measured on device 'H100', not on 'A100'"):
-        Tables.load(path, device="A100")
+        CostTables.load(path, device="A100")
     with pytest.raises(ConfigError, match="measured on model"):
-        Tables.load(path, model="other")
+        CostTables.load(path, model="other")
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"model":"m","device":"d","dtype":"t","source":"s","costs":[]}'])
@@ -215,7 +219,7 @@ def test_a_file_without_tables(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError):
-        Tables.load(path)
+        CostTables.load(path)
 
 
 class FakeProbe:
@@ -223,7 +227,7 @@ class FakeProbe:
 
     def __init__(self, letters: str, longest: int = 1500) -> None:
         self.letters, self.longest, self.image_tokens = letters, longest, 576
-        self.cost = Roofline(model=model("llava-1.5-7b"), device=device("H100"))
+        self.cost = Roofline(model=get_model_shape("llava-1.5-7b"), device=get_device("H100"))
         self.asked: list[tuple[str, int, int]] = []
 
     def most_images(self) -> int:
@@ -243,8 +247,8 @@ class FakeProbe:
         return self.cost.at(rows, 0, 0, context=context)
 
 
-def taken(probe: FakeProbe, **options: Any) -> Tables:
-    return Tables.taken(probe, model="llava-1.5-7b", device="H100", dtype="float16", **options)
+def taken(probe: FakeProbe, **options: Any) -> CostTables:
+    return CostTables.profile(probe, model="llava-1.5-7b", device="H100", dtype="float16", **options)
 
 
 def test_tables_taken_of_an_instance_say_what_it_took() -> None:
@@ -288,4 +292,4 @@ def test_measuring_nothing_is_refused() -> None:
 def test_contexts_ascend(contexts: tuple[int, ...]) -> None:
     costs: Any = tuple((context, StepCost()) for context in contexts)
     with pytest.raises(ConfigError, match="ascending"):
-        Tables(model="m", device="d", dtype="t", source="s", costs=costs)
+        CostTables(model="m", device="d", dtype="t", source="s", costs=costs)

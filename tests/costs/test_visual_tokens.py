@@ -19,13 +19,13 @@ SIZES = [(NOISE.randint(8, 1400), NOISE.randint(8, 1400)) for _ in range(150)]
 SIZES += [(NOISE.randint(60, 6000), NOISE.randint(60, 6000)) for _ in range(150)]
 SIZES += [(each, each) for each in (28, 336, 448, 896, 1000)] + [(1, 150), (150, 1), (672, 336), (4000, 100)]
 RULES: dict[str, VisualTokenRule] = {
-    "fixed": visual_tokens.fixed,
-    "anyres": visual_tokens.anyres,
-    "smart_resize": visual_tokens.smart_resize,
-    "tiles": visual_tokens.tiles,
-    "slices": visual_tokens.slices,
-    "pan_and_scan": visual_tokens.pan_and_scan,
-    "split": visual_tokens.split,
+    "fixed": visual_tokens.fixed_tokens,
+    "anyres": visual_tokens.anyres_tokens,
+    "smart_resize": visual_tokens.smart_resize_tokens,
+    "tiles": visual_tokens.tile_tokens,
+    "slices": visual_tokens.slice_tokens,
+    "pan_and_scan": visual_tokens.pan_and_scan_tokens,
+    "split": visual_tokens.split_tokens,
 }
 
 
@@ -41,7 +41,7 @@ def test_llava_next_as_its_processor_counts() -> None:
     processor.num_additional_image_tokens = 1
     processor._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, processor)
     count = LlavaNextProcessor._get_number_of_features
-    check(visual_tokens.anyres, lambda width, height: int(count(processor, height, width, 336, 336)) - 1)
+    check(visual_tokens.anyres_tokens, lambda width, height: int(count(processor, height, width, 336, 336)) - 1)
 
 
 GRIDS = [list(grid) for grid in visual_tokens.LLAVA_NEXT_GRIDS]
@@ -55,7 +55,7 @@ def test_qwen2_vl_as_its_processor_resizes(least: int, most: int) -> None:
         rows, columns = smart_resize(height, width, 28, min_pixels=least, max_pixels=most)
         return int(rows // 28 * (columns // 28))
 
-    check(partial(visual_tokens.smart_resize, least=least, most=most), theirs)
+    check(partial(visual_tokens.smart_resize_tokens, least=least, most=most), theirs)
 
 
 @pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 6), (2, 4), (1, 1)])
@@ -66,7 +66,7 @@ def test_internvl_as_its_processor_tiles(fewest: int, most: int) -> None:
         columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), fewest, most)
         return int(256 * (columns * rows + (columns * rows > 1)))
 
-    check(partial(visual_tokens.tiles, fewest=fewest, most=most), theirs)
+    check(partial(visual_tokens.tile_tokens, fewest=fewest, most=most), theirs)
 
 
 @pytest.mark.parametrize("most", [9, 4, 2])
@@ -79,7 +79,7 @@ def test_minicpm_v_as_its_processor_slices(most: int) -> None:
         grid = MiniCPMV4_6ImageProcessorPil.get_sliced_grid(nobody, (height, width), most, 448)
         return 64 * (grid[0] * grid[1] + 1) if grid else 64
 
-    check(partial(visual_tokens.slices, most=most), theirs)
+    check(partial(visual_tokens.slice_tokens, most=most), theirs)
 
 
 @pytest.mark.parametrize("crops", [0, 4, 2])
@@ -92,7 +92,7 @@ def test_gemma_3_as_its_processor_pans_and_scans(crops: int) -> None:
         image = np.broadcast_to(np.uint8(0), (3, height, width))
         return 256 * (1 + len(Gemma3ImageProcessorPil.pan_and_scan(nobody, image, 256, crops, 1.2) if crops else []))
 
-    check(partial(visual_tokens.pan_and_scan, crops=crops), theirs)
+    check(partial(visual_tokens.pan_and_scan_tokens, crops=crops), theirs)
 
 
 @pytest.mark.parametrize(("longest", "tile", "tokens"), [(1456, 364, 169), (1536, 384, 81), (2048, 512, 64)])
@@ -106,7 +106,7 @@ def test_idefics3_and_smolvlm_as_their_processor_splits(longest: int, tile: int,
         count, _, _ = SmolVLMImageProcessorPil.get_number_of_image_patches(settings, height, width)
         return tokens * max(1, int(count))
 
-    check(partial(visual_tokens.split, longest=longest, tile=tile, tokens=tokens), theirs)
+    check(partial(visual_tokens.split_tokens, longest=longest, tile=tile, tokens=tokens), theirs)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_idefics3_and_smolvlm_as_their_processor_splits(longest: int, tile: int,
     ],
 )
 def test_the_sizes_of_triinfers_datasets(width: int, height: int, next_tokens: int, qwen_tokens: int) -> None:
-    assert visual_tokens.fixed(width, height) == 576
-    assert visual_tokens.anyres(width, height) == next_tokens
+    assert visual_tokens.fixed_tokens(width, height) == 576
+    assert visual_tokens.anyres_tokens(width, height) == next_tokens
     # These counts are without the limit that transformers' processor has by default.
-    assert visual_tokens.smart_resize(width, height, most=10**9) == qwen_tokens
+    assert visual_tokens.smart_resize_tokens(width, height, most=10**9) == qwen_tokens
 
 
 @pytest.mark.parametrize(
     ("width", "height", "tokens"), [(280, 280, 100), (560, 560, 400), (1280, 720, 1196), (1920, 1080, 2691)]
 )
 def test_the_features_that_epd_serve_sends(width: int, height: int, tokens: int) -> None:
-    assert visual_tokens.smart_resize(width, height, most=10**9) == tokens  # EPD-Serve table 3
+    assert visual_tokens.smart_resize_tokens(width, height, most=10**9) == tokens  # EPD-Serve table 3
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -148,6 +148,6 @@ def test_an_image_has_pixels(name: str) -> None:
 
 
 def test_an_image_as_narrow_as_the_model_refuses() -> None:
-    assert visual_tokens.smart_resize(5600, 28) == 200
+    assert visual_tokens.smart_resize_tokens(5600, 28) == 200
     with pytest.raises(ConfigError, match="200 to 1"):
-        visual_tokens.smart_resize(5628, 28)
+        visual_tokens.smart_resize_tokens(5628, 28)

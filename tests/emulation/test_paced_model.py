@@ -16,7 +16,7 @@ import pytest
 from trinity.core.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.content import expected_tokens, features, identities, prefix_words, prompt_ids
-from trinity.emulation.paced_model import LLAVA_15_7B, ModelShape, Paced, PacedRequest
+from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
 from trinity.emulation.processor import PacedProcessor
 from trinity.emulation.sleep import Pace
 from trinity.emulation.stages import PacedStage, paced_stages
@@ -26,7 +26,7 @@ from trinity.request import Request, Sampling
 from trinity.stages.base import Stage
 from trinity.traces.trace import TraceImage, TraceRow
 
-SHAPE = ModelShape(name="small", layers=3, kv_heads=2, head_dim=16, image_width=64, image_tokens=6, vocabulary=1000)
+SHAPE = EmulatedShape(name="small", layers=3, kv_heads=2, head_dim=16, image_width=64, image_tokens=6, vocabulary=1000)
 MODEL = Paced(shape=SHAPE, cost=LinearCost(source="nothing takes time"), scale=8)
 ROWS, HEIGHT = 4, 4  # rows of an image block, tokens of a KV block
 
@@ -281,8 +281,8 @@ def test_a_step_costs_by_what_its_rows_look_back_on() -> None:
         lambda: LinearCost(media_s=math.nan),
         lambda: Paced(shape=SHAPE, cost=LinearCost(), scale=0.5),
         lambda: Paced(shape=SHAPE, cost=LinearCost(), interference=0.9),
-        lambda: ModelShape(name="flat", layers=0, kv_heads=1, head_dim=1),
-        lambda: ModelShape(name="few", layers=1, kv_heads=1, head_dim=1, vocabulary=9),
+        lambda: EmulatedShape(name="flat", layers=0, kv_heads=1, head_dim=1),
+        lambda: EmulatedShape(name="few", layers=1, kv_heads=1, head_dim=1, vocabulary=9),
     ],
 )
 def test_a_model_without_meaning_is_refused(make: Callable[[], object]) -> None:

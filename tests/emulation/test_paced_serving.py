@@ -156,7 +156,7 @@ async def test_costs_can_be_those_of_a_real_pipeline(tmp_path: Path, monkeypatch
     async with Pipeline(checkpoint("llava"), "EPD", slo=slo, pools={"image": 64, "kv": 1024}) as real:
         cost = real.hosts["EPD0"].loaded.settings.rules.cost
     assert isinstance(cost, StepCost)
-    table = TableCost.profiled(cost, "profiled from trinity's tiny LLaVA checkpoint")
+    table = TableCost.from_step_cost(cost, "profiled from trinity's tiny LLaVA checkpoint")
     requests = asked()
     async with Pipeline(msgspec.structs.replace(MODEL, cost=table), "E+P+D", pools=POOLS) as pipe:
         check(await serve(pipe, requests), requests)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trinity.core.scheduler import Rules
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import MODELS, Model
+from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import TraceTooShort
 from trinity.placement import Placement
@@ -198,7 +198,7 @@ def test_nominal_bounds_are_by_the_slowest_group_and_name_its_stage() -> None:
 
 
 @pytest.mark.parametrize("model", [LLAVA, QWEN])
-def test_the_nominal_bound_is_the_nearer_one(model: Model) -> None:
+def test_the_nominal_bound_is_the_nearer_one(model: ModelShape) -> None:
     kinds = {"A": Kind.of(DEVICES["H100"], Roofline(model=model, device=DEVICES["H100"]), 0.9)}
     made = Bounds(equal(), SLO(1.0, 0.05), model, kinds)
     for each in deployments("AAAA"):

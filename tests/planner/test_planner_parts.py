@@ -11,7 +11,7 @@ import pytest
 from support.analytic_simulator import Analytic
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
-from trinity.costs.step_cost import DEVICES, Roofline, Tables
+from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.errors import ConfigError
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, evaluate
@@ -238,7 +238,7 @@ def test_without_tqdm_there_is_no_bar_and_no_error(monkeypatch: pytest.MonkeyPat
 
 def test_measured_tables_plan_as_rooflines_do() -> None:
     found = {"decodes": {1: 0.01, 64: 0.03}, "prefill": {64: 0.01, 1024: 0.06}, "media": {576: 0.02, 2304: 0.05}}
-    tables = Tables.measured({1: found}, model=LLAVA.name, device="H100", dtype="bfloat16")
+    tables = CostTables.from_samples({1: found}, model=LLAVA.name, device="H100", dtype="bfloat16")
     same, by_name = (
         HybridPlanner(LLAVA, SLO(0.3, 0.1), instances=2, seeds=0, least_requests=100, cost=cost).plan(trace(150))
         for cost in (tables, {"H100": tables})

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.core_tables import emitted
 from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
 from trinity.costs.budgets import Budgets, StepCost
-from trinity.costs.model_shape import model
-from trinity.costs.step_cost import Roofline, device
+from trinity.costs.model_shape import get_model_shape
+from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import HandshakeError
 from trinity.remote.wire import Hello, Layout, Setup, decode, encode
@@ -118,10 +118,10 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         kv_block=8,
         pools={"kv": 3},
         slo=SLO(ttft=1.0, tbt=0.1),
-        budgets=Budgets(tokens=9, cost=StepCost.measured(prefill={1: 0.1, 5: 0.2})),
+        budgets=Budgets(tokens=9, cost=StepCost.from_samples(prefill={1: 0.1, 5: 0.2})),
     )
     assert decode(encode(setup)) == setup
-    roofline = Roofline(model=model("qwen2-vl-7b"), device=device("H100"))
+    roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
     paced = Paced(shape=LLAVA_15_7B, cost=roofline)
     there = decode(encode(msgspec.structs.replace(setup, paced=paced)))
     assert isinstance(there, Setup)

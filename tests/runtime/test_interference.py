@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
-from trinity.costs.budgets import BudgetCache, Budgets, StepCost, predicted_budgets, search_budget
+from trinity.costs.budgets import BudgetCache, Budgets, StepCost, predict_budgets, search_budget
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.model_shape import model as model_named
-from trinity.costs.step_cost import Roofline, Tables, device, interference_of
+from trinity.costs.model_shape import get_model_shape
+from trinity.costs.step_cost import CostTables, Roofline, get_device, interference_of
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ConfigError, TrinityWarning
 from trinity.instance import Instance, named
@@ -130,8 +130,8 @@ def test_nothing_gets_faster_beside_another_lane(wrong: float) -> None:
 
 def test_both_budgets_of_a_cost_model_shrink_and_its_table_stays() -> None:
     cost = LinearCost(step_s=0.01, prefill_s=1e-4, encode_s=0.01, media_s=1e-5)
-    alone = predicted_budgets(cost.seconds, "EPD", 0.25, 576)
-    beside = predicted_budgets(cost.seconds, "EPD", 0.25, 576, interference=1.5)
+    alone = predict_budgets(cost.seconds, "EPD", 0.25, 576)
+    beside = predict_budgets(cost.seconds, "EPD", 0.25, 576, interference=1.5)
     assert beside.tokens < alone.tokens
     assert beside.media < alone.media
     assert (alone.interference, beside.interference) == (1.0, 1.5)
@@ -156,23 +156,23 @@ def test_a_paced_instance_with_two_lanes_keeps_its_limit_beside(lanes: tuple[str
 # ---------------------------------------------------------------- tables and simulators
 
 
-def tables(factor: float, name: str = "cpu x 1") -> Tables:
-    cost = StepCost.measured(decodes={1: 0.01, 64: 0.2}, prefill={1: 0.05, 1024: 0.25}, media={576: 0.1, 2304: 0.4})
-    return Tables(model="m", device=name, dtype="float32", source="test", costs=((1, cost),), interference=factor)
+def tables(factor: float, name: str = "cpu x 1") -> CostTables:
+    cost = StepCost.from_samples(decodes={1: 0.01, 64: 0.2}, prefill={1: 0.05, 1024: 0.25}, media={576: 0.1, 2304: 0.4})
+    return CostTables(model="m", device=name, dtype="float32", source="test", costs=((1, cost),), interference=factor)
 
 
 def test_tables_keep_it_on_disk(tmp_path: Path) -> None:
     tables(1.37).save(tmp_path / "t.json")
-    assert Tables.load(tmp_path / "t.json").interference == 1.37
+    assert CostTables.load(tmp_path / "t.json").interference == 1.37
     text = (tmp_path / "t.json").read_text().replace('"interference": 1.37', '"context": 512')
     (tmp_path / "old.json").write_text(text)
-    assert Tables.load(tmp_path / "old.json").interference == 1.0, "tables from before know of none"
+    assert CostTables.load(tmp_path / "old.json").interference == 1.0, "tables from before know of none"
 
 
 def test_the_largest_measured_holds_and_1_where_none_was() -> None:
-    shape = model_named("llava-1.5-7b")
+    shape = get_model_shape("llava-1.5-7b")
     assert interference_of(None) == 1.0
-    assert interference_of(Roofline(model=shape, device=device("H100"))) == 1.0
+    assert interference_of(Roofline(model=shape, device=get_device("H100"))) == 1.0
     assert interference_of({"a": tables(1.2), "b": tables(1.4), "c": LinearCost()}) == 1.4
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.core.scheduler import ALPHA, TBT_SHARE, Rules
-from trinity.costs.budgets import MOST_ROWS, BudgetCache, Budgets
+from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, Budgets
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance, named
 from trinity.preprocess.processor import RequestProcessor
@@ -63,7 +63,7 @@ def test_budgets_of_every_role(roles: str, processor: RequestProcessor, tmp_path
     image_tokens = Probe(instance, processor).image_tokens
     assert found.media % image_tokens == 0
     if "P" not in roles and "D" in roles:
-        assert found.tokens <= MOST_ROWS
+        assert found.tokens <= MAX_DECODE_ROWS
 
 
 def test_a_bound_that_not_even_one_item_keeps_warns_and_takes_one(processor: RequestProcessor, tmp_path: Path) -> None:

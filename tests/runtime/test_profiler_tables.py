@@ -12,7 +12,7 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_driver import all_tokens, good_ones, serving
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Tables
+from trinity.costs.step_cost import CostTables
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ClosedError, ConfigError
 from trinity.instance import Instance, named
@@ -38,7 +38,7 @@ def loaded(processor: RequestProcessor, *roles: str) -> list[Loaded]:
     return load(deployment, named([Instance(each) for each in roles]), processor)
 
 
-def check(tables: Tables, letters: str) -> None:
+def check(tables: CostTables, letters: str) -> None:
     for letter, counts in (("D", (3, 0, 0)), ("P", (0, 9, 0)), ("E", (0, 0, 5))):
         assert (tables.seconds(*counts) > 0) == (letter in letters), letter
     assert tables.dtype == "torch.float32"
@@ -112,7 +112,7 @@ async def test_a_pipeline_is_profiled_between_requests_and_its_caches_stay(place
         assert pipe.cost is tables
         await good_ones(pipe, 2)
         assert pipe.metrics.summary()["prefix_hits"] > 0
-    assert Tables.load(path, model=tables.model, device=tables.device) == tables
+    assert CostTables.load(path, model=tables.model, device=tables.device) == tables
 
 
 async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:

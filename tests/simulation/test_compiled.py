@@ -22,7 +22,7 @@ from trinity.core.scheduler import Rules
 from trinity.core.transfers import Transfers
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Link
+from trinity.costs.step_cost import Interconnect
 from trinity.simulation import compiled
 from trinity.testing.virtual import settings_of
 from trinity.traces.goodput import RequestOutcome
@@ -45,7 +45,7 @@ def case_of(placement: str, works: list[Work], times: list[float], cost: LinearC
 
 
 def cluster_of(count: int) -> Cluster:
-    return Cluster.of("H100", count, message_s=0.0, link=Link(name="slow", bandwidth=2**23, fixed_s=0.25))
+    return Cluster.of("H100", count, message_s=0.0, link=Interconnect(name="slow", bandwidth=2**23, fixed_s=0.25))
 
 
 def test_one_request_on_one_instance() -> None:
@@ -175,7 +175,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         "PD",
         "EPD",
     ]
-    wanted += ["Roofline", "Tables", "StepCost", "LinearCost", "cached prefix", "later chunk"]
+    wanted += ["Roofline", "CostTables", "StepCost", "LinearCost", "cached prefix", "later chunk"]
     wanted += [f"ended {reason}" for reason in ("length", "cancelled", "deadline", "error", "stop")]
     wanted += ["full", "optimistic", "preempted", "sent back", "came again"]
     wanted += [f"{name} {on}" for name in ("chunked", "bounded", "prefetch", "early") for on in (True, False)]
@@ -255,7 +255,10 @@ def _switched(case: Case, switch: str) -> Case:
         return replace(case, **{switch: getattr(case, switch) + 1})  # type: ignore[arg-type]
     if switch in ("message_s", "link"):
         cluster = case.cluster
-        changed = {"message_s": cluster.message_s + 1e-9, "link": Link(name="other", bandwidth=5e6, fixed_s=0.02)}
+        changed = {
+            "message_s": cluster.message_s + 1e-9,
+            "link": Interconnect(name="other", bandwidth=5e6, fixed_s=0.02),
+        }
         fields = {name: getattr(cluster, name) for name in cluster.__struct_fields__}
         return replace(case, cluster=Cluster(**{**fields, switch: changed[switch]}))
     settings = case.settings

@@ -8,8 +8,8 @@ from support.simulations import LINK, MESSAGE_S, row, served, simulator
 from trinity.core.transfers import Transfers
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.model_shape import model
-from trinity.costs.step_cost import DEVICES, Link, Roofline
+from trinity.costs.model_shape import get_model_shape
+from trinity.costs.step_cost import DEVICES, Interconnect, Roofline
 from trinity.errors import ConfigError
 from trinity.simulation.simulator import Simulator
 from trinity.timeline import Timeline
@@ -80,7 +80,7 @@ def test_layers_written_by_a_slowed_lane_come_later() -> None:
 
 
 def test_devices_that_differ_cost_what_each_takes() -> None:
-    shape = model("llava-1.5-7b")
+    shape = get_model_shape("llava-1.5-7b")
     cluster = Cluster.of(("H100", 1), ("L40S", 1), message_s=0.0)
     made = Simulator(shape, SLO(1.0, 0.1), cluster=cluster)
     replay = made.replay(Trace([row(0.0, 16, 2)]), "PD+PD")
@@ -100,7 +100,7 @@ def test_devices_that_differ_cost_what_each_takes() -> None:
 
 
 def test_blocks_cross_hosts_over_the_network() -> None:
-    slow = Link(name="string", bandwidth=2.0**23, fixed_s=100.0)
+    slow = Interconnect(name="string", bandwidth=2.0**23, fixed_s=100.0)
     (_, (near,)), (_, (far,)) = (
         served([row(0.0, 16, 2)], "P+D", 2, cluster=Cluster.of("H100", 2, per_host=each, link=LINK, network=slow))[0]
         for each in (2, 1)

@@ -14,7 +14,7 @@ from trinity.core.transfers import Transfers
 from trinity.costs.budgets import Budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Link
+from trinity.costs.step_cost import Interconnect
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -26,7 +26,7 @@ WHOLE = Transfers(kv="off")
 LIVENESS_S = 60.0
 TOLD_ELSEWHERE = (PeerUp, PeerLoad, Tick)
 TIMED = {"seconds", "record", "spans", "transfers", "deadline_s", "since"}  # fields that hold measured times
-LINK = Link(name="quick", bandwidth=1e15, fixed_s=1e-4)
+LINK = Interconnect(name="quick", bandwidth=1e15, fixed_s=1e-4)
 
 # Times are far above what a busy machine adds, so that both orders hang on the cores alone.
 CASES = {

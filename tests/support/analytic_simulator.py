@@ -6,8 +6,8 @@ import heapq
 from typing import Any
 
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Cost, Roofline
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostModel, Roofline
 from trinity.errors import UnknownName
 from trinity.placement import Placement
 from trinity.simulation.simulator import Replay
@@ -21,13 +21,20 @@ BATCH = 32  # decodes that share a step, always
 class Analytic:
     """Each instance serves one request after the other at each stage it has; the first that is free takes the next.
 
-    A step's cost is that of the ``Cost`` given, else of a roofline of the device. A decode has 31 others beside it.
+    A step's cost is that of the ``CostModel`` given, else of a roofline of the device. A decode is one of 32.
     """
 
     made = 0
 
     def __init__(
-        self, model: Model, slo: SLO, *, cluster: Cluster, cost: Cost | None = None, engine: str = "auto", **rest: Any
+        self,
+        model: ModelShape,
+        slo: SLO,
+        *,
+        cluster: Cluster,
+        cost: CostModel | None = None,
+        engine: str = "auto",
+        **rest: Any,
     ) -> None:
         if engine not in ("auto", "python", "compiled"):
             raise UnknownName("engine", engine, ("auto", "python", "compiled"))

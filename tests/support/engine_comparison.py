@@ -41,8 +41,8 @@ from trinity.core.transfers import Transfers
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.model_shape import Model, model
-from trinity.costs.step_cost import Cost, Device, Link, Roofline, Tables
+from trinity.costs.model_shape import ModelShape, get_model_shape
+from trinity.costs.step_cost import CostModel, CostTables, Device, Interconnect, Roofline
 from trinity.simulation.cluster_model import STOP, Simulated
 from trinity.simulation.compiled import Act, Deployed, Told, simulate
 from trinity.simulation.compiled_workload import Asked, Workload
@@ -55,7 +55,7 @@ EVENTS = (
 )
 COMMANDS = ("step", "encode", "prefill", "decode", "pull", "open", "close", "deliver", "end", "left")
 REASONS = ("", "length", "cancelled", "deadline", "error", "stop", "preempted")
-SHAPE = model("llava-1.5-7b")
+SHAPE = get_model_shape("llava-1.5-7b")
 Line = tuple[Any, ...]
 
 
@@ -67,10 +67,10 @@ class Case:
     works: list[Work]
     acts: list[Act]
     cluster: Cluster
-    costs: list[Cost]
+    costs: list[CostModel]
     max_waiting: int = 1024
     interference: float = 1.0
-    model: Model = SHAPE
+    get_model_shape: ModelShape = SHAPE
     outputs: Sequence[int] = ()  # tokens of each request, where these are fewer than it asks for
 
     @property
@@ -311,24 +311,24 @@ def random_table(draw: Random, scale: float) -> dict[int, float]:
     return {count: scale * (1 + draw.random() + count / 10) for count in counts}
 
 
-def random_cost(draw: Random) -> Cost:
+def random_cost(draw: Random) -> CostModel:
     kind = draw.choice(["linear", "linear", "roofline", "tables", "step"])
     if kind == "linear":
         scale = draw.choice([0.0, 0.001, 0.02])
         step, decode, prefill, encode, media = (scale * draw.random() for _ in range(5))
         return LinearCost(step_s=step, decode_s=decode, prefill_s=prefill, encode_s=encode, media_s=media)
     if kind == "roofline":
-        shape = model(draw.choice(["llava-1.5-7b", "llava-next-7b", "qwen2-vl-7b", "minicpm-v-2.6"]))
+        shape = get_model_shape(draw.choice(["llava-1.5-7b", "llava-next-7b", "qwen2-vl-7b", "minicpm-v-2.6"]))
         return Roofline(model=shape, device=_device(draw.choice([0.3, 1.0, 3.0])))
     tables = [
-        StepCost.measured(random_table(draw, 0.01), random_table(draw, 0.02), random_table(draw, 0.05))
+        StepCost.from_samples(random_table(draw, 0.01), random_table(draw, 0.02), random_table(draw, 0.05))
         for _ in range(3)
     ]
     if kind == "step":
         return tables[0]
     contexts = sorted(draw.sample(range(1, 40), draw.randint(1, 3)))
     costs = tuple(zip(contexts, tables, strict=False))
-    return Tables(
+    return CostTables(
         model="any", device="any", dtype="any", source="drawn", costs=costs, context=draw.choice([1, 7.5, 60])
     )
 
@@ -375,7 +375,7 @@ def random_case(seed: int, caches: bool | None = None) -> Case:
         chosen = draw.sample(range(len(works)), max(1, len(works) // 3))
         acts += [(_at(draw.uniform(0.0, span + 1.0), tick), number, True) for number in chosen]
     link, network = (
-        Link(name="any", bandwidth=10 ** draw.uniform(6, 9), fixed_s=draw.choice([0.0, 0.01])) for _ in range(2)
+        Interconnect(name="any", bandwidth=10 ** draw.uniform(6, 9), fixed_s=draw.choice([0.0, 0.01])) for _ in range(2)
     )
     same = random_cost(draw)
     return Case(

@@ -8,13 +8,13 @@ from typing import Any
 from trinity.costs.budgets import Budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Link
+from trinity.costs.step_cost import Interconnect
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 KV_BLOCK = 2**23  # bytes of 16 tokens of LLaVA-1.5-7B
 IMAGE_BLOCK = 576 * 8192
-LINK = Link(name="slow", bandwidth=2.0**23, fixed_s=0.25)  # a second for each KV block, 9/16 for an image block
+LINK = Interconnect(name="slow", bandwidth=2.0**23, fixed_s=0.25)  # a second for each KV block, 9/16 for an image block
 MESSAGE_S = 0.125
 COST = LinearCost(step_s=0.5, decode_s=1 / 16, prefill_s=1 / 1024, encode_s=1.0)
 BUDGETS = Budgets(tokens=2048, media=576)

@@ -11,8 +11,8 @@ import msgspec
 
 from trinity.costs import model_config
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import MODELS, Model
-from trinity.costs.step_cost import DEVICES, Cost, Device, Roofline, Tables
+from trinity.costs.model_shape import MODELS, ModelShape
+from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device, Roofline
 from trinity.emulation.paced_model import Paced
 from trinity.errors import ConfigError, TrinityError
 from trinity.planner import HybridPlanner, Plan
@@ -28,9 +28,9 @@ class Profiled(Protocol):
     """What is asked of a pipeline."""
 
     trace: Trace
-    cost: Cost | None
+    cost: CostModel | None
 
-    async def profile(self) -> Tables: ...
+    async def profile(self) -> CostTables: ...
 
 
 class _ClosedError(Exception):
@@ -78,7 +78,7 @@ class Auto:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, trace: Trace, cost: Cost) -> None:
+    async def _run(self, trace: Trace, cost: CostModel) -> None:
         while len(trace) + trace.dropped < self.requests:
             await asyncio.sleep(self.every_s)
             if self._closed:
@@ -97,7 +97,7 @@ class Auto:
             logger.exception("planning failed on %d requests", len(recorded))
         self.done.set()
 
-    def _planned(self, recorded: Trace, cost: Cost) -> Plan:
+    def _planned(self, recorded: Trace, cost: CostModel) -> Plan:
         device = msgspec.structs.replace(_device(cost), memory=self.memory)
         planner = HybridPlanner(
             self.model,
@@ -132,9 +132,9 @@ def automatic(
     return auto, auto.placement
 
 
-def _shape(model: Path | Paced) -> Model:
+def _shape(model: Path | Paced) -> ModelShape:
     if not isinstance(model, Paced):
-        return model_config.read(model)
+        return model_config.read_model_shape(model)
     if isinstance(model.cost, Roofline):
         return model.cost.model
     known = model.shape.name.lower()
@@ -143,6 +143,6 @@ def _shape(model: Path | Paced) -> Model:
     return MODELS[known]
 
 
-def _device(cost: Cost) -> Device:
+def _device(cost: CostModel) -> Device:
     """The device of a roofline; else one whose figures are not used, for its costs are given."""
     return cost.device if isinstance(cost, Roofline) else DEVICES["cpu"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from trinity.costs.demand import Demand, total
+from trinity.costs.demand import Demand, sum_by_stage
 from trinity.errors import ConfigError, TraceError, TrinityError
 from trinity.placement import STAGES
 from trinity.traces import resample
@@ -140,7 +140,7 @@ class Watch:
         Raises ``TraceError`` where a time is not a number.
         """
         found = self.until(known_at(row) if at_s is None else at_s)
-        self._open = total((self._open, self.demand.of(row))) if self._open else self.demand.of(row)
+        self._open = sum_by_stage((self._open, self.demand.of(row))) if self._open else self.demand.of(row)
         return found
 
     def until(self, at_s: float) -> list[Shift]:
@@ -195,7 +195,7 @@ def _log(seconds: float) -> float:
 
 
 def _mean(ticks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {stage: seconds / len(ticks) for stage, seconds in total(ticks).items()}
+    return {stage: seconds / len(ticks) for stage, seconds in sum_by_stage(ticks).items()}
 
 
 class Candidate(Protocol):

@@ -2,7 +2,7 @@
 
 ::
 
-    watch = Watch(Demand.under(Roofline(model=model("qwen2-vl-7b"), device=DEVICES["H100"]), slo))
+    watch = Watch(Demand.for_slo(Roofline(model=model("qwen2-vl-7b"), device=DEVICES["H100"]), slo))
     redeploy = Redeploy(watch, "2EP6D")
     async for proposal in proposals(follow(pipe.trace), redeploy, planner.plan):
         print(proposal)

@@ -1,4 +1,4 @@
-"""Budgets of Algorithm 1: searched by measuring the running model (TriInfer 4.2), or given by hand; their cache."""
+"""Token and image budgets of a step (TriInfer, Algorithm 1): searched by measurement, predicted or cached."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ import msgspec
 
 from trinity.errors import ConfigError, TrinityWarning
 
-Table = tuple[tuple[int, float], ...]  # (how many, seconds): both ascending
-MOST_ROWS = 512  # decode rows beyond which nothing is tried: throughput saturates before (TriInfer figure 3)
-MOST_TOKENS = 8192
-MOST_IMAGES = 64
-_CONFIRMATIONS = 3  # fresh measurements of which the median decides
-_TRIES = 2  # measurements of a probe that is too slow: noise only ever adds time
+CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
+MAX_DECODE_ROWS = 512  # decode rows of the largest step tried: throughput saturates before (TriInfer figure 3)
+MAX_PREFILL_TOKENS = 8192
+MAX_STEP_IMAGES = 64
+_CONFIRMATIONS = 3  # fresh measurements, of which the median decides
+_TRIES = 2  # measurements of a count that is too slow: noise only ever adds time
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step, interpolated from measurements of each kind of row alone.
+    """Cost model of a step, interpolated from measurements of each kind of row alone.
 
-    Each table has (how many, seconds), ascending in both; ``StepCost.measured`` makes them so. A kind without a table
-    costs nothing. Raises ``ConfigError`` for a table out of order.
+    Each curve has (count, seconds), ascending in both, as ``StepCost.from_samples`` makes them. A kind without a curve
+    costs nothing. Raises ``ConfigError`` for a curve out of order.
     """
 
-    decodes: Table = ()
-    prefill: Table = ()
-    media: Table = ()
+    decodes: CostCurve = ()
+    prefill: CostCurve = ()
+    media: CostCurve = ()
 
     def __post_init__(self) -> None:
         for name, table in (("decodes", self.decodes), ("prefill", self.prefill), ("media", self.media)):
             pairs = zip(((0, 0.0), *table), table, strict=False)
             if not all(m < n and s <= t < math.inf for (m, s), (n, t) in pairs):
                 raise ConfigError(
-                    f"cost table {name!r} must ascend in count (from 1) and seconds; use StepCost.measured"
+                    f"cost table {name!r} must ascend in count (from 1) and seconds; use StepCost.from_samples"
                 )
 
     @classmethod
-    def measured(
+    def from_samples(
         cls,
         decodes: Mapping[int, float] | None = None,
         prefill: Mapping[int, float] | None = None,
         media: Mapping[int, float] | None = None,
     ) -> StepCost:
-        """From seconds by count. Times that fall as the count grows are noise: the lower of the two holds."""
+        """Build curves from seconds by count. Times that fall as the count grows are noise: the lower one is kept."""
         return cls(decodes=_ascending(decodes), prefill=_ascending(prefill), media=_ascending(media))
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
-        """Predicted time of one step with these rows; never falls when a count grows.
+        """Seconds of one step with these rows; never falls when a count grows.
 
-        Decodes and prefill tokens share one forward pass, so what a pass costs at least is counted once.
+        Decodes and prefill tokens share one forward pass, so its fixed cost counts once.
         """
-        language = _at(self.decodes, decodes) + _at(self.prefill, prefill_tokens)
+        language = _interpolate(self.decodes, decodes) + _interpolate(self.prefill, prefill_tokens)
         if decodes > 0 and prefill_tokens > 0 and self.decodes and self.prefill:
             language -= min(self.decodes[0][1], self.prefill[0][1])
-        return language + _at(self.media, media_tokens)
+        return language + _interpolate(self.media, media_tokens)
 
     def at(
         self,
@@ -75,11 +75,11 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         prefilled: float = 0.0,
         prefills: int = 1,
     ) -> float:
-        """As ``seconds``: it does not hang on what is looked back on."""
+        """Seconds as ``seconds``: they do not depend on the context."""
         return self.seconds(decodes, prefill_tokens, media_tokens)
 
 
-def _ascending(samples: Mapping[int, float] | None) -> Table:
+def _ascending(samples: Mapping[int, float] | None) -> CostCurve:
     rows: list[tuple[int, float]] = []
     least = math.inf
     for count, seconds in sorted((samples or {}).items(), reverse=True):
@@ -88,8 +88,8 @@ def _ascending(samples: Mapping[int, float] | None) -> Table:
     return tuple(row for row in reversed(rows) if row[1] < math.inf)
 
 
-def _at(table: Table, count: int) -> float:
-    """On the line between two measurements; at least the first; beyond the last at the steepest known rate."""
+def _interpolate(table: CostCurve, count: int) -> float:
+    """Interpolate linearly; at least the first measurement, and beyond the last at the steepest known slope."""
     if count <= 0 or not table:
         return 0.0
     place = bisect_right(table, (count, math.inf))
@@ -104,19 +104,21 @@ def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
     return (high[1] - low[1]) / (high[0] - low[0])
 
 
-def _slope_beyond(table: Table) -> float:
+def _slope_beyond(table: CostCurve) -> float:
     if len(table) == 1:
         return _slope((0, 0.0), table[0])
     return max(_slope(table[-2], table[-1]), _slope(table[0], table[-1]))
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one step may hold, and the latency bound that this keeps.
+    """Budgets of one step, and the latency bound that they keep. Raises ``ConfigError`` for a budget below 1.
 
-    ``tokens``: prefill tokens and decodes. ``media``: visual tokens; at least one whole image always runs.
-    ``feasible`` is False where not even one item keeps within ``limit_s`` (seconds; None: no bound).
-    ``interference``: how many times longer a step may take than ``cost`` says, which is alone, beside the instance's
-    other lane. Raises ``ConfigError`` for a budget below 1.
+    tokens (tokens, 2048): prefill tokens and decode rows of a step.
+    media (visual tokens, 1): visual tokens of a step; at least one whole image always runs.
+    limit_s (s, None): latency bound of a step; None: unbounded.
+    feasible (True): False where not even one item keeps within ``limit_s``.
+    cost (cost model, None): predicts a step that runs alone.
+    interference (factor, 1): how much longer a step takes beside the instance's other lane.
     """
 
     tokens: int = 2048
@@ -134,9 +136,10 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetResult(NamedTuple):
-    """``budget`` items a step take ``seconds`` (a fresh median). ``samples``: all that was measured, by count.
+    """Result of a budget search.
 
-    ``seconds`` are beside the other lane, where there is one, ``samples`` alone.
+    ``budget`` items a step take ``seconds`` (a fresh median, beside the other lane where there is one).
+    ``samples``: all measurements in seconds by count, of a step alone.
     """
 
     budget: int
@@ -150,22 +153,25 @@ def search_budget(
     limit_s: float,
     *,
     low: int = 1,
-    high: int = MOST_TOKENS,
+    high: int = MAX_PREFILL_TOKENS,
     knee: float = 0.95,
     warn: bool = True,
     interference: float = 1.0,
 ) -> BudgetResult:
-    """The largest n in [low, high] for which ``measure(n)`` seconds keep within ``limit_s`` (Algorithm 1, line 5).
+    """Search for the largest n in [low, high] that keeps within ``limit_s`` (TriInfer 4.2, Algorithm 1, line 5).
 
-    A monotone binary search (TriInfer 4.2). The budget is capped at the knee: the smallest n measured whose n per
-    second is ``knee`` of the best seen. A feasible result is never one that does not hold: the median of three fresh
-    measurements must, else the next smaller candidate is tried. Where ``low`` itself does not hold, returns it with
-    ``feasible=False`` and, where ``warn``, a ``TrinityWarning``. ``measure`` may return inf for what cannot run.
+    A monotone binary search. The result is confirmed by the median of three fresh measurements, or else the next
+    smaller candidate is tried. Where ``low`` itself is too slow, returns it with ``feasible=False``.
 
-    ``interference``: of an instance with two lanes, how many times longer a step takes beside the other lane than
-    alone, as it is measured here. The limit is kept beside it: the two budgets hold jointly.
+    measure: runs a step of n items, alone; returns its seconds, inf for a step that cannot run.
+    limit_s (s): latency bound of a step.
+    low, high (items, 1 and 8192): bounds of the search.
+    knee (share, 0.95): caps the budget at the smallest n whose throughput is this share of the best measured.
+    warn (True): issues a ``TrinityWarning`` where the result is not feasible.
+    interference (factor, 1): how much longer a step takes beside the other lane of its instance. The limit is kept
+        beside that lane: the budgets of both lanes hold jointly.
 
-    Raises ``ConfigError`` for bounds without meaning, and where a measurement is negative or NaN.
+    Raises ``ConfigError`` for bounds out of range, and where a measurement is negative or NaN.
     """
     _check_limit(limit_s)
     if not 1 <= interference < math.inf:
@@ -173,16 +179,16 @@ def search_budget(
     if not (1 <= low <= high and 0 < knee <= 1):
         raise ConfigError(f"a search needs 1 <= low <= high and 0 < knee <= 1, got low={low}, high={high}, knee={knee}")
     search = _Search(lambda count: interference * measure(count), limit_s)
-    if search.holds(low):
+    if search.keeps_limit(low):
         search.bisect(low, high)
     for budget in search.candidates(knee):
         seconds = search.median(budget)
         if seconds <= limit_s:
-            return BudgetResult(budget, seconds, True, _alone(search, interference))
+            return BudgetResult(budget, seconds, True, _samples_alone(search, interference))
     return _infeasible(search, low, warn, interference)
 
 
-def _alone(search: _Search, interference: float) -> dict[int, float]:
+def _samples_alone(search: _Search, interference: float) -> dict[int, float]:
     return {count: seconds / interference for count, seconds in search.samples.items()}
 
 
@@ -192,17 +198,17 @@ def _infeasible(search: _Search, low: int, warn: bool, interference: float) -> B
     if warn and not feasible:
         warnings.warn(
             f"{low} item(s) a step take {seconds:.4g} s, above the bound of {search.limit_s:.4g} s: the budget is "
-            f"{low} all the same and the SLO will be missed. Loosen the SLO, or use a faster device or smaller model.",
+            f"still {low} and the SLO will be missed. Loosen the SLO, or use a faster device or smaller model.",
             TrinityWarning,
             stacklevel=3,
         )
-    return BudgetResult(low, seconds, feasible, _alone(search, interference))
+    return BudgetResult(low, seconds, feasible, _samples_alone(search, interference))
 
 
-def budgets_found(
+def combine_budgets(
     found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float, interference: float = 1.0
 ) -> Budgets:
-    """From searches by kind of row: "prefill" (tokens) or else "decodes" (rows), and "images" of so many tokens."""
+    """Combine searches by kind of row: "prefill" (tokens), else "decodes" (rows); "images" of ``image_tokens`` each."""
     language = found.get("prefill") or found.get("decodes")
     images = found.get("images")
     samples = {name: result.samples for name, result in found.items()}
@@ -212,7 +218,7 @@ def budgets_found(
         limit_s=limit_s,
         feasible=all(result.feasible for result in found.values()),
         interference=interference,
-        cost=StepCost.measured(
+        cost=StepCost.from_samples(
             decodes=samples.get("decodes"),
             prefill=samples.get("prefill"),
             media={count * image_tokens: seconds for count, seconds in samples.get("images", {}).items()},
@@ -220,7 +226,7 @@ def budgets_found(
     )
 
 
-def predicted_budgets(
+def predict_budgets(
     seconds: Callable[[int, int, int], float],
     roles: str,
     limit_s: float,
@@ -229,9 +235,9 @@ def predicted_budgets(
     warn: bool = True,
     interference: float = 1.0,
 ) -> Budgets:
-    """Budgets of an instance of ``roles`` by a cost model; ``image_tokens`` of a usual image, 0 for text alone.
+    """Predict the budgets of an instance of ``roles`` with a cost model.
 
-    ``interference`` as in ``search_budget``, where the instance has two lanes.
+    ``image_tokens``: visual tokens of a typical image, 0 for text alone. ``interference``: as in ``search_budget``.
     """
     found: dict[str, BudgetResult] = {}
 
@@ -239,12 +245,12 @@ def predicted_budgets(
         return search_budget(measure, limit_s, high=high, warn=warn, interference=interference)
 
     if "P" in roles:
-        found["prefill"] = search(lambda n: seconds(0, n, 0), MOST_TOKENS)
+        found["prefill"] = search(lambda n: seconds(0, n, 0), MAX_PREFILL_TOKENS)
     if "D" in roles:
-        found["decodes"] = search(lambda n: seconds(n, 0, 0), MOST_ROWS)
+        found["decodes"] = search(lambda n: seconds(n, 0, 0), MAX_DECODE_ROWS)
     if "E" in roles and image_tokens:
-        found["images"] = search(lambda n: seconds(0, 0, n * image_tokens), MOST_IMAGES)
-    return budgets_found(found, image_tokens, limit_s, interference)
+        found["images"] = search(lambda n: seconds(0, 0, n * image_tokens), MAX_STEP_IMAGES)
+    return combine_budgets(found, image_tokens, limit_s, interference)
 
 
 class _Search:
@@ -252,11 +258,11 @@ class _Search:
         self.measure, self.limit_s = measure, limit_s
         self.samples: dict[int, float] = {}
 
-    def holds(self, count: int) -> bool:
-        """Whether ``count`` keeps within the limit in one of a few tries."""
-        return any(self.once(count) <= self.limit_s for _ in range(_TRIES))
+    def keeps_limit(self, count: int) -> bool:
+        """Check that ``count`` keeps within the limit in one of a few tries."""
+        return any(self.measure_once(count) <= self.limit_s for _ in range(_TRIES))
 
-    def once(self, count: int) -> float:
+    def measure_once(self, count: int) -> float:
         seconds = self.measure(count)
         if not seconds >= 0:
             raise ConfigError(f"measuring {count} item(s) gave {seconds!r} seconds; it must be a number of at least 0")
@@ -264,24 +270,24 @@ class _Search:
         return seconds
 
     def median(self, count: int) -> float:
-        return sorted(self.once(count) for _ in range(_CONFIRMATIONS))[_CONFIRMATIONS // 2]
+        return sorted(self.measure_once(count) for _ in range(_CONFIRMATIONS))[_CONFIRMATIONS // 2]
 
     def bisect(self, good: int, high: int) -> None:
-        """Double from ``good``, so that nothing far beyond the limit is ever run, then halve the last interval."""
+        """Double from ``good``, so that nothing far beyond the limit ever runs, then halve the last interval."""
         bad = high + 1
         while good < high and bad > high:
             count = min(2 * good, high)
-            good, bad = (count, bad) if self.holds(count) else (good, count)
+            good, bad = (count, bad) if self.keeps_limit(count) else (good, count)
         while good + 1 < bad:
             middle = (good + bad) // 2
-            good, bad = (middle, bad) if self.holds(middle) else (good, middle)
+            good, bad = (middle, bad) if self.keeps_limit(middle) else (good, middle)
 
     def candidates(self, knee: float) -> list[int]:
-        """Counts that held once, from the best down; none beyond the knee."""
+        """Counts that kept the limit once, largest first; none beyond the knee."""
         rates = {count: count / max(seconds, 1e-12) for count, seconds in self.samples.items()}
         enough = min(count for count, rate in rates.items() if rate >= knee * max(rates.values()))
-        held = [count for count, seconds in self.samples.items() if seconds <= self.limit_s and count <= enough]
-        return sorted(held, reverse=True)
+        fitting = [count for count, seconds in self.samples.items() if seconds <= self.limit_s and count <= enough]
+        return sorted(fitting, reverse=True)
 
 
 def _check_limit(limit_s: float) -> None:
@@ -290,9 +296,10 @@ def _check_limit(limit_s: float) -> None:
 
 
 class BudgetKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What budgets hang on. ``model`` is a fingerprint; ``versions`` those of what runs it (torch, ...).
+    """Everything that measured budgets depend on.
 
-    ``lanes`` and ``cores``: where stages run at once, and whether they share a processor.
+    ``model`` is a fingerprint; ``versions`` those of the libraries that run it (torch, ...). ``lanes``: groups of
+    stages that run at once. ``cores``: the CPU cores that they are pinned to.
     """
 
     model: str
@@ -312,7 +319,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class BudgetCache:
-    """Budgets on disk, one small JSON file each. A bad file counts as none and is written anew."""
+    """Cache of budgets on disk, one small JSON file each. A bad file counts as missing and is rewritten."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = (cache_folder() if folder is None else Path(folder)) / "budgets"
@@ -321,7 +328,7 @@ class BudgetCache:
         return self.folder / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]}.json"
 
     def get(self, key: BudgetKey) -> Budgets | None:
-        """Budgets found earlier under the same key, or None."""
+        """Get budgets stored under the same key, or None."""
         try:
             entry = msgspec.json.decode(self.path(key).read_bytes(), type=_Entry)
         except (OSError, ValueError):
@@ -329,7 +336,7 @@ class BudgetCache:
         return entry.budgets if entry.key == key else None
 
     def put(self, key: BudgetKey, budgets: Budgets) -> bool:
-        """Keep budgets; False where the folder cannot be written, which costs a later start its time and no more."""
+        """Store budgets. Returns False where the folder cannot be written; a later start then measures again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, scratch = tempfile.mkstemp(dir=self.folder, suffix=".part")
@@ -347,7 +354,7 @@ class BudgetCache:
 
 
 def cache_folder() -> Path:
-    """$TRINITY_CACHE, else trinity's folder where the platform keeps caches."""
+    """Folder of trinity's caches: $TRINITY_CACHE, else ``trinity`` in the platform's cache folder."""
     if chosen := os.environ.get("TRINITY_CACHE"):
         return Path(chosen)
     if shared := os.environ.get("XDG_CACHE_HOME"):

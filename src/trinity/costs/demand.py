@@ -1,6 +1,6 @@
-"""Stage demand: how many seconds of E, P and D a second of traffic asks for, and how far that loads a placement.
+"""Stage demand of traffic, in seconds of E, P and D a second, and the load that it puts on a placement.
 
-Predicted by a cost model. It is what has to be watched: a request rate hides that what is asked has changed.
+Predicted by a cost model. Watch demand rather than the request rate, which hides a change of what is requested.
 """
 
 from __future__ import annotations
@@ -12,48 +12,54 @@ from itertools import combinations
 import msgspec
 
 from trinity.core.scheduler import latency_bound
-from trinity.costs.budgets import MOST_TOKENS, search_budget
-from trinity.costs.step_cost import Cost
+from trinity.costs.budgets import MAX_PREFILL_TOKENS, search_budget
+from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import STAGES, Placement
 from trinity.traces.trace import SLO, Trace, TraceRow
 
-MOST_MEDIA = 32_768  # visual tokens, beyond which a step gains nothing on any device known
+MAX_VISUAL_TOKENS = 32_768  # visual tokens of a step; larger steps gain nothing on any known device
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted stage seconds of requests on one device: of each step that a request takes part in, its share.
+    """Predicts the stage seconds of requests on one device: a request's share of each step that it takes part in.
 
-    A step holds ``media`` visual tokens, ``tokens`` prefill tokens or ``decodes`` rows. Raises ``ConfigError`` where
-    it would be empty.
+    cost: the device's cost model.
+    media (visual tokens): an encode step.
+    tokens (tokens): a prefill step.
+    decodes (rows): a decode step.
+
+    Raises ``ConfigError`` for an empty step.
     """
 
-    cost: Cost
+    cost: CostModel
     media: int
     tokens: int
     decodes: int
 
     def __post_init__(self) -> None:
         if min(self.media, self.tokens, self.decodes) < 1:
-            raise ConfigError(f"steps hold at least 1 of each kind, got {self.media}, {self.tokens}, {self.decodes}")
+            raise ConfigError(
+                f"media, tokens and decodes must be at least 1, got {self.media}, {self.tokens}, {self.decodes}"
+            )
 
     @classmethod
-    def under(cls, cost: Cost, slo: SLO, *, context: float = 1024, most_decodes: int = 512) -> Demand:
-        """With the steps that an SLO leaves (Algorithm 1, lines 1 to 5), no larger than the throughput's knee.
+    def for_slo(cls, cost: CostModel, slo: SLO, *, context: float = 1024, most_decodes: int = 512) -> Demand:
+        """Choose the largest steps that an SLO allows (TriInfer, Algorithm 1, lines 1 to 5).
 
-        ``context``: tokens in the KV cache of a decode; ``most_decodes``: for how many of them there is memory. Where
-        not even one row is in time, steps of one row.
+        Steps end at the throughput's knee, and have one row where not even that is in time. ``context`` (tokens): KV
+        cache of a decode. ``most_decodes`` (rows): decodes that memory holds.
         """
         ahead, decoding = (latency_bound(roles, slo.ttft, slo.tbt) for roles in ("P", "D"))
         return cls(
             cost=cost,
-            media=_largest(lambda n: cost.at(0, 0, n, context=0), ahead, MOST_MEDIA),
-            tokens=_largest(lambda n: cost.at(0, n, 0, context=0), ahead, MOST_TOKENS),
+            media=_largest(lambda n: cost.at(0, 0, n, context=0), ahead, MAX_VISUAL_TOKENS),
+            tokens=_largest(lambda n: cost.at(0, n, 0, context=0), ahead, MAX_PREFILL_TOKENS),
             decodes=_largest(lambda n: cost.at(n, 0, 0, context=context), decoding, most_decodes),
         )
 
     def of(self, row: TraceRow) -> dict[str, float]:
-        """Seconds by stage letter of one request; its first token is P's, the other ``output_length - 1`` are D's."""
+        """Stage seconds of one request; its first token is P's, the other ``output_length - 1`` are D's."""
         prompt, after, visual = row.input_length, max(0, row.output_length - 1), row.visual_tokens
         found = dict.fromkeys(STAGES, 0.0)
         if visual:
@@ -67,17 +73,19 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def rate(self, trace: Trace) -> dict[str, float]:
-        """Stage seconds a second over a whole trace. Raises ``TraceError`` where it has no rate."""
+        """Stage seconds a second over a whole trace. Raises ``TraceError`` where all requests come at once."""
         rows = list(trace)
         times = [row.timestamp for row in rows]
         span = (max(times) - min(times)) / 1000 if rows else 0.0
         if span <= 0:
-            raise TraceError("requests that all come at once (or are none) have no rate: give a longer trace")
-        return {stage: seconds / span for stage, seconds in total(map(self.of, rows)).items()}
+            raise TraceError(
+                "requests that all come at once have no rate (nor has an empty trace): give a longer trace"
+            )
+        return {stage: seconds / span for stage, seconds in sum_by_stage(map(self.of, rows)).items()}
 
 
-def total(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sum by stage."""
+def sum_by_stage(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sum stage seconds by stage."""
     found = dict.fromkeys(STAGES, 0.0)
     for each in seconds:
         for stage in STAGES:
@@ -85,19 +93,19 @@ def total(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def load(demand: Mapping[str, float], placement: Placement | str) -> float:
-    """The share of its time that a placement's most loaded part is asked for; above 1 no schedule keeps up.
+def peak_load(demand: Mapping[str, float], placement: Placement | str) -> float:
+    """Load of a placement's most loaded set of stages, as a share of its time; above 1 no schedule keeps up.
 
-    ``demand``: stage seconds a second. Hall's condition: every set of stages against the instances that serve any of
-    it. Infinite where a stage that is asked for has no instance.
+    ``demand``: stage seconds a second. Hall's condition: compares each set of stages with the instances that serve any
+    of them. Infinite where a stage in demand has no instance.
     """
-    placed = Placement.parse(placement) if isinstance(placement, str) else placement
+    parsed = Placement.parse(placement) if isinstance(placement, str) else placement
     worst = 0.0
     for size in range(1, len(STAGES) + 1):
         for stages in combinations(STAGES, size):
-            instances = sum(group.count for group in placed.groups if set(group.roles) & set(stages))
-            asked = sum(demand[stage] for stage in stages)
-            worst = max(worst, asked / instances if instances else math.inf if asked else 0.0)
+            instances = sum(group.count for group in parsed.groups if set(group.roles) & set(stages))
+            wanted = sum(demand[stage] for stage in stages)
+            worst = max(worst, wanted / instances if instances else math.inf if wanted else 0.0)
     return worst
 
 

@@ -1,6 +1,7 @@
-"""What of a model decides how long its stages take and how much memory they need: shapes, weights, bytes.
+"""Model dimensions that determine step time and memory.
 
-Named models by hand, any other from the ``config.json`` of a transformers checkpoint. Nothing is loaded.
+Known models by name; any other from the ``config.json`` of a transformers checkpoint (``model_config``). Nothing is
+loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError, UnknownName
 
 
-class Layers(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal transformer layers. ``gated``: the feed-forward part has three matrices, not two.
+class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a stack of equal transformer layers.
 
-    Raises ``ConfigError`` for sizes below 1 and heads that the key-value heads do not divide.
+    layers: layers.
+    width (elements): hidden size.
+    heads, kv_heads: query heads, and key-value heads, which must divide them.
+    head_dim (elements): width of a head.
+    ffn (elements): width of the feed-forward part.
+    gated (False): the feed-forward part has three matrices, not two.
+
+    Raises ``ConfigError`` for values out of range.
     """
 
     layers: int
@@ -32,43 +40,55 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)[:6]) < 1 or self.heads % self.kv_heads:
-            raise ConfigError(f"{self!r}: sizes are at least 1, and kv_heads divide heads")
+            raise ConfigError(f"{self!r}: sizes must be at least 1, and kv_heads must divide heads")
 
     @property
     def weights(self) -> int:
-        """Values of all matrices."""
+        """Number of weights in all matrices."""
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + (3 if self.gated else 2) * self.width * self.ffn)
 
     @property
     def attended(self) -> int:
-        """Multiply-adds for one query and one key, in all layers and heads: of the score and of the weighted value."""
+        """Multiply-adds of one query and one key in all layers and heads: the score and the weighted value."""
         return 2 * self.layers * self.heads * self.head_dim
 
 
-class Vision(msgspec.Struct, frozen=True, kw_only=True):
-    """An encoder. ``patches`` go through its layers for each visual token, and each sees ``span`` patches.
+class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a vision encoder.
 
-    ``projector``: values of the matrices that make visual tokens of the patches' features.
+    layers: its transformer layers.
+    patches: patches that pass through the layers for each visual token.
+    span (patches): patches that each patch attends to.
+    projector: number of weights that turn patch features into visual tokens.
     """
 
-    layers: Layers
+    layers: LayerShape
     patches: float
     span: int
     projector: int
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's shape. ``visual_tokens(width, height)`` is its rule; ``image_tokens`` those of a usual image.
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a model.
 
-    ``vision`` None: text alone. ``tied``: input and output embedding are one matrix. ``source`` says what was assumed.
+    name: name of the model.
+    language: layers of the language model.
+    vocabulary (tokens): size of the vocabulary.
+    vision (None): shape of the encoder; None for a model of text alone.
+    visual_tokens: rule for the visual tokens of an image, (width, height) in pixels to tokens.
+    image_tokens (visual tokens, 576): those of a typical image.
+    tied (False): input and output embedding share one matrix.
+    dtype_bytes (bytes, 2): size of an element.
+    context (tokens, 4096): longest sequence.
+    source (""): assumptions behind these numbers, for reports.
     """
 
     name: str
-    language: Layers
+    language: LayerShape
     vocabulary: int
-    vision: Vision | None = None
-    visual_tokens: VisualTokenRule = visual_tokens.fixed
+    vision: VisionShape | None = None
+    visual_tokens: VisualTokenRule = visual_tokens.fixed_tokens
     image_tokens: int = 576
     tied: bool = False
     dtype_bytes: int = 2
@@ -77,50 +97,50 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in the KV cache, keys and values of all layers."""
+        """Bytes of one token in the KV cache: keys and values of all layers."""
         language = self.language
         return 2 * language.layers * language.kv_heads * language.head_dim * self.dtype_bytes
 
     @property
     def feature_bytes(self) -> int:
-        """Of one visual token in the image cache."""
+        """Bytes of one visual token in the image cache."""
         return self.language.width * self.dtype_bytes if self.vision else 0
 
     @property
     def head(self) -> int:
-        """Values of the matrix that turns a hidden state into logits."""
+        """Number of weights that turn a hidden state into logits."""
         return self.vocabulary * self.language.width
 
     @property
     def read_bytes(self) -> int:
-        """Weights that one step of the language model reads: its layers and its head, no embedding table."""
+        """Bytes of weights that a step of the language model reads: layers and head, no embedding table."""
         return (self.language.weights + self.head) * self.dtype_bytes
 
     @property
     def vision_bytes(self) -> int:
-        """All weights of the encoder and its projector."""
+        """Bytes of all weights of the encoder and its projector."""
         return (self.vision.layers.weights + self.vision.projector) * self.dtype_bytes if self.vision else 0
 
     @property
     def language_bytes(self) -> int:
-        """All weights of the language model, the embedding table included."""
+        """Bytes of all weights of the language model, embedding table included."""
         return self.read_bytes + (0 if self.tied else self.head * self.dtype_bytes)
 
     def weight_bytes(self, roles: str) -> int:
-        """Of the parts that an instance of ``roles`` ("E", "PD", ...) holds."""
+        """Bytes of the weights that an instance of ``roles`` ("E", "PD", ...) holds."""
         return self.vision_bytes * ("E" in roles) + self.language_bytes * bool(set(roles) & {"P", "D"})
 
     def pools(self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block: int = 16) -> dict[str, int]:
-        """Blocks by kind for an instance of ``roles`` that may use ``memory_bytes``, weights included.
+        """Compute the blocks of each pool of an instance of ``roles`` in ``memory_bytes``, weights included.
 
-        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer 5.1). Raises
-        ``ConfigError`` that says how much is missing where the model does not fit.
+        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer 5.1). Raises ``ConfigError``, with
+        the bytes missing, where the model does not fit.
         """
         image = self.feature_bytes * image_block or None
         return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block)
 
     def memory(self, *, text_tokens: int = 0) -> ModelMemory:
-        """For ``trinity.costs.pool_sizes.capacity``."""
+        """Memory that serving this model takes, for ``trinity.costs.pool_sizes.capacity``."""
         return ModelMemory(
             vision_bytes=self.vision_bytes,
             language_bytes=self.language_bytes,
@@ -132,69 +152,69 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_LLAMA_7B = Layers(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, gated=True)
-_QWEN2_7B = Layers(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, gated=True)
-_INTERNLM2_7B = Layers(layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, gated=True)
-_PANGU_7B = Layers(layers=38, width=3584, heads=28, kv_heads=28, head_dim=128, ffn=11008, gated=True)
-_CLIP_L = Layers(layers=24, width=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096)
-_QWEN2_VIT = Layers(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=5120)
-_SIGLIP_400M = Layers(layers=27, width=1152, heads=16, kv_heads=16, head_dim=72, ffn=4304)
+_LLAMA_7B = LayerShape(layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, gated=True)
+_QWEN2_7B = LayerShape(layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, gated=True)
+_INTERNLM2_7B = LayerShape(layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, gated=True)
+_PANGU_7B = LayerShape(layers=38, width=3584, heads=28, kv_heads=28, head_dim=128, ffn=11008, gated=True)
+_CLIP_L = LayerShape(layers=24, width=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096)
+_QWEN2_VIT = LayerShape(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=5120)
+_SIGLIP_400M = LayerShape(layers=27, width=1152, heads=16, kv_heads=16, head_dim=72, ffn=4304)
 _MLP = 1024 * 4096 + 4096 * 4096  # LLaVA's projector
 _MERGER = 5120 * 5120 + 5120 * 3584  # Qwen2-VL's
-_NATIVE = partial(visual_tokens.smart_resize, most=16384 * 28 * 28)  # as its checkpoints set it
+_QWEN2_RULE = partial(visual_tokens.smart_resize_tokens, most=16384 * 28 * 28)  # as its checkpoints set it
 
-MODELS: Mapping[str, Model] = {
-    model.name: model
-    for model in (
-        Model(
+MODELS: Mapping[str, ModelShape] = {
+    get_model_shape.name: get_model_shape
+    for get_model_shape in (
+        ModelShape(
             name="llava-1.5-7b",
             language=_LLAMA_7B,
             vocabulary=32_064,
-            vision=Vision(layers=_CLIP_L, patches=1, span=577, projector=_MLP),
+            vision=VisionShape(layers=_CLIP_L, patches=1, span=577, projector=_MLP),
         ),
-        Model(
+        ModelShape(
             name="llava-next-7b",
             language=_LLAMA_7B,
             vocabulary=32_064,
-            vision=Vision(layers=_CLIP_L, patches=1.23, span=577, projector=_MLP),
-            visual_tokens=visual_tokens.anyres,
+            vision=VisionShape(layers=_CLIP_L, patches=1.23, span=577, projector=_MLP),
+            visual_tokens=visual_tokens.anyres_tokens,
             image_tokens=2340,
             source="patches: 5 tiles of 576 for the 2,340 tokens that padding leaves of them",
         ),
-        Model(
+        ModelShape(
             name="qwen2-vl-7b",
             language=_QWEN2_7B,
             vocabulary=152_064,
-            vision=Vision(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER),
-            visual_tokens=_NATIVE,
+            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER),
+            visual_tokens=_QWEN2_RULE,
             image_tokens=999,
             context=32_768,
             source="span: every patch of a 1024 x 768 image",
         ),
-        Model(
+        ModelShape(
             name="internvl2-8b",
             language=_INTERNLM2_7B,
             vocabulary=92_553,
-            vision=Vision(layers=_CLIP_L, patches=4, span=1025, projector=4096 * 4096 * 2),
-            visual_tokens=visual_tokens.tiles,
+            vision=VisionShape(layers=_CLIP_L, patches=4, span=1025, projector=4096 * 4096 * 2),
+            visual_tokens=visual_tokens.tile_tokens,
             image_tokens=7 * 256,
             context=32_768,
         ),
-        Model(
+        ModelShape(
             name="minicpm-v-2.6",
             language=_QWEN2_7B,
             vocabulary=151_666,
-            vision=Vision(layers=_SIGLIP_400M, patches=16, span=1024, projector=1152 * 3584 + 5 * 3584 * 3584),
-            visual_tokens=visual_tokens.slices,
+            vision=VisionShape(layers=_SIGLIP_400M, patches=16, span=1024, projector=1152 * 3584 + 5 * 3584 * 3584),
+            visual_tokens=visual_tokens.slice_tokens,
             image_tokens=5 * 64,
             context=32_768,
         ),
-        Model(
+        ModelShape(
             name="openpangu-7b-vl",
             language=_PANGU_7B,
             vocabulary=153_376,
-            vision=Vision(layers=_QWEN2_VIT, patches=4, span=4 * 1196, projector=_MERGER),
-            visual_tokens=_NATIVE,
+            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 1196, projector=_MERGER),
+            visual_tokens=_QWEN2_RULE,
             image_tokens=1196,
             context=32_768,
             source="EPD-Serve: parameters of table 1, features of table 3, KV bytes of table 4; the rest fits those",
@@ -203,8 +223,10 @@ MODELS: Mapping[str, Model] = {
 }
 
 
-def model(name: str) -> Model:
-    """A model by its name in ``MODELS``. Raises ``UnknownName``."""
+def get_model_shape(name: str) -> ModelShape:
+    """Get the shape of a model by its name in ``MODELS``. Raises ``UnknownName``."""
     if name not in MODELS:
-        raise UnknownName("model", name, MODELS, "For another one give trinity.costs.model_config.read(folder).")
+        raise UnknownName(
+            "model", name, MODELS, "For another one give trinity.costs.model_config.read_model_shape(folder)."
+        )
     return MODELS[name]

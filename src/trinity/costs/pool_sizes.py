@@ -1,4 +1,4 @@
-"""Sizing: blocks per pool from a memory budget and an instance's roles; what each kind of instance can hold."""
+"""Sizes of an instance's block pools from its memory and roles, and the capacity of each kind of instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import ConfigError
 
-IMAGE_SHARE = 0.1  # of what the weights leave, where an instance has both pools
+IMAGE_SHARE = 0.1  # of the memory left by the weights, where an instance has both pools
 
 
 def size_pools(
@@ -24,14 +24,21 @@ def size_pools(
     *,
     image_share: float = IMAGE_SHARE,
 ) -> dict[str, int]:
-    """Blocks by kind for an instance of ``roles`` ("E", "PD", ...) that may use ``memory_bytes``, weights included.
+    """Compute the blocks of each pool of an instance.
 
-    E and P hold images, P and D hold KV; None for a kind that the model has no blocks of. Where both are held, images
-    get ``image_share`` of what the weights leave, at least one block, and KV the rest. Raises ``ConfigError`` that
-    says how much is missing where not one block of each kind fits.
+    E and P hold images, P and D hold KV. Where an instance holds both, images get ``image_share`` of the memory left by
+    the weights, at least one block, and KV the rest.
+
+    roles: letters of the instance's stages, such as "E" or "PD".
+    memory_bytes (bytes): memory that the instance may use, weights included.
+    weight_bytes (bytes): the weights.
+    image_block_bytes, kv_block_bytes (bytes): size of a block; None where the model has no such blocks.
+    image_share (share, 0.1): image cache's share of the free memory.
+
+    Returns blocks by kind. Raises ``ConfigError``, with the bytes missing, where one block of each kind does not fit.
     """
     if not roles or set(roles) - set("EPD"):
-        raise ConfigError(f"roles are letters of EPD, got {roles!r}")
+        raise ConfigError(f"roles must be letters of EPD, got {roles!r}")
     if not 0 < image_share < 1:
         raise ConfigError(f"image_share must lie between 0 and 1, got {image_share!r}")
     needed = {IMAGE: image_block_bytes if set(roles) & {"E", "P"} else None}
@@ -48,28 +55,31 @@ def size_pools(
 
 def _check_room(roles: str, memory_bytes: int, weight_bytes: int, least_bytes: int) -> None:
     if not least_bytes:
-        raise ConfigError(f"an instance of roles {roles} would hold no block: this model has nothing for it to do")
+        raise ConfigError(f"an instance of roles {roles} would hold no block: this model has no such stages")
     missing = weight_bytes + least_bytes - memory_bytes
     if missing > 0:
         raise ConfigError(
-            f"an instance of roles {roles} needs {as_size(weight_bytes)} for weights and {as_size(least_bytes)} for a "
-            f"block of each pool, and may use {as_size(memory_bytes)}: {as_size(missing)} are missing. Raise its "
-            "memory, or give it fewer roles."
+            f"an instance of roles {roles} needs {format_size(weight_bytes)} for weights and "
+            f"{format_size(least_bytes)} for a block of each pool, but may use {format_size(memory_bytes)}: "
+            f"{format_size(missing)} are missing. Raise its memory, or give it fewer roles."
         )
 
 
 def check_available(needed_bytes: int, what: str, available_bytes: int | None = None) -> None:
-    """Raise ``ConfigError`` where ``what`` needs more than there is: overcommitted memory ends in a killed process."""
+    """Check that ``what`` fits the available memory: overcommitted memory ends in a killed process.
+
+    Raises ``ConfigError`` with the bytes missing.
+    """
     available = available_memory() if available_bytes is None else available_bytes
     if needed_bytes > available:
         raise ConfigError(
-            f"{what} needs {as_size(needed_bytes)}, {as_size(available)} are available: "
-            f"{as_size(needed_bytes - available)} are missing. Ask for fewer blocks or less memory."
+            f"{what} needs {format_size(needed_bytes)}, but {format_size(available)} are available: "
+            f"{format_size(needed_bytes - available)} are missing. Ask for fewer blocks or less memory."
         )
 
 
-def as_size(size: int) -> str:
-    """Bytes for people: "1.5 GiB"."""
+def format_size(size: int) -> str:
+    """Format a number of bytes, as "1.50 GiB"."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
@@ -78,16 +88,20 @@ def as_size(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
-# ---------------------------------------------------------------- what an instance can hold (EPDServe tables 2, 3, 8)
+# ---------------------------------------------------------------- capacity of an instance (EPDServe tables 2, 3, 8)
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What serving a model takes, in bytes.
+    """Memory that serving a model takes.
 
-    Weights: ``vision_bytes`` and ``language_bytes``. An image has ``image_tokens`` rows of ``feature_bytes`` each in
-    the image cache, and takes ``encode_bytes`` of working memory while it is encoded. A token of the prompt takes
-    ``kv_bytes`` in the KV cache, and ``prefill_bytes`` of working memory while it is prefilled. A prompt has
-    ``text_tokens`` besides its images, and at most ``context`` tokens.
+    vision_bytes, language_bytes (bytes): weights.
+    image_tokens (visual tokens): rows of an image in the image cache.
+    feature_bytes (bytes): a row of the image cache.
+    kv_bytes (bytes): a token in the KV cache.
+    encode_bytes (bytes, 0): working memory of an image while it is encoded.
+    prefill_bytes (bytes, 0): working memory of a prompt's token while it is prefilled.
+    text_tokens (tokens, 0): text of a prompt.
+    context (tokens, None): longest prompt; None: unbounded.
     """
 
     vision_bytes: int
@@ -102,11 +116,11 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(NamedTuple):
-    """What one instance holds.
+    """Capacity of one instance; all 0 where nothing fits.
 
-    ``images_per_request`` of one request alone (EPDServe table 2); ``batch`` requests of so many images as were
-    asked for (table 3); ``kv_tokens`` in its KV cache; ``kv_share`` the largest share of its free memory that one such
-    request leaves for the KV cache (table 8). All 0 where it does not fit.
+    ``images_per_request``: images of a request that runs alone (EPDServe table 2). ``batch``: requests of the given
+    number of images (table 3). ``kv_tokens``: tokens of the KV cache. ``kv_share``: largest share of the free memory
+    that one such request leaves for the KV cache (table 8).
     """
 
     images_per_request: int
@@ -116,20 +130,20 @@ class Capacity(NamedTuple):
 
 
 def capacity(roles: str, model: ModelMemory, memory_bytes: int, *, images: int = 10, kv_share: float = 0.8) -> Capacity:
-    """What an instance of ``roles`` holds in ``memory_bytes``, for requests of ``images`` images.
+    """Compute the capacity of an instance of ``roles`` in ``memory_bytes``, for requests of ``images`` images.
 
-    As is counted there (EPDServe 4.3 and appendix A.2): the images of a request are worked on at once; where images
-    and KV share the instance, ``kv_share`` of what the weights leave is for the KV cache; an instance that only
-    encodes has no KV cache, and one that only decodes has nothing else. Encoding ends before the prefill begins, so
-    the larger of their working memories counts.
+    Counts as EPDServe does (4.3 and appendix A.2): the images of a request are processed at once; where images and KV
+    share the instance, ``kv_share`` of the memory left by the weights is for the KV cache; an instance that only
+    encodes has no KV cache, and one that only decodes has nothing else. Encoding ends before prefill begins, so the
+    larger of their working memories counts.
     """
     weights = (model.vision_bytes if "E" in roles else 0) + (model.language_bytes if set(roles) & {"P", "D"} else 0)
     free = max(0, memory_bytes - weights)
     cache = int(free * {"E": 0.0, "D": 1.0}.get(roles, kv_share))
     kv_tokens = cache // model.kv_bytes
-    per_image = _work_per_image(roles, model)
+    per_image = _working_bytes_per_image(roles, model)
     per_request = images * model.image_tokens + model.text_tokens
-    room = _room_for_images(roles, model, free - cache, kv_tokens)
+    room = _count_fitting_images(roles, model, free - cache, kv_tokens)
     fits_context = model.context is None or per_request <= model.context
     batches = [(free - cache) // (images * per_image)] if per_image and images else []
     batches += [kv_tokens // per_request] if roles != "E" and per_request else []
@@ -142,8 +156,8 @@ def capacity(roles: str, model: ModelMemory, memory_bytes: int, *, images: int =
     )
 
 
-def _work_per_image(roles: str, model: ModelMemory) -> int:
-    """Bytes beside weights and KV cache that one image of a running request takes; 0 where images do not come."""
+def _working_bytes_per_image(roles: str, model: ModelMemory) -> int:
+    """Bytes that one image of a running request takes beside weights and KV cache; 0 where no images arrive."""
     if not set(roles) & {"E", "P"}:
         return 0
     encode = model.encode_bytes if "E" in roles else 0
@@ -151,10 +165,10 @@ def _work_per_image(roles: str, model: ModelMemory) -> int:
     return model.image_tokens * model.feature_bytes + max(encode, prefill)
 
 
-def _room_for_images(roles: str, model: ModelMemory, work: int, kv_tokens: int) -> int:
-    """Images of one request: bounded by working memory, the KV cache and the context."""
+def _count_fitting_images(roles: str, model: ModelMemory, work: int, kv_tokens: int) -> int:
+    """Count the images of one request that fit working memory, KV cache and context."""
     bounds = []
-    if per_image := _work_per_image(roles, model):
+    if per_image := _working_bytes_per_image(roles, model):
         bounds.append(work // per_image)
     if roles != "E":
         bounds.append((kv_tokens - model.text_tokens) // model.image_tokens)
@@ -163,13 +177,13 @@ def _room_for_images(roles: str, model: ModelMemory, work: int, kv_tokens: int) 
     return min(bounds)
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- memory of this process
 
 
 def available_memory(root: str | Path = "/") -> int:
-    """Bytes that this process may still use: what the system has, and what each cgroup above it leaves.
+    """Bytes that this process may still use: the least of the system's free memory and each parent cgroup's headroom.
 
-    ``root`` is where ``proc`` and ``sys`` are found. A page cache that the kernel would give back counts as free.
+    ``root``: folder of ``proc`` and ``sys``. Page cache that the kernel would give back counts as free.
     """
     found = [*_system_memory(Path(root)), *_cgroup_memory(Path(root))]
     if not found:
@@ -196,7 +210,7 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
 
 
 def _headroom(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
-    """Limit less usage of a cgroup and of each one above it; inside a container only the topmost may be there."""
+    """Limit less usage of a cgroup and each of its parents; inside a container only the topmost may be visible."""
     inner = PurePosixPath(path.strip("/"))
     for folder in (base / inner, *(base / parent for parent in inner.parents)):
         limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()

@@ -1,7 +1,7 @@
-"""Seconds of a step: by a roofline over a device's figures, or from tables measured on it; and of a transfer.
+"""Cost models of a step and of a transfer, in seconds: a roofline over a device's figures, or measured tables.
 
-TriInfer's table 2 with what is wrong there put right: real feed-forward shapes, H² where it has H, fewer key-value
-heads than heads, bytes in place of elements, no attention scores in memory.
+The roofline is TriInfer's table 2 with its faults corrected: real feed-forward shapes, H² where it has H, grouped-query
+attention (fewer key-value heads than heads), bytes in place of elements, no attention scores in memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ from typing import Protocol
 import msgspec
 
 from trinity.costs.budgets import StepCost
-from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
 from trinity.traces.trace import Number
 
-_ACTIVATIONS = 18  # elements of activations read and written for each token and width of a layer (table 2: 8 + 10)
+_ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device: peak FLOP/s (dense, 16 bit), bytes/s, bytes of memory, price an hour.
+    """An accelerator, as the roofline sees it. Raises ``ConfigError`` for values out of range.
 
-    Of the peaks ``flops_share`` and ``bandwidth_share`` are reached. Every pass over the language model or the encoder
-    takes ``pass_s`` more (launches without CUDA graphs, as TriInfer measures), and each sequence in it ``row_s``.
+    name: name of the device.
+    flops (FLOP/s): peak, dense, 16 bit.
+    bandwidth (bytes/s): peak memory bandwidth.
+    memory (bytes): device memory.
+    flops_share (0.6): share of the peak FLOP/s that is reached.
+    bandwidth_share (0.8): share of the peak bandwidth that is reached.
+    pass_s (s, 0.02): overhead of every pass over the language model or the encoder; kernel launches without CUDA
+        graphs, as TriInfer measures.
+    row_s (s, 2e-5): overhead of each sequence in a pass.
+    price (an hour, None): cost of the device, in any currency.
     """
 
     name: str
@@ -48,7 +56,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             shares and all(0 < each < math.inf for each in figures) and all(0 <= each < math.inf for each in extras)
         ):
             raise ConfigError(
-                f"{self!r}: figures of a device are positive, shares at most 1, times and price at least 0"
+                f"{self!r}: figures of a device must be positive, shares at most 1, times and price at least 0"
             )
 
 
@@ -65,20 +73,18 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
-def device(name: str) -> Device:
-    """A device by its name in ``DEVICES``. Raises ``UnknownName``."""
+def get_device(name: str) -> Device:
+    """Get a device by its name in ``DEVICES``. Raises ``UnknownName``."""
     if name not in DEVICES:
         raise UnknownName("device", name, DEVICES, "For another one give a trinity.costs.step_cost.Device.")
     return DEVICES[name]
 
 
-class Cost(Protocol):
-    """Seconds of a step: a ``Roofline``, measured ``Tables``, or the plainer costs of
-    ``trinity.emulation.paced_model``.
-    """
+class CostModel(Protocol):
+    """Predicts the seconds of a step: ``Roofline``, ``CostTables``, or the costs of ``trinity.costs.emulated_cost``."""
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
-        """Of one step with these rows."""
+        """Seconds of one step with these decode rows, prefill tokens and visual tokens."""
         ...
 
     def at(
@@ -91,23 +97,25 @@ class Cost(Protocol):
         prefilled: float = 0.0,
         prefills: int = 1,
     ) -> float:
-        """The same where decodes look back on ``context`` tokens each, and ``prefills`` on ``prefilled`` (means)."""
+        """Seconds of one step whose decodes attend to ``context`` tokens each and whose ``prefills`` requests have
+        ``prefilled`` tokens each in the KV cache already (means).
+        """
         ...
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a step takes by the model's shape and the device's figures.
+    """Roofline cost model: a step's time from the model's shape and the device's figures.
 
-    max(FLOP / reached FLOP/s, bytes / reached bytes/s) for the language pass and the encode pass, each with its
-    overhead. ``context``: tokens that a decode looks back on where it is not said.
+    max(FLOP / reached FLOP/s, bytes / reached bytes/s) for the language pass and for the encode pass, each with its
+    overhead. ``context`` (tokens): attended to by a decode where ``seconds`` is not told.
     """
 
-    model: Model
+    model: ModelShape
     device: Device
     context: int = 512
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
-        """Of one step with these rows; prefills begin at their first token. Never falls when a count grows."""
+        """Seconds of one step with these rows; prefills start at their first token. Never falls when a count grows."""
         return self.at(decodes, prefill_tokens, media_tokens, context=self.context)
 
     def at(
@@ -120,10 +128,10 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         prefilled: float = 0.0,
         prefills: int = 1,
     ) -> float:
-        """Of one step whose decodes look back on ``context`` tokens each on average.
+        """Seconds of one step whose decodes attend to ``context`` tokens each on average.
 
-        The ``prefill_tokens`` belong to ``prefills`` requests, of which ``prefilled`` tokens each are in the KV cache
-        already. Encode and language pass run one after the other.
+        The ``prefill_tokens`` belong to ``prefills`` requests that have ``prefilled`` tokens each in the KV cache
+        already (chunked prefill, prefix cache). Encode and language pass run one after the other.
         """
         return self._language(decodes, prefill_tokens, context, prefilled, max(1, prefills)) + self._encode(
             media_tokens
@@ -136,9 +144,9 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         sequences = decodes + (prefills if tokens else 0)
         pairs = decodes * context + tokens * (prefilled + tokens / prefills / 2)
         flops = 2 * ((decodes + tokens) * layers.weights + sequences * model.head + pairs * layers.attended)
-        looked_at = decodes * context + (prefills * prefilled if tokens else 0.0)
+        attended = decodes * context + (prefills * prefilled if tokens else 0.0)
         activations = _ACTIVATIONS * (decodes + tokens) * layers.layers * layers.width * model.dtype_bytes
-        moved = model.read_bytes + (looked_at + decodes + tokens) * model.kv_bytes + activations
+        moved = model.read_bytes + (attended + decodes + tokens) * model.kv_bytes + activations
         return self._pass(flops, moved) + sequences * self.device.row_s
 
     def _encode(self, tokens: int) -> float:
@@ -157,28 +165,31 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return max(compute, memory) + here.pass_s
 
 
-def cost_on(device: Device, model: Model, given: Cost | Mapping[str, Cost] | None) -> Cost:
-    """What is ``given`` for every device, or for this one by its name; a roofline where nothing is.
+def cost_for_device(device: Device, model: ModelShape, given: CostModel | Mapping[str, CostModel] | None) -> CostModel:
+    """Choose a device's cost model: ``given`` itself, its entry for the device's name, or a roofline where it is None.
 
-    Raises ``ConfigError`` where costs are given by name, and none for this one.
+    Raises ``ConfigError`` where costs are given by device name and this device has none.
     """
     if given is None:
         return Roofline(model=model, device=device)
     if not isinstance(given, Mapping):
         return given
     if device.name not in given:
-        raise ConfigError(f"no cost is given for device {device.name}: there are {', '.join(given)}")
+        raise ConfigError(f"no cost is given for device {device.name}, only for {', '.join(given)}: add one")
     return given[device.name]
 
 
-def interference_of(given: Cost | Mapping[str, Cost] | None) -> float:
-    """How much two lanes of an instance slow each other down, as measured with these costs; 1 where it was not."""
+def interference_of(given: CostModel | Mapping[str, CostModel] | None) -> float:
+    """Factor by which two lanes of an instance slow each other down, as measured with these costs; 1 where unknown."""
     costs = given.values() if isinstance(given, Mapping) else [given]
     return max([1.0, *(float(getattr(each, "interference", 1.0)) for each in costs)])
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What joins two instances: bytes/s that are reached, and seconds that a transfer takes at least."""
+class Interconnect(msgspec.Struct, frozen=True, kw_only=True):
+    """An interconnect between two instances.
+
+    ``bandwidth`` (bytes/s): reached, not peak. ``fixed_s`` (s): latency of any transfer. Raises ``ConfigError``.
+    """
 
     name: str
     bandwidth: float
@@ -186,31 +197,31 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (0 < self.bandwidth < math.inf and 0 <= self.fixed_s < math.inf):
-            raise ConfigError(f"{self!r}: a bandwidth is positive and a fixed time at least 0")
+            raise ConfigError(f"{self!r}: bandwidth must be positive and fixed_s at least 0")
 
     def seconds(self, size: float) -> float:
-        """Of a transfer of ``size`` bytes; 0 where there is nothing to move."""
+        """Seconds of a transfer of ``size`` bytes; 0 for an empty one."""
         return self.fixed_s + size / self.bandwidth if size > 0 else 0.0
 
 
-LINKS: Mapping[str, Link] = {
+INTERCONNECTS: Mapping[str, Interconnect] = {
     link.name: link
-    for link in (  # four fifths of what is printed on them
-        Link(name="nvlink", bandwidth=360e9, fixed_s=2e-4),
-        Link(name="infiniband-2x200", bandwidth=40e9, fixed_s=5e-4),
-        Link(name="pcie4", bandwidth=25e9, fixed_s=3e-4),
-        Link(name="memory", bandwidth=5e9, fixed_s=2e-4),
+    for link in (  # four fifths of their nominal bandwidth
+        Interconnect(name="nvlink", bandwidth=360e9, fixed_s=2e-4),
+        Interconnect(name="infiniband-2x200", bandwidth=40e9, fixed_s=5e-4),
+        Interconnect(name="pcie4", bandwidth=25e9, fixed_s=3e-4),
+        Interconnect(name="memory", bandwidth=5e9, fixed_s=2e-4),
     )
 }
 
 
-class Probes(Protocol):
-    """What runs and times a step of one kind on an instance: a ``trinity.runtime.profiler.Probe``."""
+class CostProbe(Protocol):
+    """Runs and times a step of one kind on an instance, in seconds; such as ``trinity.runtime.profiler.Probe``."""
 
     @property
-    def letters(self) -> str: ...  # the stages that it can run, of "EPD"
+    def letters(self) -> str: ...  # letters of the stages that it can run, of "EPD"
     @property
-    def longest(self) -> int: ...  # tokens of the longest prompt that it has room for
+    def longest(self) -> int: ...  # tokens of the longest prompt that fits
     @property
     def image_tokens(self) -> int: ...
     def most_images(self) -> int: ...
@@ -219,18 +230,20 @@ class Probes(Protocol):
     def decode(self, rows: int, context: int | None = None) -> float: ...
 
 
-CONTEXTS = (1, 512, 2048)
-ROWS = (1, 4, 16, 64)
-TOKENS = (1, 64, 256, 1024)
-IMAGES = (1, 2, 4)
+PROFILE_CONTEXTS = (1, 512, 2048)
+PROFILE_ROWS = (1, 4, 16, 64)
+PROFILE_TOKENS = (1, 64, 256, 1024)
+PROFILE_IMAGES = (1, 2, 4)
 
 
-class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Measured seconds of a step on one device: ``StepCost`` at each mean context (decodes) or prefix (prefills).
+class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # the tag of saved files
+    """Measured cost model of one device: a ``StepCost`` for each mean context (decodes) or prefix (prefills).
 
-    Between two contexts on the line that joins them; beyond the last as at the last two, never less than at the last.
-    It names what was measured: instances and plans can tell whether it is theirs. Seconds are those of a step alone;
-    ``interference``: how many times longer it takes beside the other lane of its instance, 1 where none has two.
+    Contexts are in tokens. Interpolates linearly between two contexts, and extrapolates from the last two, never below
+    the last.
+    ``model``, ``device`` and ``dtype`` say what was measured, so that instances and plans can check that it is theirs.
+    Seconds are those of a step alone; ``interference`` (factor): how much longer a step takes beside the other lane of
+    its instance, 1 where instances have one lane. ``context`` (tokens): assumed by ``seconds``. Raises ``ConfigError``.
     """
 
     model: str
@@ -249,7 +262,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
 
     @classmethod
-    def measured(
+    def from_samples(
         cls,
         contexts: Mapping[int, Mapping[str, Mapping[int, float]]],
         *,
@@ -257,41 +270,43 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         device: str,
         dtype: str,
         source: str = "measured",
-    ) -> Tables:
-        """From seconds by context, kind ("decodes", "prefill", "media") and count; noise is taken out of each kind.
+    ) -> CostTables:
+        """Build tables from seconds by context, kind ("decodes", "prefill", "media") and count.
 
-        A kind that was not measured at a context costs there what it costs at the next shorter one. Media are looked
-        up at the shortest context alone: they do not hang on it.
+        Noise is removed from each kind. A kind that was not measured at a context costs what it costs at the next
+        shorter one. Media are looked up at the shortest context only: their cost does not depend on it.
         """
         costs: list[tuple[float, StepCost]] = []
         known: dict[str, Mapping[int, float]] = {}
         for context in sorted(contexts):
             known |= {kind: seconds for kind, seconds in contexts[context].items() if seconds}
-            costs.append((context, StepCost.measured(**known)))
+            costs.append((context, StepCost.from_samples(**known)))
         return cls(model=model, device=device, dtype=dtype, source=source, costs=tuple(costs))
 
     @classmethod
-    def taken(
+    def profile(
         cls,
-        probe: Probes,
+        probe: CostProbe,
         *,
         model: str,
         device: str,
         dtype: str,
-        contexts: Sequence[int] = CONTEXTS,
-        rows: Sequence[int] = ROWS,
-        tokens: Sequence[int] = TOKENS,
-        images: Sequence[int] = IMAGES,
+        contexts: Sequence[int] = PROFILE_CONTEXTS,
+        rows: Sequence[int] = PROFILE_ROWS,
+        tokens: Sequence[int] = PROFILE_TOKENS,
+        images: Sequence[int] = PROFILE_IMAGES,
         repeats: int = 3,
-    ) -> Tables:
-        """Measure a live instance per stage, batch and context; the median of ``repeats`` after a first, unused run.
+    ) -> CostTables:
+        """Profile a live instance by stage, batch and context: the median of ``repeats`` runs after a warm-up.
 
-        What the instance has no room for is left out: prompts longer than its pool, more images than its cache holds.
-        Raises ``ConfigError`` where that leaves nothing.
+        Leaves out what does not fit: prompts longer than the KV pool, more images than the image cache holds. Raises
+        ``ConfigError`` where that leaves nothing to measure.
         """
         known = sorted({min(context, probe.longest) for context in contexts if context > 0})
         if not known or repeats < 1:
-            raise ConfigError(f"give a context of at least 1 token and 1 repeat, got {contexts!r} and {repeats}")
+            raise ConfigError(
+                f"give at least one context of 1 token or more, and at least 1 repeat, got {contexts!r} and {repeats}"
+            )
         found: dict[int, dict[str, dict[int, float]]] = {context: {} for context in known}
 
         def seconds(run: Callable[[], float]) -> float:
@@ -309,11 +324,14 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             room = [n for n in images if n <= probe.most_images()]
             found[known[0]]["media"] = {n * each: seconds(partial(probe.encode, n)) for n in room}
         if not any(seen for kinds in found.values() for seen in kinds.values()):
-            raise ConfigError("nothing could be measured: the instance has room for none of these steps")
-        return cls.measured(found, model=model, device=device, dtype=dtype, source="profiled on a live instance")
+            raise ConfigError(
+                "nothing could be measured: none of these steps fits the instance; enlarge its pools or profile "
+                "smaller steps"
+            )
+        return cls.from_samples(found, model=model, device=device, dtype=dtype, source="profiled on a live instance")
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
-        """Of one step with these rows at the mean ``context``, prefills from their first token."""
+        """Seconds of one step with these rows at the mean ``context``; prefills start at their first token."""
         return self.at(decodes, prefill_tokens, media_tokens, context=self.context)
 
     def at(
@@ -326,15 +344,15 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         prefilled: float = 0.0,
         prefills: int = 1,
     ) -> float:
-        """As ``Roofline.at``: media do not hang on a context, prefills on what is ``prefilled``."""
-        language = self._between(context, lambda cost: cost.seconds(decodes, 0, 0))
-        prefill = self._between(prefilled, lambda cost: cost.seconds(0, prefill_tokens, 0))
+        """Seconds as ``Roofline.at``; prefills depend on ``prefilled`` alone, media on neither."""
+        language = self._interpolate(context, lambda cost: cost.seconds(decodes, 0, 0))
+        prefill = self._interpolate(prefilled, lambda cost: cost.seconds(0, prefill_tokens, 0))
         both = self.costs[0][1].seconds(decodes, prefill_tokens, 0)
         shared = self.costs[0][1].seconds(decodes, 0, 0) + self.costs[0][1].seconds(0, prefill_tokens, 0) - both
         together = max(language, prefill, language + prefill - shared)  # noise: what is shared may exceed both
         return together + self.costs[0][1].seconds(0, 0, media_tokens)
 
-    def _between(self, context: float, seconds: Callable[[StepCost], float]) -> float:
+    def _interpolate(self, context: float, seconds: Callable[[StepCost], float]) -> float:
         costs = self.costs
         place = next((n for n, (known, _) in enumerate(costs) if known >= context), len(costs) - 1)
         high = seconds(costs[place][1])
@@ -345,17 +363,17 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return low + max(0.0, high - low) * (context - near) / (far - near)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON. The file names model, device and dtype."""
+        """Write the tables as JSON; the file names model, device and dtype."""
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
-    def load(cls, path: str | Path, *, model: str | None = None, device: str | None = None) -> Tables:
-        """Read what ``save`` wrote. Raises ``ConfigError`` where it is none, or of another model or device."""
+    def load(cls, path: str | Path, *, model: str | None = None, device: str | None = None) -> CostTables:
+        """Read tables that ``save`` wrote. Raises ``ConfigError`` for other files, models or devices."""
         try:
             found = msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{path} holds no measured costs of trinity: {error}") from error
         for name, wanted, has in (("model", model, found.model), ("device", device, found.device)):
             if wanted is not None and wanted != has:
-                raise ConfigError(f"{path} was measured on {name} {has!r}, not on {wanted!r}: measure it anew")
+                raise ConfigError(f"{path} was measured with {name} {has!r}, not {wanted!r}: profile again")
         return found

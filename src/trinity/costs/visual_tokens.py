@@ -1,54 +1,30 @@
-"""How many visual tokens an image becomes, by each model family's rule.
+"""Rules of model families for the number of visual tokens of an image.
 
-A visual token is a row of the image cache: what the encoder hands to the language model. Separators between tiles are
-text. Sizes are (width, height) in pixels; a rule is bound to a model's settings with ``functools.partial``.
+A visual token is a row of the image cache: an output of the encoder that enters the language model. Separators between
+tiles are text. Sizes are (width, height) in pixels; bind a model's settings to a rule with ``functools.partial``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from trinity.errors import ConfigError
+from trinity.traces.synthetic import VisualTokenRule
 
-VisualTokenRule = Callable[[int, int], int]
 LLAVA_NEXT_GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # (height, width) in pixels
-_RULES = ("fixed", "anyres", "smart_resize", "tiles", "slices", "pan_and_scan", "split")
-_MOST_IDEFICS = 4096  # pixels of the longer edge beyond which Idefics3's images are shrunk
+_MOST_IDEFICS = 4096  # pixels: Idefics3 shrinks images with a longer edge
 
 
-def described(rule: Any) -> dict[str, Any]:
-    """One of this module's rules, with its settings, as plain values that travel; for msgspec's ``enc_hook``.
-
-    Raises ``ConfigError`` for a rule of your own: it is code.
-    """
-    bound = rule if isinstance(rule, partial) else partial(rule)
-    name = getattr(bound.func, "__name__", "")
-    if name not in _RULES or bound.func is not globals()[name] or bound.args:
-        raise ConfigError(
-            f"{rule!r} cannot travel to other processes: give a rule of trinity.costs.visual_tokens, settings bound "
-            "by name with functools.partial"
-        )
-    return {"rule": name, "settings": bound.keywords}
-
-
-def as_described(kind: Any, fields: Any) -> VisualTokenRule:
-    """What ``described`` was given; for msgspec's ``dec_hook``. Raises ``ConfigError`` where it is no such rule."""
-    if kind != VisualTokenRule or not isinstance(fields, dict) or fields.get("rule") not in _RULES:
-        raise ConfigError(f"{fields!r:.80} describes no rule of trinity.costs.visual_tokens")
-    found: VisualTokenRule = globals()[fields["rule"]]
-    return partial(found, **fields["settings"]) if fields["settings"] else found
-
-
-def fixed(width: int, height: int, *, tokens: int = 576) -> int:
-    """The same for every image, which is scaled and cropped to one size (LLaVA-1.5: 576)."""
-    _check(width, height)
+def fixed_tokens(width: int, height: int, *, tokens: int = 576) -> int:
+    """LLaVA-1.5: ``tokens`` for every image, which is scaled and cropped to one size."""
+    _check_size(width, height)
     return tokens
 
 
-def anyres(
+def anyres_tokens(
     width: int,
     height: int,
     *,
@@ -56,11 +32,11 @@ def anyres(
     tile: int = 336,
     patch: int = 14,
 ) -> int:
-    """LLaVA-NeXT: the whole image as one tile, and tiles of the grid that wastes least, without their padding.
+    """LLaVA-NeXT: the whole image as one tile, and tiles of the grid that wastes least, without padding.
 
-    Each row of patches ends with one more token. Tiles have ``tile`` pixels, patches ``patch``.
+    Each row of patches ends with one more token. ``tile`` and ``patch``: edges in pixels.
     """
-    _check(width, height)
+    _check_size(width, height)
     best_height, best_width = _best_grid(width, height, grids)
     side = tile // patch
     rows, columns = side * (best_height // tile), side * (best_width // tile)
@@ -72,7 +48,7 @@ def anyres(
 
 
 def _best_grid(width: int, height: int, grids: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The (height, width) that keeps most of the image's pixels and, among those, has fewest to fill."""
+    """Choose the (height, width) that keeps most of the image's pixels and, among those, needs least padding."""
 
     def worth(grid: Sequence[int]) -> tuple[int, int]:
         scale = min(grid[1] / width, grid[0] / height)
@@ -83,7 +59,7 @@ def _best_grid(width: int, height: int, grids: Sequence[Sequence[int]]) -> tuple
     return best[0], best[1]
 
 
-def smart_resize(
+def smart_resize_tokens(
     width: int,
     height: int,
     *,
@@ -91,10 +67,12 @@ def smart_resize(
     least: int = 56 * 56,
     most: int = 28 * 28 * 1280,
 ) -> int:
-    """Qwen2-VL and Qwen2.5-VL: one token for each square of ``factor`` pixels, after the image was brought between
-    ``least`` and ``most`` pixels. Raises ``ConfigError`` for an image 200 times as long as wide, as the model does.
+    """Qwen2-VL and Qwen2.5-VL: a token for each square of ``factor`` pixels.
+
+    The image is first scaled to between ``least`` and ``most`` pixels. Raises ``ConfigError`` for an image over 200
+    times as long as wide, as the model does.
     """
-    _check(width, height)
+    _check_size(width, height)
     if max(width, height) / min(width, height) > 200:
         raise ConfigError(f"an image of {width} x {height} pixels is too narrow for this model: at most 200 to 1")
     rows, columns = round(height / factor), round(width / factor)
@@ -107,9 +85,9 @@ def smart_resize(
     return rows * columns
 
 
-def tiles(width: int, height: int, *, tile: int = 448, tokens: int = 256, fewest: int = 1, most: int = 12) -> int:
-    """InternVL: the grid of tiles whose shape is nearest to the image's, and a small copy where there are several."""
-    _check(width, height)
+def tile_tokens(width: int, height: int, *, tile: int = 448, tokens: int = 256, fewest: int = 1, most: int = 12) -> int:
+    """InternVL: the grid of tiles whose shape is nearest to the image's, and a thumbnail where there are several."""
+    _check_size(width, height)
     shapes = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
     shapes = sorted(
         (each for each in shapes if fewest <= each[0] * each[1] <= most), key=lambda each: each[0] * each[1]
@@ -124,9 +102,9 @@ def tiles(width: int, height: int, *, tile: int = 448, tokens: int = 256, fewest
     return tokens * (count + 1 if count > 1 else 1)
 
 
-def slices(width: int, height: int, *, tile: int = 448, tokens: int = 64, most: int = 9) -> int:
-    """MiniCPM-V: about as many slices as the image has tiles of pixels, and a small copy where there are several."""
-    _check(width, height)
+def slice_tokens(width: int, height: int, *, tile: int = 448, tokens: int = 64, most: int = 9) -> int:
+    """MiniCPM-V: about as many slices as the image has tiles of pixels, and a thumbnail where there are several."""
+    _check_size(width, height)
     wanted = min(math.ceil(width * height / (tile * tile)), most)
     if wanted <= 1:
         return tokens
@@ -137,11 +115,11 @@ def slices(width: int, height: int, *, tile: int = 448, tokens: int = 64, most: 
     return tokens * (columns * rows + 1)
 
 
-def pan_and_scan(
+def pan_and_scan_tokens(
     width: int, height: int, *, tokens: int = 256, crops: int = 0, least_crop: int = 256, least_ratio: float = 1.2
 ) -> int:
-    """Gemma 3: ``tokens`` for the image, and for each crop of a long one where up to ``crops`` are made (0: none)."""
-    _check(width, height)
+    """Gemma 3: ``tokens`` for the image, and for each of up to ``crops`` crops of a long one (0: none)."""
+    _check_size(width, height)
     longer, shorter = max(width, height), min(width, height)
     if not crops or longer / shorter < least_ratio:
         return tokens
@@ -151,9 +129,9 @@ def pan_and_scan(
     return tokens * (count + 1)
 
 
-def split(width: int, height: int, *, longest: int = 4 * 364, tile: int = 364, tokens: int = 169) -> int:
-    """Idefics3 and SmolVLM: scaled to ``longest`` pixels, cut into tiles, and a small copy where there are several."""
-    _check(width, height)
+def split_tokens(width: int, height: int, *, longest: int = 4 * 364, tile: int = 364, tokens: int = 169) -> int:
+    """Idefics3 and SmolVLM: scaled to ``longest`` pixels, cut into tiles, and a thumbnail where there are several."""
+    _check_size(width, height)
     width, height = _to_longest(width, height, longest)
     if max(width, height) > _MOST_IDEFICS:
         shape = width / height
@@ -165,7 +143,7 @@ def split(width: int, height: int, *, longest: int = 4 * 364, tile: int = 364, t
 
 
 def _to_longest(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Scaled so that the longer edge has ``longest`` pixels; the shorter one is made even."""
+    """Scale so that the longer edge has ``longest`` pixels; the shorter one becomes even."""
     shape = width / height
     if width >= height:
         other = int(longest / shape)
@@ -174,6 +152,40 @@ def _to_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     return max(1, other + other % 2), longest
 
 
-def _check(width: int, height: int) -> None:
+def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise ConfigError(f"an image has at least 1 x 1 pixels, got {width} x {height}")
+
+
+_RULES: Mapping[str, VisualTokenRule] = {  # by the names under which they are sent
+    "fixed": fixed_tokens,
+    "anyres": anyres_tokens,
+    "smart_resize": smart_resize_tokens,
+    "tiles": tile_tokens,
+    "slices": slice_tokens,
+    "pan_and_scan": pan_and_scan_tokens,
+    "split": split_tokens,
+}
+
+
+def encode_rule(rule: Any) -> dict[str, Any]:
+    """Encode one of this module's rules and its settings as plain values; msgspec's ``enc_hook``.
+
+    Raises ``ConfigError`` for a rule of your own: it is code, which is never sent.
+    """
+    bound = rule if isinstance(rule, partial) else partial(rule)
+    name = next((name for name, known in _RULES.items() if known is bound.func), None)
+    if name is None or bound.args:
+        raise ConfigError(
+            f"{rule!r} cannot be sent to other processes: give a rule of trinity.costs.visual_tokens, settings bound "
+            "by name with functools.partial"
+        )
+    return {"rule": name, "settings": bound.keywords}
+
+
+def decode_rule(kind: Any, fields: Any) -> VisualTokenRule:
+    """Decode a rule that ``encode_rule`` encoded; msgspec's ``dec_hook``. Raises ``ConfigError`` for other values."""
+    if kind != VisualTokenRule or not isinstance(fields, dict) or fields.get("rule") not in _RULES:
+        raise ConfigError(f"{fields!r:.80} describes no rule of trinity.costs.visual_tokens")
+    rule = _RULES[fields["rule"]]
+    return partial(rule, **fields["settings"]) if fields["settings"] else rule

@@ -21,9 +21,9 @@ import numpy as np
 
 from trinity.core.messages import IMAGE, KV
 from trinity.costs.emulated_cost import LinearCost, TableCost
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Roofline, Tables
-from trinity.costs.visual_tokens import as_described, described
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostTables, Roofline
+from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.errors import ConfigError
 from trinity.memory.block_memory import BlockShape
 from trinity.request import Request
@@ -32,7 +32,7 @@ from trinity.traces.trace import TraceRow
 WORD = 8  # blocks hold 64-bit words
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     """What of a model decides how large its blocks are.
 
     ``image_width``: features of a row of the image cache, 0 for a model of text alone. An image has ``image_tokens``
@@ -58,7 +58,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self!r}: sizes of a model are at least 1 (a vocabulary 16); check {', '.join(wrong)}")
 
     @classmethod
-    def of(cls, model: Model) -> ModelShape:
+    def of(cls, model: ModelShape) -> EmulatedShape:
         """That of a model of ``trinity.costs.model_shape``, with as many rows for every image as a usual one has."""
         language = model.language
         return cls(
@@ -86,7 +86,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return values * self.dtype_bytes
 
 
-LLAVA_15_7B = ModelShape(
+LLAVA_15_7B = EmulatedShape(
     name="llava-1.5-7b", layers=32, kv_heads=32, head_dim=128, image_width=4096, image_tokens=576, vocabulary=32_064
 )
 
@@ -99,8 +99,8 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     Raises ``ConfigError``.
     """
 
-    shape: ModelShape
-    cost: LinearCost | TableCost | Roofline | Tables
+    shape: EmulatedShape
+    cost: LinearCost | TableCost | Roofline | CostTables
     scale: float = 1.0
     interference: float = 1.0
 
@@ -115,9 +115,9 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """Equal for equal models: instances that differ in it refuse each other."""
-        said = msgspec.json.encode(self, enc_hook=described)
-        travelled = msgspec.json.decode(said, type=Paced, dec_hook=as_described)  # 4 is 4.0 there
-        return "paced-" + hashlib.sha256(msgspec.json.encode(travelled, enc_hook=described)).hexdigest()[:24]
+        said = msgspec.json.encode(self, enc_hook=encode_rule)
+        travelled = msgspec.json.decode(said, type=Paced, dec_hook=decode_rule)  # 4 is 4.0 there
+        return "paced-" + hashlib.sha256(msgspec.json.encode(travelled, enc_hook=encode_rule)).hexdigest()[:24]
 
     @property
     def weight_bytes(self) -> int:

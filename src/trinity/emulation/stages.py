@@ -10,7 +10,7 @@ import numpy as np
 
 from trinity.core.messages import IMAGE, KV, Encode, Grow, Open, Prefill, Sampled, Step
 from trinity.core.transfers import FEED_FORWARD
-from trinity.costs.step_cost import Cost
+from trinity.costs.step_cost import CostModel
 from trinity.emulation.content import (
     Words,
     features,
@@ -62,7 +62,7 @@ class PacedBatch:
         prefill = sum(asked.length for asked, _ in self.chunks)
         return len(self.decoded), prefill, sum(item.span.tokens for item in self.encodes)
 
-    def seconds(self, cost: Cost) -> float:
+    def seconds(self, cost: CostModel) -> float:
         """Of this step, whose decodes look back on their prompts and outputs, and chunks on what is before them."""
         context = _mean([row.length for row in self.decoded])
         prefilled = _mean([asked.start for asked, _ in self.chunks])

@@ -11,9 +11,9 @@ from math import ceil, floor
 from typing import Literal, NamedTuple
 
 from trinity.costs.budgets import search_budget
-from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import ModelShape
 from trinity.costs.pool_sizes import IMAGE_SHARE
-from trinity.costs.step_cost import Cost
+from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import Group, Placement
 from trinity.simulation.rate_sweep import requests_of
@@ -65,7 +65,7 @@ class Profile(NamedTuple):
     seconds: Stages
 
 
-def workload(trace: Trace, model: Model) -> Workload:
+def workload(trace: Trace, model: ModelShape) -> Workload:
     """Lines 1 to 5, for the requests that the model can take.
 
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
@@ -85,7 +85,7 @@ def workload(trace: Trace, model: Model) -> Workload:
     return Workload(len(prompts), visual, prompt, decode, context, visual / images if images else 0.0)
 
 
-def profiled(load: Workload, cost: Cost, slo: SLO, model: Model, capacity: float) -> Profile:
+def profiled(load: Workload, cost: CostModel, slo: SLO, model: ModelShape, capacity: float) -> Profile:
     """Lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes. A stage without work takes 0 s."""
     encode, prefill, decode = stage_seconds(load, cost)
     budgets = Stages(
@@ -104,7 +104,7 @@ def profiled(load: Workload, cost: Cost, slo: SLO, model: Model, capacity: float
     return Profile(budgets, throughput, seconds)
 
 
-def stage_seconds(load: Workload, cost: Cost) -> tuple[Callable[[int], float], ...]:
+def stage_seconds(load: Workload, cost: CostModel) -> tuple[Callable[[int], float], ...]:
     """Seconds of a batch of so many visual tokens, prompt tokens, decodes: each stage alone, of this workload."""
 
     def encode(tokens: int) -> float:
@@ -125,7 +125,7 @@ def _budget(seconds: Callable[[int], float], limit_s: float) -> int:
     return 1 if seconds(1) > limit_s else search_budget(seconds, limit_s, high=LARGEST).budget
 
 
-def memory_bound(load: Workload, model: Model, capacity: float, roles: str = "D") -> int:
+def memory_bound(load: Workload, model: ModelShape, capacity: float, roles: str = "D") -> int:
     """Line 9 in consistent units: requests whose KV fits into γ of what the weights leave; at least 1.
 
     The paper divides bytes by tokens; a request's KV is ``kv_bytes`` for each of its (W_p + W_d) / N_r tokens. Where

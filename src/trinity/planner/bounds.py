@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trinity.core.scheduler import latency_bound
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Cost, Device
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostModel, Device
 from trinity.placement import STAGES
 from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
@@ -37,11 +37,11 @@ _BATCHES = tuple(2**n for n in range(17))  # sizes among which the best one is l
 class Kind(NamedTuple):
     """A kind of device: what steps take on it, and bytes of memory that an instance may use."""
 
-    cost: Cost
+    cost: CostModel
     memory: float
 
     @classmethod
-    def of(cls, device: Device, cost: Cost, memory_share: float) -> Kind:
+    def of(cls, device: Device, cost: CostModel, memory_share: float) -> Kind:
         return cls(cost, memory_share * device.memory)
 
 
@@ -66,7 +66,7 @@ class Bounds:
         self,
         trace: Trace,
         slo: SLO,
-        model: Model,
+        model: ModelShape,
         kinds: Mapping[str, Kind],
         *,
         rule: SLORule = "guard",

@@ -10,9 +10,8 @@ import msgspec
 
 from trinity.core.scheduler import Rules
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Cost, Device, cost_on
-from trinity.costs.step_cost import device as device_named
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_device
 from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
@@ -46,9 +45,9 @@ class Hardware:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelShape,
         cluster: Cluster,
-        cost: Cost | Mapping[str, Cost] | None,
+        cost: CostModel | Mapping[str, CostModel] | None,
         prices: Mapping[str, float],
         options: Mapping[str, Any],
     ) -> None:
@@ -59,14 +58,16 @@ class Hardware:
                 raise ConfigError(f"two different devices are called {each.name!r}: give each kind a name of its own")
         self.prices = self._prices(prices)
         share = self.options.get("memory_share", 0.9)
-        self.kinds = {name: Kind.of(each, cost_on(each, model, cost), share) for name, each in self.by_name.items()}
+        self.kinds = {
+            name: Kind.of(each, cost_for_device(each, model, cost), share) for name, each in self.by_name.items()
+        }
         self._simulators: dict[tuple[Any, ...], Simulator] = {}
         self._fitting: dict[tuple[str, str], str] = {}
 
     def _prices(self, given: Mapping[str, float]) -> dict[str, float | None]:
         for name, price in given.items():
             if name not in self.by_name:
-                device_named(name)  # a name that is nobody's
+                get_device(name)  # a name that is nobody's
             if not price > 0:
                 raise ConfigError(f"the price of {name} must be a positive number, got {price!r}")
         return {name: given.get(name, device.price) for name, device in self.by_name.items()}
@@ -116,7 +117,7 @@ class Hardware:
             self._simulators[key] = Simulator(
                 self.model,
                 slo,
-                cluster=self._ordered(deployment.devices).laid_out(deployment.placement),
+                cluster=self._ordered(deployment.devices).arrange_for(deployment.placement),
                 cost=self.cost,
                 **self.options | knobs | options,
             )

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.model_shape import model as model_named
-from trinity.costs.step_cost import Cost
+from trinity.costs.model_shape import ModelShape, get_model_shape
+from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import Split
@@ -66,7 +65,7 @@ class Searched(NamedTuple):
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
-    ``model``: a name in ``trinity.costs.model_shape.MODELS`` or a ``Model``. ``slo``: None for the objective
+    ``model``: a name in ``trinity.costs.model_shape.MODELS`` or a ``ModelShape``. ``slo``: None for the objective
     "throughput" alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a
     ``cluster``. ``cost`` replaces the rooflines of the devices, all or by name, by tables that were measured.
 
@@ -93,13 +92,13 @@ class HybridPlanner:
 
     def __init__(
         self,
-        model: Model | str,
+        model: ModelShape | str,
         slo: SLO | None,
         *,
         instances: int | None = None,
         device: Devices = "H100",
         cluster: Cluster | None = None,
-        cost: Cost | Mapping[str, Cost] | None = None,
+        cost: CostModel | Mapping[str, CostModel] | None = None,
         strategy: Strategy = "race",
         objective: Objective = "goodput",
         rule: SLORule = "guard",
@@ -116,7 +115,7 @@ class HybridPlanner:
         progress: Report | None = None,
         **options: Any,
     ) -> None:
-        self.model = model_named(model) if isinstance(model, str) else model
+        self.model = get_model_shape(model) if isinstance(model, str) else model
         found = cluster_of(device, instances) if cluster is None else cluster
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
             raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")

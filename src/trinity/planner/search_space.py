@@ -10,8 +10,8 @@ import msgspec
 
 from trinity.core.instance.settings import RESERVATIONS, check_reservation
 from trinity.core.scheduler import Rules, latency_bound
-from trinity.costs.budgets import Budgets, predicted_budgets
-from trinity.costs.model_shape import Model
+from trinity.costs.budgets import Budgets, predict_budgets
+from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
@@ -65,7 +65,7 @@ def knobs_of(space: Space) -> dict[str, tuple[str | int, ...]]:
 
 
 def options_of(
-    deployment: Deployment, slo: SLO, model: Model, kinds: Mapping[str, Kind], rules: Rules
+    deployment: Deployment, slo: SLO, model: ModelShape, kinds: Mapping[str, Kind], rules: Rules
 ) -> dict[str, Any]:
     """What a simulator takes for a deployment's settings; nothing where it has none."""
     set_to = dict(deployment.settings)
@@ -79,7 +79,7 @@ def options_of(
         def seconds(decodes: int, tokens: int, media: int) -> float:
             return kind.cost.at(decodes, tokens, media, context=512)
 
-        found = predicted_budgets(seconds, roles, limit, model.image_tokens if model.vision else 0, warn=False)
+        found = predict_budgets(seconds, roles, limit, model.image_tokens if model.vision else 0, warn=False)
         tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)) or found.tokens
         media = int(set_to.get("images", SEARCHED)) * model.image_tokens or found.media
         return msgspec.structs.replace(found, tokens=tokens, media=media)

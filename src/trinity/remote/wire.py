@@ -29,7 +29,7 @@ from trinity.core.messages import (
 from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import Transfers
 from trinity.costs.budgets import Budgets
-from trinity.costs.visual_tokens import as_described, described
+from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.paced_model import Paced
 from trinity.errors import HandshakeError
 from trinity.memory.digests import Verify
@@ -162,7 +162,7 @@ class _TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
 def _encode_hook(value: Any) -> Any:
     if callable(value):
-        return described(value)
+        return encode_rule(value)
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -214,7 +214,7 @@ Message = (
     | Withdraw
 )
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
-_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_ext, dec_hook=as_described)
+_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_ext, dec_hook=decode_rule)
 
 
 def encode(message: Value) -> bytes:

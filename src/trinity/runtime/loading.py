@@ -14,7 +14,7 @@ from trinity.core.scheduler import Rules, latency_bound
 from trinity.core.transfers import Transfers
 from trinity.costs.budgets import Budgets
 from trinity.costs.pool_sizes import available_memory, size_pools
-from trinity.costs.step_cost import Tables
+from trinity.costs.step_cost import CostTables
 from trinity.emulation.paced_model import Paced
 from trinity.emulation.processor import PacedProcessor
 from trinity.errors import ConfigError
@@ -104,7 +104,7 @@ def profiled(
     hosts: Mapping[str, InstanceHost],
     path: str | Path | None = None,
     **counts: Any,
-) -> Tables:
+) -> CostTables:
     """``profile_tables`` of copies of these instances, with pools of their own: what is cached stays as it is.
 
     Each stage is measured on the first instance that has it. Weights are those of ``hosts``, or loaded here. Blocks:

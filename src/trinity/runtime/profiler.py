@@ -16,18 +16,18 @@ import msgspec
 from trinity.core.block_pool import blocks_for
 from trinity.core.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
 from trinity.costs.budgets import (
-    MOST_IMAGES,
-    MOST_ROWS,
-    MOST_TOKENS,
+    MAX_DECODE_ROWS,
+    MAX_PREFILL_TOKENS,
+    MAX_STEP_IMAGES,
     BudgetCache,
     BudgetKey,
     BudgetResult,
     Budgets,
-    budgets_found,
-    predicted_budgets,
+    combine_budgets,
+    predict_budgets,
     search_budget,
 )
-from trinity.costs.step_cost import Tables
+from trinity.costs.step_cost import CostTables
 from trinity.emulation.paced_model import Paced
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
@@ -72,8 +72,8 @@ def _ways(spec: Instance) -> str:
     return f"{native.describe()}, attention {spec.attention}, {'packed' if spec.pack else 'plain'} weights"
 
 
-def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> Tables:
-    """Seconds of a step per stage, batch and context, of instances that serve nothing: as ``Tables.taken`` measures.
+def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> CostTables:
+    """Profile steps per stage, batch and context with ``CostTables.profile``, on instances that serve nothing.
 
     Each stage is measured on the first instance that has it, ``interference`` on the first one with two lanes.
     ``device`` names the processor and its threads.
@@ -82,7 +82,7 @@ def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **coun
     device = f"{_device_name(key.device)} x {key.threads}" if key.device == "cpu" else _device_name(key.device)
     with ExitStack() as stack:
         probes = [stack.enter_context(closing(Probe(each, processor))) for each in loaded]
-        tables = Tables.taken(Together(probes), model=key.model, device=device, dtype=key.dtype, **counts)
+        tables = CostTables.profile(Together(probes), model=key.model, device=device, dtype=key.dtype, **counts)
         beside = next((probe.interference() for probe in probes if probe.dual), 1.0)
     return msgspec.structs.replace(tables, interference=beside)
 
@@ -94,7 +94,7 @@ def _device_name(device: str) -> str:
 
 
 class Together:
-    """Probes of several instances as one (``trinity.costs.step_cost.Probes``): each stage runs on the first that has
+    """Probes of several instances as one (``trinity.costs.step_cost.CostProbe``): each stage runs on the first that has
     it.
     """
 
@@ -146,7 +146,7 @@ def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
         found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows(), interference=beside)
     if "E" in roles and probe.span is not None:
         found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images(), interference=beside)
-    return budgets_found(found, probe.image_tokens, limit_s, beside)
+    return combine_budgets(found, probe.image_tokens, limit_s, beside)
 
 
 @dataclass
@@ -203,14 +203,14 @@ class Probe:
         return max(1, min(self.processor.context_length, room) - 2)
 
     def most_tokens(self) -> int:
-        return MOST_TOKENS
+        return MAX_PREFILL_TOKENS
 
     def most_rows(self) -> int:
-        return MOST_ROWS
+        return MAX_DECODE_ROWS
 
     def most_images(self) -> int:
         blocks = blocks_for(self.image_tokens, self.loaded.settings.media_block)
-        return max(1, min(MOST_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
+        return max(1, min(MAX_STEP_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
 
     def encode(self, images: int) -> float:
         """Seconds of one step that encodes so many images."""
@@ -286,4 +286,4 @@ def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
     """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
     image = paced.shape.image_tokens if paced.multimodal else 0
     beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0
-    return predicted_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)
+    return predict_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)

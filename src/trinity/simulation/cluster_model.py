@@ -32,8 +32,8 @@ from trinity.core.messages import (
 from trinity.core.routing import RoutingPolicy
 from trinity.core.transfers import FEED_FORWARD
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Cost
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostModel
 from trinity.simulation.event_loop import Engine
 from trinity.simulation.workload import OUTPUT, Job, asked_tokens, work_of
 from trinity.timeline import Slice
@@ -58,7 +58,7 @@ class Running:
 class Worker:
     """One instance: its costs, what its lanes run, what its device did and held so far."""
 
-    def __init__(self, core: InstanceCore, place: int, cost: Cost, model: Model) -> None:
+    def __init__(self, core: InstanceCore, place: int, cost: CostModel, model: ModelShape) -> None:
         self.core, self.place = core, place
         self.cost = cost
         self.running: dict[str, Running] = {}
@@ -145,8 +145,8 @@ class Simulated(Engine):
         jobs: Sequence[Job],
         *,
         cluster: Cluster,
-        costs: Sequence[Cost],
-        model: Model,
+        costs: Sequence[CostModel],
+        model: ModelShape,
         routing: Callable[[], RoutingPolicy],
         max_waiting: int,
         interference: float,
@@ -221,7 +221,7 @@ class Simulated(Engine):
         size = len(pull.source_blocks) * target.block_bytes[pull.kind]
         if pull.layers is not None:
             size = size * (pull.layers[1] - pull.layers[0]) // target.core.settings.layers
-        link = self.cluster.between(self.workers[pull.source].place, target.place)
+        link = self.cluster.link_between(self.workers[pull.source].place, target.place)
         start = max(self.now, target.free_at)
         target.free_at = start + link.seconds(size)
         self.moved[pull.kind] += size

@@ -21,8 +21,8 @@ from trinity.core.scheduler import Rules, StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost, TableCost
-from trinity.costs.model_shape import Model
-from trinity.costs.step_cost import Roofline, Tables
+from trinity.costs.model_shape import ModelShape
+from trinity.costs.step_cost import CostTables, Roofline
 from trinity.memory.native import extension
 from trinity.simulation.compiled_workload import Workload, rows_of
 from trinity.traces.trace import SLO
@@ -144,7 +144,7 @@ class Deployed:
         *,
         cluster: Cluster,
         costs: Sequence[StepTime],
-        model: Model,
+        model: ModelShape,
         max_waiting: int,
         interference: float,
         ask: int = 0,
@@ -197,7 +197,7 @@ def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
 
 
 def _options(
-    like: Settings, cluster: Cluster, model: Model, max_waiting: int, interference: float
+    like: Settings, cluster: Cluster, model: ModelShape, max_waiting: int, interference: float
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     moves, link, network = like.transfers, cluster.link, cluster.network
     whole = (
@@ -289,7 +289,7 @@ def _step_cost(cost: StepCost) -> Any:
     return extension.sim_step_cost(*(np.array(each, np.float64).reshape(-1, 2) for each in tables))
 
 
-def _tables(cost: Tables) -> Any:
+def _tables(cost: CostTables) -> Any:
     contexts, costs = zip(*cost.costs, strict=True)
     return extension.sim_tables(cost.context, [float(each) for each in contexts], [_step_cost(each) for each in costs])
 
@@ -302,6 +302,6 @@ _COSTS: dict[type, Any] = {
     Roofline: _roofline,
     StepCost: _step_cost,
     TableCost: _step_cost,
-    Tables: _tables,
+    CostTables: _tables,
     LinearCost: _linear,
 }

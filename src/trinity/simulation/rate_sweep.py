@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import numpy.typing as npt
 
-from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import ModelShape
 from trinity.simulation import compiled
 from trinity.simulation.compiled import Deployed, Told
 from trinity.simulation.compiled_workload import Workload
@@ -30,7 +30,7 @@ class Requests:
 
     length: int
     stamps: Floats  # arrivals in ms
-    model: Model
+    model: ModelShape
     jobs: list[Job]
     shared: bool
     _works: dict[tuple[int, int, str, int], Workload] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Requests:
 _known: WeakKeyDictionary[Trace, Requests] = WeakKeyDictionary()
 
 
-def requests_of(trace: Trace, model: Model) -> Requests:
+def requests_of(trace: Trace, model: ModelShape) -> Requests:
     """Made anew only for another trace, a longer one, or another model. Raises as ``jobs_of``."""
     known = _known.get(trace)
     length = len(trace) + trace.dropped
@@ -118,7 +118,7 @@ class Serving:
 
     replay: Callable[[Trace], Sequence[RequestOutcome]]
     deploy: Callable[[bool], Deployed | None]
-    model: Model
+    model: ModelShape
     _deployed: dict[bool, Deployed | None] = field(default_factory=dict)
     _did: dict[float | None, _Did] = field(default_factory=dict)
 
@@ -170,7 +170,9 @@ class Serving:
         )
 
 
-def replayed(trace: Trace, model: Model, deploy: Callable[[bool], Deployed | None]) -> tuple[Requests, Deployed, Told]:
+def replayed(
+    trace: Trace, model: ModelShape, deploy: Callable[[bool], Deployed | None]
+) -> tuple[Requests, Deployed, Told]:
     """A whole replay by the twin, which can run it."""
     requests = requests_of(trace, model)
     deployed = deploy(requests.shared)

@@ -22,11 +22,10 @@ from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import Rules, latency_bound
 from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets, predicted_budgets
+from trinity.costs.budgets import Budgets, predict_budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.model_shape import Model
-from trinity.costs.model_shape import model as model_named
-from trinity.costs.step_cost import Cost, cost_on, interference_of
+from trinity.costs.model_shape import ModelShape, get_model_shape
+from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 from trinity.simulation import compiled
@@ -86,11 +85,11 @@ class Simulator:
 
     def __init__(
         self,
-        model: Model | str,
+        model: ModelShape | str,
         slo: SLO,
         *,
         cluster: Cluster,
-        cost: Cost | Mapping[str, Cost] | None = None,
+        cost: CostModel | Mapping[str, CostModel] | None = None,
         rules: Rules | None = None,
         budgets: Budgets | Mapping[str, Budgets] | None = None,
         routing: str = "round_robin",
@@ -103,7 +102,7 @@ class Simulator:
         ask: int = 0,
         engine: str = "auto",
     ) -> None:
-        self.model = model_named(model) if isinstance(model, str) else model
+        self.model = get_model_shape(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or Rules(), transfers or Transfers()
         self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
@@ -192,11 +191,11 @@ class Simulator:
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
         image = self.model.image_tokens if self.model.vision else 0
         beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
-        return predicted_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
+        return predict_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
-    def cost_of(self, place: int) -> Cost:
+    def cost_of(self, place: int) -> CostModel:
         """The cost model of the device at this place."""
-        return cost_on(self.cluster.devices[place], self.model, self.cost)
+        return cost_for_device(self.cluster.devices[place], self.model, self.cost)
 
     def serve(self, placement: Placement | str) -> ServeFunction:
         """Serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check`` does."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity.core.messages import IMAGE, MediaSpan, Work
-from trinity.costs.model_shape import Model
+from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, TraceError
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     asked: int = 0
 
 
-def jobs_of(trace: Trace, model: Model) -> list[Job]:
+def jobs_of(trace: Trace, model: ModelShape) -> list[Job]:
     """One job for each row, in the trace's order.
 
     An image of unknown tokens has those of the model's rule for its size, or of a usual image. Without a name for its
@@ -48,7 +48,7 @@ def jobs_of(trace: Trace, model: Model) -> list[Job]:
     return [_job(row, number, model) for number, row in enumerate(trace)]
 
 
-def _job(row: TraceRow, number: int, model: Model) -> Job:
+def _job(row: TraceRow, number: int, model: ModelShape) -> Job:
     at = row.timestamp / 1000
     if not 0 <= at < math.inf:
         raise TraceError(f"row {number} arrives at {row.timestamp!r} ms; a time stamp is a number of at least 0")
@@ -96,7 +96,7 @@ def sizes_of(jobs: Sequence[Job]) -> Sizes:
     )
 
 
-def _tokens(image: TraceImage, model: Model) -> int:
+def _tokens(image: TraceImage, model: ModelShape) -> int:
     if image.width and image.height:
         return model.visual_tokens(image.width, image.height)
     return model.image_tokens
