@@ -65,7 +65,7 @@ struct Tables final : Cost {
     double between(double context, int64_t decodes, int64_t prefill_tokens) const;
 };
 
-// trinity.emulation.paced_model.LinearCost.
+// trinity.costs.emulated_cost.LinearCost.
 struct Linear final : Cost {
     double step_s, decode_s, prefill_s, encode_s, media_s;
 

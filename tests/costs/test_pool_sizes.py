@@ -278,7 +278,7 @@ def test_this_machine() -> None:
 def test_more_than_there_is_is_refused() -> None:
     check_available(100, "the KV pool", 100)
     with pytest.raises(
-        ConfigError, match=r"the KV pool needs 2\.00 KiB, 1\.00 KiB are available: 1\.00 KiB are missing"
+        ConfigError, match=r"the KV pool needs 2\.00 KiB, but 1\.00 KiB are available: 1\.00 KiB are missing"
     ):
         check_available(2048, "the KV pool", 1024)
     with pytest.raises(ConfigError, match="TiB"):

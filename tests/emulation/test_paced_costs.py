@@ -54,7 +54,7 @@ def test_models_travel_and_tell_each_other_apart() -> None:
 
 def test_a_rule_of_visual_tokens_that_is_code_does_not_travel() -> None:
     own = msgspec.structs.replace(LLAVA, visual_tokens=lambda width, height: 7)
-    with pytest.raises(ConfigError, match="cannot travel"):
+    with pytest.raises(ConfigError, match="cannot be sent"):
         _ = Paced(shape=LLAVA_15_7B, cost=Roofline(model=own, device=get_device("cpu"))).fingerprint
 
 

@@ -375,5 +375,5 @@ class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # th
             raise ConfigError(f"{path} holds no measured costs of trinity: {error}") from error
         for name, wanted, has in (("model", model, found.model), ("device", device, found.device)):
             if wanted is not None and wanted != has:
-                raise ConfigError(f"{path} was measured with {name} {has!r}, not {wanted!r}: profile again")
+                raise ConfigError(f"{path} was measured on {name} {has!r}, not on {wanted!r}: profile again")
         return found
