@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from trinity.costs import visual_tokens
-from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError
+from trinity.traces.synthetic import VisualTokenRule
 
 NOISE = random.Random(5)
 SIZES = [(NOISE.randint(8, 1400), NOISE.randint(8, 1400)) for _ in range(150)]

@@ -70,7 +70,7 @@ class Case:
     costs: list[CostModel]
     max_waiting: int = 1024
     interference: float = 1.0
-    get_model_shape: ModelShape = SHAPE
+    model: ModelShape = SHAPE
     outputs: Sequence[int] = ()  # tokens of each request, where these are fewer than it asks for
 
     @property

@@ -11,8 +11,8 @@ import msgspec
 
 from trinity.costs import visual_tokens
 from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
-from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.traces.synthetic import VisualTokenRule
 
 ConfigFields = Mapping[str, Any]
 

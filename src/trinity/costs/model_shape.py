@@ -13,8 +13,8 @@ import msgspec
 
 from trinity.costs import visual_tokens
 from trinity.costs.pool_sizes import ModelMemory, size_pools
-from trinity.costs.visual_tokens import VisualTokenRule
 from trinity.errors import ConfigError, UnknownName
+from trinity.traces.synthetic import VisualTokenRule
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
