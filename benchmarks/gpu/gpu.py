@@ -31,7 +31,7 @@ from trinity.instance import Instance
 from trinity.runtime.host import Loaded
 from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
-from trinity.stages.attention.backends import BACKENDS, CacheKind, runs
+from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
 from trinity.stages.base import Stage
 from trinity.stages.encode import FEW
 from trinity.stages.models import load_model
@@ -148,11 +148,11 @@ def attention(work: Work) -> dict[str, str]:
     said = {}
     for name in BACKENDS:
         try:
-            runs(name, kind)
+            pick_backend(name, kind)
             said[name] = "runs"
         except TrinityError as error:
             said[name] = str(error)
-    said["auto"] = runs("auto", kind)
+    said["auto"] = pick_backend("auto", kind)
     return said
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from trinity.costs.step_cost import Device
-from trinity.stages.attention.interface import PAGED
+from trinity.stages.attention.interface import PAGED_ATTENTION
 from trinity.stages.models import loading
 from trinity.stages.models.checks import set_attention
 from trinity.stages.models.registry import adapter_for
@@ -42,7 +42,7 @@ def random_weights(device: str) -> Iterator[None]:
         with torch.device(device):
             model = loading._partial_class(loading.model_class(config), adapter, name)._from_config(config, dtype=dtype)
         if name == "language":
-            set_attention(model, adapter, PAGED)
+            set_attention(model, adapter, PAGED_ATTENTION)
         return model
 
     with patch.object(loading, "_load_part", make):

@@ -53,10 +53,10 @@ class Decode:
         return rows, (query, key, value)
 
     def step(self, way: str, rows: Any, qkv: tuple[Any, Any, Any]) -> Any:
-        from trinity.stages.attention.interface import LayerAsk
+        from trinity.stages.attention.interface import AttentionParams
 
         for layer in range(self.layers):
-            seen = self.backends[way].attend(rows, self.cache, qkv, LayerAsk(layer, WIDTH**-0.5))
+            seen = self.backends[way].attend(rows, self.cache, qkv, AttentionParams(layer, WIDTH**-0.5))
         return seen
 
 
@@ -64,9 +64,9 @@ def run(setting: Setting) -> Result:
     """Raises ``ConfigError`` where the extension has no attention."""
     import torch
 
-    from trinity.stages.attention.backends import CacheKind, runs
+    from trinity.stages.attention.backends import CacheKind, pick_backend
 
-    runs("native", CacheKind((LAYERS, 2, KV_HEADS, HEIGHT, WIDTH), torch.float32, torch.device("cpu")))
+    pick_backend("native", CacheKind((LAYERS, 2, KV_HEADS, HEIGHT, WIDTH), torch.float32, torch.device("cpu")))
     batches, contexts, layers = ((1, 16), (64,), 2) if setting.quick else (BATCHES, CONTEXTS, LAYERS)
     rounds = 2 if setting.quick else 7
     seconds: dict[Case, dict[str, float]] = {}

@@ -26,7 +26,7 @@ class Stages:
     def __init__(self, directory: Any, dtype: Any) -> None:
         import torch
 
-        from trinity.stages.attention.backends import choose
+        from trinity.stages.attention.backends import make_backend
         from trinity.stages.attention.torch_reference import TorchAttention
         from trinity.stages.models import load_model
 
@@ -37,7 +37,7 @@ class Stages:
         self.model = self.models["ours"]
         shape = self.model.kv_shape(HEIGHT).shape
         self.backends: dict[str, Any] = {
-            "ours": choose("auto", shape, dtype, torch.device("cpu")),
+            "ours": make_backend("auto", shape, dtype, torch.device("cpu")),
             "plain": TorchAttention(),
         }
         self.layers, _, self.kv_heads, _, self.width = shape

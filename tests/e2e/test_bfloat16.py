@@ -11,10 +11,10 @@ import torch
 from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from trinity import Instance, Pipeline
-from trinity.stages.attention.backends import CacheKind, runs
+from trinity.stages.attention.backends import CacheKind, pick_backend
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.bfloat16, torch.device("cpu"))
-BACKENDS = sorted({"torch", runs("auto", KIND)})
+BACKENDS = sorted({"torch", pick_backend("auto", KIND)})
 Seen = dict[tuple[int, int], tuple[torch.Tensor, tuple[int, ...]]]  # (request, index): logits, tokens before
 
 

@@ -12,7 +12,7 @@ from support.checkpoint_files import checkpoint
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.request import Sampling
-from trinity.stages.attention.backends import CacheKind, runs
+from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.graphs import Graphs, graphs_for
 from trinity.stages.sampling import SamplerRow, sample
 
@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_auto_takes_the_triton_kernels(dtype: torch.dtype) -> None:
     kind = CacheKind((32, 2, 32, 16, 128), dtype, torch.device(DEVICE))
-    assert runs("auto", kind) == runs("triton", kind) == "triton"
+    assert pick_backend("auto", kind) == pick_backend("triton", kind) == "triton"
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])

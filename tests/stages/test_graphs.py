@@ -13,7 +13,7 @@ from stages.test_language import PROMPT, Solo, work
 from support.operator_tape import TapeRecorder, every_operator_is_torchs
 from support.stage_driver import Driver, generated, processed
 from trinity.stages import decode_graphs
-from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.decode_graphs import DecodeGraphs, pack, static_rows
@@ -90,19 +90,21 @@ class StaticTorch(TorchAttention):
 
     graphs = True
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
-        if "varlen" not in rows.kept:
-            return super().attend(rows, cache, qkv, ask)
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
+        if "varlen" not in rows.memo:
+            return super().attend(rows, cache, qkv, params)
         query, key, value = qkv
-        varlen, real = rows.kept["varlen"], rows.blocks >= 0
+        varlen, real = rows.memo["varlen"], rows.blocks >= 0
         blocks, height = torch.where(real, rows.blocks, cache.shape[0] - 1), cache.shape[4]  # the last block is spare
-        cache[blocks, ask.layer, 0, :, rows.offsets] = key
-        cache[blocks, ask.layer, 1, :, rows.offsets] = value
+        cache[blocks, params.layer, 0, :, rows.offsets] = key
+        cache[blocks, params.layer, 1, :, rows.offsets] = value
         held = (
-            cache[varlen.tables, ask.layer].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+            cache[varlen.tables, params.layer].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         )  # [2, n, heads, positions, width]
         keys, values = held.repeat_interleave(query.shape[1] // key.shape[1], 2)
-        scores = torch.einsum("nhd,nhpd->nhp", query, keys) * ask.scale
+        scores = torch.einsum("nhd,nhpd->nhp", query, keys) * params.scale
         beyond = torch.arange(varlen.tables.shape[1] * height) >= varlen.lengths[:, None]
         weights = scores.masked_fill(beyond[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
         return torch.einsum("nhp,nhpd->nhd", weights, values)
@@ -123,7 +125,7 @@ def test_a_batch_as_one_array() -> None:
     assert columns[:, 2:].T.tolist() == [[0, 0, -1, 0, 0, 0]] * 2
     assert tables.tolist() == [[5, 3, 0], [9, 2, 0], [0, 0, 0], [0, 0, 0]]
     rows = static_rows(columns[2], columns[3], tables, columns[4], 16)
-    assert (rows.decodes, rows.lengths.max(), rows.kept["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])
+    assert (rows.decodes, rows.lengths.max(), rows.memo["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])
 
 
 def serve(solo: Solo, outputs: int = 24) -> dict[str, list[int]]:

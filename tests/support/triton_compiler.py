@@ -52,15 +52,15 @@ def main(capability: int) -> None:
         ("fp32", 16, 4, True),
     ):
         done = compiled(
-            triton_kernels.attend, dtype, capability, attend(m, splits, everything, dtype), partial=splits > 1
+            triton_kernels.attend_tile, dtype, capability, attend(m, splits, everything, dtype), partial=splits > 1
         )
         found = [name for name in ("wgmma", "mma.sync") if name in done.asm["ptx"]]
         print("attend", dtype, m, done.metadata.shared, ",".join(found) or "none")
     written = compiled(
-        triton_kernels.write, "bf16", capability, {"HEADS": 8, "WIDTH": 80, "AT_ONCE": 8, "WIDTH_2": 128}
+        triton_kernels.write_kv, "bf16", capability, {"HEADS": 8, "WIDTH": 80, "AT_ONCE": 8, "WIDTH_2": 128}
     )
     sizes = {"QUERY_HEADS": 32, "WIDTH": 80, "WIDTH_2": 128, "SPLITS": 8, "SINKS": True}
-    combined = compiled(triton_kernels.combine, "bf16", capability, sizes)
+    combined = compiled(triton_kernels.combine_splits, "bf16", capability, sizes)
     for name, done in (("write", written), ("combine", combined)):
         print(name, "bf16", 0, done.metadata.shared, len(done.asm["cubin"]) > 0)
 

@@ -30,7 +30,7 @@ from trinity.runtime.cuda_stream import stream_for
 from trinity.runtime.custom_stages import own_stages
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
-from trinity.stages.attention.backends import choose
+from trinity.stages.attention.backends import make_backend
 from trinity.stages.base import Stage, StageSetup
 from trinity.timeline import Timeline
 
@@ -90,7 +90,7 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     language = letters.replace("E", "")
     if language:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
-        backend = choose(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        backend = make_backend(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         graphs = graphs_for(setup.model.device)
         stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
         if graphs is not None:

@@ -91,6 +91,6 @@ def static_rows(blocks: Tensor, offsets: Tensor, tables: Tensor, lengths: Tensor
     long as its table."""
     size, width = tables.shape
     begins = torch.arange(size + 1, device=tables.device)
-    kept = {"varlen": VarlenRows(tables, begins, lengths)}
+    memo = {"varlen": VarlenRows(tables, begins, lengths)}
     longest = np.full(size, width * block_rows, dtype=np.int64)
-    return PagedRows(blocks, offsets, np.zeros((size, 0), dtype=np.int64), longest, kept=kept)
+    return PagedRows(blocks, offsets, np.zeros((size, 0), dtype=np.int64), longest, memo=memo)

@@ -13,9 +13,9 @@ from torch import Tensor
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages.attention.backends import AUTO, choose
+from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.interface import AttentionBackend
-from trinity.stages.attention.layer_progress import OnLayers, ToldAttention
+from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
 from trinity.stages.base import Pending
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.decode_graphs import DecodeGraphs
@@ -60,14 +60,14 @@ class LanguageStage:
         graphs: Graphs | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
-        self._backend = backend or choose(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[Launch]()
         if kv.tensor.is_cuda:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
         if graphs is not None and getattr(self._backend, "graphs", False):
             self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
-        self.on_layers: OnLayers | None = None
+        self.on_layers: LayersCallback | None = None
         self._block_rows = kv.shape.shape[3]
         self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
 
@@ -170,9 +170,9 @@ class LanguageStage:
         image = None if self.image is None else self.image.tensor
         backend = self._backend
         if chunks and group and self.on_layers is not None:
-            backend = ToldAttention(self._backend, group, self.kv.shape.shape[0], self.on_layers)
+            backend = LayerProgressAttention(self._backend, group, self.kv.shape.shape[0], self.on_layers)
         logits = self.model.forward(batch, self.kv.tensor, image, backend)
-        if isinstance(backend, ToldAttention):
+        if isinstance(backend, LayerProgressAttention):
             backend.finish()
         return logits
 

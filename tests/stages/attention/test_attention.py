@@ -13,13 +13,13 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import (
+    AttentionParams,
     ChunkRows,
-    LayerAsk,
     PagedBatch,
     PagedRows,
-    layer_ask,
+    build_mask,
     paged_attention,
-    seen_mask,
+    read_attention_params,
 )
 from trinity.stages.attention.torch_reference import TorchAttention
 
@@ -36,28 +36,30 @@ class Text:
     groups: Tensor | None = None
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, first: int, ask: LayerAsk, groups: Tensor | None) -> Tensor:
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, first: int, params: AttentionParams, groups: Tensor | None
+) -> Tensor:
     """Attention of rows at ``first``, ``first`` + 1, ... one row, one head, one key at a time."""
     rows, heads, width = query.shape
     out = torch.zeros(rows, heads, width, dtype=torch.float64)
     for row in range(rows):
         at = first + row
-        seen = [key for key in range(len(keys)) if _visible(at, key, ask, groups)]
+        seen = [key for key in range(len(keys)) if _visible(at, key, params, groups)]
         for head in range(heads):
             held = head * keys.shape[1] // heads
-            scores = keys[seen, held].double() @ query[row, head].double() * ask.scale
-            if ask.softcap is not None:
-                scores = torch.tanh(scores / ask.softcap) * ask.softcap
+            scores = keys[seen, held].double() @ query[row, head].double() * params.scale
+            if params.softcap is not None:
+                scores = torch.tanh(scores / params.softcap) * params.softcap
             weights = scores.exp()
-            total = weights.sum() + (0.0 if ask.sinks is None else ask.sinks[head].double().exp())
+            total = weights.sum() + (0.0 if params.sinks is None else params.sinks[head].double().exp())
             out[row, head] = (weights / total) @ values[seen, held].double()
     return out.float()
 
 
-def _visible(row: int, key: int, ask: LayerAsk, groups: Tensor | None) -> bool:
+def _visible(row: int, key: int, params: AttentionParams, groups: Tensor | None) -> bool:
     together = groups is not None and int(groups[row]) >= 0 and int(groups[row]) == int(groups[key])
-    near = ask.window is None or key > row - ask.window
-    same_run = ask.span is None or key // ask.span == row // ask.span
+    near = params.window is None or key > row - params.window
+    same_run = params.span is None or key // params.span == row // params.span
     return (key <= row or together) and near and same_run
 
 
@@ -112,18 +114,18 @@ class Scene:
             first += text.rows
         return chunks
 
-    def run(self, backend: TorchAttention, ask: LayerAsk) -> Tensor:
+    def run(self, backend: TorchAttention, params: AttentionParams) -> Tensor:
         fresh = [slice(text.length - text.rows, None) for text in self.texts]
         parts = (self.queries, self._cut(self.keys, fresh), self._cut(self.values, fresh))
         query, key, value = (torch.cat(part) for part in parts)
-        return backend.attend(self.rows(), self.cache, (query, key, value), ask)
+        return backend.attend(self.rows(), self.cache, (query, key, value), params)
 
     def _cut(self, tensors: list[Tensor], fresh: list[slice]) -> list[Tensor]:
         return [tensor[part] for tensor, part in zip(tensors, fresh, strict=True)]
 
-    def oracle(self, ask: LayerAsk) -> Tensor:
+    def oracle(self, params: AttentionParams) -> Tensor:
         parts = zip(self.texts, self.queries, self.keys, self.values, strict=True)
-        return torch.cat([dense(q, k, v, text.length - text.rows, ask, text.groups) for text, q, k, v in parts])
+        return torch.cat([dense(q, k, v, text.length - text.rows, params, text.groups) for text, q, k, v in parts])
 
 
 @st.composite
@@ -148,23 +150,25 @@ def _some_groups(draw: st.DrawFn, length: int, start: int) -> Tensor:
 
 
 @st.composite
-def asks(draw: st.DrawFn, heads: int = 4) -> LayerAsk:
+def asks(draw: st.DrawFn, heads: int = 4) -> AttentionParams:
     sinks = torch.linspace(-1, 2, heads) if draw(st.booleans()) else None
     limit = st.none() | st.integers(1, 48)
-    return LayerAsk(LAYER, 0.3, draw(limit), draw(limit), draw(st.sampled_from([None, 2.0])), sinks)
+    return AttentionParams(LAYER, 0.3, draw(limit), draw(limit), draw(st.sampled_from([None, 2.0])), sinks)
 
 
 @given(texts(), asks(), st.sampled_from([1, 2, 4]), st.sampled_from([4, 16]), st.sampled_from([1 << 30, 1]))
-def test_equals_dense_attention(found: list[Text], ask: LayerAsk, kv: int, height: int, gather_bytes: int) -> None:
+def test_equals_dense_attention(
+    found: list[Text], params: AttentionParams, kv: int, height: int, gather_bytes: int
+) -> None:
     scene = Scene(found, (4, kv), 8, height, seed=len(found))
-    seen = scene.run(TorchAttention(gather_bytes), ask)
-    torch.testing.assert_close(seen, scene.oracle(ask), atol=2e-5, rtol=1e-4)
+    seen = scene.run(TorchAttention(gather_bytes), params)
+    torch.testing.assert_close(seen, scene.oracle(params), atol=2e-5, rtol=1e-4)
 
 
 def test_writes_only_its_own_rows_of_its_own_layer() -> None:
     scene = Scene([Text(21, 1, True), Text(18, 9, False)], (4, 2), 8, 16, seed=0)
     before = scene.cache.clone()
-    scene.run(TorchAttention(), LayerAsk(LAYER, 0.3))
+    scene.run(TorchAttention(), AttentionParams(LAYER, 0.3))
     for text, table, keys, values in zip(scene.texts, scene.tables, scene.keys, scene.values, strict=True):
         for at in range(text.length - text.rows, text.length):
             before[table[at // 16], LAYER, 0, :, at % 16] = keys[at]
@@ -177,11 +181,11 @@ def test_blocks_of_others_are_never_read() -> None:
     scene = Scene([Text(5, 1, True), Text(60, 1, True), Text(40, 4, False)], (4, 2), 8, 16, seed=1)
     scene.cache[scene.order[-3:]] = torch.nan
     for row, table in enumerate(scene.tables):
-        ask = LayerAsk(LAYER, 0.3)
-        clean = scene.run(TorchAttention(), ask)
+        params = AttentionParams(LAYER, 0.3)
+        clean = scene.run(TorchAttention(), params)
         spoilt = scene.cache[table].clone()
         scene.cache[table] = torch.nan
-        seen = scene.run(TorchAttention(), ask)
+        seen = scene.run(TorchAttention(), params)
         scene.cache[table] = spoilt
         own = torch.repeat_interleave(torch.arange(3), torch.tensor([text.rows for text in scene.texts])) == row
         assert torch.equal(seen[~own], clean[~own])
@@ -190,19 +194,19 @@ def test_blocks_of_others_are_never_read() -> None:
 
 def test_bfloat16_is_close_to_float32() -> None:
     scene = Scene([Text(33, 1, True), Text(30, 12, False)], (4, 2), 16, 16, seed=2)
-    exact = scene.oracle(ask := LayerAsk(LAYER, 0.25))
+    exact = scene.oracle(params := AttentionParams(LAYER, 0.25))
     scene.cache = scene.cache.bfloat16()
     for tensors in (scene.keys, scene.values, scene.queries):
         tensors[:] = [tensor.bfloat16() for tensor in tensors]
-    torch.testing.assert_close(scene.run(TorchAttention(), ask).float(), exact, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(scene.run(TorchAttention(), params).float(), exact, atol=0.05, rtol=0.05)
 
 
 def test_one_backend_serves_batches_of_every_size_in_turn() -> None:
     backend = TorchAttention()
     for length in (40, 3, 65, 17):
         scene = Scene([Text(length, 1, True), Text(length, length // 2 + 1, False)], (4, 2), 8, 16, seed=length)
-        ask = LayerAsk(LAYER, 0.3)
-        torch.testing.assert_close(scene.run(backend, ask), scene.oracle(ask), atol=2e-5, rtol=1e-4)
+        params = AttentionParams(LAYER, 0.3)
+        torch.testing.assert_close(scene.run(backend, params), scene.oracle(params), atol=2e-5, rtol=1e-4)
 
 
 class FakeConfig:
@@ -227,8 +231,8 @@ class FakeLayer:
 def test_a_layer_says_what_it_sees(
     layer: FakeLayer, asked: dict[str, int], window: int | None, span: int | None
 ) -> None:
-    ask = layer_ask(layer, 16, asked)
-    assert (ask.window, ask.span, ask.scale, ask.layer) == (window, span, 0.25, layer.layer_idx)
+    params = read_attention_params(layer, 16, asked)
+    assert (params.window, params.span, params.scale, params.layer) == (window, span, 0.25, layer.layer_idx)
 
 
 def test_a_layer_of_another_shape_is_refused_by_name() -> None:
@@ -240,12 +244,12 @@ def test_a_layer_of_another_shape_is_refused_by_name() -> None:
         paged_attention(FakeLayer(0), query, query[:, :2], value, None, trinity_batch=batch)
     with pytest.raises(UnsupportedModel, match="1 layers"):
         paged_attention(FakeLayer(1), query, query[:, :2], query[:, :2], None, trinity_batch=batch)
-    with pytest.raises(UnsupportedModel, match="does not hand keywords on"):
+    with pytest.raises(UnsupportedModel, match="does not pass keywords on"):
         paged_attention(FakeLayer(0), query, query, query, None)
 
 
 def test_groups_see_each_other_only_within_the_window() -> None:
     positions = torch.arange(4)
     groups = torch.tensor([0, 0, 0, -1])
-    seen = seen_mask(positions, positions, LayerAsk(0, 1.0, window=2), (groups, groups))
+    seen = build_mask(positions, positions, AttentionParams(0, 1.0, window=2), (groups, groups))
     assert seen.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [0, 1, 1, 0], [0, 0, 1, 1]]

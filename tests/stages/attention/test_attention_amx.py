@@ -21,15 +21,15 @@ from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
 from trinity.memory import native
 from trinity.request import Request
-from trinity.stages.attention.interface import LayerAsk, seen_mask
-from trinity.stages.attention.native import NativeAttention, tiles
+from trinity.stages.attention.interface import AttentionParams, build_mask
+from trinity.stages.attention.native import NativeAttention, uses_amx_tiles
 from trinity.stages.kernels import encoder_attention
-from trinity.stages.kernels.encoder_attention import FUNCTIONS, attend_all, functions_for
-from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, attend_all, pick_attention_functions
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
-here = pytest.mark.skipif(not tiles(64), reason=f"no AMX tiles for bfloat16: {native.describe()}")
+here = pytest.mark.skipif(not uses_amx_tiles(64), reason=f"no AMX tiles for bfloat16: {native.describe()}")
 NEAR: Any = {"rtol": 8e-3, "atol": 8e-3}  # of values of size 1: results are rounded by 4e-3, weights by as much
 WIDTHS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 160)
 
@@ -54,7 +54,7 @@ def halved(scene: Scene) -> Scene:
 # ---------------------------------------------------------------- over the cache
 
 
-def of_chunk(query: Tensor, keys: Tensor, values: Tensor, start: int, ask: LayerAsk) -> Tensor:
+def of_chunk(query: Tensor, keys: Tensor, values: Tensor, start: int, params: AttentionParams) -> Tensor:
     """[rows, heads, width] of rows from position ``start`` on, all at once, in float64."""
     group = query.shape[1] // keys.shape[1]
     wide = (
@@ -62,20 +62,20 @@ def of_chunk(query: Tensor, keys: Tensor, values: Tensor, start: int, ask: Layer
         for part in (query, *(each.repeat_interleave(group, 1) for each in (keys, values)))
     )
     rows, held, weighed = wide
-    scores = rows @ held.transpose(1, 2) * ask.scale
-    if ask.softcap is not None:
-        scores = torch.tanh(scores / ask.softcap) * ask.softcap
+    scores = rows @ held.transpose(1, 2) * params.scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     at = torch.arange(len(keys))
-    weights = scores.masked_fill(~seen_mask(at[start:], at, ask), -torch.inf)
-    sinks = torch.full((len(rows), 1, 1), -torch.inf) if ask.sinks is None else ask.sinks[:, None, None]
+    weights = scores.masked_fill(~build_mask(at[start:], at, params), -torch.inf)
+    sinks = torch.full((len(rows), 1, 1), -torch.inf) if params.sinks is None else params.sinks[:, None, None]
     joined = torch.cat((weights, sinks.double().expand(-1, len(query), 1)), 2).softmax(2)
     return (joined[..., :-1] @ weighed).transpose(0, 1).float()
 
 
-def checked(scene: Scene, ask: LayerAsk, kernel: str = "many") -> None:
-    found = halved(scene).run(NativeAttention(kernel), ask)
+def checked(scene: Scene, params: AttentionParams, kernel: str = "many") -> None:
+    found = halved(scene).run(NativeAttention(kernel), params)
     parts = zip(scene.texts, scene.queries, scene.keys, scene.values, strict=True)
-    wanted = [of_chunk(query, keys, values, text.length - text.rows, ask) for text, query, keys, values in parts]
+    wanted = [of_chunk(query, keys, values, text.length - text.rows, params) for text, query, keys, values in parts]
     torch.testing.assert_close(found.float(), torch.cat(wanted), **NEAR)
 
 
@@ -88,9 +88,11 @@ def checked(scene: Scene, ask: LayerAsk, kernel: str = "many") -> None:
     st.sampled_from([1, 5, 16, 32]),
     asks(),
 )
-def test_chunks(rows: int, before: int, heads: tuple[int, int], width: int, height: int, ask: LayerAsk) -> None:
-    sinks = None if ask.sinks is None else torch.linspace(-1, 2, heads[0]).bfloat16()
-    checked(Scene([Text(rows + before, rows, False)], heads, width, height, seed=rows), replace(ask, sinks=sinks))
+def test_chunks(
+    rows: int, before: int, heads: tuple[int, int], width: int, height: int, params: AttentionParams
+) -> None:
+    sinks = None if params.sinks is None else torch.linspace(-1, 2, heads[0]).bfloat16()
+    checked(Scene([Text(rows + before, rows, False)], heads, width, height, seed=rows), replace(params, sinks=sinks))
 
 
 @here
@@ -98,15 +100,15 @@ def test_chunks(rows: int, before: int, heads: tuple[int, int], width: int, heig
 def test_more_rows_and_keys_than_are_worked_on_together(kernel: str) -> None:
     """Pieces of 1,024 queries and 256 keys, several requests, whose chunks begin anywhere."""
     found = [Text(700, 700, False), Text(900, 300, False), Text(256, 256, False), Text(513, 1, False)]
-    checked(Scene(found, (4, 1), 32, 16, seed=0), LayerAsk(LAYER, 0.2), kernel)
-    checked(Scene(found, (4, 1), 32, 16, seed=0), LayerAsk(LAYER, 0.2, window=300), kernel)
+    checked(Scene(found, (4, 1), 32, 16, seed=0), AttentionParams(LAYER, 0.2), kernel)
+    checked(Scene(found, (4, 1), 32, 16, seed=0), AttentionParams(LAYER, 0.2, window=300), kernel)
 
 
 @here
 @pytest.mark.parametrize(("rows", "tiled"), [(1, False), (3, False), (40, True)])
 def test_few_rows_are_left_to_other_instructions(rows: int, tiled: bool) -> None:
     scene = halved(Scene([Text(90, rows, rows == 1)], (4, 2), 64, 16, seed=3))
-    found, of_tiles = (scene.run(NativeAttention(kernel), LayerAsk(LAYER, 0.3)) for kernel in ("best", "many"))
+    found, of_tiles = (scene.run(NativeAttention(kernel), AttentionParams(LAYER, 0.3)) for kernel in ("best", "many"))
     torch.testing.assert_close(found.float(), of_tiles.float(), **NEAR)
     assert torch.equal(found, of_tiles) == tiled
 
@@ -114,7 +116,7 @@ def test_few_rows_are_left_to_other_instructions(rows: int, tiled: bool) -> None
 @here
 def test_scales_that_tiles_are_not_for() -> None:
     for scale in (0.0, -0.3):
-        checked(Scene([Text(50, 40, False)], (4, 2), 64, 16, seed=4), LayerAsk(LAYER, scale), "best")
+        checked(Scene([Text(50, 40, False)], (4, 2), 64, 16, seed=4), AttentionParams(LAYER, scale), "best")
 
 
 @here
@@ -125,7 +127,7 @@ def test_a_maximum_that_moves_on(step: float) -> None:
     scene.queries[0][..., 0] = 1
     scene.keys[0][..., 0] = torch.arange(600)[:, None] * step
     scene._fill_past()
-    checked(scene, LayerAsk(LAYER, 1.0))
+    checked(scene, AttentionParams(LAYER, 1.0))
 
 
 # ---------------------------------------------------------------- without a cache
@@ -225,14 +227,14 @@ class Layer(nn.Module):
 
 
 def interface(name: str = "sdpa") -> Any:
-    functions = functions_for(Layer.forward, torch.bfloat16)
+    functions = pick_attention_functions(Layer.forward, torch.bfloat16)
     return functions.get_interface(name, "default")
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each call of the tiles, that of the check at load aside."""
-    encoder_attention.available(torch.bfloat16)
+    encoder_attention.has_attend_all(torch.bfloat16)
     found: list[int] = []
 
     def counted(query: Tensor, *given: Any) -> Tensor:
@@ -281,21 +283,21 @@ def test_gradients_are_left_to_torch(calls: list[int]) -> None:
 def test_other_functions_stay_as_they_are() -> None:
     assert interface("eager") == "default"
     assert interface("flex_attention") is ALL_ATTENTION_FUNCTIONS["flex_attention"]
-    functions = functions_for(Layer.forward, torch.bfloat16)
+    functions = pick_attention_functions(Layer.forward, torch.bfloat16)
     assert functions.valid_keys() == ALL_ATTENTION_FUNCTIONS.valid_keys()
 
 
 def test_what_is_no_attention_layer_keeps_its_functions() -> None:
-    assert functions_for(Layer.forward, torch.float16) is None
-    assert functions_for(np.array, torch.bfloat16) is None
-    assert functions_for(interface.__code__, torch.bfloat16) is None
-    assert functions_for(drawn, torch.bfloat16) is None
+    assert pick_attention_functions(Layer.forward, torch.float16) is None
+    assert pick_attention_functions(np.array, torch.bfloat16) is None
+    assert pick_attention_functions(interface.__code__, torch.bfloat16) is None
+    assert pick_attention_functions(drawn, torch.bfloat16) is None
 
 
 def test_without_the_extension_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "extension", None)
-    assert not tiles(64)
-    assert not encoder_attention.available.__wrapped__(torch.bfloat16)
+    assert not uses_amx_tiles(64)
+    assert not encoder_attention.has_attend_all.__wrapped__(torch.bfloat16)
 
 
 @here
@@ -304,7 +306,7 @@ def test_loaded_encoders_take_them(tmp_path: Path) -> None:
     layers = [each for each in model.vision.modules() if type(each).__name__.endswith("Attention")]
     assert layers
     for layer in layers:
-        assert type(layer).forward.__globals__[FUNCTIONS] is not ALL_ATTENTION_FUNCTIONS
+        assert type(layer).forward.__globals__[ATTENTION_FUNCTIONS] is not ALL_ATTENTION_FUNCTIONS
 
 
 @here
@@ -314,7 +316,7 @@ def test_a_vision_tower_gives_what_it_gave(tmp_path: Path, calls: list[int]) -> 
     model = AutoModel.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
     pixels = drawn(2, 3, config.image_size, config.image_size)
     wanted = model(pixels).last_hidden_state
-    fuse(model)
+    fuse_elementwise(model)
     found = model(pixels).last_hidden_state
     assert len(calls) == config.num_hidden_layers
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0.1, atol=0.1)

@@ -19,7 +19,7 @@ from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.host import Loaded
 from trinity.runtime.loading import Deployment, load
 from trinity.stages.attention import backends
-from trinity.stages.attention.backends import BACKENDS, Backend, CacheKind, choose, runs
+from trinity.stages.attention.backends import BACKENDS, BackendSpec, CacheKind, make_backend, pick_backend
 from trinity.stages.attention.native import NativeAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.language import LanguageStage
@@ -48,43 +48,45 @@ def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def test_auto_takes_the_kernel_where_it_can_run_and_torch_elsewhere(built: bool) -> None:
-    assert runs("auto", kind()) == ("native" if built else "torch")
-    assert runs("auto", kind(torch.bfloat16)) == ("native" if built else "torch")
+    assert pick_backend("auto", kind()) == ("native" if built else "torch")
+    assert pick_backend("auto", kind(torch.bfloat16)) == ("native" if built else "torch")
     for other in (kind(torch.float16), kind(torch.float64), kind(device=CUDA)):
-        assert runs("auto", other) in BACKENDS
-        assert runs("auto", other) != "native"
-        assert runs("torch", other) == "torch"
+        assert pick_backend("auto", other) in BACKENDS
+        assert pick_backend("auto", other) != "native"
+        assert pick_backend("torch", other) == "torch"
 
 
 def test_a_backend_that_cannot_run_says_why(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"holds torch.float16": kind(torch.float16), "cache is on cuda:0": kind(device=CUDA)}
     for why, asked in reasons.items():
-        with pytest.raises(ConfigError, match=rf"attention='native' cannot run here: .*{why}.*'auto' takes what can"):
-            runs("native", asked)
+        with pytest.raises(
+            ConfigError, match=rf"attention='native' cannot run here: .*{why}.*'auto' takes a backend that can"
+        ):
+            pick_backend("native", asked)
     if not built:
         with pytest.raises(ConfigError, match="numpy and torch"):
-            runs("native", kind())
+            pick_backend("native", kind())
     monkeypatch.delattr(Extension, "PagedAttention")
     if built:
         with pytest.raises(ConfigError, match="built without it: install trinity again"):
-            runs("native", kind())
+            pick_backend("native", kind())
 
 
 def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Backend(
+    first = BackendSpec(
         lambda asked: "not on a CPU" if asked.device.type == "cpu" else None, lambda asked: TorchAttention()
     )
     monkeypatch.setattr(backends, "BACKENDS", {"fast": first, "torch": BACKENDS["torch"]})
-    assert (runs("auto", kind()), runs("auto", kind(device=CUDA))) == ("torch", "fast")
+    assert (pick_backend("auto", kind()), pick_backend("auto", kind(device=CUDA))) == ("torch", "fast")
     with pytest.raises(ConfigError, match="attention='fast' cannot run here: not on a CPU"):
-        choose("fast", SHAPE, torch.float32, CPU)
+        make_backend("fast", SHAPE, torch.float32, CPU)
 
 
 def test_each_choice_is_a_backend_of_its_own(built: bool) -> None:
-    one, other = (choose("auto", SHAPE, torch.float32, CPU) for _ in range(2))
+    one, other = (make_backend("auto", SHAPE, torch.float32, CPU) for _ in range(2))
     assert one is not other
     assert isinstance(one, NativeAttention) is built
-    assert not isinstance(choose("torch", SHAPE, torch.float32, CPU), NativeAttention)
+    assert not isinstance(make_backend("torch", SHAPE, torch.float32, CPU), NativeAttention)
 
 
 def test_an_unknown_name_is_refused_when_it_is_written() -> None:
@@ -101,7 +103,7 @@ def test_an_instance_runs_what_it_names() -> None:
     deployment = Deployment(checkpoint("llava"), "float32", pools={"image": 1, "kv": 4})
     named, auto = load(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
     assert type(_backend(named)) is TorchAttention
-    assert type(_backend(auto)) is (NativeAttention if runs("auto", kind()) == "native" else TorchAttention)
+    assert type(_backend(auto)) is (NativeAttention if pick_backend("auto", kind()) == "native" else TorchAttention)
     with pytest.raises(ConfigError, match=r"attention='native' cannot run here: .*float64"):
         load(Deployment(checkpoint("llava"), "float64", pools={"kv": 4}), [Instance("D", attention="native")], None)
 

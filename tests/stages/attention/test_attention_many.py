@@ -18,16 +18,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stages.attention.test_attention import LAYER, Scene, Text, asks
 from stages.attention.test_attention_amx import WIDTHS, Layer, of_chunk
 from trinity.memory import native
-from trinity.stages.attention.interface import LayerAsk
+from trinity.stages.attention.interface import AttentionParams
 from trinity.stages.attention.native import NativeAttention
 from trinity.stages.kernels import encoder_attention
-from trinity.stages.kernels.encoder_attention import FUNCTIONS, attend_all, available, functions_for
-from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.kernels.encoder_attention import (
+    ATTENTION_FUNCTIONS,
+    attend_all,
+    has_attend_all,
+    pick_attention_functions,
+)
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
 here = pytest.mark.skipif(
-    not available(torch.float32), reason=f"no kernel of many rows in float32: {native.describe()}"
+    not has_attend_all(torch.float32), reason=f"no kernel of many rows in float32: {native.describe()}"
 )
 NEAR: Any = {"rtol": 3e-6, "atol": 3e-6}
 
@@ -45,10 +50,10 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 # ---------------------------------------------------------------- over the cache
 
 
-def checked(scene: Scene, ask: LayerAsk, kernel: str = "many") -> None:
-    found = scene.run(NativeAttention(kernel), ask)
+def checked(scene: Scene, params: AttentionParams, kernel: str = "many") -> None:
+    found = scene.run(NativeAttention(kernel), params)
     parts = zip(scene.texts, scene.queries, scene.keys, scene.values, strict=True)
-    wanted = [of_chunk(query, keys, values, text.length - text.rows, ask) for text, query, keys, values in parts]
+    wanted = [of_chunk(query, keys, values, text.length - text.rows, params) for text, query, keys, values in parts]
     torch.testing.assert_close(found, torch.cat(wanted), rtol=2e-5, atol=1e-5)
 
 
@@ -61,9 +66,11 @@ def checked(scene: Scene, ask: LayerAsk, kernel: str = "many") -> None:
     st.sampled_from([1, 5, 16, 32]),
     asks(),
 )
-def test_chunks(rows: int, before: int, heads: tuple[int, int], width: int, height: int, ask: LayerAsk) -> None:
-    sinks = None if ask.sinks is None else torch.linspace(-1, 2, heads[0])
-    checked(Scene([Text(rows + before, rows, False)], heads, width, height, seed=rows), replace(ask, sinks=sinks))
+def test_chunks(
+    rows: int, before: int, heads: tuple[int, int], width: int, height: int, params: AttentionParams
+) -> None:
+    sinks = None if params.sinks is None else torch.linspace(-1, 2, heads[0])
+    checked(Scene([Text(rows + before, rows, False)], heads, width, height, seed=rows), replace(params, sinks=sinks))
 
 
 @here
@@ -71,8 +78,8 @@ def test_chunks(rows: int, before: int, heads: tuple[int, int], width: int, heig
 def test_more_rows_and_keys_than_are_worked_on_together(kernel: str) -> None:
     """Several pieces of queries and packs of keys, several requests, whose chunks begin anywhere."""
     found = [Text(700, 700, False), Text(900, 300, False), Text(256, 256, False), Text(513, 1, False)]
-    checked(Scene(found, (4, 1), 32, 16, seed=0), LayerAsk(LAYER, 0.2), kernel)
-    checked(Scene(found, (4, 1), 32, 16, seed=0), LayerAsk(LAYER, 0.2, window=300), kernel)
+    checked(Scene(found, (4, 1), 32, 16, seed=0), AttentionParams(LAYER, 0.2), kernel)
+    checked(Scene(found, (4, 1), 32, 16, seed=0), AttentionParams(LAYER, 0.2, window=300), kernel)
 
 
 @here
@@ -80,7 +87,7 @@ def test_more_rows_and_keys_than_are_worked_on_together(kernel: str) -> None:
 def test_few_rows_are_left_to_the_other_kernel(rows: int, heads: int, width: int, others: bool) -> None:
     scene = Scene([Text(90, rows, rows == 1)], (heads, 2), width, 16, seed=3)
     best, many, few = (
-        scene.run(NativeAttention(kernel), LayerAsk(LAYER, 0.3)) for kernel in ("best", "many", "avx512")
+        scene.run(NativeAttention(kernel), AttentionParams(LAYER, 0.3)) for kernel in ("best", "many", "avx512")
     )
     torch.testing.assert_close(many, few, **NEAR)
     assert torch.equal(best, few if others else many)
@@ -90,7 +97,7 @@ def test_few_rows_are_left_to_the_other_kernel(rows: int, heads: int, width: int
 @here
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_any_scale(scale: float) -> None:
-    checked(Scene([Text(50, 40, False)], (4, 2), 64, 16, seed=4), LayerAsk(LAYER, scale), "best")
+    checked(Scene([Text(50, 40, False)], (4, 2), 64, 16, seed=4), AttentionParams(LAYER, scale), "best")
 
 
 @here
@@ -101,8 +108,8 @@ def test_a_maximum_that_moves_on(step: float) -> None:
     scene.queries[0][..., 0] = 1
     scene.keys[0][..., 0] = torch.arange(600)[:, None] * step
     scene._fill_past()
-    found = scene.run(NativeAttention("many"), LayerAsk(LAYER, 1.0))
-    wanted = of_chunk(scene.queries[0], scene.keys[0], scene.values[0], 567, LayerAsk(LAYER, 1.0))
+    found = scene.run(NativeAttention("many"), AttentionParams(LAYER, 1.0))
+    wanted = of_chunk(scene.queries[0], scene.keys[0], scene.values[0], 567, AttentionParams(LAYER, 1.0))
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)  # scores of 3,000 are rounded by 1e-4
 
 
@@ -175,7 +182,7 @@ def test_what_there_is_no_kernel_for_is_refused(changed: dict[str, Any]) -> None
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtype of each call of the kernel, those of the check at load aside."""
     for dtype in (torch.float32, torch.bfloat16):
-        encoder_attention.available(dtype)
+        encoder_attention.has_attend_all(dtype)
     found: list[torch.dtype] = []
 
     def counted(query: Tensor, *given: Any) -> Tensor:
@@ -190,7 +197,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_dtypes_without_a_kernel_are_left_to_torch(dtype: torch.dtype, calls: list[torch.dtype]) -> None:
-    functions = functions_for(Layer.forward, torch.float32)
+    functions = pick_attention_functions(Layer.forward, torch.float32)
     parts = [drawn(1, 20, 2, 64, seed=seed).transpose(1, 2).to(dtype) for seed in range(3)]
     found, _ = functions.get_interface("sdpa", None)(Layer(), *parts, attention_mask=None)
     wanted, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](Layer(), *parts, attention_mask=None)
@@ -201,12 +208,12 @@ def test_dtypes_without_a_kernel_are_left_to_torch(dtype: torch.dtype, calls: li
 @here
 def test_a_check_that_fails_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "attend_all", lambda *parts: attend_all(*parts) * 1.001)
-    assert not available.__wrapped__(torch.float32)
+    assert not has_attend_all.__wrapped__(torch.float32)
 
 
 def test_an_extension_without_it_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "extension", object())
-    assert not available.__wrapped__(torch.float32)
+    assert not has_attend_all.__wrapped__(torch.float32)
 
 
 @here
@@ -216,7 +223,7 @@ def test_a_vision_tower_gives_what_it_gave(tmp_path: Path, calls: list[torch.dty
     model = AutoModel.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     pixels = drawn(2, 3, config.image_size, config.image_size)
     wanted = model(pixels).last_hidden_state
-    fuse(model)
+    fuse_elementwise(model)
     torch.testing.assert_close(model(pixels).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
     assert calls == [torch.float32] * config.num_hidden_layers
 
@@ -227,4 +234,4 @@ def test_loaded_encoders_take_it(tmp_path: Path) -> None:
     layers = [each for each in model.vision.modules() if type(each).__name__.endswith("Attention")]
     assert layers
     for layer in layers:
-        assert type(layer).forward.__globals__[FUNCTIONS] is not ALL_ATTENTION_FUNCTIONS
+        assert type(layer).forward.__globals__[ATTENTION_FUNCTIONS] is not ALL_ATTENTION_FUNCTIONS

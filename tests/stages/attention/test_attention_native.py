@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from stages.attention.test_attention import LAYER, Scene, Text, asks, texts
 from trinity.errors import ConfigError
 from trinity.memory import native
-from trinity.stages.attention.backends import CacheKind, runs
-from trinity.stages.attention.interface import ChunkRows, LayerAsk, PagedRows
-from trinity.stages.attention.native import LONG, TILED, NativeAttention
+from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
+from trinity.stages.attention.native import LONG_CHUNK, TILE_KERNELS, NativeAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
 if not hasattr(native.extension, "PagedAttention"):
     pytest.skip(f"no attention in the extension: {native.describe()}", allow_module_level=True)
 
-PLAIN = LayerAsk(LAYER, 0.3)
+PLAIN = AttentionParams(LAYER, 0.3)
 WIDE = 64  # of a width that AVX-512 is for; 20 and 7 are not
 
 
@@ -35,8 +35,8 @@ def backend(request: pytest.FixtureRequest) -> NativeAttention:
     return NativeAttention(request.param)
 
 
-def check(scene: Scene, backend: NativeAttention, ask: LayerAsk) -> None:
-    torch.testing.assert_close(scene.run(backend, ask), scene.oracle(ask), atol=5e-5, rtol=1e-4)
+def check(scene: Scene, backend: NativeAttention, params: AttentionParams) -> None:
+    torch.testing.assert_close(scene.run(backend, params), scene.oracle(params), atol=5e-5, rtol=1e-4)
 
 
 def halved(scene: Scene) -> Scene:
@@ -55,21 +55,21 @@ sizes = st.tuples(
 
 
 @given(texts(), asks(), sizes)
-def test_equals_dense_attention(found: list[Text], ask: LayerAsk, size: tuple[int, int, int, str]) -> None:
+def test_equals_dense_attention(found: list[Text], params: AttentionParams, size: tuple[int, int, int, str]) -> None:
     kv, width, height, kernel = size
-    check(Scene(found, (4, kv), width, height, seed=len(found)), NativeAttention(kernel), ask)
+    check(Scene(found, (4, kv), width, height, seed=len(found)), NativeAttention(kernel), params)
 
 
 @given(texts(), asks(), sizes)
 @example([Text(40, 1, True)], PLAIN, (1, WIDE, 16, "best"))
 def test_bfloat16_is_as_close_to_exact_as_torch_is(
-    found: list[Text], ask: LayerAsk, size: tuple[int, int, int, str]
+    found: list[Text], params: AttentionParams, size: tuple[int, int, int, str]
 ) -> None:
     kv, width, height, kernel = size
     scene = halved(Scene(found, (4, kv), width, height, seed=len(found)))
-    sinks = None if ask.sinks is None else ask.sinks.bfloat16()
-    exact = scene.oracle(replace(ask, sinks=sinks))
-    ours = (scene.run(NativeAttention(kernel), ask).float() - exact).abs().max()
+    sinks = None if params.sinks is None else params.sinks.bfloat16()
+    exact = scene.oracle(replace(params, sinks=sinks))
+    ours = (scene.run(NativeAttention(kernel), params).float() - exact).abs().max()
     assert ours < 0.02 * max(1.0, float(exact.abs().max()))
 
 
@@ -170,7 +170,7 @@ def test_scores_that_rise_from_block_to_block(
         query[:], keys[..., 0] = query / 10, torch.arange(len(keys))[:, None] * step
         query[..., 0] = 1
     scene._fill_past()
-    check(scene, backend, LayerAsk(LAYER, 1.0, sinks=sinks))
+    check(scene, backend, AttentionParams(LAYER, 1.0, sinks=sinks))
 
 
 @pytest.mark.parametrize("width", [32, WIDE, 96, 20])
@@ -198,8 +198,8 @@ def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_are_no_tiles(
     backend: NativeAttention, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = []
-    tiled = native.extension.attention_instructions(True, WIDE) == "amx" and backend._kernel in TILED
-    left = [LONG] if dtype is torch.bfloat16 and not tiled else []
+    tiled = native.extension.attention_instructions(True, WIDE) == "amx" and backend._kernel in TILE_KERNELS
+    left = [LONG_CHUNK] if dtype is torch.bfloat16 and not tiled else []
 
     def chunk(self: object, rows: PagedRows, one: ChunkRows, *given: Any) -> torch.Tensor:
         chunks.append(one.length)
@@ -207,7 +207,7 @@ def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_are_no_tiles(
 
     plain: Any = TorchAttention._chunk
     monkeypatch.setattr(TorchAttention, "_chunk", chunk)
-    found = [Text(80, 1, True), Text(90, LONG, False), Text(60, LONG - 1, False)]
+    found = [Text(80, 1, True), Text(90, LONG_CHUNK, False), Text(60, LONG_CHUNK - 1, False)]
     scene = Scene(found, (4, 2), WIDE, 16, seed=7)
     scene = halved(scene) if dtype is torch.bfloat16 else scene
     torch.testing.assert_close(scene.run(backend, PLAIN).float(), scene.oracle(PLAIN), atol=0.03, rtol=0.03)
@@ -272,9 +272,9 @@ def test_a_layer_or_a_range_beyond_the_cache_is_refused() -> None:
 
 
 def test_it_is_the_default_on_a_cpu() -> None:
-    assert runs("auto", KIND) == "native"
+    assert pick_backend("auto", KIND) == "native"
     with pytest.raises(ConfigError, match="float16"):
-        runs("native", replace(KIND, dtype=torch.float16))
+        pick_backend("native", replace(KIND, dtype=torch.float16))
 
 
 @pytest.mark.skipif(native.extension.instructions() != "avx512", reason="this processor has no AVX-512")

@@ -15,10 +15,15 @@ from stages.attention.test_attention import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends
 from trinity.stages.attention import flash as attention_flash
-from trinity.stages.attention.backends import BACKENDS, CacheKind, choose, runs
-from trinity.stages.attention.flash import FlashAttention, flash_attn, torch_varlen, varlen_takes_tables
-from trinity.stages.attention.interface import LayerAsk, PagedRows, seen_mask
-from trinity.stages.attention.probe import problem
+from trinity.stages.attention.backends import BACKENDS, CacheKind, make_backend, pick_backend
+from trinity.stages.attention.flash import (
+    FlashAttention,
+    call_flash_attn,
+    call_torch_varlen,
+    varlen_supports_block_tables,
+)
+from trinity.stages.attention.interface import AttentionParams, PagedRows, build_mask
+from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -27,7 +32,7 @@ SHAPE = (LAYERS, 2, 2, 16, 8)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_oracle_passes_its_own_probe(dtype: torch.dtype) -> None:
-    assert problem(TorchAttention(), SHAPE, dtype, CPU) is None
+    assert find_fault(TorchAttention(), SHAPE, dtype, CPU) is None
 
 
 class Broken(TorchAttention):
@@ -37,15 +42,17 @@ class Broken(TorchAttention):
         super().__init__()
         self.how = how
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         if self.how == "raises":
             raise RuntimeError("no kernel image is available for execution on the device")
-        if self.how == "window" and ask.window is not None:
-            ask = LayerAsk(ask.layer, ask.scale, ask.window + 1, softcap=ask.softcap)
+        if self.how == "window" and params.window is not None:
+            params = AttentionParams(params.layer, params.scale, params.window + 1, softcap=params.softcap)
         if self.how == "softcap":
-            ask = LayerAsk(ask.layer, ask.scale, ask.window)
+            params = AttentionParams(params.layer, params.scale, params.window)
         how, self.how = self.how, ""  # its own halves are whole here
-        seen = super().attend(rows, cache, qkv, ask)
+        seen = super().attend(rows, cache, qkv, params)
         self.how = how
         if self.how == "one row":
             seen[3] += 0.01
@@ -60,8 +67,8 @@ class Broken(TorchAttention):
         if self.how == "writes half":
             cache[rows.blocks[-1], layer, 1, :, rows.offsets[-1]] = 0
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        seen = super().read(rows, cache, query, ask)
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        seen = super().read(rows, cache, query, params)
         if self.how == "reads another row":
             seen = seen.roll(1, 0)
         return seen
@@ -82,7 +89,7 @@ class Broken(TorchAttention):
 )
 def test_a_wrong_backend_is_found_out(how: str, why: str) -> None:
     with pytest.raises(AssertionError, match=why):
-        raise AssertionError(problem(Broken(how), SHAPE, torch.float32, CPU))
+        raise AssertionError(find_fault(Broken(how), SHAPE, torch.float32, CPU))
 
 
 @pytest.fixture
@@ -91,7 +98,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     from trinity.stages.attention import probe
 
-    monkeypatch.setattr(probe, "problem", lambda backend, shape, dtype, device: problem(backend, shape, dtype, CPU))
+    monkeypatch.setattr(
+        probe, "find_fault", lambda backend, shape, dtype, device: find_fault(backend, shape, dtype, CPU)
+    )
 
 
 def kind(dtype: torch.dtype = torch.bfloat16, rows: int = 16) -> CacheKind:
@@ -103,15 +112,15 @@ def test_without_a_gpu_each_says_so() -> None:
         pytest.skip("there is a GPU here")
     for name in ("triton", "varlen", "flash"):
         with pytest.raises(ConfigError, match=f"attention='{name}' cannot run here: there is no GPU"):
-            runs(name, kind())
+            pick_backend(name, kind())
         with pytest.raises(ConfigError, match=f"attention='{name}' cannot run here: it is a kernel for GPUs"):
-            choose(name, SHAPE, torch.float32, CPU)
-    assert runs("auto", kind()) == "torch"
+            make_backend(name, SHAPE, torch.float32, CPU)
+    assert pick_backend("auto", kind()) == "torch"
 
 
 def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    monkeypatch.setattr(attention_flash, "varlen_takes_tables", lambda: False)
+    monkeypatch.setattr(attention_flash, "varlen_supports_block_tables", lambda: False)
     for name, why in {
         "triton": r"triton is not installed: pip install 'trinity-epd\[cuda\]'",
         "varlen": "takes a block table from torch 2.12 on",
@@ -119,15 +128,15 @@ def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         "native": "it is a kernel for CPUs",
     }.items():
         with pytest.raises(ConfigError, match=why):
-            runs(name, kind())
+            pick_backend(name, kind())
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="flash-attn takes blocks of 256 tokens, and these have 16: set kv_block"):
-        runs("flash", kind())
+        pick_backend("flash", kind())
     with pytest.raises(ConfigError, match=r"bfloat16 and float16, and the cache holds torch.float32"):
-        runs("flash", kind(torch.float32, rows=512))
+        pick_backend("flash", kind(torch.float32, rows=512))
     with pytest.raises(ConfigError, match=r"float16, and the cache holds torch.float64"):
-        runs("triton", kind(torch.float64))
-    assert runs("auto", kind(torch.float64)) == "torch"
+        pick_backend("triton", kind(torch.float64))
+    assert pick_backend("auto", kind(torch.float64)) == "torch"
 
 
 @pytest.mark.parametrize("how", ["raises", "one row"])
@@ -141,13 +150,13 @@ def test_auto_passes_over_one_that_is_wrong_here_and_says_so(
             made.append(name)
             return Broken(how if name == "bad" else "")
 
-        return backends._on_gpu(name, lambda kind: None, one)
+        return backends._gpu_backend(name, lambda kind: None, one)
 
     monkeypatch.setattr(backends, "BACKENDS", {name: make(name) for name in ("bad", "good")})
     asked = kind(torch.float32)
     with caplog.at_level(logging.INFO, "trinity"):
         for _ in range(2):
-            choose("auto", asked.shape, asked.dtype, asked.device)
+            make_backend("auto", asked.shape, asked.dtype, asked.device)
     assert made == ["bad", "good", "good", "good"], "each is tried once per kind of cache"
     assert sum("attention backend bad is not used" in line for line in caplog.messages) == 1
     assert "attention on cuda:0, torch.float32: good" in caplog.messages
@@ -169,7 +178,9 @@ def paged(
         if how.get("softcap"):
             scores = torch.tanh(scores / how["softcap"]) * how["softcap"]
         window = None if how["window"][0] < 0 else how["window"][0] + 1
-        seen = seen_mask(torch.arange(length - (high - low), length), torch.arange(length), LayerAsk(0, 1.0, window))
+        seen = build_mask(
+            torch.arange(length - (high - low), length), torch.arange(length), AttentionParams(0, 1.0, window)
+        )
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[low:high] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
@@ -211,31 +222,33 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-ASKS = {
-    "full": LayerAsk(LAYER, 0.3),
-    "window": LayerAsk(LAYER, 0.3, window=7),
-    "softcap": LayerAsk(LAYER, 0.3, softcap=2.0),
-    "span": LayerAsk(LAYER, 0.3, span=9),
-    "sinks": LayerAsk(LAYER, 0.3, sinks=torch.tensor([0.5, 1.0, -1.0, 2.0])),
+PARAMS = {
+    "full": AttentionParams(LAYER, 0.3),
+    "window": AttentionParams(LAYER, 0.3, window=7),
+    "softcap": AttentionParams(LAYER, 0.3, softcap=2.0),
+    "span": AttentionParams(LAYER, 0.3, span=9),
+    "sinks": AttentionParams(LAYER, 0.3, sinks=torch.tensor([0.5, 1.0, -1.0, 2.0])),
 }
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("which", ["flash", "varlen"])
-def test_flash_kernels_are_asked_for_what_they_can_do(libraries: list[str], which: str, ask: str) -> None:
-    backend = FlashAttention(flash_attn, True) if which == "flash" else FlashAttention(torch_varlen, False)
-    served = ask in ("full", "window") or (ask, which) == ("softcap", "flash")
+def test_flash_kernels_are_asked_for_what_they_can_do(libraries: list[str], which: str, params: str) -> None:
+    backend = FlashAttention(call_flash_attn, True) if which == "flash" else FlashAttention(call_torch_varlen, False)
+    served = params in ("full", "window") or (params, which) == ("softcap", "flash")
     for heads in ((4, 2), (4, 4)):
         scene = Scene([Text(21, 1, True), Text(3, 1, True), Text(40, 11, False), Text(18, 18, False)], heads, 8, 16, 0)
-        torch.testing.assert_close(scene.run(backend, ASKS[ask]), scene.oracle(ASKS[ask]), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            scene.run(backend, PARAMS[params]), scene.oracle(PARAMS[params]), atol=2e-5, rtol=1e-4
+        )
     assert libraries == ([which] * 2 if served else [])
 
 
 @pytest.mark.parametrize("which", ["flash", "varlen"])
 def test_flash_kernels_read_what_is_written(libraries: list[str], which: str) -> None:
     """Both halves apart: twice for each of the probe's batches that a kernel serves."""
-    backend = FlashAttention(flash_attn, True) if which == "flash" else FlashAttention(torch_varlen, False)
-    assert problem(backend, SHAPE, torch.float32, CPU) is None
+    backend = FlashAttention(call_flash_attn, True) if which == "flash" else FlashAttention(call_torch_varlen, False)
+    assert find_fault(backend, SHAPE, torch.float32, CPU) is None
     assert libraries == [which] * (8 if which == "flash" else 4), "torch's has no softcap"
 
 
@@ -243,20 +256,20 @@ def test_groups_are_left_to_torch(libraries: list[str]) -> None:
     groups = torch.full((40,), -1)
     groups[30:36] = 0
     scene = Scene([Text(40, 20, False, groups)], (4, 2), 8, 16, seed=1)
-    seen = scene.run(FlashAttention(flash_attn, True), ASKS["full"])
-    torch.testing.assert_close(seen, scene.oracle(ASKS["full"]), atol=2e-5, rtol=1e-4)
+    seen = scene.run(FlashAttention(call_flash_attn, True), PARAMS["full"])
+    torch.testing.assert_close(seen, scene.oracle(PARAMS["full"]), atol=2e-5, rtol=1e-4)
     assert libraries == []
 
 
 def test_this_torch_says_whether_it_takes_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import varlen
 
-    assert varlen_takes_tables() is (torch.__version__ >= "2.12")
+    assert varlen_supports_block_tables() is (torch.__version__ >= "2.12")
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)
-    assert not varlen_takes_tables()
+    assert not varlen_supports_block_tables()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     monkeypatch.delattr(torch.nn.attention, "varlen")
-    assert not varlen_takes_tables()
+    assert not varlen_supports_block_tables()
 
 
 def test_every_backend_has_a_maker(monkeypatch: pytest.MonkeyPatch) -> None:

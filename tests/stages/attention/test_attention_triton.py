@@ -21,11 +21,11 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from stages.attention.test_attention import LAYER, LAYERS, Scene, Text, asks, texts
 from stages.test_language import PROMPT, Solo, work
 from trinity.stages import decode_graphs
-from trinity.stages.attention.interface import LayerAsk, PagedRows
-from trinity.stages.attention.probe import problem
+from trinity.stages.attention.interface import AttentionParams, PagedRows
+from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.triton import TritonAttention, power_of_two, triton_rows
-from trinity.stages.attention.varlen import varlen_rows
+from trinity.stages.attention.triton import TritonAttention, make_triton_rows, next_power_of_two
+from trinity.stages.attention.varlen import make_varlen_rows
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.graphs import Graphs
 
@@ -48,11 +48,13 @@ class Placed:
     def __init__(self, processors: int = ONE) -> None:
         self.inner = TritonAttention(processors)
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         there = cache.to(DEVICE)
         query, key, value = (part.to(DEVICE) for part in qkv)
-        sinks = None if ask.sinks is None else ask.sinks.to(DEVICE)
-        seen = self.inner.attend(on_device(rows), there, (query, key, value), replace(ask, sinks=sinks))
+        sinks = None if params.sinks is None else params.sinks.to(DEVICE)
+        seen = self.inner.attend(on_device(rows), there, (query, key, value), replace(params, sinks=sinks))
         cache.copy_(there)
         return seen.cpu()
 
@@ -62,9 +64,9 @@ def no_bfloat16_here() -> None:
         pytest.skip("no GPU: Triton's interpreter multiplies bfloat16 as if it were integers")
 
 
-def run(scene: Scene, ask: LayerAsk, processors: int = ONE) -> Tensor:
+def run(scene: Scene, params: AttentionParams, processors: int = ONE) -> Tensor:
     backend: Any = Placed(processors)
-    return scene.run(backend, ask)
+    return scene.run(backend, params)
 
 
 @given(
@@ -77,32 +79,32 @@ def run(scene: Scene, ask: LayerAsk, processors: int = ONE) -> Tensor:
 )
 @settings(max_examples=10 if DEVICE.type == "cpu" else 100)  # the interpreter takes 30 ms a program
 def test_equals_dense_attention(
-    found: list[Text], ask: LayerAsk, kv: int, height: int, width: int, processors: int
+    found: list[Text], params: AttentionParams, kv: int, height: int, width: int, processors: int
 ) -> None:
     scene = Scene(found, (4, kv), width, height, seed=len(found))
-    torch.testing.assert_close(run(scene, ask, processors), scene.oracle(ask), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(run(scene, params, processors), scene.oracle(params), atol=2e-5, rtol=1e-4)
 
 
 SINKS = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, 1.0, -2.0])
 
 
 @pytest.mark.parametrize(
-    ("heads", "ask"),
+    ("heads", "params"),
     [
-        ((4, 4), LayerAsk(LAYER, 0.2)),
-        ((7, 1), LayerAsk(LAYER, 0.2, window=70)),
-        ((6, 2), LayerAsk(LAYER, 0.2, span=90)),
-        ((7, 1), LayerAsk(LAYER, 0.2, sinks=SINKS)),
-        ((4, 2), LayerAsk(LAYER, 0.2, window=70, softcap=3.0, sinks=SINKS[:4])),
+        ((4, 4), AttentionParams(LAYER, 0.2)),
+        ((7, 1), AttentionParams(LAYER, 0.2, window=70)),
+        ((6, 2), AttentionParams(LAYER, 0.2, span=90)),
+        ((7, 1), AttentionParams(LAYER, 0.2, sinks=SINKS)),
+        ((4, 2), AttentionParams(LAYER, 0.2, window=70, softcap=3.0, sinks=SINKS[:4])),
     ],
     ids=["full", "window", "span", "sinks", "all"],
 )
-def test_texts_longer_than_what_is_looked_at_at_once(heads: tuple[int, int], ask: LayerAsk) -> None:
+def test_texts_longer_than_what_is_looked_at_at_once(heads: tuple[int, int], params: AttentionParams) -> None:
     """Several tiles of keys, with 7 heads two of rows, and splits; some of the splits have nothing to see."""
     scene = Scene([Text(300, 1, True), Text(2, 1, True), Text(200, 19, False)], heads, 32, 16, seed=3)
-    wanted = scene.run(TorchAttention(), ask)
+    wanted = scene.run(TorchAttention(), params)
     for processors in (ONE, MANY):
-        torch.testing.assert_close(run(scene, ask, processors), wanted, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(run(scene, params, processors), wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_images_see_each_other_in_both_directions() -> None:
@@ -110,17 +112,17 @@ def test_images_see_each_other_in_both_directions() -> None:
     groups[5:20], groups[60:89] = 0, 1
     for rows in (90, 40):
         scene = Scene([Text(90, rows, False, groups), Text(9, 9, False)], (4, 2), 16, 16, seed=4)
-        for ask in (LayerAsk(LAYER, 0.3), LayerAsk(LAYER, 0.3, window=33)):
-            wanted = scene.run(TorchAttention(), ask)
-            torch.testing.assert_close(run(scene, ask), wanted, atol=2e-5, rtol=1e-4)
+        for params in (AttentionParams(LAYER, 0.3), AttentionParams(LAYER, 0.3, window=33)):
+            wanted = scene.run(TorchAttention(), params)
+            torch.testing.assert_close(run(scene, params), wanted, atol=2e-5, rtol=1e-4)
     scene.texts[-1].groups = None
-    assert (scene.run(TorchAttention(), ask) - wanted).abs().max() > 0.01, "a control that must differ"
+    assert (scene.run(TorchAttention(), params) - wanted).abs().max() > 0.01, "a control that must differ"
 
 
 def test_writes_only_its_own_rows_of_its_own_layer() -> None:
     scene = Scene([Text(21, 1, True), Text(18, 9, False)], (18, 9), 8, 16, seed=0)
     before = scene.cache.clone()
-    run(scene, LayerAsk(LAYER, 0.3))
+    run(scene, AttentionParams(LAYER, 0.3))
     for text, table, keys, values in zip(scene.texts, scene.tables, scene.keys, scene.values, strict=True):
         for at in range(text.length - text.rows, text.length):
             before[table[at // 16], LAYER, 0, :, at % 16] = keys[at]
@@ -131,14 +133,14 @@ def test_writes_only_its_own_rows_of_its_own_layer() -> None:
 def test_nothing_beyond_a_text_is_read() -> None:
     """NaN in other texts' blocks, and in the rest of its own last block, stays where it is."""
     scene = Scene([Text(5, 1, True), Text(60, 1, True), Text(40, 4, False)], (4, 2), 8, 16, seed=1)
-    wanted = scene.oracle(LayerAsk(LAYER, 0.3))
+    wanted = scene.oracle(AttentionParams(LAYER, 0.3))
     held = scene.cache.clone()
     scene.cache[:] = torch.nan
     for text, table in zip(scene.texts, scene.tables, strict=True):
         for at in range(text.length):
             scene.cache[table[at // 16], :, :, :, at % 16] = held[table[at // 16], :, :, :, at % 16]
     for processors in (ONE, MANY):
-        torch.testing.assert_close(run(scene, LayerAsk(LAYER, 0.3), processors), wanted, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(run(scene, AttentionParams(LAYER, 0.3), processors), wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
@@ -146,12 +148,12 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype, error: float) ->
     if dtype == torch.bfloat16:
         no_bfloat16_here()
     scene = Scene([Text(33, 1, True), Text(90, 5, False)], (4, 2), 16, 16, seed=2)
-    exact = scene.oracle(ask := LayerAsk(LAYER, 0.25))
+    exact = scene.oracle(params := AttentionParams(LAYER, 0.25))
     scene.cache = scene.cache.to(dtype)
     for tensors in (scene.keys, scene.values, scene.queries):
         tensors[:] = [tensor.to(dtype) for tensor in tensors]
     for processors in (ONE, MANY):
-        seen = run(scene, ask, processors)
+        seen = run(scene, params, processors)
         assert seen.dtype == dtype
         torch.testing.assert_close(seen.float(), exact, atol=error, rtol=error)
 
@@ -159,7 +161,7 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype, error: float) ->
 def test_padding_is_written_nowhere_and_comes_out_as_zeros() -> None:
     """What a CUDA graph of a larger batch adds: rows without a block, sequences without a position."""
     scene = Scene([Text(20, 1, True)], (4, 2), 8, 16, seed=5)
-    wanted = scene.oracle(ask := LayerAsk(LAYER, 0.3))
+    wanted = scene.oracle(params := AttentionParams(LAYER, 0.3))
     real = scene.rows()
     padded = PagedRows(
         blocks=torch.cat((real.blocks, torch.tensor([-1, -1]))),
@@ -171,7 +173,7 @@ def test_padding_is_written_nowhere_and_comes_out_as_zeros() -> None:
     parts = (scene.queries[0], scene.keys[0][-1:], scene.values[0][-1:])
     query, key, value = (part.repeat(3, 1, 1).to(DEVICE) for part in parts)
     for processors in (ONE, MANY):
-        seen = TritonAttention(processors).attend(on_device(padded), cache, (query, key, value), ask).cpu()
+        seen = TritonAttention(processors).attend(on_device(padded), cache, (query, key, value), params).cpu()
         torch.testing.assert_close(seen[:1], wanted, atol=2e-5, rtol=1e-4)
         assert torch.equal(seen[1:], torch.zeros_like(seen[1:]))
     block = int(scene.tables[0][1])
@@ -182,36 +184,38 @@ def test_padding_is_written_nowhere_and_comes_out_as_zeros() -> None:
 def test_rows_that_lie_apart_in_memory() -> None:
     """Heads before rows, as transformers hands them on; and a last axis that is no row at all."""
     scene = Scene([Text(9, 1, True), Text(40, 7, False)], (4, 2), 8, 16, seed=6)
-    ask = LayerAsk(LAYER, 0.3)
-    wanted = scene.oracle(ask)
+    params = AttentionParams(LAYER, 0.3)
+    wanted = scene.oracle(params)
 
     class Apart:
-        def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+        def attend(
+            self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+        ) -> Tensor:
             query, key, value = qkv
             apart = query.transpose(0, 1).contiguous().transpose(0, 1), key.transpose(1, 2).contiguous().transpose(1, 2)
             wide = torch.cat((value, value), -1)[..., : value.shape[-1]]
-            return Placed().attend(rows, cache, (*apart, wide), ask)
+            return Placed().attend(rows, cache, (*apart, wide), params)
 
     backend: Any = Apart()
-    torch.testing.assert_close(scene.run(backend, ask), wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(scene.run(backend, params), wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_waves_of_tiles() -> None:
     """One tile a decode; a chunk's rows in tiles of 128 packed rows, 18 tokens of 7 query heads each."""
     scene = Scene([Text(9, 1, True), Text(300, 1, True), Text(40, 37, False), Text(20, 18, False)], (7, 1), 8, 16, 7)
     rows = scene.rows()
-    decodes, chunks = triton_rows(varlen_rows(rows, torch.device("cpu")), rows, 7).waves
+    decodes, chunks = make_triton_rows(make_varlen_rows(rows, torch.device("cpu")), rows, 7).waves
     assert (decodes.tiles.tolist(), decodes.first, decodes.rows, decodes.longest) == ([[0, 1], [0, 0]], 0, 2, 300)
     assert chunks.packed == 128
     assert chunks.tiles.tolist() == [[2, 3, 3, 3], [0, 0, 18, 36]]
     assert (chunks.first, chunks.rows, chunks.longest) == (2, 55, 40)
-    assert [power_of_two(number) for number in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
+    assert [next_power_of_two(number) for number in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
 
 
 def test_splits_keep_the_processors_busy() -> None:
     scene = Scene([Text(300, 1, True)], (4, 2), 8, 16, seed=8)
     rows = scene.rows()
-    (wave,) = triton_rows(varlen_rows(rows, torch.device("cpu")), rows, 2).waves
+    (wave,) = make_triton_rows(make_varlen_rows(rows, torch.device("cpu")), rows, 2).waves
     found = [TritonAttention(processors)._splits(wave, scene.cache) for processors in (1, 2, 4, 132)]
     assert found == [1, 2, 4, 4], "two programs for each of 2 heads; no more than there are tiles of keys"
 
@@ -220,7 +224,7 @@ def test_splits_keep_the_processors_busy() -> None:
 def test_the_probe_accepts_it(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         no_bfloat16_here()
-    assert problem(TritonAttention(MANY), (LAYERS, 2, 2, 16, 20), dtype, DEVICE) is None
+    assert find_fault(TritonAttention(MANY), (LAYERS, 2, 2, 16, 20), dtype, DEVICE) is None
 
 
 class Again:

@@ -1,4 +1,4 @@
-"""Progress of a running step, from attention to lane: layers are told when they are written, and bytes stay so."""
+"""Progress of a running step, from attention to lane: layers are reported once they are written, and bytes stay so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.layer_progress import prefilled_and_told
 from trinity.core.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
 from trinity.errors import StageError
 from trinity.runtime.lane import Lane
-from trinity.stages.attention.interface import LayerAsk, PagedRows
-from trinity.stages.attention.layer_progress import ToldAttention
+from trinity.stages.attention.interface import AttentionParams, PagedRows
+from trinity.stages.attention.layer_progress import LayerProgressAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.base import Reporting, Stage
 from trinity.timeline import Timeline
@@ -26,38 +26,40 @@ LAYERS = 2  # of the tiny llama
 class Nothing:
     """Attention that computes nothing."""
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         return qkv[0]
 
 
-def told_of(group: int, layers: int, order: list[int], spoilt: int = -1) -> list[tuple[int, int]]:
-    told: list[tuple[int, int]] = []
-    backend = ToldAttention(Nothing(), group, layers, lambda first, end: told.append((first, end)))
+def reports_of(group: int, layers: int, order: list[int], spoilt: int = -1) -> list[tuple[int, int]]:
+    reports: list[tuple[int, int]] = []
+    backend = LayerProgressAttention(Nothing(), group, layers, lambda first, end: reports.append((first, end)))
     for layer in order:
         qkv = [torch.ones(3, 2, 4) for _ in range(3)]
         if layer == spoilt:
             qkv[2][1, 1, 1] = float("nan")
-        backend.attend(ROWS, torch.zeros(0), (qkv[0], qkv[1], qkv[2]), LayerAsk(layer, 1.0))
+        backend.attend(ROWS, torch.zeros(0), (qkv[0], qkv[1], qkv[2]), AttentionParams(layer, 1.0))
     backend.finish()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize(
-    ("group", "told"),
+    ("group", "reports"),
     [(1, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]), (2, [(0, 2), (2, 4), (4, 5)]), (5, [(0, 5)]), (9, [(0, 5)])],
 )
-def test_every_group_is_told_of_once_and_the_last_may_be_smaller(group: int, told: list[tuple[int, int]]) -> None:
-    assert told_of(group, 5, [0, 1, 2, 3, 4]) == told
+def test_every_group_is_reported_once_and_the_last_may_be_smaller(group: int, reports: list[tuple[int, int]]) -> None:
+    assert reports_of(group, 5, [0, 1, 2, 3, 4]) == reports
 
 
 def test_layers_out_of_order_are_left_for_the_end_of_the_step() -> None:
-    assert told_of(1, 4, [0, 2, 3]) == [(0, 1)]
-    assert told_of(1, 4, [1, 0, 2]) == [(0, 1)]
+    assert reports_of(1, 4, [0, 2, 3]) == [(0, 1)]
+    assert reports_of(1, 4, [1, 0, 2]) == [(0, 1)]
 
 
-def test_what_is_not_finite_is_never_told_of() -> None:
+def test_what_is_not_finite_is_never_reported() -> None:
     with pytest.raises(StageError, match="layers 2 to 3 are not finite"):
-        told_of(2, 5, [0, 1, 2, 3, 4], spoilt=2)
+        reports_of(2, 5, [0, 1, 2, 3, 4], spoilt=2)
 
 
 class Event:
@@ -74,18 +76,18 @@ class Event:
         self.left = 0
 
 
-def test_on_an_accelerator_a_group_is_told_of_when_its_event_is_reached_and_in_order() -> None:
-    told: list[tuple[int, int]] = []
-    backend = ToldAttention(Nothing(), 1, 3, lambda first, end: told.append((first, end)))
+def test_on_an_accelerator_a_group_is_reported_when_its_event_is_reached_and_in_order() -> None:
+    reports: list[tuple[int, int]] = []
+    backend = LayerProgressAttention(Nothing(), 1, 3, lambda first, end: reports.append((first, end)))
     events = [Event(1), Event(0), Event(9)]
     for layer, event in enumerate(events):
         backend._waiting.append((layer, layer + 1, torch.zeros(()), event))
-    backend._tell(wait=False)
-    assert told == [], "the first event is not reached, and nothing overtakes it"
-    backend._tell(wait=False)
-    assert told == [(0, 1), (1, 2)]
+    backend._report_groups(wait=False)
+    assert reports == [], "the first event is not reached, and nothing overtakes it"
+    backend._report_groups(wait=False)
+    assert reports == [(0, 1), (1, 2)]
     backend.finish()
-    assert told == [(0, 1), (1, 2), (2, 3)]
+    assert reports == [(0, 1), (1, 2), (2, 3)]
 
 
 # ---------------------------------------------------------------- the language stage
@@ -99,10 +101,10 @@ def test_a_language_stage_tells_of_layers_whose_bytes_do_not_change_any_more() -
 
 def test_a_step_that_nobody_asked_about_tells_nothing() -> None:
     solo = Solo("llama", letters="PD")
-    told: list[tuple[int, int]] = []
-    solo.stage.on_layers = lambda first, end: told.append((first, end))
+    reports: list[tuple[int, int]] = []
+    solo.stage.on_layers = lambda first, end: reports.append((first, end))
     solo.serve(work("a"), 3)
-    assert told == []
+    assert reports == []
 
 
 # ---------------------------------------------------------------- the lane
@@ -176,10 +178,12 @@ def test_nan_in_a_layer_fails_the_row_that_has_it_even_in_a_chunk_that_is_not_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Spoilt(TorchAttention):
-        def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
-            if ask.layer == 1:
+        def attend(
+            self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+        ) -> Tensor:
+            if params.layer == 1:
                 qkv[2][0] = float("nan")
-            return super().attend(rows, cache, qkv, ask)
+            return super().attend(rows, cache, qkv, params)
 
     solo = Solo("llama", letters="P", backend=Spoilt())
     solo.open(work("a", max_tokens=1))

@@ -11,15 +11,27 @@ from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from trinity.memory import native
-from trinity.stages.attention.interface import PAGED, KeysWritten, LayerAsk, PagedBatch, PagedRows, register_attention
+from trinity.stages.attention.interface import (
+    PAGED_ATTENTION,
+    AttentionParams,
+    PagedBatch,
+    PagedRows,
+    StopAfterWrite,
+    register_attention,
+)
 from trinity.stages.kernels import decoder_layers as module
 from trinity.stages.kernels import fused_elementwise, last_layer, linear, small_batch_gemm
-from trinity.stages.kernels.decoder_layers import Shown, _Lean, _no_rows, lean
-from trinity.stages.kernels.fused_elementwise import fuse
-from trinity.stages.kernels.linear import pack
+from trinity.stages.kernels.decoder_layers import (
+    DecoderAttentionProbe,
+    _FusedDecoderLayer,
+    _make_empty_rows,
+    fuse_decoder_layers,
+)
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
+from trinity.stages.kernels.linear import pack_weights
 
-DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.available(each)]
-if not DTYPES or not fused_elementwise.available():
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.has_gemm_kernel(each)]
+if not DTYPES or not fused_elementwise.has_fused_kernels():
     pytest.skip(f"no kernels for few rows on this processor: {native.describe()}", allow_module_level=True)
 
 SIZES: dict[str, Any] = {
@@ -35,8 +47,8 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
-    monkeypatch.setattr(linear, "_few_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_is_gemm_faster", lambda dtype: True)
 
 
 def model_of(config: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
@@ -47,10 +59,10 @@ def model_of(config: Any, dtype: torch.dtype = torch.float32, **more: Any) -> An
     for name, parameter in found.named_parameters():
         if "norm" in name or "bias" in name:
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    found.set_attn_implementation(PAGED)
-    pack(found)
-    fuse(found)
-    if any(each.few is None for each in found.layers.modules() if isinstance(each, linear.PackedLinear)):
+    found.set_attn_implementation(PAGED_ATTENTION)
+    pack_weights(found)
+    fuse_elementwise(found)
+    if any(each.gemm is None for each in found.layers.modules() if isinstance(each, linear.PackedLinear)):
         pytest.skip("oneDNN packs in another order on this processor")
     return found
 
@@ -62,7 +74,7 @@ def asked_of(layer: Any, count: int, dtype: torch.dtype, backend: Any, seed: int
     ]
     cache = torch.empty((1, 2, 2, SIZES["num_key_value_heads"], 1, SIZES["head_dim"]), device="meta")
     named = {"position_embeddings": (made[1], made[2]), "attention_mask": None, "use_cache": False}
-    return made[0], {**named, "trinity_batch": PagedBatch(_no_rows(), cache, backend)}
+    return made[0], {**named, "trinity_batch": PagedBatch(_make_empty_rows(), cache, backend)}
 
 
 CONFIGS = [
@@ -79,12 +91,12 @@ CONFIGS = [
 def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) -> None:
     model = model_of(config, dtype)
     plain = [(type(layer), layer) for layer in model.layers]
-    assert lean(model) == 2
+    assert fuse_decoder_layers(model) == 2
     for kind, layer in plain:
-        assert isinstance(layer, _Lean)
+        assert isinstance(layer, _FusedDecoderLayer)
         assert isinstance(layer, kind)
         for count in (1, 8, 32, 33, 70):
-            mine, theirs = Shown(), Shown()
+            mine, theirs = DecoderAttentionProbe(), DecoderAttentionProbe()
             rows, named = asked_of(layer, count, dtype, mine)
             found = layer(rows, **named)
             _, named = asked_of(layer, count, dtype, theirs)
@@ -92,20 +104,20 @@ def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) 
             near = 1e-5 if dtype == torch.float32 else 2e-2
             largest = float(wanted.abs().max())
             torch.testing.assert_close(found, wanted, rtol=0, atol=near * largest)
-            assert mine.ask == theirs.ask
-            assert isinstance(mine.ask, LayerAsk)
+            assert mine.params == theirs.params
+            assert isinstance(mine.params, AttentionParams)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_batches_go_through_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 20)
+    monkeypatch.setattr(module, "PIECE_ROWS", 20)
     assert [(each.start, each.stop) for each in module._pieces(70)] == [(0, 32), (32, 64), (64, 70)]
     assert [(each.start, each.stop) for each in module._pieces(20)] == [(0, 20)]
     model = model_of(LlamaConfig(**SIZES), dtype)
     kind = type(model.layers[0])
-    lean(model)
-    rows, named = asked_of(model.layers[0], 70, dtype, Shown())
+    fuse_decoder_layers(model)
+    rows, named = asked_of(model.layers[0], 70, dtype, DecoderAttentionProbe())
     kept = rows.clone()
     wanted = kind.forward(model.layers[0], rows, **named)
     found = model.layers[0](rows, **named)
@@ -118,8 +130,8 @@ def test_long_batches_go_through_in_pieces(dtype: torch.dtype, monkeypatch: pyte
 def test_states_of_the_layer_before_are_written_over() -> None:
     model = model_of(LlamaConfig(**SIZES))
     kind = type(model.layers[0])
-    lean(model)
-    rows, named = asked_of(model.layers[0], 40, torch.float32, Shown())
+    fuse_decoder_layers(model)
+    rows, named = asked_of(model.layers[0], 40, torch.float32, DecoderAttentionProbe())
     wanted = kind.forward(model.layers[1], kind.forward(model.layers[0], rows, **named), **named)
     first = model.layers[0](rows, **named)
     second = model.layers[1](first, **named)
@@ -130,11 +142,11 @@ def test_states_of_the_layer_before_are_written_over() -> None:
 @torch.inference_mode()
 def test_what_is_not_as_at_load_goes_the_layers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**SIZES))
-    lean(model)
+    fuse_decoder_layers(model)
     layer, ran = model.layers[0], []
-    own = module.Plan.run
-    monkeypatch.setattr(module.Plan, "run", lambda *given: ran.append(1) or own(*given))  # type: ignore[func-returns-value]
-    rows, named = asked_of(layer, 4, torch.float32, Shown())
+    own = module.DecoderLayerPlan.run
+    monkeypatch.setattr(module.DecoderLayerPlan, "run", lambda *given: ran.append(1) or own(*given))  # type: ignore[func-returns-value]
+    rows, named = asked_of(layer, 4, torch.float32, DecoderAttentionProbe())
     layer(rows, **named)
     assert len(ran) == 1
     gaps = torch.cat((rows, rows), -1)[..., : SIZES["hidden_size"]]
@@ -145,7 +157,7 @@ def test_what_is_not_as_at_load_goes_the_layers_own_way(monkeypatch: pytest.Monk
     assert len(ran) == 1
 
 
-class Halved(Shown):
+class Halved(DecoderAttentionProbe):
     """Attention in two halves, of which each is shown."""
 
     def __init__(self) -> None:
@@ -154,8 +166,8 @@ class Halved(Shown):
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         self.written += [key.clone(), value.clone(), torch.tensor(layer)]
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        self.ask = ask
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        self.params = params
         return query * 0.5
 
 
@@ -164,18 +176,20 @@ class Halved(Shown):
 @pytest.mark.parametrize("last", [[39], [3, 39], []])
 def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: list[int]) -> None:
     model = model_of(LlamaConfig(**SIZES), dtype)
-    assert last_layer.sample_last(model, 0)
+    assert last_layer.skip_unsampled_rows(model, 0)
     layer, kind = model.layers[1], type(model.layers[1])
-    assert lean(model) == 2
+    assert fuse_decoder_layers(model) == 2
     found, shown = [], []
     for forward in (type(layer).forward, kind.forward):
         backend = Halved()
         rows, named = asked_of(layer, 40, dtype, backend)
-        named["trinity_batch"] = replace(named["trinity_batch"], sampled=_no_rows(), last=torch.tensor(last).long())
+        named["trinity_batch"] = replace(
+            named["trinity_batch"], sampled=_make_empty_rows(), last=torch.tensor(last).long()
+        )
         if last:
             found.append(forward(layer, rows, **named))
         else:
-            with pytest.raises(KeysWritten):
+            with pytest.raises(StopAfterWrite):
                 forward(layer, rows, **named)
         shown.append(backend)
     near = 1e-5 if dtype == torch.float32 else 2e-2
@@ -183,20 +197,20 @@ def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: l
     assert len(mine.written) == len(theirs.written) == 3
     for one, other in zip([*mine.written, *found[:1]], [*theirs.written, *found[1:]], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=near * float(other.abs().max()))
-    assert mine.ask == theirs.ask
+    assert mine.params == theirs.params
 
 
 @torch.inference_mode()
 def test_the_last_layer_may_be_both(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**SIZES))
-    assert last_layer.sample_last(model, 0)
+    assert last_layer.skip_unsampled_rows(model, 0)
     kind = type(model.layers[1])
-    assert lean(model) == 2
-    assert isinstance(model.layers[1], last_layer._LastLayer)
-    many, named = asked_of(model.layers[1], 40, torch.float32, Shown())
+    assert fuse_decoder_layers(model) == 2
+    assert isinstance(model.layers[1], last_layer._TwoPassLayer)
+    many, named = asked_of(model.layers[1], 40, torch.float32, DecoderAttentionProbe())
     wanted = kind.forward(model.layers[1], many, **named)
     torch.testing.assert_close(model.layers[1](many, **named), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-    assert lean(model) == 0, "once"
+    assert fuse_decoder_layers(model) == 0, "once"
 
 
 class Scaled(nn.Module):
@@ -209,7 +223,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("spoil", ["scaled", "raises", "norms", "further", "plain"])
 def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
     if spoil == "norms":
-        assert lean(model_of(Qwen3Config(**SIZES))) == 0, "of queries and keys"
+        assert fuse_decoder_layers(model_of(Qwen3Config(**SIZES))) == 0, "of queries and keys"
         return
     model = model_of(LlamaConfig(**SIZES))
     layer = model.layers[0]
@@ -223,5 +237,5 @@ def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
     else:
         layer.mlp.up_proj.__class__ = nn.Linear
     kept = type(layer)
-    assert lean(model) == 1
+    assert fuse_decoder_layers(model) == 1
     assert type(layer) is kept

@@ -15,13 +15,13 @@ from support.stage_driver import picture, processor_of
 from trinity.memory import native
 from trinity.request import Request
 from trinity.stages.kernels import encoder_attention, encoder_elementwise
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder
-from trinity.stages.kernels.encoder_layers import _LeanLayer, lean_encoder
-from trinity.stages.kernels.fused_elementwise import fuse
+from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, fuse_encoder_layers
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.models import load_model
 
-DTYPES = [each for each in (torch.float32, torch.bfloat16) if encoder_attention.available(each)]
-if not DTYPES or not encoder_elementwise.available():
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if encoder_attention.has_attend_all(each)]
+if not DTYPES or not encoder_elementwise.has_encoder_kernels():
     pytest.skip(f"no kernels of encoders on this processor: {native.describe()}", allow_module_level=True)
 
 SIZES: dict[str, Any] = {
@@ -48,8 +48,8 @@ def fused_model(config: Any, dtype: torch.dtype, **more: Any) -> Any:
     model = kind(config).to(dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5))
-    fuse_encoder(model)
-    fuse(model)
+    fuse_encoder_elementwise(model)
+    fuse_elementwise(model)
     return model
 
 
@@ -73,8 +73,8 @@ def check(found: Tensor, wanted: Tensor) -> None:
 def test_layers_give_what_they_gave(config: Any, dtype: torch.dtype) -> None:
     model = fused_model(config, dtype)
     plain = copy.deepcopy(model)
-    assert lean_encoder(model) == 2
-    assert lean_encoder(model) == 0, "once is enough"
+    assert fuse_encoder_layers(model) == 2
+    assert fuse_encoder_layers(model) == 0, "once is enough"
     for shape in ((1, 17), (3, 17), (2, 1), (1, 64)):
         states = states_of(dtype, *shape)
         kept = states.clone()
@@ -91,7 +91,7 @@ def test_layers_give_what_they_gave(config: Any, dtype: torch.dtype) -> None:
 def seen(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way each call goes."""
     ways: list[str] = []
-    plain, whole = layer.plan.run, type(layer).whole
+    plain, whole = layer.plan.run, type(layer).original_forward
 
     def run(states: Tensor) -> Any:
         ways.append("lean")
@@ -102,7 +102,7 @@ def seen(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return whole(self, *given, **named)
 
     monkeypatch.setattr(layer.plan, "run", run)
-    monkeypatch.setattr(type(layer), "whole", own)
+    monkeypatch.setattr(type(layer), "original_forward", own)
     return ways
 
 
@@ -111,7 +111,7 @@ def test_what_is_not_understood_goes_the_layers_own_way(monkeypatch: pytest.Monk
     dtype = DTYPES[0]
     model = fused_model(CONFIGS[0], dtype)
     plain = copy.deepcopy(model)
-    lean_encoder(model)
+    fuse_encoder_layers(model)
     layer, own = layers_of(model)[0], layers_of(plain)[0]
     ways = seen(layer, monkeypatch)
     states, mask = states_of(dtype, 2, 9), torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
@@ -135,8 +135,8 @@ def test_what_computes_otherwise_is_left_alone(
     model = fused_model(CONFIGS[0], dtype)
     for layer in layers_of(model):
         _spoil(layer, spoilt)
-    assert lean_encoder(model) == 0
-    assert not any(isinstance(layer, _LeanLayer) for layer in layers_of(model))
+    assert fuse_encoder_layers(model) == 0
+    assert not any(isinstance(layer, _FusedEncoderLayer) for layer in layers_of(model))
     assert all("forward" not in vars(layer.self_attn) for layer in layers_of(model))
 
 
@@ -166,7 +166,7 @@ def test_the_scale_is_the_one_that_the_layer_asks_for() -> None:
     for layer in layers_of(model):
         layer.self_attn.scale = 2.5
     plain = copy.deepcopy(model)
-    assert lean_encoder(model) == 2
+    assert fuse_encoder_layers(model) == 2
     assert layers_of(model)[0].plan.scale == 2.5
     states = states_of(DTYPES[0], 1, 9)
     check(layers_of(model)[0](states, None), layers_of(plain)[0](states, None))
@@ -175,7 +175,7 @@ def test_the_scale_is_the_one_that_the_layer_asks_for() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_still_modules(dtype: torch.dtype) -> None:
     model, called = fused_model(CONFIGS[0], dtype), list[str]()
-    lean_encoder(model)
+    fuse_encoder_layers(model)
     for name, each in layers_of(model)[0].named_modules():
         if isinstance(each, nn.Linear):
             each.register_forward_hook(lambda module, given, made, name=name: called.append(name))
@@ -190,7 +190,7 @@ def test_products_are_still_modules(dtype: torch.dtype) -> None:
 def test_float32_products_get_whole_blocks_of_rows(dtype: torch.dtype, rows: int) -> None:
     model, shapes = fused_model(CONFIGS[0], dtype), list[int]()
     plain = copy.deepcopy(model)
-    lean_encoder(model)
+    fuse_encoder_layers(model)
     layers_of(model)[0].mlp.fc1.register_forward_hook(lambda module, given, made: shapes.append(len(made)))
     states = states_of(dtype, 1, rows)
     check(layers_of(model)[0](states, None), layers_of(plain)[0](states, None))
@@ -201,7 +201,7 @@ def test_float32_products_get_whole_blocks_of_rows(dtype: torch.dtype, rows: int
 def test_loaded_encoders_use_them(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = processor_of(name).process(Request("<image>", images=[picture(0, 60, 80)]))
     model, counts = load_model(checkpoint(name), "E", dtype=DTYPES[0]), [span.tokens for span in made.work.media]
-    found = [each for each in model.vision.modules() if isinstance(each, _LeanLayer)]
+    found = [each for each in model.vision.modules() if isinstance(each, _FusedEncoderLayer)]
     assert len(found) >= layers
     ways = [seen(layer, monkeypatch) for layer in found[:1]]
     model.encode("image", made.inputs, counts)

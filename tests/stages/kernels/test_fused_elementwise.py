@@ -15,11 +15,19 @@ from transformers import AutoConfig, AutoModel
 
 from trinity.memory import native
 from trinity.stages.kernels import fused_elementwise
-from trinity.stages.kernels.fused_elementwise import add_norm, fuse, quick_gelu, rms_norm, rotate, silu_mul, turn
+from trinity.stages.kernels.fused_elementwise import (
+    add_rms_norm,
+    apply_rotary_heads,
+    apply_rotary_rows,
+    fuse_elementwise,
+    quick_gelu,
+    rms_norm,
+    silu_mul,
+)
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
-if not fused_elementwise.available():
+if not fused_elementwise.has_fused_kernels():
     pytest.skip(f"no elementwise kernels in the extension: {native.describe()}", allow_module_level=True)
 
 KERNELS = ("best", "avx512", "portable")
@@ -66,11 +74,11 @@ def test_add_norm(rows: int, width: int, way: tuple[str, torch.dtype], there: bo
     wanted = states + added
     sums = states if there else torch.empty_like(states)
     kept = states.clone()
-    normed = add_norm(states, added, sums, (weight, 1e-5), kernel)
+    normed = add_rms_norm(states, added, sums, (weight, 1e-5), kernel)
     assert torch.equal(sums, wanted)
     check(normed, plain_norm(wanted, weight, 1e-5))
     assert there or torch.equal(states, kept)
-    assert add_norm(sums, added, sums, None, kernel) is sums
+    assert add_rms_norm(sums, added, sums, None, kernel) is sums
     assert torch.equal(sums, wanted + added)
 
 
@@ -106,10 +114,10 @@ def test_rotary(rows: int, heads: int, half: int, way: tuple[str, torch.dtype]) 
     together = drawn(1, rows, heads, 2 * half, dtype=dtype)
     cosine, sine = (drawn(1, rows, 2 * half, dtype=dtype, seed=seed) for seed in (1, 2))
     for laid in (together.transpose(1, 2), together.transpose(1, 2).contiguous()):
-        check(rotate(laid, cosine, sine, kernel), plain_rotary(laid, cosine, sine))
+        check(apply_rotary_heads(laid, cosine, sine, kernel), plain_rotary(laid, cosine, sine))
     wanted = plain_rotary(together.transpose(1, 2), cosine, sine).transpose(1, 2).reshape(rows, -1)
     flat = together.view(rows, -1)
-    turn(flat, cosine[0], sine[0], flat, kernel)
+    apply_rotary_rows(flat, cosine[0], sine[0], flat, kernel)
     check(flat, wanted)
 
 
@@ -172,8 +180,8 @@ def both(module: nn.Module, width: int, dtype: torch.dtype = torch.float32) -> t
     module = module.to(dtype).requires_grad_(False)
     rows = drawn(1, 7, width, dtype=dtype)
     wanted = module(rows)
-    fuse(module)
-    return fused_elementwise.fused(module), module(rows), wanted
+    fuse_elementwise(module)
+    return fused_elementwise.count_fused(module), module(rows), wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,7 +213,7 @@ def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
     norm, mlp = NamedRMSNorm(0.0), NamedMLP(nn.SiLU())
     plain = copy.deepcopy(norm), copy.deepcopy(mlp)
     for module in (norm, mlp):
-        fuse(module)
+        fuse_elementwise(module)
     gaps = drawn(1, 7, 48, dtype=torch.float32)[..., ::2]
     assert torch.equal(norm(gaps), plain[0](gaps))
     assert torch.equal(norm(gaps.double()), plain[0](gaps.double()))
@@ -214,11 +222,11 @@ def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
 
 @torch.inference_mode()
 def test_many_rows_are_worked_on_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_elementwise, "TILE", 1)
+    monkeypatch.setattr(fused_elementwise, "MLP_TILE", 1)
     module = NamedMLP(nn.SiLU())
     rows = drawn(1, 200, 16, dtype=torch.float32)
     wanted = module(rows)
-    fuse(module)
+    fuse_elementwise(module)
     check(module(rows), wanted)
 
 
@@ -231,11 +239,11 @@ def test_models_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype)
     ids = torch.arange(33)[None] % 29 + 3
     with torch.inference_mode():
         wanted = model(ids, use_cache=False).last_hidden_state
-        fuse(model)
+        fuse_elementwise(model)
         found = model(ids, use_cache=False).last_hidden_state
     layers = config.num_hidden_layers
     assert (
-        fused_elementwise.fused(model) >= 4 * layers + 1
+        fused_elementwise.count_fused(model) >= 4 * layers + 1
     )  # two norms, an MLP and attention in each, and the last norm
     near = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(found.float(), wanted.float(), rtol=near, atol=near)
@@ -243,13 +251,13 @@ def test_models_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype)
 
 def test_loaded_models_use_them(tmp_path: Path) -> None:
     model = load_model(build_checkpoint("llava", tmp_path), "EPD", dtype="float32")
-    assert fused_elementwise.fused(model.language)
-    assert fused_elementwise.fused(model.vision)
+    assert fused_elementwise.count_fused(model.language)
+    assert fused_elementwise.count_fused(model.vision)
 
 
 def test_without_the_extension_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "extension", None)
-    assert not fused_elementwise.available()
+    assert not fused_elementwise.has_fused_kernels()
     count, found, wanted = both(NamedMLP(nn.SiLU()), 16)
     assert count == 0
     assert torch.equal(found, wanted)

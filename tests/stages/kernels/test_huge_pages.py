@@ -13,24 +13,36 @@ import torch
 from torch import nn
 
 from trinity.stages.kernels import huge_pages, linear
-from trinity.stages.kernels.huge_pages import HUGE, dense, make_huge
+from trinity.stages.kernels.huge_pages import HUGE_PAGE_BYTES, find_dense_runs, use_huge_pages
 
 
 @pytest.mark.parametrize(
     ("pieces", "wanted"),
     [
         ([], []),
-        ([(HUGE, HUGE)], [(HUGE, HUGE)]),
-        ([(HUGE, HUGE - 4096)], [(HUGE, HUGE)]),
-        ([(HUGE + 8, 100)], []),
-        ([(3 * HUGE + 8, HUGE), (HUGE + 8, HUGE)], [(HUGE, 4 * HUGE)]),
-        ([(HUGE, HUGE), (9 * HUGE, 2 * HUGE)], [(HUGE, HUGE), (9 * HUGE, 2 * HUGE)]),
-        ([(HUGE, 9), (9 * HUGE, 2 * HUGE)], [(9 * HUGE, 2 * HUGE)]),
-        ([(HUGE + i * HUGE // 4, HUGE // 4) for i in range(4)], [(HUGE, HUGE)]),
+        ([(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)], [(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)]),
+        ([(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES - 4096)], [(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)]),
+        ([(HUGE_PAGE_BYTES + 8, 100)], []),
+        (
+            [(3 * HUGE_PAGE_BYTES + 8, HUGE_PAGE_BYTES), (HUGE_PAGE_BYTES + 8, HUGE_PAGE_BYTES)],
+            [(HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES)],
+        ),
+        (
+            [(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES), (9 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)],
+            [(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES), (9 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)],
+        ),
+        (
+            [(HUGE_PAGE_BYTES, 9), (9 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)],
+            [(9 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)],
+        ),
+        (
+            [(HUGE_PAGE_BYTES + i * HUGE_PAGE_BYTES // 4, HUGE_PAGE_BYTES // 4) for i in range(4)],
+            [(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)],
+        ),
     ],
 )
 def test_runs_that_are_half_full_at_least(pieces: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> None:
-    assert list(dense(pieces)) == wanted
+    assert list(find_dense_runs(pieces)) == wanted
 
 
 def _setting(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
@@ -39,11 +51,11 @@ def _setting(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
 
 
 def test_nothing_is_asked_for_where_the_system_says_never(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = [(HUGE * 1000, HUGE)]
+    asked = [(HUGE_PAGE_BYTES * 1000, HUGE_PAGE_BYTES)]
     _setting(monkeypatch, tmp_path, "always madvise [never]\n")
-    assert make_huge(asked) == 0
+    assert use_huge_pages(asked) == 0
     monkeypatch.setattr(huge_pages, "_SETTING", tmp_path / "nowhere")
-    assert make_huge(asked) == 0
+    assert use_huge_pages(asked) == 0
 
 
 def _huge_bytes(address: int) -> int:
@@ -60,38 +72,41 @@ def _huge_bytes(address: int) -> int:
 
 def _collapses() -> bool:
     """Can this system make a huge page of small ones, and has it one free?"""
-    with mmap.mmap(-1, 3 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.write(b"1" * 3 * HUGE)
+    with mmap.mmap(-1, 3 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"1" * 3 * HUGE_PAGE_BYTES)
         place = ctypes.c_char.from_buffer(memory)
-        start = -(-ctypes.addressof(place) // HUGE) * HUGE
+        start = -(-ctypes.addressof(place) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         del place
-        return ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE), huge_pages._COLLAPSE) == 0
+        return (
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(HUGE_PAGE_BYTES), huge_pages._COLLAPSE)
+            == 0
+        )
 
 
 @pytest.mark.skipif(
-    not huge_pages._allowed() or not _collapses(), reason="no huge page is free here, or Linux is older than 6.1"
+    not huge_pages._is_allowed() or not _collapses(), reason="no huge page is free here, or Linux is older than 6.1"
 )
 def test_memory_that_is_in_use_already_is_moved_and_keeps_its_bytes() -> None:
-    with mmap.mmap(-1, 6 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    with mmap.mmap(-1, 6 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         numbers = np.frombuffer(memory, np.uint8)
-        numbers[:] = np.arange(6 * HUGE) % 251
-        start = -(-int(numbers.ctypes.data) // HUGE) * HUGE
-        assert make_huge([(start, 4 * HUGE)]) == 4 * HUGE
-        assert np.array_equal(numbers, np.arange(6 * HUGE) % 251)
-        found = _huge_bytes(start + HUGE)
+        numbers[:] = np.arange(6 * HUGE_PAGE_BYTES) % 251
+        start = -(-int(numbers.ctypes.data) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        assert use_huge_pages([(start, 4 * HUGE_PAGE_BYTES)]) == 4 * HUGE_PAGE_BYTES
+        assert np.array_equal(numbers, np.arange(6 * HUGE_PAGE_BYTES) % 251)
+        found = _huge_bytes(start + HUGE_PAGE_BYTES)
         del numbers
-    assert found >= HUGE
+    assert found >= HUGE_PAGE_BYTES
 
 
 def test_packed_layers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
-    monkeypatch.setattr(linear, "make_huge", lambda pieces: asked.extend(pieces))
+    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "use_huge_pages", lambda pieces: asked.extend(pieces))
     layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).requires_grad_(False)
     rows = torch.randn(3, 64)
     wanted = layers(rows)
-    linear.pack(layers)
+    linear.pack_weights(layers)
     torch.testing.assert_close(layers(rows), wanted, atol=1e-5, rtol=1e-5)
     assert [size >= weights * 4 for (_, size), weights in zip(asked, (64 * 96, 96 * 32), strict=True)] == [True, True]
     assert all(address % 64 == 0 and address > 0 for address, _ in asked)

@@ -16,10 +16,10 @@ from support.layer_progress import prefilled_and_told
 from support.stage_driver import OUTPUTS, Driver, generated, processed
 from trinity.core.messages import Prefill
 from trinity.stages import batch
-from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.kernels import last_layer
-from trinity.stages.kernels.last_layer import sample_last, take_states
+from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.models import load_model, loading
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -35,20 +35,22 @@ class Counting(TorchAttention):
         super().__init__()
         self.last, self.rows = last, {"write": 0, "read": 0, "both": 0}
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         before = self.rows["write"]
-        seen = super().attend(rows, cache, qkv, ask)
+        seen = super().attend(rows, cache, qkv, params)
         self.rows["write"] = before  # its own
-        self.rows["both"] += len(qkv[0]) if ask.layer == self.last else 0
+        self.rows["both"] += len(qkv[0]) if params.layer == self.last else 0
         return seen
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         self.rows["write"] += len(key)
         super().write(rows, cache, key, value, layer)
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         self.rows["read"] += len(query)
-        return super().read(rows, cache, query, ask)
+        return super().read(rows, cache, query, params)
 
 
 def counting(solo: Solo) -> Counting:
@@ -92,7 +94,7 @@ def test_equals_generate(name: str, split: bool) -> None:
 def test_every_known_text_model_has_it(name: str) -> None:
     model = load_model(checkpoint(name), "P", dtype="float32")
     layers = model.adapter.language(model.language).layers
-    assert [isinstance(each, last_layer._LastLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
+    assert [isinstance(each, last_layer._TwoPassLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
 
 
 def test_rows_of_the_last_layer_that_nobody_samples_are_only_written() -> None:
@@ -136,8 +138,10 @@ class Whole:
     def __init__(self) -> None:
         self.inner_one = TorchAttention()
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
-        return self.inner_one.attend(rows, cache, qkv, ask)
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
+        return self.inner_one.attend(rows, cache, qkv, params)
 
 
 @pytest.mark.usefixtures("always")
@@ -172,11 +176,11 @@ def test_what_is_not_a_known_text_model_is_left_alone() -> None:
     kind = type(model.layers[-1]).__mro__[2]
     plain = copy.deepcopy(model)
     plain.layers[-1].__class__ = kind
-    assert not sample_last(nn.Module(), 0), "no layers"
-    assert not sample_last(plain, len(plain.layers)), "something is added behind the last layer"
+    assert not skip_unsampled_rows(nn.Module(), 0), "no layers"
+    assert not skip_unsampled_rows(plain, len(plain.layers)), "something is added behind the last layer"
     for spoil in (lambda: delattr(plain.layers[-1], "self_attn"), lambda: plain.layers.append(nn.Identity())):
         spoil()
-        assert not sample_last(plain, 0)
+        assert not skip_unsampled_rows(plain, 0)
     assert type(plain.layers[1]) is kind
 
 
@@ -194,7 +198,7 @@ def test_features_are_those_of_the_whole_encoder(name: str, monkeypatch: pytest.
     directory = checkpoint(name)
     found = features(directory)
     monkeypatch.setattr(loading, "_parts", {})
-    monkeypatch.setattr(loading, "take_states", lambda tower, taken: 0)
+    monkeypatch.setattr(loading, "drop_unused_layers", lambda tower, taken: 0)
     assert torch.equal(found, features(directory))
 
 
@@ -202,7 +206,7 @@ def test_features_are_those_of_the_whole_encoder(name: str, monkeypatch: pytest.
 def test_layers_left_out_hold_no_weights(name: str) -> None:
     model = load_model(checkpoint(name), "E", dtype="float32")
     tower = model.vision.base_model.vision_tower
-    passing = [each for each in tower.modules() if isinstance(each, last_layer._Passes)]
+    passing = [each for each in tower.modules() if isinstance(each, last_layer._Identity)]
     assert len(passing) == 1
     assert not list(passing[0].parameters())
 
@@ -221,11 +225,11 @@ class Tower(nn.Module):
 def test_layers_behind_the_states_that_are_taken(taken: int | list[int], out: int) -> None:
     tower: Any = Tower()
     rows = torch.randn(2, 3)
-    assert take_states(tower, taken) == out
+    assert drop_unused_layers(tower, taken) == out
     alike = [torch.equal(layer(rows), rows) for layer in tower.layers0]
     assert alike == [False] * (4 - out) + [True] * out
 
 
 def test_a_tower_of_an_unknown_form_is_left_alone() -> None:
-    assert take_states(Tower(lists=2), -2) == 0
-    assert take_states(Tower(lists=0), -2) == 0
+    assert drop_unused_layers(Tower(lists=2), -2) == 0
+    assert drop_unused_layers(Tower(lists=0), -2) == 0

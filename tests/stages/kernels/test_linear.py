@@ -19,7 +19,7 @@ from trinity.remote.supervisor import setup_for
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.loading import Deployment, load
 from trinity.stages.kernels import linear
-from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, pack, packed_bytes, quicken
+from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, count_packed_bytes, pack_weights, use_onednn
 from trinity.stages.models import LoadedModel, load_model, loading
 
 
@@ -29,8 +29,8 @@ class Named(nn.Linear):
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_faster", lambda dtype: True)
-    monkeypatch.setattr(linear, "_packed_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
     monkeypatch.setattr(loading, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
 
@@ -38,7 +38,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 24), (1, 7, 24), (2, 3, 4, 24), (1, 24)])
-@pytest.mark.parametrize(("change", "kind"), [(quicken, OneDnnLinear), (pack, PackedLinear)])
+@pytest.mark.parametrize(("change", "kind"), [(use_onednn, OneDnnLinear), (pack_weights, PackedLinear)])
 def test_equals_the_plain_layer(
     bias: bool, dtype: torch.dtype, shape: tuple[int, ...], change: Callable[[nn.Module], None], kind: type
 ) -> None:
@@ -57,7 +57,7 @@ def test_equals_the_plain_layer(
 def test_only_plain_layers_on_a_cpu_are_changed() -> None:
     own, plain, elsewhere = Named(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, device="meta")
     kept = plain.weight
-    quicken(nn.ModuleList([own, plain, elsewhere]))
+    use_onednn(nn.ModuleList([own, plain, elsewhere]))
     assert (type(own), type(plain), type(elsewhere)) == (Named, OneDnnLinear, nn.Linear)
     assert plain.weight is kept, "no second copy"
 
@@ -79,10 +79,10 @@ def _free(rows: object, weight: object, bias: object) -> None:
 def test_the_faster_way_is_taken(
     operator: Callable[[object, object, object], None], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_onednn", operator)
-    linear._faster.cache_clear()
-    assert linear._faster(torch.float32) is wanted
-    linear._faster.cache_clear()
+    monkeypatch.setattr(linear, "_run_onednn", operator)
+    linear._is_onednn_faster.cache_clear()
+    assert linear._is_onednn_faster(torch.float32) is wanted
+    linear._is_onednn_faster.cache_clear()
 
 
 class Clock:
@@ -120,7 +120,7 @@ def test_one_run_of_luck_decides_nothing(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(linear, "time", clock)
-    assert linear._worth_it(clock.taking(*ours), clock.taking(*plain)) is wanted
+    assert linear._is_faster(clock.taking(*ours), clock.taking(*plain)) is wanted
 
 
 @pytest.mark.usefixtures("always")
@@ -134,9 +134,9 @@ def test_loaded_parts_are_quickened() -> None:
 def test_code_for_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
-    linear._faster.cache_clear()
-    linear._faster(torch.float32)
-    assert os.environ["LRU_CACHE_CAPACITY"] == str(linear.KERNELS)
+    linear._is_onednn_faster.cache_clear()
+    linear._is_onednn_faster(torch.float32)
+    assert os.environ["LRU_CACHE_CAPACITY"] == str(linear.KERNELS_KEPT)
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
 
 
@@ -148,13 +148,13 @@ def _packing(rows: object, weight: torch.Tensor, bias: object) -> None:
 def test_weights_are_packed_where_that_is_faster(
     operator: Callable[[object, object, object], None], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_onednn", operator)
-    linear._packed_faster.cache_clear()
-    assert linear._packed_faster(torch.float32) is wanted
-    monkeypatch.setattr(linear, "_packed", lambda weight: _lacking(0, 0, 0))
-    linear._packed_faster.cache_clear()
-    assert linear._packed_faster(torch.float32) is False
-    linear._packed_faster.cache_clear()
+    monkeypatch.setattr(linear, "_run_onednn", operator)
+    linear._is_packing_faster.cache_clear()
+    assert linear._is_packing_faster(torch.float32) is wanted
+    monkeypatch.setattr(linear, "_pack_weight", lambda weight: _lacking(0, 0, 0))
+    linear._is_packing_faster.cache_clear()
+    assert linear._is_packing_faster(torch.float32) is False
+    linear._is_packing_faster.cache_clear()
 
 
 @pytest.mark.usefixtures("always")
@@ -165,13 +165,13 @@ def test_packing_lets_the_plain_weights_go_and_leaves_what_is_tied_alone() -> No
     values = embedding.weight.clone()
     gone = weakref.ref(plain.weight)
     model = nn.ModuleList([embedding, head, own, plain])
-    pack(model)
+    pack_weights(model)
     assert (type(head), type(own), type(plain)) == (PackedLinear, Named, PackedLinear)
     assert gone() is None
     assert torch.equal(embedding.weight, values)
     assert (head.weight.shape, head.weight.dtype, head.weight.is_meta) == ((40, 24), torch.float32, True)
-    assert packed_bytes(model) == (40 * 24 + 16 * 24) * 4
-    quicken(model)
+    assert count_packed_bytes(model) == (40 * 24 + 16 * 24) * 4
+    use_onednn(model)
     assert type(plain) is PackedLinear, "once"
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.stages.kernels.last_layer import _Passes
+from trinity.stages.kernels.last_layer import _Identity
 from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -47,7 +47,9 @@ def stored_bytes(directory: Path, left_out: Sequence[str] = ()) -> int:
 def unused(model: LoadedModel) -> list[str]:
     """Layers of the encoder that no feature comes of, by the end of their names."""
     named = model.vision.named_modules()
-    return [f"vision_tower.{name.partition('vision_tower.')[2]}." for name, each in named if isinstance(each, _Passes)]
+    return [
+        f"vision_tower.{name.partition('vision_tower.')[2]}." for name, each in named if isinstance(each, _Identity)
+    ]
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)

@@ -1,1 +1,1 @@
-"""Paged attention: the interface to transformers, and a backend for each kind of device."""
+"""Paged attention: the interface to transformers, and backends for CPUs and GPUs."""

@@ -1,10 +1,10 @@
-"""Attention backends by name: what can run where, and the best of them for a cache.
+"""Attention backends by name, and the choice of the best one for a cache.
 
-A backend is a line in ``BACKENDS``: why it cannot serve a cache (None: it can), and how one is made. ``auto`` takes the
-first that can. Torch is imported by those that are made, not by this module.
+Each backend is a line in ``BACKENDS``. ``auto`` takes the first that can serve the cache. This module does not import
+torch; the backends do when they are made.
 
-A kernel for GPUs can be installed and not work: for another driver, another GPU, another shape. Each is therefore tried
-once per process and kind of cache on a small random batch, beside torch (``attention_probe``).
+A GPU kernel can be installed and still not work, because of another driver, GPU or shape. Each is therefore run once
+per process and kind of cache on a small random batch and compared with torch (``probe``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """The cache that a backend must serve: ``shape`` of a block [layers, 2, kv_heads, rows, head_dim]."""
+    """KV cache that a backend must serve; ``shape`` is a block's: [layers, 2, kv_heads, rows, head_dim]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,43 +38,50 @@ class CacheKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """``refuses``: why it cannot run for such a cache, in words that end a sentence, or None."""
+class BackendSpec:
+    """One way to compute paged attention.
 
-    refuses: Callable[[CacheKind], str | None]
+    - ``obstacle``: returns the reason why it cannot serve a cache, as words that end a sentence; None if it can.
+    - ``make``: makes a backend for a cache without an obstacle.
+    """
+
+    obstacle: Callable[[CacheKind], str | None]
     make: Callable[[CacheKind], AttentionBackend]
 
 
 def check_name(name: str) -> str:
-    """Raise ``UnknownName`` (a ``ConfigError``) for a backend that nobody knows."""
+    """Return ``name``. Raises ``UnknownName`` (a ``ConfigError``) if there is no such backend."""
     if name != AUTO and name not in BACKENDS:
         raise UnknownName("attention backend", name, [AUTO, *BACKENDS])
     return name
 
 
-def choose(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """A new backend for blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; each serves one thread at a time.
+def make_backend(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """Make a backend for blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; it serves one thread at a time.
 
-    Raises ``ConfigError`` with the reason where the named one cannot run here.
+    Raises ``ConfigError`` with the reason if the named backend cannot run here.
     """
     kind = CacheKind(tuple(shape), dtype, device)
-    taken = runs(name, kind)
+    picked = pick_backend(name, kind)
     if device.type != "cpu":
-        logger.info("attention on %s, %s: %s", device, dtype, taken)
-    return BACKENDS[taken].make(kind)
+        logger.info("attention on %s, %s: %s", device, dtype, picked)
+    return BACKENDS[picked].make(kind)
 
 
-def runs(name: str, kind: CacheKind) -> str:
-    """The backend that serves such a cache when asked for ``name``."""
+def pick_backend(name: str, kind: CacheKind) -> str:
+    """Return the name of the backend that serves such a cache: ``name`` itself, or the best one for "auto".
+
+    Raises ``ConfigError`` with the reason if the named backend cannot run here.
+    """
     if check_name(name) == AUTO:
-        return next(each for each, backend in BACKENDS.items() if backend.refuses(kind) is None)
-    why = BACKENDS[name].refuses(kind)
-    if why is not None:
-        raise ConfigError(f"attention={name!r} cannot run here: {why}; attention='auto' takes what can")
+        return next(each for each, backend in BACKENDS.items() if backend.obstacle(kind) is None)
+    obstacle = BACKENDS[name].obstacle(kind)
+    if obstacle is not None:
+        raise ConfigError(f"attention={name!r} cannot run here: {obstacle}; attention='auto' takes a backend that can")
     return name
 
 
-def _native_refuses(kind: CacheKind) -> str | None:
+def _native_obstacle(kind: CacheKind) -> str | None:
     if kind.device.type != "cpu":
         return f"it is a kernel for CPUs, and the cache is on {kind.device}"
     if str(kind.dtype) not in ("torch.float32", "torch.bfloat16"):
@@ -86,100 +93,100 @@ def _native_refuses(kind: CacheKind) -> str | None:
     return None
 
 
-def _native(kind: CacheKind) -> AttentionBackend:
+def _make_native(kind: CacheKind) -> AttentionBackend:
     from trinity.stages.attention.native import NativeAttention
 
     return NativeAttention()
 
 
-def _torch(kind: CacheKind) -> AttentionBackend:
+def _make_torch(kind: CacheKind) -> AttentionBackend:
     from trinity.stages.attention.torch_reference import TorchAttention
 
     return TorchAttention()
 
 
-def _on_gpu(
-    name: str, lacks: Callable[[CacheKind], str | None], make: Callable[[CacheKind], AttentionBackend]
-) -> Backend:
-    """A kernel for GPUs: ``lacks`` says what is missing for it; if nothing is, it is tried."""
+def _gpu_backend(
+    name: str, own_obstacle: Callable[[CacheKind], str | None], make: Callable[[CacheKind], AttentionBackend]
+) -> BackendSpec:
+    """Describe a GPU kernel: ``own_obstacle`` says what it lacks; if it lacks nothing, it is probed."""
 
-    def refuses(kind: CacheKind) -> str | None:
+    def obstacle(kind: CacheKind) -> str | None:
         if kind.device.type != "cuda":
             return f"it is a kernel for GPUs, and the cache is on {kind.device}"
-        return _gpu_lacks(kind) or lacks(kind) or tried(kind)
+        return _gpu_obstacle(kind) or own_obstacle(kind) or probe(kind)
 
     @cache
-    def tried(kind: CacheKind) -> str | None:
-        from trinity.stages.attention.probe import problem
+    def probe(kind: CacheKind) -> str | None:
+        from trinity.stages.attention.probe import find_fault
 
-        why = problem(make(kind), kind.shape, kind.dtype, kind.device)
-        if why is not None:
-            logger.warning("attention backend %s is not used: %s", name, why)
-        return why
+        fault = find_fault(make(kind), kind.shape, kind.dtype, kind.device)
+        if fault is not None:
+            logger.warning("attention backend %s is not used: %s", name, fault)
+        return fault
 
-    return Backend(refuses, make)
+    return BackendSpec(obstacle, make)
 
 
-def _gpu_lacks(kind: CacheKind) -> str | None:
+def _gpu_obstacle(kind: CacheKind) -> str | None:
     import torch
 
     if not torch.cuda.is_available():
-        return "there is no GPU that torch could use"
+        return "there is no GPU that torch can use"
     if str(kind.dtype) not in ("torch.float32", "torch.bfloat16", "torch.float16"):
         return f"it computes in float32, bfloat16 and float16, and the cache holds {kind.dtype}"
     return None
 
 
-def _triton_lacks(kind: CacheKind) -> str | None:
+def _triton_obstacle(kind: CacheKind) -> str | None:
     return None if find_spec("triton") else f"triton is not installed: {pip_install('cuda')}"
 
 
-def _triton(kind: CacheKind) -> AttentionBackend:
+def _make_triton(kind: CacheKind) -> AttentionBackend:
     from trinity.stages.attention.triton import TritonAttention
 
     return TritonAttention()
 
 
-def _varlen_lacks(kind: CacheKind) -> str | None:
-    from trinity.stages.attention.flash import varlen_takes_tables
+def _varlen_obstacle(kind: CacheKind) -> str | None:
+    from trinity.stages.attention.flash import varlen_supports_block_tables
 
-    if not varlen_takes_tables():
+    if not varlen_supports_block_tables():
         return "torch.nn.attention.varlen takes a block table from torch 2.12 on"
-    return _half_lacks(kind)
+    return _half_precision_obstacle(kind)
 
 
-def _varlen(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.flash import FlashAttention, torch_varlen
+def _make_varlen(kind: CacheKind) -> AttentionBackend:
+    from trinity.stages.attention.flash import FlashAttention, call_torch_varlen
 
-    return FlashAttention(torch_varlen, softcap=False)
+    return FlashAttention(call_torch_varlen, softcap=False)
 
 
-def _flash_lacks(kind: CacheKind) -> str | None:
+def _flash_obstacle(kind: CacheKind) -> str | None:
     from trinity.stages.attention.flash import FLASH_PAGE
 
     if find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     if kind.shape[3] % FLASH_PAGE:
         return f"flash-attn takes blocks of {FLASH_PAGE} tokens, and these have {kind.shape[3]}: set kv_block"
-    return _half_lacks(kind)
+    return _half_precision_obstacle(kind)
 
 
-def _half_lacks(kind: CacheKind) -> str | None:
+def _half_precision_obstacle(kind: CacheKind) -> str | None:
     if str(kind.dtype) == "torch.float32":
         return "it computes in bfloat16 and float16, and the cache holds torch.float32"
     return None
 
 
-def _flash(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.flash import FlashAttention, flash_attn
+def _make_flash(kind: CacheKind) -> AttentionBackend:
+    from trinity.stages.attention.flash import FlashAttention, call_flash_attn
 
-    return FlashAttention(flash_attn, softcap=True)
+    return FlashAttention(call_flash_attn, softcap=True)
 
 
-BACKENDS = {  # the best first: what auto takes; triton before the others for GPUs, since it runs in CUDA graphs
-    "native": Backend(_native_refuses, _native),
-    "triton": _on_gpu("triton", _triton_lacks, _triton),
-    "varlen": _on_gpu("varlen", _varlen_lacks, _varlen),
-    "flash": _on_gpu("flash", _flash_lacks, _flash),
-    "torch": Backend(lambda kind: None, _torch),
+BACKENDS = {  # best first, as auto takes them; triton is the first for GPUs because it runs in CUDA graphs
+    "native": BackendSpec(_native_obstacle, _make_native),
+    "triton": _gpu_backend("triton", _triton_obstacle, _make_triton),
+    "varlen": _gpu_backend("varlen", _varlen_obstacle, _make_varlen),
+    "flash": _gpu_backend("flash", _flash_obstacle, _make_flash),
+    "torch": BackendSpec(lambda kind: None, _make_torch),
 }

@@ -1,8 +1,8 @@
-"""FlashAttention: attention by flash-attn or by torch's own varlen function, where these take a block table.
+"""FlashAttention: paged attention by flash-attn or torch's varlen function, if these take a block table.
 
-Both read pages [pages, page_rows, kv_heads, head_dim] with any strides but the last: a layer of the block-major cache
-is such a view of it, and nothing is copied. What they do not do (a span, sinks, rows that see each other in both
-directions, with torch also a softcap) plain torch does.
+Both read pages [pages, page_rows, kv_heads, head_dim] with any strides except the last, so that a layer of the
+block-major cache is a view and nothing is copied. Plain torch does the rest: spans, sinks, rows that see each other in
+both directions and, with torch's function, softcaps.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity.stages.attention.interface import LayerAsk, PagedRows
+from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.varlen import VarlenRows, varlen_rows
+from trinity.stages.attention.varlen import VarlenRows, make_varlen_rows
 
-FLASH_PAGE = 256  # flash-attn 2 takes multiples of it as block sizes
+FLASH_PAGE = 256  # tokens; flash-attn 2 takes multiples of it as block sizes
 
 
 @dataclass(frozen=True, slots=True)
 class FlashRows:
-    """The batch in int32, and the most rows and positions of one of its sequences."""
+    """One batch in int32; ``most_rows`` and ``longest`` are the most rows and KV positions of any sequence."""
 
     tables: Tensor
     begins: Tensor
@@ -35,45 +35,49 @@ class FlashRows:
 
 
 Pages = tuple[Tensor, Tensor]
-Call = Callable[[Tensor, Pages, FlashRows, LayerAsk], Tensor]
+VarlenCall = Callable[[Tensor, Pages, FlashRows, AttentionParams], Tensor]
 
 
 class FlashAttention(TorchAttention):
-    """``AttentionBackend`` by ``call``, one of ``flash_attn`` and ``torch_varlen``."""
+    """``AttentionBackend`` by ``call_flash_attn`` or ``call_torch_varlen``; ``softcap``: it can cap scores."""
 
-    def __init__(self, call: Call, softcap: bool) -> None:
+    def __init__(self, call: VarlenCall, softcap: bool) -> None:
         super().__init__()
         self._call, self._softcap = call, softcap
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        batch = self._batch(rows, cache, ask)
+        batch = self._flash_rows(rows, cache, params)
         if batch is None:
-            return super().attend(rows, cache, qkv, ask)
-        self.write(rows, cache, *qkv[1:], ask.layer)
-        return self._seen(batch, cache, qkv[0], ask)
+            return super().attend(rows, cache, qkv, params)
+        self.write(rows, cache, *qkv[1:], params.layer)
+        return self._attend_pages(batch, cache, qkv[0], params)
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        """See ``Halves``."""
-        batch = self._batch(rows, cache, ask)
-        return super().read(rows, cache, query, ask) if batch is None else self._seen(batch, cache, query, ask)
-
-    def _batch(self, rows: PagedRows, cache: Tensor, ask: LayerAsk) -> FlashRows | None:
-        """None: plain torch does it."""
-        batch: FlashRows | None = rows.kept.get("flash")
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        """See ``SplitAttention.read``."""
+        batch = self._flash_rows(rows, cache, params)
         if batch is None:
-            batch = rows.kept["flash"] = _flash_rows(varlen_rows(rows, cache.device), rows)
-        return None if batch.groups or not self._serves(ask) else batch
+            return super().read(rows, cache, query, params)
+        return self._attend_pages(batch, cache, query, params)
 
-    def _seen(self, batch: FlashRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        pages = (cache[:, ask.layer, 0].transpose(1, 2), cache[:, ask.layer, 1].transpose(1, 2))
-        return self._call(query.contiguous(), pages, batch, ask)
+    def _flash_rows(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> FlashRows | None:
+        """Return the batch for ``call``; None if plain torch must serve it."""
+        batch: FlashRows | None = rows.memo.get("flash")
+        if batch is None:
+            batch = rows.memo["flash"] = _make_flash_rows(make_varlen_rows(rows, cache.device), rows)
+        return None if batch.groups or not self._can_serve(params) else batch
 
-    def _serves(self, ask: LayerAsk) -> bool:
-        return ask.span is None and ask.sinks is None and (ask.softcap is None or self._softcap)
+    def _attend_pages(self, batch: FlashRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        pages = (cache[:, params.layer, 0].transpose(1, 2), cache[:, params.layer, 1].transpose(1, 2))
+        return self._call(query.contiguous(), pages, batch, params)
+
+    def _can_serve(self, params: AttentionParams) -> bool:
+        return params.span is None and params.sinks is None and (params.softcap is None or self._softcap)
 
 
-def _flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
+def _make_flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
     return FlashRows(
         tables=batch.tables.int(),
         begins=batch.begins.int(),
@@ -84,31 +88,31 @@ def _flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
     )
 
 
-def flash_attn(query: Tensor, pages: Pages, rows: FlashRows, ask: LayerAsk) -> Tensor:
-    """By ``flash_attn_varlen_func`` of the package flash-attn, version 2."""
+def call_flash_attn(query: Tensor, pages: Pages, rows: FlashRows, params: AttentionParams) -> Tensor:
+    """Attend with ``flash_attn_varlen_func`` of the package flash-attn, version 2."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
 
     starts = torch.nn.functional.pad(rows.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     seen: Tensor = flash_attn_varlen_func(
         *(query, *pages, rows.begins, starts, rows.most_rows, rows.longest),
-        softmax_scale=ask.scale,
+        softmax_scale=params.scale,
         causal=True,
-        window_size=_window(ask),
-        softcap=ask.softcap or 0.0,
+        window_size=_window(params),
+        softcap=params.softcap or 0.0,
         block_table=rows.tables,
     )
     return seen
 
 
-def torch_varlen(query: Tensor, pages: Pages, rows: FlashRows, ask: LayerAsk) -> Tensor:
-    """By torch's ``varlen_attn``, whose flash-attn 3 alone takes a block table."""
+def call_torch_varlen(query: Tensor, pages: Pages, rows: FlashRows, params: AttentionParams) -> Tensor:
+    """Attend with torch's ``varlen_attn``; only its flash-attn 3 takes a block table."""
     from torch.nn.attention import varlen
 
     call: Any = varlen.varlen_attn
     seen: Tensor = call(
         *(query, *pages, rows.begins, None, rows.most_rows, rows.longest),
-        scale=ask.scale,
-        window_size=_window(ask),
+        scale=params.scale,
+        window_size=_window(params),
         enable_gqa=query.shape[1] != pages[0].shape[2],
         seqused_k=rows.lengths,
         block_table=rows.tables,
@@ -116,13 +120,13 @@ def torch_varlen(query: Tensor, pages: Pages, rows: FlashRows, ask: LayerAsk) ->
     return seen
 
 
-def _window(ask: LayerAsk) -> tuple[int, int]:
-    """Positions seen before the row's own, and after it; -1: all before."""
-    return (-1 if ask.window is None else ask.window - 1, 0)
+def _window(params: AttentionParams) -> tuple[int, int]:
+    """Return the numbers of positions seen before a row's own and after it; -1: all."""
+    return (-1 if params.window is None else params.window - 1, 0)
 
 
-def varlen_takes_tables() -> bool:
-    """Does this torch have ``varlen_attn`` with a block table? (2.12 and later.)"""
+def varlen_supports_block_tables() -> bool:
+    """Tell if this torch has ``varlen_attn`` with a block table (2.12 and later)."""
     try:
         from torch.nn.attention import varlen
     except ImportError:

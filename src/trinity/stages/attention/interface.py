@@ -1,10 +1,10 @@
-"""Paged attention over unmodified transformers models.
+"""Paged attention over unmodified transformers models: the interface between models and attention backends.
 
 ``register_attention`` adds one function, ``trinity_paged``, to transformers' AttentionInterface. A text model that is
-switched to it gets no masks and no Cache object: its forward is called on one ragged row [1, T, hidden] with one
-further keyword, ``trinity_batch``, from which every layer learns where its keys and values belong and whom each row
-attends to. The tensor work is an ``AttentionBackend``'s, so that a kernel takes the place of the torch reference
-without a change to any model.
+switched to it gets no masks and no Cache object. Its forward runs on one ragged row [1, T, hidden] with one further
+keyword, ``trinity_batch``. That tells every layer where its keys and values belong and which positions each row attends
+to. An ``AttentionBackend`` does the tensor work, so a kernel can replace the torch reference without a change to any
+model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 
-PAGED = "trinity_paged"
+PAGED_ATTENTION = "trinity_paged"
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAsk:
-    """What one layer asks for.
+class AttentionParams:
+    """Attention of one layer.
 
-    ``window``: a row sees the last ``window`` positions, itself included. ``span``: it sees only positions of its own
-    run of ``span`` positions (Llama 4's chunked attention). ``softcap`` c: scores become c·tanh(score / c).
-    ``sinks`` [heads]: one more score per head that takes part in the softmax and has no value.
+    - ``layer``: its index in the cache.
+    - ``scale``: factor of the scores.
+    - ``window`` (positions, None): a row sees only the last ``window`` positions, its own included.
+    - ``span`` (positions, None): a row sees only positions of its own run of ``span`` (Llama 4's chunked attention).
+    - ``softcap`` (None): a score becomes softcap · tanh(score / softcap).
+    - ``sinks`` ([heads], None): one more score per head that takes part in the softmax and has no value.
     """
 
     layer: int
@@ -39,7 +42,7 @@ class LayerAsk:
     sinks: Tensor | None = None
 
     def first_seen(self, positions: np.ndarray) -> np.ndarray:
-        """The first position that a row at each of ``positions`` may see."""
+        """Return the first position visible to a row at each of ``positions``."""
         first = np.zeros_like(positions)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)
@@ -50,10 +53,13 @@ class LayerAsk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """A prefill chunk: ``length`` rows from row ``first`` of the batch on, at positions from ``start`` on.
+    """Prefill chunk of one request (chunked prefill).
 
-    ``table``: int64 tensor, the request's KV blocks from its first position on. ``groups`` [length]: rows of one
-    group ≥ 0 see each other in both directions (Gemma 3's images); -1 is causal.
+    - ``first``, ``length``: its rows [first, first + length) of the batch.
+    - ``start``: KV position of its first row.
+    - ``table``: block table, int64 [blocks]: the request's KV blocks from position 0.
+    - ``groups`` ([length], None): rows of one group ≥ 0 see each other in both directions (Gemma 3's images); -1 is
+      causal.
     """
 
     first: int
@@ -69,12 +75,15 @@ class ChunkRows:
 
 @dataclass(slots=True)
 class PagedRows:
-    """Where the rows of a ragged batch of T rows live: decode rows first, then prefill chunks.
+    """Cache places of a ragged batch of T rows: decode rows first, then prefill chunks (vLLM's attention metadata).
 
-    ``blocks``, ``offsets`` [T]: the KV block of each row and its place in it. ``tables`` [decodes, width]: block
-    tables of the decode rows, padded with a block of the same request, so that no row ever reads another's block.
-    ``lengths`` [decodes]: KV positions of each, its own included, ascending so that neighbours need little padding.
-    ``kept`` is a backend's own store for what it derives once per batch.
+    - ``blocks``, ``offsets`` ([T]): KV block of each row, and the row's place in it (vLLM's slot mapping).
+    - ``tables`` ([decodes, width]): block tables of the decode rows, padded with a block of the same request, so that
+      no row ever reads another request's block.
+    - ``lengths`` ([decodes]): KV positions of each decode row, its own included; ascending, so that neighbours need
+      little padding.
+    - ``chunks``: the prefill chunks.
+    - ``memo``: a backend's store for what it derives once per batch.
     """
 
     blocks: Tensor
@@ -82,7 +91,7 @@ class PagedRows:
     tables: np.ndarray
     lengths: np.ndarray
     chunks: tuple[ChunkRows, ...] = ()
-    kept: dict[Any, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def decodes(self) -> int:
@@ -92,10 +101,12 @@ class PagedRows:
 class AttentionBackend(Protocol):
     """Writes and reads the paged KV cache. One object serves one thread at a time.
 
-    One that has the methods of ``Halves`` besides is not asked for rows of the last layer that nobody looks at.
+    If it also has the methods of ``SplitAttention``, the last layer skips rows whose output is not used.
     """
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         """Write this layer's keys and values, then attend.
 
         ``cache`` is [blocks, layers, 2, kv_heads, block_rows, head_dim]; ``qkv`` are the batch's query
@@ -104,35 +115,40 @@ class AttentionBackend(Protocol):
         ...
 
 
-class Halves(Protocol):
-    """``attend`` in two: what the last layer needs where few rows are sampled (``stages/kernels/last_layer.py``)."""
+class SplitAttention(Protocol):
+    """``attend`` split in two, for a last layer of which few rows are sampled (``stages/kernels/last_layer.py``)."""
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         """Write this layer's keys and values, as ``attend`` does."""
         ...
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        """What decode rows see of what is written; ``rows`` has no chunk."""
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        """Attend from decode rows to keys and values already written; ``rows`` has no chunk.
+
+        ``query`` is [decodes, heads, head_dim], as is the result.
+        """
         ...
 
 
-def halves(backend: AttentionBackend) -> Halves | None:
-    """The backend, where it can do either half alone."""
+def as_split_attention(backend: AttentionBackend) -> SplitAttention | None:
+    """Return ``backend`` if it can write and read separately, else None."""
     found: Any = backend
     inner = getattr(backend, "inner", backend)
     return found if hasattr(inner, "write") and hasattr(inner, "read") else None
 
 
-class KeysWritten(Exception):
-    """Ends a layer whose keys and values are in their blocks, where nothing more of it is asked for."""
+class StopAfterWrite(Exception):
+    """Ends a layer's forward once its keys and values are in their blocks, because no further output is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The ``trinity_batch`` keyword: what every layer of one forward needs.
+    """Argument of the ``trinity_batch`` keyword, for every layer of one forward.
 
-    ``sampled``: the rows whose states are asked of the last layer, as decode rows, where that is worth while; ``last``
-    [len(sampled)] says which of ``rows`` they are. ``half``: what is asked of a layer that is run in two halves.
+    - ``rows``, ``cache``, ``backend``: the batch, the KV cache and the backend that reads and writes it.
+    - ``sampled`` (None): the rows whose states the last layer must give, as decode rows, if skipping the others pays.
+    - ``last`` ([len(sampled)], None): indices of these rows among ``rows``.
+    - ``half`` (""): the half that a layer runs if it runs in two.
     """
 
     rows: PagedRows
@@ -144,10 +160,10 @@ class PagedBatch:
 
 
 def register_attention() -> None:
-    """Make ``trinity_paged`` known to transformers; may be called again."""
+    """Register ``trinity_paged`` with transformers; may be called again."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PAGED, paged_attention)
+    AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 
 
 def paged_attention(
@@ -160,35 +176,35 @@ def paged_attention(
     trinity_batch: PagedBatch | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers' attention layers call: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
+    """Attend for a transformers attention layer: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
 
-    Raises ``UnsupportedModel`` where a layer's keys and values do not have the cache's shape, or where the layer is
-    called otherwise than through trinity.
+    Raises ``UnsupportedModel`` if the layer's keys and values do not have the cache's shape, or if the layer was not
+    called with a ``trinity_batch``.
     """
     if trinity_batch is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not hand keywords on to its attention; it needs an adapter of its own"
+            f"{type(module).__name__} does not pass keywords on to its attention; write a ModelAdapter for this model"
         )
     _check_shapes(module, key, value, trinity_batch.cache)
     qkv = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    ask = layer_ask(module, query.shape[-1], asked)
-    seen = _attended(trinity_batch, qkv, ask)
+    params = read_attention_params(module, query.shape[-1], asked)
+    seen = _run_half(trinity_batch, qkv, params)
     return seen[None].contiguous(), None
 
 
-def _attended(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+def _run_half(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams) -> Tensor:
     if not batch.half:
-        return batch.backend.attend(batch.rows, batch.cache, qkv, ask)
+        return batch.backend.attend(batch.rows, batch.cache, qkv, params)
     backend: Any = batch.backend
     if batch.half == "write":
-        backend.write(batch.rows, batch.cache, *qkv[1:], ask.layer)
-        raise KeysWritten
-    seen: Tensor = backend.read(batch.rows, batch.cache, qkv[0], ask)
+        backend.write(batch.rows, batch.cache, *qkv[1:], params.layer)
+        raise StopAfterWrite
+    seen: Tensor = backend.read(batch.rows, batch.cache, qkv[0], params)
     return seen
 
 
-def layer_ask(module: Any, head_dim: int, asked: dict[str, Any]) -> LayerAsk:
-    """What ``module`` asks for by keyword or, where transformers would say it by a mask alone, by its config."""
+def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> AttentionParams:
+    """Read a layer's attention from its keywords, or from its config where transformers would only use a mask."""
     scale, window, span = asked.get("scaling"), asked.get("sliding_window"), None
     kinds = getattr(module.config, "layer_types", None)
     if kinds is not None:
@@ -197,7 +213,7 @@ def layer_ask(module: Any, head_dim: int, asked: dict[str, Any]) -> LayerAsk:
             window = module.config.sliding_window
         elif kind == "chunked_attention":
             span = module.config.attention_chunk_size
-    return LayerAsk(
+    return AttentionParams(
         layer=module.layer_idx,
         scale=head_dim**-0.5 if scale is None else scale,
         window=window,
@@ -219,18 +235,20 @@ def _check_shapes(module: Any, key: Tensor, value: Tensor, cache: Tensor) -> Non
             )
 
 
-def seen_mask(rows: Tensor, keys: Tensor, ask: LayerAsk, groups: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Bool [len(rows), len(keys)]: may the row at this position see the key at that position?
+def build_mask(
+    rows: Tensor, keys: Tensor, params: AttentionParams, groups: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Build the bool mask [len(rows), len(keys)] of which positions ``keys`` the rows at positions ``rows`` see.
 
-    ``groups`` are the rows' and the keys' groups (-1: none).
+    ``groups``: the rows' and the keys' groups (-1: none).
     """
     across, down = keys[None, :], rows[:, None]
     seen = across <= down
     if groups is not None:
         same, own = groups[1][None, :], groups[0][:, None]
         seen |= (same == own) & (own >= 0)
-    if ask.window is not None:
-        seen &= across > down - ask.window
-    if ask.span is not None:
-        seen &= torch.eq(across // ask.span, down // ask.span)
+    if params.window is not None:
+        seen &= across > down - params.window
+    if params.span is not None:
+        seen &= torch.eq(across // params.span, down // params.span)
     return seen

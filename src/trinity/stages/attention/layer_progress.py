@@ -1,4 +1,4 @@
-"""Attention that tells which layers of a step's KV are written: the hook for transfers that overlap with prefill."""
+"""Wraps a backend and reports each group of layers once its KV is in the cache, so that transfers overlap prefill."""
 
 from __future__ import annotations
 
@@ -10,58 +10,65 @@ import torch
 from torch import Tensor
 
 from trinity.errors import StageError
-from trinity.stages.attention.interface import AttentionBackend, LayerAsk, PagedRows
+from trinity.stages.attention.interface import AttentionBackend, AttentionParams, PagedRows
 
-OnLayers = Callable[[int, int], None]
+LayersCallback = Callable[[int, int], None]
 
 
-class ToldAttention:
-    """A backend around another, for one forward: ``told(first, end)`` after every ``group`` of ``layers`` layers.
+class LayerProgressAttention:
+    """Backend that wraps ``inner`` for one forward.
 
-    A layer's keys and values are in their blocks once its attention has run; on an accelerator, once the event behind
-    it has been reached, which is asked for at every further layer and waited for in ``finish``. Layers that hold NaN or
-    infinity are never told of: their reader would keep them, and a mask does not stop NaN. Raises ``StageError`` then.
+    - ``group``: number of layers per report.
+    - ``layers``: number of layers of the model.
+    - ``report``: called with (first, end) after each group.
+
+    A layer's keys and values are in their blocks once its attention has run. On a GPU that is when the event recorded
+    behind it has completed: each further layer queries it, and ``finish`` waits for it. Layers that hold NaN or
+    infinity are never reported, since their reader would keep them and a mask does not stop NaN; ``StageError`` is
+    raised.
     """
 
-    def __init__(self, inner: AttentionBackend, group: int, layers: int, told: OnLayers) -> None:
-        self.inner, self.group, self.layers, self.told = inner, group, layers, told
+    def __init__(self, inner: AttentionBackend, group: int, layers: int, report: LayersCallback) -> None:
+        self.inner, self.group, self.layers, self.report = inner, group, layers, report
         self._first = self._next = 0
         self._sum: Tensor | None = None
         self._waiting: deque[tuple[int, int, Tensor, Any]] = deque()
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
-        """See ``AttentionBackend``. Layers that come out of order are left for the end of the step."""
-        seen = self.inner.attend(rows, cache, qkv, ask)
-        self._written(*qkv[1:], ask.layer)
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
+        """See ``AttentionBackend.attend``. Layers that come out of order are left to the end of the step."""
+        seen = self.inner.attend(rows, cache, qkv, params)
+        self._note_layer(*qkv[1:], params.layer)
         return seen
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
-        """See ``Halves``, which the inner one then has."""
+        """See ``SplitAttention.write``; ``inner`` must have it."""
         inner: Any = self.inner
         inner.write(rows, cache, key, value, layer)
-        self._written(key, value, layer)
+        self._note_layer(key, value, layer)
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        """See ``Halves``."""
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        """See ``SplitAttention.read``; ``inner`` must have it."""
         inner: Any = self.inner
-        seen: Tensor = inner.read(rows, cache, query, ask)
+        seen: Tensor = inner.read(rows, cache, query, params)
         return seen
 
-    def _written(self, key: Tensor, value: Tensor, layer: int) -> None:
+    def _note_layer(self, key: Tensor, value: Tensor, layer: int) -> None:
         if layer == self._next:
             self._next += 1
             total = key.sum(dtype=torch.float32) + value.sum(dtype=torch.float32)
             self._sum = total if self._sum is None else self._sum + total
             if self._next - self._first >= self.group or self._next == self.layers:
-                self._mark(self._sum)
-        self._tell(wait=False)
+                self._end_group(self._sum)
+        self._report_groups(wait=False)
 
     def finish(self) -> None:
-        """All kernels are launched: tell of every group as it ends."""
-        self._tell(wait=True)
+        """Wait for every group that is not reported yet, and report it. All kernels must have been launched."""
+        self._report_groups(wait=True)
 
-    def _mark(self, total: Tensor) -> None:
-        """A group ends here. Its sum shows what is not finite, and is known on the host with the event."""
+    def _end_group(self, total: Tensor) -> None:
+        """End a group here. Its sum, which shows values that are not finite, reaches the host with the event."""
         if total.is_cuda:
             host = torch.empty((), dtype=torch.float32, pin_memory=True)
             host.copy_(total, non_blocking=True)
@@ -72,7 +79,7 @@ class ToldAttention:
             self._waiting.append((self._first, self._next, total, None))
         self._first, self._sum = self._next, None
 
-    def _tell(self, wait: bool) -> None:
+    def _report_groups(self, wait: bool) -> None:
         while self._waiting:
             first, end, total, event = self._waiting[0]
             if event is not None and wait:
@@ -81,5 +88,6 @@ class ToldAttention:
                 return
             self._waiting.popleft()
             if not bool(total.isfinite()):
-                raise StageError(f"keys or values of layers {first} to {end - 1} are not finite", stage="P")
-            self.told(first, end)
+                problem = f"keys or values of layers {first} to {end - 1} are not finite; check the model's weights"
+                raise StageError(problem, stage="P")
+            self.report(first, end)

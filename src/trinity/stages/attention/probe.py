@@ -1,4 +1,4 @@
-"""A backend's answer to a small random batch beside torch's: is it right on this machine?"""
+"""Runs a backend on a small random batch and compares it with torch: finds kernels that are wrong on this machine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.attention.interface import AttentionBackend, ChunkRows, LayerAsk, PagedRows, halves
+from trinity.stages.attention.interface import (
+    AttentionBackend,
+    AttentionParams,
+    ChunkRows,
+    PagedRows,
+    as_split_attention,
+)
 from trinity.stages.attention.torch_reference import TorchAttention
 
 LAYERS, LAYER = 2, 1
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # scores and values are of size 1
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # scores and values are of size 1
 _SEED = 20
 
 
-def problem(backend: AttentionBackend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None where it may.
+def find_fault(
+    backend: AttentionBackend, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None if it may.
 
-    It is run on decodes and chunks of several lengths, with one query head for each KV head and with two; then each of
-    its halves, if it has them.
+    It runs decodes and chunks of several lengths, with one and with two query heads per KV head; then its ``write`` and
+    ``read``, if it has them.
     """
     try:
         errors = list(_errors(backend, shape, dtype, device))
     except Exception as error:  # a kernel that does not compile, a library that lacks what is asked for
         return f"it fails on this machine: {type(error).__name__}: {str(error)[:300]}"
     worst = max(errors)
-    if not worst <= TOLERANCE.get(dtype, 0.0):
+    if not worst <= PROBE_TOLERANCE.get(dtype, 0.0):
         return f"its result differs from torch's by {worst:.1e} on this machine"
     return None
 
@@ -44,29 +52,32 @@ def _errors(
 
     oracle = TorchAttention()
     for group in (1, 2):
-        for ask in (LayerAsk(LAYER, width**-0.5), LayerAsk(LAYER, width**-0.5, window=block_rows + 1, softcap=3.0)):
-            rows = _rows(block_rows, device)
+        for params in (
+            AttentionParams(LAYER, width**-0.5),
+            AttentionParams(LAYER, width**-0.5, window=block_rows + 1, softcap=3.0),
+        ):
+            rows = _make_rows(block_rows, device)
             total = len(rows.blocks)
             cache = normal(11, LAYERS, 2, heads, block_rows, width)
             qkv = (normal(total, heads * group, width), normal(total, heads, width), normal(total, heads, width))
             fresh, wide = cache.clone(), cache.to(torch.float32, copy=True)
-            wanted = oracle.attend(_rows(block_rows, device), wide, tuple(part.float() for part in qkv), ask)  # type: ignore[arg-type]
-            found = backend.attend(rows, cache, qkv, ask)
-            yield _most(found, wanted)
-            yield _most(cache, wide)
-            if (half := halves(backend)) is not None:
-                half.write(rows, fresh, *qkv[1:], ask.layer)
-                yield _most(fresh, wide)
-                last, ends = _ends(rows)
-                yield _most(half.read(ends, cache, qkv[0][last], ask), wanted[last])
+            wanted = oracle.attend(_make_rows(block_rows, device), wide, tuple(part.float() for part in qkv), params)  # type: ignore[arg-type]
+            found = backend.attend(rows, cache, qkv, params)
+            yield _largest_error(found, wanted)
+            yield _largest_error(cache, wide)
+            if (half := as_split_attention(backend)) is not None:
+                half.write(rows, fresh, *qkv[1:], params.layer)
+                yield _largest_error(fresh, wide)
+                last, ends = _last_rows(rows)
+                yield _largest_error(half.read(ends, cache, qkv[0][last], params), wanted[last])
 
 
-def _most(found: Tensor, wanted: Tensor) -> float:
+def _largest_error(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted).abs().max().nan_to_num(torch.inf))
 
 
-def _ends(rows: PagedRows) -> tuple[Tensor, PagedRows]:
-    """The last row of every sequence, as decode rows."""
+def _last_rows(rows: PagedRows) -> tuple[Tensor, PagedRows]:
+    """Pick the last row of every sequence: its index, and the rows as decode rows."""
     last = torch.tensor([*range(rows.decodes), *(chunk.first + chunk.length - 1 for chunk in rows.chunks)])
     width = rows.tables.shape[1]
     tables = [np.resize(chunk.table.cpu().numpy(), width) for chunk in rows.chunks]  # wrapped, so its own blocks still
@@ -75,8 +86,8 @@ def _ends(rows: PagedRows) -> tuple[Tensor, PagedRows]:
     return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
 
 
-def _rows(block_rows: int, device: torch.device) -> PagedRows:
-    """Decodes of 1 and 3.5 blocks, a chunk of one and a half blocks, and one that goes on in the middle of a block."""
+def _make_rows(block_rows: int, device: torch.device) -> PagedRows:
+    """Make decodes of 1 and 3.5 blocks, a chunk of 1.5 blocks, and one that begins in the middle of a block."""
     order = torch.tensor([7, 2, 9, 4, 0, 8, 3, 10, 1, 6, 5])
     lengths = np.array([block_rows, 3 * block_rows + block_rows // 2 + 1], dtype=np.int64)
     tables = np.array([[7, 7, 7, 7], [2, 9, 4, 0]], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""TorchAttention: paged attention in plain torch, for every device, and the oracle of faster kernels.
+"""TorchAttention: paged attention in plain torch for every device, the reference that faster kernels are held to.
 
 Decode rows of many requests are one batched gather and two batched products, with the query heads of one KV head
 packed as rows of one matrix (SDPA with grouped heads is many times slower on a CPU). The gather goes into memory that
-is kept from layer to layer and step to step: fresh pages would cost several times the copy itself.
+is kept from layer to layer and step to step, since fresh pages would cost several times the copy itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trinity.stages.attention.interface import ChunkRows, LayerAsk, PagedRows, seen_mask
+from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows, build_mask
 
 _GATHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decode rows [first, first + rows) with their part of the cache in layer 0, and what each may see of it."""
+    """Decode rows [first, first + rows), their part of the cache in layer 0, and the mask of what each may see."""
 
     first: int
     rows: int
@@ -36,52 +36,54 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """A chunk's part of the cache in layer 0 (None: the chunk is the whole text so far) and its mask (None: causal)."""
+    """Part of the cache in layer 0 that a chunk reads (None: only the chunk itself), and its mask (None: causal)."""
 
     pieces: Tensor | None
     mask: Tensor | None
 
 
 class TorchAttention:
-    """``AttentionBackend`` in torch. ``gather_bytes`` bounds the keys and values of decode rows copied at once."""
+    """``AttentionBackend`` in torch; ``gather_bytes`` bounds the keys and values that decode rows copy at once."""
 
     def __init__(self, gather_bytes: int = _GATHER_BYTES) -> None:
         self._gather_bytes = gather_bytes
         self._scratch: Tensor | None = None
 
-    def attend(self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk) -> Tensor:
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        self.write(rows, cache, *qkv[1:], ask.layer)
-        parts = [self._decode(group, cache, qkv[0], ask) for group in self._groups(rows, cache, ask)]
-        parts += [self._chunk(rows, chunk, cache, qkv, ask) for chunk in rows.chunks]
+        self.write(rows, cache, *qkv[1:], params.layer)
+        parts = [self._decode(group, cache, qkv[0], params) for group in self._groups(rows, cache, params)]
+        parts += [self._chunk(rows, chunk, cache, qkv, params) for chunk in rows.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
-        """See ``Halves.read``."""
-        return torch.cat([self._decode(group, cache, query, ask) for group in self._groups(rows, cache, ask)])
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        """See ``SplitAttention.read``."""
+        return torch.cat([self._decode(group, cache, query, params) for group in self._groups(rows, cache, params)])
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
-        """See ``Halves.write``."""
+        """See ``SplitAttention.write``."""
         heads, height, width = cache.shape[3:]
-        places = rows.kept.get("places")
+        places = rows.memo.get("places")
         if places is None:
-            places = rows.kept["places"] = _places(rows, cache)
+            places = rows.memo["places"] = _cache_rows(rows, cache)
         both = torch.cat((key, value)).view(-1, width)
         cache.view(-1, width).index_copy_(0, places + layer * 2 * heads * height, both)
 
     # ------------------------------------------------------------ decode rows
 
-    def _groups(self, rows: PagedRows, cache: Tensor, ask: LayerAsk) -> list[_DecodeGroup]:
-        key = ("decodes", ask.window, ask.span)
-        groups: list[_DecodeGroup] | None = rows.kept.get(key)
+    def _groups(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> list[_DecodeGroup]:
+        key = ("decodes", params.window, params.span)
+        groups: list[_DecodeGroup] | None = rows.memo.get(key)
         if groups is None:
-            groups = rows.kept[key] = list(self._plan_decodes(rows, cache, ask))
+            groups = rows.memo[key] = list(self._plan_decodes(rows, cache, params))
         return groups
 
-    def _plan_decodes(self, rows: PagedRows, cache: Tensor, ask: LayerAsk) -> Iterator[_DecodeGroup]:
+    def _plan_decodes(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> Iterator[_DecodeGroup]:
         _, _, _, heads, height, width = cache.shape
         block_bytes = 2 * heads * height * width * cache.element_size()
-        firsts = ask.first_seen(rows.lengths - 1) // height
+        firsts = params.first_seen(rows.lengths - 1) // height
         counts = -(-rows.lengths // height) - firsts
         start = 0
         while start < rows.decodes:
@@ -92,23 +94,23 @@ class TorchAttention:
                 if most * (stop + 1 - start) * block_bytes > self._gather_bytes:
                     break
                 stop += 1
-            yield _decode_group(rows, cache, ask, slice(start, stop), firsts[start:stop])
+            yield _make_decode_group(rows, cache, params, slice(start, stop), firsts[start:stop])
             start = stop
 
-    def _decode(self, group: _DecodeGroup, cache: Tensor, query: Tensor, ask: LayerAsk) -> Tensor:
+    def _decode(self, group: _DecodeGroup, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         heads, width = cache.shape[3], cache.shape[5]
         pairs = group.rows * heads
-        held = self._gather(cache, group.pieces, ask.layer).view(2, pairs, group.positions, width)
+        held = self._gather(cache, group.pieces, params.layer).view(2, pairs, group.positions, width)
         own = query[group.first : group.first + group.rows].reshape(pairs, -1, width)
-        if ask.softcap is None:
-            scores = torch.baddbmm(group.bias, own, held[0].transpose(1, 2), alpha=ask.scale)
+        if params.softcap is None:
+            scores = torch.baddbmm(group.bias, own, held[0].transpose(1, 2), alpha=params.scale)
         else:
-            scores = _capped(own @ held[0].transpose(1, 2) * ask.scale, ask.softcap) + group.bias
-        sinks = None if ask.sinks is None else ask.sinks.view(heads, -1).repeat(group.rows, 1)
+            scores = _cap(own @ held[0].transpose(1, 2) * params.scale, params.softcap) + group.bias
+        sinks = None if params.sinks is None else params.sinks.view(heads, -1).repeat(group.rows, 1)
         return torch.bmm(_softmax(scores, sinks), held[1]).view(group.rows, -1, width)
 
     def _gather(self, cache: Tensor, pieces: Tensor, layer: int) -> Tensor:
-        """The pieces of one layer, in memory that the next gather overwrites."""
+        """Gather the pieces of one layer into memory that the next gather overwrites."""
         heads, height, width = cache.shape[3:]
         size = len(pieces) * height * width
         if self._scratch is None or self._scratch.numel() < size or self._scratch.dtype != cache.dtype:
@@ -119,35 +121,40 @@ class TorchAttention:
     # ------------------------------------------------------------ prefill chunks
 
     def _chunk(
-        self, rows: PagedRows, chunk: ChunkRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], ask: LayerAsk
+        self,
+        rows: PagedRows,
+        chunk: ChunkRows,
+        cache: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        params: AttentionParams,
     ) -> Tensor:
-        key = (chunk.first, ask.window, ask.span)
-        plan = rows.kept.get(key)
+        key = (chunk.first, params.window, params.span)
+        plan = rows.memo.get(key)
         if plan is None:
-            plan = rows.kept[key] = _plan_chunk(chunk, cache, ask)
+            plan = rows.memo[key] = _plan_chunk(chunk, cache, params)
         query, keys, values = (part[chunk.first : chunk.first + chunk.length].transpose(0, 1) for part in qkv)
         if plan.pieces is not None:
-            keys, values = self._gather(cache, plan.pieces, ask.layer).view(2, cache.shape[3], -1, cache.shape[5])
+            keys, values = self._gather(cache, plan.pieces, params.layer).view(2, cache.shape[3], -1, cache.shape[5])
         group = query.shape[0] // keys.shape[0]
         keys, values = (part.repeat_interleave(group, 0) if group > 1 else part for part in (keys, values))
-        if ask.softcap is not None or ask.sinks is not None:
-            return _explicit(query, keys, values, plan.mask, ask)
+        if params.softcap is not None or params.sinks is not None:
+            return _attend_explicitly(query, keys, values, plan.mask, params)
         seen = scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=plan.mask, is_causal=plan.mask is None, scale=ask.scale
+            query[None], keys[None], values[None], attn_mask=plan.mask, is_causal=plan.mask is None, scale=params.scale
         )
         return seen[0].transpose(0, 1)
 
 
-def _places(rows: PagedRows, cache: Tensor) -> Tensor:
-    """Where layer 0's keys, then values, of each row and head go among the cache's rows of head_dim; int64."""
+def _cache_rows(rows: PagedRows, cache: Tensor) -> Tensor:
+    """Return the cache rows of head_dim for layer 0's keys, then values, of each row and head; int64, flat."""
     _, layers, _, heads, height, _ = cache.shape
     base = rows.blocks * (layers * 2 * heads * height) + rows.offsets
     keys = base[:, None] + torch.arange(heads, device=base.device) * height
     return torch.cat((keys, keys + heads * height)).view(-1)
 
 
-def _pieces(table: Tensor, cache: Tensor) -> Tensor:
-    """Indices of layer 0's pieces of [block_rows, head_dim]: [2 (keys, values), ..., kv_heads, blocks], flat.
+def _cache_pieces(table: Tensor, cache: Tensor) -> Tensor:
+    """Return indices of layer 0's pieces [block_rows, head_dim]: [2 (keys, values), ..., kv_heads, blocks], flat.
 
     ``table`` is [..., blocks].
     """
@@ -157,8 +164,8 @@ def _pieces(table: Tensor, cache: Tensor) -> Tensor:
     return torch.stack((keys, keys + heads)).view(-1)
 
 
-def _decode_group(
-    rows: PagedRows, cache: Tensor, ask: LayerAsk, chosen: slice, first_blocks: np.ndarray
+def _make_decode_group(
+    rows: PagedRows, cache: Tensor, params: AttentionParams, chosen: slice, first_blocks: np.ndarray
 ) -> _DecodeGroup:
     heads, height = cache.shape[3:5]
     lengths, tables = rows.lengths[chosen], rows.tables[chosen]
@@ -166,52 +173,54 @@ def _decode_group(
     columns = first_blocks[:, None] + np.arange(most)
     table = np.take_along_axis(tables, np.minimum(columns, tables.shape[1] - 1), axis=1)
     positions = (columns[:, :, None] * height + np.arange(height)).reshape(len(lengths), -1)
-    seen = (positions < lengths[:, None]) & (positions >= ask.first_seen(lengths - 1)[:, None])
+    seen = (positions < lengths[:, None]) & (positions >= params.first_seen(lengths - 1)[:, None])
     bias = torch.from_numpy(seen).to(cache.device).repeat_interleave(heads, 0)[:, None, :]
     hidden = torch.zeros(bias.shape, dtype=cache.dtype, device=cache.device).masked_fill_(~bias, -torch.inf)
-    pieces = _pieces(torch.from_numpy(table).to(cache.device), cache)
+    pieces = _cache_pieces(torch.from_numpy(table).to(cache.device), cache)
     return _DecodeGroup(chosen.start, len(lengths), pieces, hidden)
 
 
-def _plan_chunk(chunk: ChunkRows, cache: Tensor, ask: LayerAsk) -> _ChunkPlan:
+def _plan_chunk(chunk: ChunkRows, cache: Tensor, params: AttentionParams) -> _ChunkPlan:
     height, device = cache.shape[4], cache.device
     positions = torch.arange(chunk.start, chunk.end, device=device)
     groups = None if chunk.groups is None else (chunk.groups, chunk.groups)
     if chunk.start == 0:
-        limits = [limit for limit in (ask.window, ask.span) if limit is not None]
+        limits = [limit for limit in (params.window, params.span) if limit is not None]
         plain = groups is None and all(chunk.length <= limit for limit in limits)
-        return _ChunkPlan(None, None if plain else seen_mask(positions, positions, ask, groups))
-    first = int(ask.first_seen(np.array(chunk.start))) // height
+        return _ChunkPlan(None, None if plain else build_mask(positions, positions, params, groups))
+    first = int(params.first_seen(np.array(chunk.start))) // height
     table = chunk.table[first : -(-chunk.end // height)]
     keys = torch.arange(first * height, (first + len(table)) * height, device=device)
     if chunk.groups is not None:
-        groups = (chunk.groups, _spread(chunk.groups, chunk.start - first * height, len(keys)))
-    return _ChunkPlan(_pieces(table, cache), seen_mask(positions, keys, ask, groups))
+        groups = (chunk.groups, _align_groups(chunk.groups, chunk.start - first * height, len(keys)))
+    return _ChunkPlan(_cache_pieces(table, cache), build_mask(positions, keys, params, groups))
 
 
-def _spread(groups: Tensor, before: int, total: int) -> Tensor:
+def _align_groups(groups: Tensor, before: int, total: int) -> Tensor:
     spread = groups.new_full((total,), -1)
     spread[before : before + len(groups)] = groups
     return spread
 
 
-def _explicit(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, ask: LayerAsk) -> Tensor:
-    """What SDPA cannot do: softcap and sinks. [heads, rows, head_dim] in, [rows, heads, head_dim] out."""
-    scores = query @ keys.transpose(1, 2) * ask.scale
-    if ask.softcap is not None:
-        scores = _capped(scores, ask.softcap)
+def _attend_explicitly(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """Attend with a softcap or sinks, which SDPA lacks: [heads, rows, head_dim] in, [rows, heads, head_dim] out."""
+    scores = query @ keys.transpose(1, 2) * params.scale
+    if params.softcap is not None:
+        scores = _cap(scores, params.softcap)
     seen = mask if mask is not None else torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril_()
     scores = scores.masked_fill(~seen, -torch.inf)
-    sinks = None if ask.sinks is None else ask.sinks[:, None].expand(-1, scores.shape[1])
+    sinks = None if params.sinks is None else params.sinks[:, None].expand(-1, scores.shape[1])
     return (_softmax(scores, sinks) @ values).transpose(0, 1)
 
 
-def _capped(scores: Tensor, softcap: float) -> Tensor:
+def _cap(scores: Tensor, softcap: float) -> Tensor:
     return torch.tanh(scores / softcap) * softcap
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis; ``sinks`` (the scores' shape without it) takes its share and gets no weight."""
+    """Take the softmax over the last axis; ``sinks`` (the scores' shape without it) take a share but get no weight."""
     if sinks is None:
         return scores.softmax(-1)
     joined = torch.cat((scores, sinks.to(scores.dtype)[..., None]), -1)

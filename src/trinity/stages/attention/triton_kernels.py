@@ -1,10 +1,11 @@
-"""Triton kernels of paged attention over the block-major cache; ``attention_triton`` launches them.
+"""Triton kernels of paged attention over the block-major cache; ``attention/triton.py`` launches them.
 
-The cache is [blocks, layers, 2, kv_heads, block_rows, head_dim] and contiguous. A program of ``attend`` has a tile of
+The cache is contiguous [blocks, layers, 2, kv_heads, block_rows, head_dim]. A program of ``attend_tile`` has a tile of
 query rows of one sequence, with the query heads of one KV head packed beside each other, so that keys and values are
-read once for all of them; it goes through the keys with a running softmax (Milakov and Gimelshein 2018; Dao et al.
-2022). Long texts of few rows are split among programs, and ``combine`` joins what they found. Scores are kept in units
-of log2, because the hardware has exp2. With TRITON_INTERPRET=1 the same code runs on a CPU.
+read once for all of them. It passes over the keys with a running softmax (Milakov and Gimelshein 2018; Dao et al.
+2022). Long texts of few rows are split among programs, and ``combine_splits`` joins their results (split-K, as in
+flash decoding). Scores are in units of log2, because the hardware has exp2. With TRITON_INTERPRET=1 the same code runs
+on a CPU.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 # fmt: off
 @triton.jit
-def write(
+def write_kv(
     keys, values, blocks, offsets, cache, layer, layers, block_rows, key_row, key_head, value_row, value_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH_2: tl.constexpr,
 ):
     # fmt: on
-    """Keys and values of AT_ONCE heads of one row into their place; a row whose block is negative goes nowhere."""
+    """Write keys and values of AT_ONCE heads of one row into the cache; skip a row whose block is negative."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.load(blocks + row).to(tl.int64)
     offset = tl.load(offsets + row).to(tl.int64)
@@ -38,7 +39,7 @@ def write(
 
 # fmt: off
 @triton.jit
-def attend(
+def attend_tile(
     query, cache, tables, begins, lengths, tiles, groups, sinks, out, sums,
     layer, layers, block_rows, table_width, tile_count, first_row, row_count, query_row, query_head,
     scale, softcap, window, span,
@@ -47,9 +48,9 @@ def attend(
     SINKS: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """A tile of rows of one sequence and KV head (``tiles`` [2, tile_count]: sequence, first row) against its keys.
+    """Attend from a tile of rows of one sequence and KV head (``tiles`` [2, tile_count]: sequence, first row).
 
-    With SPLITS > 1 ``out`` takes sums of parts, ``sums`` their largest scores and sums of weights, for ``combine``.
+    With SPLITS > 1 ``combine_splits`` joins partial sums (``out``), largest scores and sums of weights (``sums``).
     """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first = tl.load(tiles + tile), tl.load(tiles + tile_count + tile)
@@ -61,9 +62,9 @@ def attend(
     inside = real[:, None] & (columns < WIDTH)[None, :]
     asked = (begin + row) * query_row + own_head * query_head
     q = tl.load(query + asked[:, None] + columns[None, :], mask=inside, other=0.0)
-    own_group = _groups_of(groups, begin + row, real, GROUPS)
+    own_group = _load_groups(groups, begin + row, real, GROUPS)
     last = length if GROUPS else tl.minimum(start + first + M // GROUP, length)
-    low, end = _keys(start + first, last, window, span, split, N, SPLITS, WINDOW, SPAN)
+    low, end = _split_keys(start + first, last, window, span, split, N, SPLITS, WINDOW, SPAN)
     most, found = tl.full([M], float("-inf"), tl.float32), tl.zeros([M, WIDTH_2], tl.float32)
     total = tl.zeros([M], tl.float32)
     for at in range(low, end, N):
@@ -74,14 +75,14 @@ def attend(
         there = held[:, None] & (columns < WIDTH)[None, :]
         k = tl.load(cache + place[:, None] + columns[None, :], mask=there, other=0.0)
         v = tl.load(cache + (place + HEADS * block_rows * WIDTH)[:, None] + columns[None, :], mask=there, other=0.0)
-        score = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
-        key_group = _groups_of(groups, begin + key - start, held & (key >= start), GROUPS)
-        seen = _seen(key, start + row, key_group, own_group, window, span, WINDOW, SPAN, GROUPS) & held[None, :]
-        weight, shrink, most = _weights(tl.where(seen, score * LOG2_E, float("-inf")), most)
+        score = _cap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+        key_group = _load_groups(groups, begin + key - start, held & (key >= start), GROUPS)
+        seen = _build_mask(key, start + row, key_group, own_group, window, span, WINDOW, SPAN, GROUPS) & held[None, :]
+        weight, shrink, most = _update_weights(tl.where(seen, score * LOG2_E, float("-inf")), most)
         total = total * shrink + tl.sum(weight, 1)
         found = found * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
     if SPLITS == 1:
-        found = _divided(found, total, most, sinks + own_head, real, SINKS)
+        found = _normalize(found, total, most, sinks + own_head, real, SINKS)
         spot = (begin + row) * (HEADS * GROUP) + own_head
     else:
         spot = (split * row_count + begin + row - first_row) * (HEADS * GROUP) + own_head
@@ -91,33 +92,33 @@ def attend(
 
 
 @triton.jit
-def _capped(score, softcap, SOFTCAP: tl.constexpr):
+def _cap(score, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         return (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0)) * softcap
     return score
 
 
 @triton.jit
-def _weights(score, most):
-    """Weights [rows, keys] against the largest score so far, by how much those before shrink, and that score."""
+def _update_weights(score, most):
+    """Return weights [rows, keys] against the new largest score, the factor of earlier weights, and that score."""
     now = tl.maximum(most, tl.max(score, 1))
     against = tl.where(now == float("-inf"), 0.0, now)
     return tl.exp2(score - against[:, None]), tl.exp2(most - against), now
 
 
 @triton.jit
-def _groups_of(groups, row, real, GROUPS: tl.constexpr):
-    """Groups of rows of the batch; -1 where there is none."""
+def _load_groups(groups, row, real, GROUPS: tl.constexpr):
+    """Load the groups of rows of the batch; -1: none."""
     if GROUPS:
         return tl.load(groups + row, mask=real, other=-1)
     return row
 
 
 @triton.jit
-def _keys(
+def _split_keys(
     position, end, window, span, split, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SPAN: tl.constexpr
 ):
-    """The keys of one split, a multiple of N to the end: none before what the row at ``position`` sees."""
+    """Return the keys [low, end) of one split, from a multiple of N; none before those that ``position`` sees."""
     low = position * 0
     if WINDOW:
         low = tl.maximum(low, position - window + 1)
@@ -130,10 +131,10 @@ def _keys(
 
 
 @triton.jit
-def _seen(
+def _build_mask(
     key, position, key_group, own_group, window, span, WINDOW: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """``attention.seen_mask``: [rows, keys]."""
+    """Build ``interface.build_mask``'s mask [rows, keys]."""
     seen = key[None, :] <= position[:, None]
     if GROUPS:
         seen = seen | ((key_group[None, :] == own_group[:, None]) & (own_group >= 0)[:, None])
@@ -145,8 +146,8 @@ def _seen(
 
 
 @triton.jit
-def _divided(found, total, most, sinks, real, SINKS: tl.constexpr):
-    """By the sum of weights, among them each row's sink, which takes its share and has no value."""
+def _normalize(found, total, most, sinks, real, SINKS: tl.constexpr):
+    """Divide by the sum of weights; a row's sink takes a share of it and has no value."""
     if SINKS:
         sink = tl.load(sinks, mask=real, other=0.0).to(tl.float32) * LOG2_E
         now = tl.maximum(most, sink)
@@ -157,12 +158,12 @@ def _divided(found, total, most, sinks, real, SINKS: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def combine(
+def combine_splits(
     parts, sums, sinks, out, first_row, row_count, QUERY_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """What the splits of ``attend`` found of one row and query head, joined."""
+    """Join the results of ``attend_tile``'s splits for one row and query head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, WIDTH_2)

@@ -1,4 +1,4 @@
-"""A ragged batch as kernels of the flash family take it: sequences with a block table, a length and some rows each."""
+"""Ragged batches for kernels of the flash family: sequences with a block table, a length and some rows each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from trinity.stages.uploads import upload
 
 @dataclass(frozen=True, slots=True)
 class VarlenRows:
-    """Decode rows first, one sequence each, then chunks; all int64.
+    """Sequences of one batch in int64: decode rows, one sequence each, then chunks.
 
-    ``tables`` [sequences, width]: KV blocks. ``begins`` [sequences + 1]: each sequence's first row of the batch.
-    ``lengths`` [sequences]: KV positions, those of its rows included. ``groups`` [rows]: see ``ChunkRows``; None where
-    no row has one.
+    - ``tables`` ([sequences, width]): block tables.
+    - ``begins`` ([sequences + 1]): first row of each sequence in the batch (flash-attn's cu_seqlens_q).
+    - ``lengths`` ([sequences]): KV positions, those of the sequence's own rows included.
+    - ``groups`` ([rows], None): see ``ChunkRows``; None if no row has a group.
     """
 
     tables: Tensor
@@ -27,8 +28,8 @@ class VarlenRows:
     groups: Tensor | None = None
 
 
-def varlen_rows(rows: PagedRows, device: torch.device) -> VarlenRows:
-    """The batch's sequences. What chunks have on the device already stays there."""
+def make_varlen_rows(rows: PagedRows, device: torch.device) -> VarlenRows:
+    """Make the batch's sequences on ``device``. Tables of chunks are on it already and are not copied from the host."""
     decodes, chunks = rows.decodes, rows.chunks
     width = max([rows.tables.shape[1] if decodes else 0, *(len(chunk.table) for chunk in chunks)])
     counts = np.array([1] * decodes + [chunk.length for chunk in chunks], dtype=np.int64)

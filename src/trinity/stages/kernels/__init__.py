@@ -1,1 +1,1 @@
-"""Faster kernels for parts of transformers' own layers, each taken only where it gives the same results."""
+"""Faster kernels for parts of transformers' layers, each used only where it gives the same results."""

@@ -1,9 +1,10 @@
-"""Layers of vision encoders as a row of kernels, without what modules of transformers do around their products.
+"""Runs a vision encoder layer as a fixed sequence of kernels, skipping transformers' module overhead.
 
-For layers as CLIP's and SigLIP's are: layer norm, attention of all rows to all, layer norm, two products around an
-activation. Sums go with the norms behind them, and nothing is copied that is needed no more. As in ``lean``, a layer is
-swapped only where its own forward gives the same on random rows at load, with attention that shows what it is asked;
-masks, other keywords and rows that the kernels are not for go the layer's own way. Products stay modules with hooks.
+For layers like those of CLIP and SigLIP: layer norm, attention of all rows to all, layer norm, two products around an
+activation. Sums are fused with the norms after them, and no row is copied that is not needed again. As in
+``decoder_layers``, a layer is swapped only if its own forward gives the same on random rows at load, with a stand-in
+for attention that records its scale. Masks, other keywords and unsupported rows take the layer's own forward. Products
+stay modules, so that their hooks run.
 """
 
 from __future__ import annotations
@@ -18,90 +19,104 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trinity.stages.kernels import encoder_attention
-from trinity.stages.kernels.encoder_attention import FUNCTIONS
-from trinity.stages.kernels.encoder_elementwise import _LayerNorm, _Tabled, add_norm, layer_norm, mapped
-from trinity.stages.kernels.fused_elementwise import _close, _gated, _plain, _QuickGelu, _rows, finding
+from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS
+from trinity.stages.kernels.encoder_elementwise import (
+    _FusedLayerNorm,
+    _TableActivation,
+    add_layer_norm,
+    apply_table,
+    layer_norm,
+)
+from trinity.stages.kernels.fused_elementwise import (
+    _FusedQuickGelu,
+    _is_close,
+    _is_supported,
+    _make_noise,
+    _run_gated,
+    rebind_globals,
+)
 
-BLOCK, MANY = 12, 1024  # oneDNN's float32 products of fewer rows than MANY lose a fourteenth by rows left over
+ROW_BLOCK, MANY_ROWS = 12, 1024  # below MANY_ROWS, float32 products whose rows are no multiple of 12 lose 7 %
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
-_TOLD = ("output_hidden_states", "return_dict")  # what a model is to show of what its layers make
+_OUTPUT_KEYWORDS = ("output_hidden_states", "return_dict")  # about the model's output, not the layer's
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+AttendFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-class _LeanLayer(nn.Module):
-    """In front of an encoder layer's class: ``whole`` is its forward."""
+class _FusedEncoderLayer(nn.Module):
+    """Base put before an encoder layer's class; ``original_forward`` is that class's forward."""
 
-    whole: Callable[..., Any]
-    plan: Plan
+    original_forward: Callable[..., Any]
+    plan: EncoderLayerPlan
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
-        asked = [*given, *(each for name, each in named.items() if name not in _TOLD)]
-        if any(each is not None for each in asked) or not self.plan.takes(hidden_states):
-            return self.whole(hidden_states, *given, **named)
+        asked = [*given, *(each for name, each in named.items() if name not in _OUTPUT_KEYWORDS)]
+        if any(each is not None for each in asked) or not self.plan.accepts(hidden_states):
+            return self.original_forward(hidden_states, *given, **named)
         return self.plan.run(hidden_states)
 
 
-class Plan:
-    """What a layer computes, part by part; its ``attend`` takes queries, keys, values and ``scale``."""
+class EncoderLayerPlan:
+    """Parts of one encoder layer and their order; ``attend`` takes queries, keys, values and ``scale``."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         norms = layer.layer_norm1, layer.layer_norm2
         self._norms: Any = [(each.weight, each.bias, each.eps) for each in norms]
         self._products = [getattr(attention, name) for name in _ATTENTION]
-        self._inner, self._outer, self._act = mlp.fc1, mlp.fc2, _in_place(mlp.activation_fn)
+        self._inner, self._outer, self._act = mlp.fc1, mlp.fc2, _make_in_place(mlp.activation_fn)
         self._config, self._width = attention.config, attention.head_dim
-        self.scale, self.attend = 1.0, attend
+        self.scale, self.attend = 1.0, attend_encoder_heads
 
-    def takes(self, states: Tensor) -> bool:
-        ours = states.ndim == 3 and states.numel() and _plain(states, self._norms[0][0]) and not states.requires_grad
-        return bool(ours) and self._config._attn_implementation == "sdpa"
+    def accepts(self, states: Tensor) -> bool:
+        if states.ndim != 3 or not states.numel() or states.requires_grad:
+            return False
+        return _is_supported(states, self._norms[0][0]) and self._config._attn_implementation == "sdpa"
 
     def run(self, states: Tensor) -> Tensor:
-        """[batch, rows, hidden] to the same."""
+        """Run the layer: [batch, rows, hidden] to the same."""
         *heads, out = self._products
         normed = layer_norm(states, *self._norms[0])
         parts = [each(normed).view(*states.shape[:2], -1, self._width).transpose(1, 2) for each in heads]
         total: Tensor = out(self.attend(parts[0], parts[1], parts[2], self.scale).view(*states.shape[:2], -1))
         count = states.numel() // states.shape[-1]
-        room = _room(states, count)
-        add_norm(states, total, self._norms[1], room[:count])  # what is added to, total, is the sum from here
+        room = _allocate_padded(states, count)
+        add_layer_norm(states, total, self._norms[1], room[:count])  # from here on ``total`` is the sum
         made: Tensor = self._outer(self._act(self._inner(room)))[:count].view(states.shape)
         return torch.add(total, made, out=made)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """``encoder_attention.attend_all``, or torch's own attention of such heads as that is not for."""
+def attend_encoder_heads(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend with ``encoder_attention.attend_all``, or with torch's attention for heads that it does not support."""
     if encoder_attention._fits(query, key, value):
         return encoder_attention.attend_all(query, key, value, scale)
     return scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2).contiguous()
 
 
-def _room(states: Tensor, count: int) -> Tensor:
-    """[``count`` and some rows more, hidden], of which those more are zero."""
-    further = -count % BLOCK if states.dtype == torch.float32 and count < MANY else 0
+def _allocate_padded(states: Tensor, count: int) -> Tensor:
+    """Allocate [``count`` and some padding rows, hidden]; the padding is zero."""
+    further = -count % ROW_BLOCK if states.dtype == torch.float32 and count < MANY_ROWS else 0
     room = states.new_empty((count + further, states.shape[-1]))
     room[count:] = 0
     return room
 
 
-def _in_place(act: Any) -> Callable[[Tensor], Tensor]:
-    """``act`` over rows that nobody else needs."""
-    if isinstance(act, _Tabled):
-        return lambda rows: mapped(rows, act.table, rows)
-    if isinstance(act, _QuickGelu):
-        return lambda rows: _gated(rows, 0, rows, 1.702, "best")
+def _make_in_place(act: Any) -> Callable[[Tensor], Tensor]:
+    """Return a form of ``act`` that may overwrite its rows."""
+    if isinstance(act, _TableActivation):
+        return lambda rows: apply_table(rows, act.table, rows)
+    if isinstance(act, _FusedQuickGelu):
+        return lambda rows: _run_gated(rows, 0, rows, 1.702, "best")
     found: Callable[[Tensor], Tensor] = act
     return found
 
 
-def lean_encoder(model: Any) -> int:
-    """Let the encoder layers of ``model`` that fit run so; how many."""
-    return sum(_swap(layer) for layer in list(model.modules()) if _might(layer))
+def fuse_encoder_layers(model: Any) -> int:
+    """Swap the encoder layers of ``model`` that fit; returns their number."""
+    return sum(_swap(layer) for layer in list(model.modules()) if _is_candidate(layer))
 
 
-def _might(layer: Any) -> bool:
+def _is_candidate(layer: Any) -> bool:
     if {name for name, _ in layer.named_children()} != _LAYER:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -110,23 +125,23 @@ def _might(layer: Any) -> bool:
         getattr(mlp, name, None) for name in ("fc1", "fc2")
     ]
     return (
-        not isinstance(layer, _LeanLayer)
+        not isinstance(layer, _FusedEncoderLayer)
         and parts == (set(_ATTENTION), {"fc1", "fc2", "activation_fn"})
-        and all(isinstance(each, _LayerNorm) for each in (layer.layer_norm1, layer.layer_norm2))
+        and all(isinstance(each, _FusedLayerNorm) for each in (layer.layer_norm1, layer.layer_norm2))
         and all(isinstance(each, nn.Linear) for each in linear)
     )
 
 
 def _swap(layer: Any) -> bool:
     kind: Any = type(layer)
-    plan = _fitting(layer, kind)
+    plan = _make_plan(layer, kind)
     if plan is not None:
-        layer.plan, layer.__class__ = plan, _behind(kind)
+        layer.plan, layer.__class__ = plan, _make_class(kind)
     return plan is not None
 
 
-class Shown:
-    """Transformers' attention functions, of which there is one: it keeps what it is asked for, and gives ``show``."""
+class EncoderAttentionProbe:
+    """Stands in for transformers' attention functions: records the scale and returns ``mix``."""
 
     scale: float | None = None
 
@@ -137,36 +152,38 @@ class Shown:
         if mask is None and encoder_attention._sees_all(module, named):
             scale = named.get("scaling")
             self.scale = query.shape[3] ** -0.5 if scale is None else scale
-        return self.show(query, key, value, 1.0), None
+        return self.mix(query, key, value, 1.0), None
 
     @staticmethod
-    def show(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[batch, rows, heads, width], something that hangs on each of them."""
+    def mix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Return [batch, rows, heads, width] that depends on each of query, key and value."""
         return (query + 0.5 * key + 0.25 * value).transpose(1, 2).contiguous()
 
 
 @torch.inference_mode()
-def _fitting(layer: Any, kind: Any) -> Plan | None:
+def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
     attention, weight = layer.self_attn, layer.layer_norm1.weight
     try:
-        plan, shown, states = Plan(layer), Shown(), _rows(len(weight), weight.dtype)
-        if not encoder_attention.available(weight.dtype) or not plan.takes(states):
+        plan, shown, states = EncoderLayerPlan(layer), EncoderAttentionProbe(), _make_noise(len(weight), weight.dtype)
+        if not encoder_attention.has_attend_all(weight.dtype) or not plan.accepts(states):
             return None
-        attention.forward = MethodType(finding(type(attention).forward, {FUNCTIONS: shown}), attention)
+        attention.forward = MethodType(rebind_globals(type(attention).forward, {ATTENTION_FUNCTIONS: shown}), attention)
         try:
             wanted = kind.forward(layer, states, None)
         finally:
             del attention.forward
-        plan.attend = shown.show
+        plan.attend = shown.mix
         found = plan.run(states)
-    except Exception:  # whatever it is, it is not what it seems to be
+    except Exception:  # not a layer as expected: leave it alone
         return None
-    if shown.scale is None or not _close(found, wanted):
+    if shown.scale is None or not _is_close(found, wanted):
         return None
-    plan.scale, plan.attend = shown.scale, attend
+    plan.scale, plan.attend = shown.scale, attend_encoder_heads
     return plan
 
 
 @cache
-def _behind(kind: Any) -> Any:
-    return type(kind.__name__, (_LeanLayer, kind), {"whole": kind.forward, "__module__": kind.__module__})
+def _make_class(kind: Any) -> Any:
+    return type(
+        kind.__name__, (_FusedEncoderLayer, kind), {"original_forward": kind.forward, "__module__": kind.__module__}
+    )

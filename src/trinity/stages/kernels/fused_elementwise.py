@@ -1,9 +1,9 @@
-"""Elementwise parts of transformers' modules in one pass each, by csrc/elementwise*.cpp, on CPUs.
+"""Elementwise parts of transformers' modules in one pass each on a CPU: norms, rotary embeddings, gated activations.
 
-Eagerly, a norm is seven passes over its rows, a rotary embedding ten (decision 0027 has figures). A module keeps its
-class as a base, and is swapped only where its own forward gives the same on random rows at load: one that is called
-alike but computes otherwise (Gemma's norms, say) stays as it is. Rows that the kernels are not for (other dtypes,
-layouts or devices) take transformers' own way. Inference only.
+Eagerly, a norm is seven passes over its rows and a rotary embedding ten (figures in decision 0027). A swapped module
+keeps its class as a base, and is swapped only if its own forward gives the same on random rows at load: one with the
+same name but another result (such as Gemma's norms) stays as it is. Rows that the kernels do not support (other dtypes,
+layouts or devices) take transformers' own forward. Inference only.
 """
 
 from __future__ import annotations
@@ -18,53 +18,56 @@ import torch
 from torch import Tensor, nn
 
 from trinity.memory import native
-from trinity.stages.kernels.encoder_attention import FUNCTIONS, functions_for
+from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, pick_attention_functions
 
-Pair = tuple[Tensor, Tensor]
-ROTARY = "apply_rotary_pos_emb"
-TILE = 1 << 21  # elements of a gated MLP's inner rows that are worked on together: longer ones cost fresh pages
+TensorPair = tuple[Tensor, Tensor]
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
+MLP_TILE = 1 << 21  # elements of a gated MLP's inner rows per tile; longer ones cost fresh pages
 _DTYPES = (torch.float32, torch.bfloat16)
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # bfloat16: two units in the last place
 
 
-def available() -> bool:
-    """Whether the extension is there and has these kernels."""
+def has_fused_kernels() -> bool:
+    """Tell if the extension has these kernels."""
     return hasattr(native.extension, "rotary")
 
 
-def fuse(model: Any) -> None:
-    """Let the norms, gated MLPs, activations and attention layers of ``model`` use the kernels, where they fit."""
-    if not available() or any(each.is_cuda for each in model.parameters()):
+def fuse_elementwise(model: Any) -> None:
+    """Swap the norms, gated MLPs, activations and attention layers of ``model`` that fit."""
+    if not has_fused_kernels() or any(each.is_cuda for each in model.parameters()):
         return
     for module in model.modules():
         kind: Any = type(module)
-        swapped = _swapped(kind, _dtype(module))
+        swapped = _find_class(kind, _dtype(module))
         if swapped is not None and swapped.fits(module):
             module.__class__ = swapped
 
 
-def fused(model: Any) -> int:
-    """How many modules of ``model`` use the kernels."""
-    return sum(isinstance(module, _Fused) for module in model.modules())
+def count_fused(model: Any) -> int:
+    """Count the modules of ``model`` that use the kernels."""
+    return sum(isinstance(module, _FusedModule) for module in model.modules())
 
 
 # ---------------------------------------------------------------- kernels
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float, kernel: str = "best") -> Tensor:
-    """``rows`` / sqrt(mean of squares + ``eps``) * ``weight`` over the last axis; contiguous, float32 or bfloat16."""
+    """Compute ``rows`` / sqrt(mean of squares + ``eps``) * ``weight`` over the last axis.
+
+    All tensors are contiguous, float32 or bfloat16.
+    """
     out, width = torch.empty_like(rows), rows.shape[-1]
     given = ((rows.data_ptr(), width), weight.data_ptr(), (out.data_ptr(), width), rows.numel() // width, width)
-    native.extension.rms_norm(*given, eps, *_how(rows, kernel))
+    native.extension.rms_norm(*given, eps, *_kernel_options(rows, kernel))
     return out
 
 
-def add_norm(
+def add_rms_norm(
     rows: Tensor, added: Tensor, sums: Tensor, norm: tuple[Tensor, float] | None, kernel: str = "best"
 ) -> Tensor:
-    """``rows`` + ``added`` into ``sums``, which may be ``rows``; returns their norm by (weight, eps), where asked for.
+    """Write ``rows`` + ``added`` into ``sums``, which may be ``rows``; returns the sums' norm by (weight, eps).
 
-    All contiguous and alike; without a norm what is returned is ``sums``.
+    All tensors are contiguous and of equal size; without a norm it returns ``sums``.
     """
     out, width, (weight, eps) = sums, rows.shape[-1], norm or (None, 0.0)
     if weight is not None:
@@ -72,32 +75,39 @@ def add_norm(
     given = [(each.data_ptr(), width) for each in (rows, added, sums)]
     at = 0 if weight is None else weight.data_ptr()
     native.extension.add_rms_norm(
-        *given, at, (out.data_ptr(), width), rows.numel() // width, width, eps, *_how(rows, kernel)
+        *given, at, (out.data_ptr(), width), rows.numel() // width, width, eps, *_kernel_options(rows, kernel)
     )
     return out
 
 
-def turn(heads: Tensor, cosine: Tensor, sine: Tensor, out: Tensor, kernel: str = "best") -> None:
-    """``rotate`` of ``heads`` [rows, heads * width] into ``out``, alike, which may be ``heads``; all contiguous."""
+def apply_rotary_rows(heads: Tensor, cosine: Tensor, sine: Tensor, out: Tensor, kernel: str = "best") -> None:
+    """Apply the rotary embedding to ``heads`` [rows, heads * width], into ``out``, which may be ``heads``.
+
+    ``cosine`` and ``sine`` are [rows, width]; all are contiguous.
+    """
     (rows, total), width = heads.shape, cosine.shape[-1]
     given = [(each.data_ptr(), each.shape[-1]) for each in (cosine, sine, out)]
     count = total // width
-    native.extension.rotary((heads.data_ptr(), total), width, *given, width, rows, count, width, *_how(heads, kernel))
+    native.extension.rotary(
+        (heads.data_ptr(), total), width, *given, width, rows, count, width, *_kernel_options(heads, kernel)
+    )
 
 
 def silu_mul(gate: Tensor, up: Tensor, kernel: str = "best") -> Tensor:
-    """silu(``gate``) * ``up``, written over ``gate``; contiguous and alike."""
-    return _gated(gate, up.data_ptr(), gate, 1.0, kernel)
+    """Compute silu(``gate``) * ``up`` in place of ``gate``; both contiguous and of equal size."""
+    return _run_gated(gate, up.data_ptr(), gate, 1.0, kernel)
 
 
 def quick_gelu(rows: Tensor, kernel: str = "best") -> Tensor:
-    """``rows`` * sigmoid(1.702 * ``rows``); contiguous."""
-    return _gated(rows, 0, torch.empty_like(rows), 1.702, kernel)
+    """Compute ``rows`` * sigmoid(1.702 * ``rows``); contiguous."""
+    return _run_gated(rows, 0, torch.empty_like(rows), 1.702, kernel)
 
 
-def rotate(heads: Tensor, cosine: Tensor, sine: Tensor, kernel: str = "best") -> Tensor:
-    """``heads`` [1, heads, rows, width] turned by ``cosine`` and ``sine`` [1, rows, width]; heads of a row lie together
-    in what is returned."""
+def apply_rotary_heads(heads: Tensor, cosine: Tensor, sine: Tensor, kernel: str = "best") -> Tensor:
+    """Apply the rotary embedding to ``heads`` [1, heads, rows, width]; ``cosine`` and ``sine`` are [1, rows, width].
+
+    In the result the heads of a row lie together.
+    """
     _, count, rows, width = heads.shape
     out = heads.new_empty((1, rows, count, width)).transpose(1, 2)
     native.extension.rotary(
@@ -110,24 +120,24 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor, kernel: str = "best") ->
         rows,
         count,
         width,
-        *_how(heads, kernel),
+        *_kernel_options(heads, kernel),
     )
     return out
 
 
-def _gated(gate: Tensor, up: int, out: Tensor, slope: float, kernel: str) -> Tensor:
+def _run_gated(gate: Tensor, up: int, out: Tensor, slope: float, kernel: str) -> Tensor:
     width = max(1, gate.shape[-1])
     given = ((gate.data_ptr(), width), (up, width), (out.data_ptr(), width), gate.numel() // width, width)
-    native.extension.gated(*given, slope, *_how(gate, kernel))
+    native.extension.gated(*given, slope, *_kernel_options(gate, kernel))
     return out
 
 
-def _how(rows: Tensor, kernel: str) -> tuple[bool, int, str]:
+def _kernel_options(rows: Tensor, kernel: str) -> tuple[bool, int, str]:
     return rows.dtype == torch.bfloat16, torch.get_num_threads(), kernel
 
 
-def _plain(*rows: Tensor) -> bool:
-    """Whether the kernels can read ``rows``: on the CPU, of one dtype that they know, without gaps."""
+def _is_supported(*rows: Tensor) -> bool:
+    """Tell if the kernels can read ``rows``: on the CPU, of one supported dtype, contiguous."""
     dtype = rows[0].dtype
     return dtype in _DTYPES and all(
         each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in rows
@@ -137,22 +147,22 @@ def _plain(*rows: Tensor) -> bool:
 # ---------------------------------------------------------------- modules
 
 
-class _Fused(nn.Module):
-    """In front of a class of transformers': ``own`` is its forward."""
+class _FusedModule(nn.Module):
+    """Base put before a class of transformers; ``original_forward`` is that class's forward."""
 
-    own: Callable[..., Any]
+    original_forward: Callable[..., Any]
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        """Whether ``module`` computes what this class does, by its own forward on random rows."""
+        """Tell if ``module``'s own forward gives the same as this class on random rows."""
         raise NotImplementedError
 
 
-class _Norm(_Fused):
+class _FusedRmsNorm(_FusedModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self.weight
-        if not _plain(hidden_states, weight):
-            found: Tensor = self.own(hidden_states)
+        if not _is_supported(hidden_states, weight):
+            found: Tensor = self.original_forward(hidden_states)
             return found
         return rms_norm(hidden_states, weight, _eps(self))
 
@@ -161,23 +171,23 @@ class _Norm(_Fused):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 1 or _eps(module) is None:
             return False
-        return _same(module, cls, _rows(weight.shape[0], weight.dtype))
+        return _gives_same(module, cls, _make_noise(weight.shape[0], weight.dtype))
 
 
-class _GatedMlp(_Fused):
+class _FusedGatedMlp(_FusedModule):
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
-        if not _plain(x):
-            found: Tensor = self.own(x)
+        if not _is_supported(x):
+            found: Tensor = self.original_forward(x)
             return found
         rows, inner = x.reshape(-1, x.shape[-1]), getattr(parts.gate_proj, "out_features", 1)
-        tiles: Any = torch.split(rows, max(64, TILE // inner // 64 * 64))
+        tiles: Any = torch.split(rows, max(64, MLP_TILE // inner // 64 * 64))
         done = [parts.down_proj(silu_mul(parts.gate_proj(tile), parts.up_proj(tile))) for tile in tiles]
         return (done[0] if len(done) == 1 else torch.cat(done)).view(*x.shape[:-1], -1)
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        """Of small layers in place of its own: what is compared is what lies between them."""
+        """Compare with small layers in place of its own, since only the parts between them matter."""
         names = {name: type(child) for name, child in module.named_children()}
         if {"gate_proj", "up_proj", "down_proj", "act_fn"} != set(names):
             return False
@@ -187,23 +197,23 @@ class _GatedMlp(_Fused):
         small._modules = dict(module._modules)
         for name, (inputs, outputs) in {"gate_proj": (24, 40), "up_proj": (24, 40), "down_proj": (40, 24)}.items():
             small._modules[name] = nn.Linear(inputs, outputs, dtype=dtype)
-        return _same(small, cls, _rows(24, dtype))
+        return _gives_same(small, cls, _make_noise(24, dtype))
 
 
-class _QuickGelu(_Fused):
+class _FusedQuickGelu(_FusedModule):
     def forward(self, input: Tensor) -> Tensor:
-        if not _plain(input):
-            found: Tensor = self.own(input)
+        if not _is_supported(input):
+            found: Tensor = self.original_forward(input)
             return found
         return quick_gelu(input)
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        return all(_same(module, cls, _rows(40, dtype)) for dtype in _DTYPES)
+        return all(_gives_same(module, cls, _make_noise(40, dtype)) for dtype in _DTYPES)
 
 
-class _Renamed(_Fused):
-    """Its forward is its base's but for functions that it calls: checked where those are replaced."""
+class _ReboundForward(_FusedModule):
+    """Module whose forward finds other functions by some of its names; these were checked when they were made."""
 
     @classmethod
     def fits(cls, module: Any) -> bool:
@@ -215,45 +225,45 @@ def _eps(module: Any) -> Any:
 
 
 def _dtype(module: Any) -> torch.dtype:
-    """Of its parameters; float32 where it has none."""
+    """Return the dtype of the module's parameters; float32 if it has none."""
     return next((each.dtype for each in module.parameters()), torch.float32)
 
 
 @cache
-def _swapped(kind: type[Any], dtype: torch.dtype) -> Any:
-    """The class that modules of ``kind`` get, or None."""
-    if issubclass(kind, _Fused) or dtype not in _DTYPES:
+def _find_class(kind: type[Any], dtype: torch.dtype) -> Any:
+    """Return the class that modules of ``kind`` get, or None."""
+    if issubclass(kind, _FusedModule) or dtype not in _DTYPES:
         return None
-    bases: dict[str, Any] = {"RMSNorm": _Norm, "MLP": _GatedMlp, "QuickGELUActivation": _QuickGelu}
+    bases: dict[str, Any] = {"RMSNorm": _FusedRmsNorm, "MLP": _FusedGatedMlp, "QuickGELUActivation": _FusedQuickGelu}
     base = next((found for name, found in bases.items() if kind.__name__.endswith(name)), None)
     if base is not None:
-        return type(kind.__name__, (base, kind), {"own": kind.forward, "__module__": kind.__module__})
-    forward = _with_others(kind.forward, dtype)
+        return type(kind.__name__, (base, kind), {"original_forward": kind.forward, "__module__": kind.__module__})
+    forward = _rebind_forward(kind.forward, dtype)
     if forward is None:
         return None
-    return type(kind.__name__, (_Renamed, kind), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (_ReboundForward, kind), {"forward": forward, "__module__": kind.__module__})
 
 
-def _rows(width: int, dtype: torch.dtype) -> Tensor:
+def _make_noise(width: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @torch.inference_mode()
-def _same(module: Any, swapped: Any, rows: Tensor) -> bool:
+def _gives_same(module: Any, swapped: Any, rows: Tensor) -> bool:
     try:
-        wanted, found = type(module).forward(module, rows), swapped.forward(_as(module, swapped), rows)
-    except Exception:  # whatever it is, it is not what it seems to be
+        wanted, found = type(module).forward(module, rows), swapped.forward(_copy_as(module, swapped), rows)
+    except Exception:  # not a module as expected: leave it alone
         return False
-    return _close(found, wanted)
+    return _is_close(found, wanted)
 
 
-def _as(module: Any, swapped: Any) -> Any:
+def _copy_as(module: Any, swapped: Any) -> Any:
     changed = copy.copy(module)
     changed.__class__ = swapped
     return changed
 
 
-def _close(found: Any, wanted: Any) -> bool:
+def _is_close(found: Any, wanted: Any) -> bool:
     if not isinstance(wanted, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     near = _TOLERANCE[wanted.dtype]
@@ -263,53 +273,53 @@ def _close(found: Any, wanted: Any) -> bool:
 # ---------------------------------------------------------------- functions that attention layers call
 
 
-def _with_others(forward: Any, dtype: torch.dtype) -> Any:
-    """``forward`` with ours in place of functions of its module for attention; None where none is to be replaced."""
+def _rebind_forward(forward: Any, dtype: torch.dtype) -> Any:
+    """Rebind the attention functions that ``forward`` calls to the kernels; None if there is none to replace."""
     if not isinstance(forward, FunctionType):
         return None
-    found = {ROTARY: _rotary_for(forward), FUNCTIONS: functions_for(forward, dtype)}
+    found = {ROTARY_FUNCTION: _pick_rotary(forward), ATTENTION_FUNCTIONS: pick_attention_functions(forward, dtype)}
     ours = {name: one for name, one in found.items() if one is not None}
-    return finding(forward, ours) if ours else None
+    return rebind_globals(forward, ours) if ours else None
 
 
-def finding(forward: Any, ours: Mapping[str, Any]) -> Any:
-    """``forward``, which finds these by their names where it found its module's."""
+def rebind_globals(forward: Any, ours: Mapping[str, Any]) -> Any:
+    """Copy the function ``forward`` so that it finds ``ours`` by name in place of its module's globals."""
     names = {**forward.__globals__, **ours}
     changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
     return changed
 
 
-def _rotary_for(forward: FunctionType) -> Any:
-    """What it is to find as ``apply_rotary_pos_emb``; None: what it finds."""
-    plain = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
-    turned = None if plain is None else _rotary(plain)
-    return turned if turned is not None and all(_turns_alike(plain, turned, dtype) for dtype in _DTYPES) else None
+def _pick_rotary(forward: FunctionType) -> Any:
+    """Return the ``apply_rotary_pos_emb`` that ``forward`` should find; None: its own."""
+    plain = forward.__globals__.get(ROTARY_FUNCTION) if ROTARY_FUNCTION in forward.__code__.co_names else None
+    turned = None if plain is None else _wrap_rotary(plain)
+    return turned if turned is not None and all(_rotates_alike(plain, turned, dtype) for dtype in _DTYPES) else None
 
 
-def _rotary(plain: Any) -> Callable[..., Pair]:
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *further: Any, **named: Any) -> Pair:
-        ours = not further and not named and _plain(cos, sin) and cos.ndim == 3 and cos.shape == sin.shape
-        if not ours or not (_turnable(q, cos) and _turnable(k, cos)):
-            found: Pair = plain(q, k, cos, sin, *further, **named)
+def _wrap_rotary(plain: Any) -> Callable[..., TensorPair]:
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *further: Any, **named: Any) -> TensorPair:
+        ours = not further and not named and _is_supported(cos, sin) and cos.ndim == 3 and cos.shape == sin.shape
+        if not ours or not (_can_rotate(q, cos) and _can_rotate(k, cos)):
+            found: TensorPair = plain(q, k, cos, sin, *further, **named)
             return found
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return apply_rotary_heads(q, cos, sin), apply_rotary_heads(k, cos, sin)
 
     return turned
 
 
-def _turnable(heads: Tensor, cosine: Tensor) -> bool:
+def _can_rotate(heads: Tensor, cosine: Tensor) -> bool:
     alike = heads.dtype == cosine.dtype and heads.device == cosine.device and heads.ndim == 4
     return alike and heads.stride(3) == 1 and (1, *heads.shape[2:]) == cosine.shape and heads.shape[0] == 1
 
 
 @torch.inference_mode()
-def _turns_alike(plain: Any, turned: Any, dtype: torch.dtype) -> bool:
-    rows = _rows(9 * 16, dtype).view(1, 5, 9, 16)
+def _rotates_alike(plain: Any, turned: Any, dtype: torch.dtype) -> bool:
+    rows = _make_noise(9 * 16, dtype).view(1, 5, 9, 16)
     heads = rows[:, :, :4].transpose(1, 2), rows[:, :, 4:6].transpose(1, 2)
     given = (*heads, rows[:, :, 6].contiguous(), rows[:, :, 7].contiguous())
     try:
         wanted = plain(*given)
     except Exception:
         return False
-    return all(_close(one, other) for one, other in zip(turned(*given), wanted, strict=True))
+    return all(_is_close(one, other) for one, other in zip(turned(*given), wanted, strict=True))

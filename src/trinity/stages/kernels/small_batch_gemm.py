@@ -1,8 +1,8 @@
-"""Products of at most 32 rows with weights that oneDNN has packed, by csrc/few_rows*.cpp.
+"""Products of at most 32 rows with weights that oneDNN has packed, by the extension.
 
-A decode step waits for its weights, and oneDNN's kernels leave some of the memory's speed unused, since they ask for
-nothing ahead. These read the same copy of the weights: no second one is kept. In bfloat16 the results are oneDNN's to
-the bit, in float32 but for the order of sums.
+A decode step is bound by reading its weights, and oneDNN's kernels leave some memory bandwidth unused because they do
+not prefetch. These read the same packed copy: no second one is kept. In bfloat16 the results equal oneDNN's to the bit;
+in float32 they differ by the order of sums.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from trinity.memory import native
 
-MOST_ROWS = 32
+MOST_GEMM_ROWS = 32
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def available(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for this processor: AVX-512 for float32, AMX for bfloat16."""
-    return dtype in _DTYPES and hasattr(native.extension, "few_rows") and bool(_multiples(dtype)[0])
+def has_gemm_kernel(dtype: torch.dtype) -> bool:
+    """Tell if this processor has a kernel: AVX-512 for float32, AMX for bfloat16."""
+    return dtype in _DTYPES and hasattr(native.extension, "few_rows") and bool(_block_sizes(dtype)[0])
 
 
-def reads(weight: Tensor, packed: int, size: int) -> bool:
-    """Whether ``weight`` [outputs, inputs] lies in the ``size`` bytes at ``packed`` as the kernel reads it."""
-    outputs, inputs = _multiples(weight.dtype)
+def matches_layout(weight: Tensor, packed: int, size: int) -> bool:
+    """Tell if ``weight`` [outputs, inputs] lies in the ``size`` bytes at ``packed`` as the kernel reads it."""
+    outputs, inputs = _block_sizes(weight.dtype)
     if weight.nbytes != size or weight.shape[0] % outputs or weight.shape[1] % inputs:
         return False
     pair = 4 // weight.element_size()
@@ -34,29 +34,32 @@ def reads(weight: Tensor, packed: int, size: int) -> bool:
     return torch.equal(torch.frombuffer(memory, dtype=weight.dtype), wanted)
 
 
-def _multiples(dtype: torch.dtype) -> tuple[int, int]:
-    """Of outputs and inputs."""
+def _block_sizes(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs that sizes must be multiples of."""
     found: tuple[int, int] = native.extension.few_rows_of(dtype == torch.bfloat16)
     return found
 
 
-class FewRows:
-    """One layer's product, over ``weight``, an address that ``reads`` found good. Its owner keeps weights and bias."""
+class SmallBatchGemm:
+    """Product of one layer with ``weight``, an address that ``matches_layout`` accepted.
+
+    The caller keeps weight and bias alive.
+    """
 
     __slots__ = ("_bf16", "_bias", "_dtype", "_inputs", "_most", "_outputs", "_weight")
 
     def __init__(self, weight: int, bias: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
         self._weight, self._bias, self._dtype = weight, 0 if bias is None else bias.data_ptr(), dtype
         self._bf16, (self._outputs, self._inputs) = dtype == torch.bfloat16, shape
-        self._most = MOST_ROWS * self._inputs
+        self._most = MOST_GEMM_ROWS * self._inputs
 
-    def takes(self, rows: Tensor) -> bool:
-        """Whether it is for these: few, of its dtype and width, without gaps."""
+    def accepts(self, rows: Tensor) -> bool:
+        """Tell if it serves these rows: few, of its dtype and width, contiguous."""
         few = rows.numel() <= self._most and rows.dtype == self._dtype
         return few and rows.shape[-1] == self._inputs and rows.is_contiguous()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Multiply [..., inputs] to [..., outputs]."""
         out = rows.new_empty((*rows.shape[:-1], self._outputs))
         native.extension.few_rows(
             (rows.data_ptr(), self._inputs),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity.errors import UnsupportedModel
-from trinity.stages.attention.interface import LAYER_KINDS, PAGED
+from trinity.stages.attention.interface import LAYER_KINDS, PAGED_ATTENTION
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.models.base import ModelAdapter
@@ -83,7 +83,7 @@ def _own_logits(model: LoadedModel, ids: np.ndarray) -> Tensor:
         given = torch.from_numpy(ids)[None].to(model.device)
         logits: Tensor = model.language(input_ids=given, use_cache=False).logits[0, [_CUT - 1, _LENGTH - 1, _LENGTH]]
     finally:
-        set_attention(model.language, model.adapter, PAGED)
+        set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits.float()
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trinity.core.messages import IMAGE, KV
 from trinity.memory.block_memory import BlockShape
-from trinity.stages.attention.interface import AttentionBackend, KeysWritten, PagedBatch
+from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
 from trinity.stages.batch import RaggedBatch
-from trinity.stages.kernels.linear import packed_bytes
+from trinity.stages.kernels.linear import count_packed_bytes
 from trinity.stages.models.base import Inputs, ModelAdapter
 from trinity.stages.uploads import upload
 
@@ -73,7 +73,7 @@ class LoadedModel:
         packed = 0
         for part in (self.vision, self.language):
             if part is not None:
-                packed += packed_bytes(part)
+                packed += count_packed_bytes(part)
                 for tensor in (*part.parameters(), *part.buffers()):
                     if not tensor.is_meta:
                         tensors[tensor.data_ptr(), tensor.shape] = tensor.nbytes
@@ -130,7 +130,7 @@ class LoadedModel:
                 trinity_batch=PagedBatch(batch.rows, kv, backend, batch.sampled, batch.last),
                 **further,
             )
-        except KeysWritten:
+        except StopAfterWrite:
             return embeds[:0]
         states: Tensor = output.last_hidden_state[0]
         if batch.last is not None and not len(batch.last):

@@ -13,13 +13,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.stages.attention.interface import PAGED, register_attention
-from trinity.stages.kernels.decoder_layers import lean
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder
-from trinity.stages.kernels.encoder_layers import lean_encoder
-from trinity.stages.kernels.fused_elementwise import fuse
-from trinity.stages.kernels.last_layer import sample_last, take_states
-from trinity.stages.kernels.linear import pack, quicken
+from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
+from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
+from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
+from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
+from trinity.stages.kernels.linear import pack_weights, use_onednn
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded import LoadedModel
@@ -105,12 +105,12 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
     if part is None:
         part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
         if packed:
-            pack(part)
-        quicken(part)
-        fuse_encoder(part)
-        fuse(part)
-        lean(part)
-        lean_encoder(part)
+            pack_weights(part)
+        use_onednn(part)
+        fuse_encoder_elementwise(part)
+        fuse_elementwise(part)
+        fuse_decoder_layers(part)
+        fuse_encoder_layers(part)
     return part
 
 
@@ -143,11 +143,11 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     if lacking:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
     if name == "language":
-        set_attention(model, adapter, PAGED)
+        set_attention(model, adapter, PAGED_ATTENTION)
         if known_text(adapter):
-            sample_last(adapter.language(model), adapter.deepstack)
+            skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.states_taken is not None:
-        take_states(model.base_model.vision_tower, adapter.states_taken)
+        drop_unused_layers(model.base_model.vision_tower, adapter.states_taken)
     return model
 
 
