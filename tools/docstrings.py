@@ -18,7 +18,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (trinity[\w.]*)", re.MULTILINE)
 
 @cache
 def public_names(reference: Path) -> dict[str, str]:
-    """Full names by short ones, of all classes and functions that the reference pages document."""
+    """Full names by short ones, of all classes and functions that the reference pages document by name."""
     texts = [page.read_text(encoding="utf-8") for page in sorted(reference.glob("*.rst"))]
     full = [name for text in texts for kind, name in DIRECTIVE.findall(text) if kind != "module"]
     return {name.rpartition(".")[2]: name for name in full}
@@ -48,7 +48,7 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
 def _written(block: Sequence[str], known: Mapping[str, str]) -> list[str]:
     text = [line for line in block if line.strip()]
     if not text or all(line.startswith(" ") for line in text) or text == ["::"]:
-        return list(block)
+        return [line.replace("``", "") for line in block]  # a literal block has no marks of its own
     escaped = [_escaped(line, known) for line in block]
     if any(line.startswith(" ") for line in text) and not text[0].startswith("- "):
         return [f"| {line}" if line.strip() else line for line in escaped]  # a line block keeps indentation

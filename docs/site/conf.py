@@ -53,8 +53,15 @@ toc_object_entries_show_parents = "hide"
 
 
 def _as_rst(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = docstrings.restructured(lines, docstrings.public_names(Path(app.srcdir) / "reference"))
+    errors = {name: f"trinity.errors.{name}" for name, each in vars(trinity.errors).items() if isinstance(each, type)}
+    lines[:] = docstrings.restructured(lines, errors | docstrings.public_names(Path(app.srcdir) / "reference"))
+
+
+def _without_silent(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
+    silent = callable(value) and not isinstance(value, type) and not value.__doc__
+    return True if silent else None
 
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _as_rst)
+    app.connect("autodoc-skip-member", _without_silent)
