@@ -113,7 +113,7 @@ def build(root: Path) -> int:
     pages = stage(root, source)
     shutil.rmtree(target, ignore_errors=True)
     environment = {**os.environ, "TRINITY_ROOT": str(root), "JUPYTER_PLATFORM_DIRS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(root / "build" / "doctrees")]
+    command = [sys.executable, "-m", "sphinx", "-E", "-W", "--keep-going", "-q", "-d", str(root / "build" / "doctrees")]
     status = subprocess.run([*command, str(source), str(target)], env=environment).returncode
     if not status:
         print(f"{len(pages)} documents: {target}/index.html")

@@ -41,7 +41,7 @@ nb_execution_timeout = 200  # seconds a cell
 nb_output_stderr = "remove"  # progress bars
 nb_merge_streams = True
 
-autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
+autodoc_default_options = {"undoc-members": True, "member-order": "bysource"}
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"

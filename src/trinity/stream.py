@@ -66,6 +66,7 @@ class Stream:
 
     @property
     def done(self) -> bool:
+        """True once the request has ended, however it did."""
         return self._output is not None
 
     @property

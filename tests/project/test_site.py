@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -28,6 +29,15 @@ def test_the_reference_has_each_public_name_once() -> None:
 def errors_at_the_root() -> set[str]:
     """Those are documented where they live."""
     return {name for name in trinity.__all__ if hasattr(trinity.errors, name)}
+
+
+def test_members_that_the_reference_lists_are_there_and_say_what_they_do() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.rst"))
+    listed = re.findall(r"^\.\. autoclass:: trinity\.(\w+)\n   :members: (.+)$", pages, re.MULTILINE)
+    assert {name for name, _ in listed} == {"Pipeline", "Stream"}
+    for name, members in listed:
+        for member in members.split(", "):
+            assert inspect.getdoc(getattr(getattr(trinity, name), member)), f"{name}.{member}"
 
 
 def test_each_page_of_the_reference_is_in_its_index() -> None:
