@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import tomllib
@@ -22,7 +23,8 @@ from trinity.preprocess.media import Limits
 from trinity.remote import channel
 from trinity.remote.supervisor import SHORTEST_SECRET
 
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, TOOLS = SETTINGS["project"], SETTINGS["tool"]
 SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 ANOTHERS = re.compile(r"pip install [^`\n]*?(?<![-\w./])trinity(?![-\w./])|(?<![-\w.])trinity\\?\[\w+\\?\]")
 
@@ -118,3 +120,40 @@ def test_the_security_page_says_what_is_so_by_default() -> None:
 
 def test_no_code_of_a_checkpoint_is_asked_for() -> None:
     assert [path for path, text in texts() if path.is_relative_to(ROOT / "src") and "trust_remote_code" in text] == []
+
+
+# ---------------------------------------------------------------- the release workflow, which cannot run here
+
+RELEASE = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+JOBS: dict[str, Any] = importlib.import_module("yaml").safe_load(RELEASE)["jobs"]
+
+
+def test_nothing_is_published_but_by_a_tag_after_every_other_job() -> None:
+    assert JOBS["publish"]["if"] == "github.ref_type == 'tag'"
+    assert {"publish", *JOBS["publish"]["needs"]} == set(JOBS)
+
+
+def test_only_what_publishes_may_prove_who_it_is_and_no_password_is_kept() -> None:
+    assert [name for name, job in JOBS.items() if "permissions" in job] == ["publish"]
+    assert JOBS["publish"]["permissions"] == {"id-token": "write"}
+    assert "\npermissions:\n  contents: read\n" in RELEASE
+    assert "secrets." not in RELEASE
+
+
+def test_every_version_that_gets_a_wheel_is_tried_and_no_other_is_promised() -> None:
+    tried = JOBS["try"]["strategy"]["matrix"]["python"]
+    built = TOOLS["cibuildwheel"]["build"].removeprefix("cp3{").removesuffix("}-manylinux_x86_64")
+    assert tried == [f"3.{minor}" for minor in built.split(",")]
+    promised = {line.rpartition(" :: ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line}
+    assert promised <= set(tried)
+
+
+def test_a_wheel_for_others_carries_nothing_of_nvidias() -> None:
+    assert TOOLS["cibuildwheel"]["environment"] == {"CMAKE_ARGS": "-DTRINITY_CUDA=OFF"}
+
+
+def test_the_tag_is_held_against_the_version_where_it_stands() -> None:
+    (check,) = (step["run"] for step in JOBS["plain"]["steps"] if step.get("name") == "The tag is the version")
+    for tag, code in ((f"v{trinity.__version__}", 0), ("v9.9", 1)):
+        run = subprocess.run(["bash", "-c", check], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, timeout=60)
+        assert run.returncode == code

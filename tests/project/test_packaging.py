@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -128,6 +129,19 @@ def test_a_wheel_has_the_extension_and_every_module(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("csrc (")
     assert str(tmp_path / "site") in run.stdout
+
+
+def test_a_source_distribution_has_what_a_build_and_the_tests_need(tmp_path: Path) -> None:
+    script = "import sys, scikit_build_core.build as backend; backend.build_sdist(sys.argv[1])"
+    run = [sys.executable, "-c", script, str(tmp_path)]
+    subprocess.run(run, cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    (made,) = tmp_path.glob("trinity_epd-*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    wanted = {name for name in filter(None, listed.stdout.split("\0")) if (ROOT / name).is_file()}
+    assert wanted - names == set()
+    assert [name for name in names if name.endswith(".so") or "/CMakeFiles/" in name] == []
 
 
 def test_a_checkout_on_the_path_wins_over_the_installed_one(tmp_path: Path) -> None:
