@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.request import Output
@@ -76,7 +77,9 @@ def lateness(timeline: Timeline) -> str:
 
 async def main(placement: str = "2E3P3D", per_second: float = PER_SECOND) -> list[Output]:
     model = Paced(shape=LLAVA_15_7B, cost=TINY, scale=1024)
-    async with Pipeline(model, placement, hosting="process", pools={"image": 64, "kv": 2048}) as pipe:
+    async with Pipeline(
+        model, placement, hosting="process", cache=CacheConfig(pools={"image": 64, "kv": 2048})
+    ) as pipe:
         print(f"{placement}: {model}")
         outputs = await serve(pipe, requests(), per_second)
         print(table(outputs), pipe.metrics, sep="\n\n")

@@ -25,7 +25,7 @@ FOLDERS = ("benchmarks", "csrc", "docs", "examples", "src", "tests", "tools")
 CODE = re.compile(r"`([\w/]+(?:/|\.py))`")
 PACKAGE = re.compile(r"^- `([\w/]+)/[\w.]*`:", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-HISTORY = ("CHANGELOG", "house")  # they name what was
+HISTORY = ("CHANGELOG", "house", "renames", "renamed-files")  # they name what was
 NAMING = {"": ("md", "rst", "ipynb"), "src": ("py",), "benchmarks": ("py",), "examples": ("py",)}
 HIDDEN = {".venv", ".git", ".pytest_cache", ".peers", "build", "mutants"}
 

@@ -23,11 +23,12 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
 from trinity.bench.live_replay import live_goodput, replay
 from trinity.core.scheduler import latency_bound
-from trinity.costs.budgets import Budgets, predict_budgets
+from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.simulation.simulator import Simulator
@@ -49,7 +50,12 @@ SLO_PACED = SLO(ttft=0.8, tbt=0.15)
 BUDGETED = SLO(ttft=0.8, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 REQUESTS = Dataset(name="photographs", sizes=((1024, 768, 1.0),), prompt=(40, 20), output=(16, 8))
 POOLS = {"image": 128, "kv": 6000}
-OPTIONS: dict[str, Any] = {"slo": BUDGETED, "pools": POOLS, "image_cache": False, "prefix_cache": False}
+OPTIONS: dict[str, Any] = {
+    "slo": BUDGETED,
+    "cache": CacheConfig(pools=POOLS),
+    "image_cache": False,
+    "prefix_cache": False,
+}
 SEARCH: GoodputOptions = {"least_requests": 8, "least_ttfts": 0.5}
 COARSE: GoodputOptions = {**SEARCH, "step": 1.08, "tolerance": 0.04}
 
@@ -82,7 +88,7 @@ def simulator(placement: str, host: Host) -> Simulator:
     return Simulator(MODEL, BUDGETED, cluster=cluster, cost=cost, budgets=budgets(placement))
 
 
-def budgets(placement: str) -> dict[str, Budgets]:
+def budgets(placement: str) -> dict[str, StepBudgets]:
     """By roles, as the pipeline searches them on its cost, without what the host adds."""
     roles = {each for _, each in Placement.parse(placement).instances()}
     bounds = {each: latency_bound(each, BUDGETED.ttft, BUDGETED.tbt) for each in roles}

@@ -24,11 +24,12 @@ from benchmarks.setting import ROOT, ForeignLoad, Setting
 from trinity.bench.live_replay import replay
 from trinity.bench.lookalike import Lookalikes
 from trinity.costs import model_config
-from trinity.costs.budgets import Budgets
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Device
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.runtime.loading import Deployment, make_processor, profiled
 from trinity.simulation.simulator import Simulator
@@ -38,9 +39,14 @@ from trinity.traces.trace import SLO, ServedRequest, Trace, TraceImage, TraceRow
 PLACEMENT = "1EP1D"
 SHARES = (0.6, 0.75, 0.9)
 REPEATS = 3
-BUDGETS = Budgets(tokens=1024, media=576)
+BUDGETS = StepBudgets(token_budget=1024, image_budget=576)
 POOLS = {"image": 24, "kv": 1200}
-OPTIONS: dict[str, Any] = {"dtype": "float32", "pools": POOLS, "image_cache": False, "prefix_cache": False}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "cache": CacheConfig(pools=POOLS),
+    "image_cache": False,
+    "prefix_cache": False,
+}
 Counts = dict[str, dict[str, Any]]  # of CostTables.profile, by roles
 PREFILLS = {"tokens": (1, 16, 32, 64, 256, 640), "images": (1, 2), "repeats": 3}
 DECODES = {"rows": (1, 2, 4, 8), "repeats": 7}
@@ -119,7 +125,14 @@ def profile_alone(directory: Path, roles: str, out: Path, counts: dict[str, Any]
     """What such a process does."""
     processor = make_processor(directory)
     try:
-        profiled(Deployment(directory, "float32", pools=POOLS), named([Instance(roles)]), processor, {}, out, **counts)
+        profiled(
+            Deployment(directory, "float32", cache=CacheConfig(pools=POOLS)),
+            named([Instance(roles)]),
+            processor,
+            {},
+            out,
+            **counts,
+        )
     finally:
         processor.close()
 

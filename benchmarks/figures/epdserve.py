@@ -24,8 +24,8 @@ from benchmarks.figures.claims import (
     mean_ttft,
     replayed,
 )
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.planner.candidates import placements
@@ -41,7 +41,7 @@ SLOS = {  # table 9, seconds
     ("internvl2-8b", 4): SLO(2.40, 0.06),
 }
 OFFLINE = SLO(1e6, 1e6)
-VLLM = Rules(policy="prefill_first", chunked=False)  # version 0.6.1
+VLLM = BatchRules(policy="prefill_first", chunked=False)  # version 0.6.1
 NO_IRP = (
     "the paper's gain comes from one request's images being encoded on several instances, which trinity does not do; "
     "without that an E of its own only adds a transfer"
@@ -106,7 +106,7 @@ def served(model: str, images: int, scale: Scale) -> dict[str, float]:
     """Goodput (requests/s) of EPD and both baselines, one request at a time in every stage."""
     budgets = batches(photo_tokens(model, images), 1, 1, 1)
 
-    def rate(placement: str, rules: Rules | None = None) -> float:
+    def rate(placement: str, rules: BatchRules | None = None) -> float:
         slo, made = SLOS[model, images], photos(model, images)
         options: dict[str, Any] = {"rule": "tpot", "budgets": budgets, "rules": rules}
         return goodput_of(model, placement, slo, made, cluster=a100(), scale=scale, **options)
@@ -128,15 +128,15 @@ def claims_5(found: Mapping[tuple[str, int], Mapping[str, float]]) -> Iterator[S
 # ---------------------------------------------------------------- figure 10
 
 
-def batches(visual: int, encode: int, prefill: int, decode: int) -> dict[str, Budgets]:
+def batches(visual: int, encode: int, prefill: int, decode: int) -> dict[str, StepBudgets]:
     """Budgets in requests of so many visual tokens a step, by roles."""
     encodes, prompts = encode * visual, prefill * (visual + 22)
     return {
-        "E": Budgets(media=encodes),
-        "P": Budgets(tokens=prompts),
-        "EP": Budgets(tokens=prompts, media=encodes),
-        "EPD": Budgets(tokens=prompts, media=encodes),
-        "D": Budgets(tokens=decode),
+        "E": StepBudgets(image_budget=encodes),
+        "P": StepBudgets(token_budget=prompts),
+        "EP": StepBudgets(token_budget=prompts, image_budget=encodes),
+        "EPD": StepBudgets(token_budget=prompts, image_budget=encodes),
+        "D": StepBudgets(token_budget=decode),
     }
 
 
@@ -216,11 +216,11 @@ def table_5(scale: Scale) -> Iterator[Shown]:
     yield from claims_5_table(f"{placement} in batches of 2, 1, 128", chosen, others)
 
 
-def in_sixes(encode: int, prefill: int, decode: int) -> dict[str, Budgets]:
+def in_sixes(encode: int, prefill: int, decode: int) -> dict[str, StepBudgets]:
     return batches(photo_tokens(MINICPM, 6), encode, prefill, decode)
 
 
-def random_configurations(count: int, seed: int) -> list[tuple[str, dict[str, Budgets]]]:
+def random_configurations(count: int, seed: int) -> list[tuple[str, dict[str, StepBudgets]]]:
     """Uniform among the ratios, and batches of 1 to 8 requests for E and P, 1 to 128 for D (appendix E.4)."""
     noise = random.Random(seed)
     ratios = [str(each) for each in placements(8, ["E+P+D"])]
@@ -231,12 +231,12 @@ def random_configurations(count: int, seed: int) -> list[tuple[str, dict[str, Bu
     ]
 
 
-def six(placement: str, budgets: Mapping[str, Budgets], scale: Scale) -> float:
+def six(placement: str, budgets: Mapping[str, StepBudgets], scale: Scale) -> float:
     slo, made = SLOS[MINICPM, 6], photos(MINICPM, 6)
     return goodput_of(MINICPM, placement, slo, made, cluster=a100(), scale=scale, rule="tpot", budgets=budgets)
 
 
-def latencies(placement: str, budgets: Mapping[str, Budgets], rate: float, scale: Scale) -> tuple[float, float]:
+def latencies(placement: str, budgets: Mapping[str, StepBudgets], rate: float, scale: Scale) -> tuple[float, float]:
     """Mean TTFT and TPOT in seconds, of 100 requests at a rate (100 as there)."""
     trace = photos(MINICPM, 6, rate=rate or 1.0)(scale.requests(100))
     outcomes = replayed(MINICPM, placement, SLOS[MINICPM, 6], trace, cluster=a100(), budgets=budgets).outcomes

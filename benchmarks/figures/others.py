@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures.claims import Claim, Scale, Shown, asked, listed, mean_tpot, mean_ttft, replayed
 from trinity.costs import visual_tokens
-from trinity.costs.budgets import Budgets
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
 from trinity.costs.step_cost import Device
@@ -74,7 +74,7 @@ IDLE = (
     "time while two whole devices share it all; encoding seems to cost far more in the paper's runs"
 )
 FEW = "with 100 and 200 prompts, decode on two devices instead of one outweighs the encoder that is in its way"
-VLLM = Budgets(tokens=2048, media=2048)  # vLLM's own limits of a step
+VLLM = StepBudgets(token_budget=2048, image_budget=2048)  # vLLM's own limits of a step
 VLLM_ENCODER = "vLLM encoder separation"
 PROMPTS = (100, 200, 500, 1000)
 TABLE_VLLM = (

@@ -26,7 +26,7 @@ from benchmarks.figures.claims import (
 from benchmarks.rank.ranking import MODELS, SETS, SETTINGS, slo_of
 from trinity import traces
 from trinity.core.messages import IMAGE
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
@@ -42,7 +42,7 @@ from trinity.traces.trace import SLO, Trace
 
 NEXT, LLAVA, IMAGE_TOKENS = "llava-next-7b", "llava-1.5-7b", 576
 BASELINES = {"EPDServe": "4E8P20D", "DistServe": "12EP20D", "32 x EPD": "32EPD"}
-UNSCHEDULED = Rules(policy="prefill_first", chunked=False, media_budget=False)  # no stage-level batching
+UNSCHEDULED = BatchRules(policy="prefill_first", chunked=False, limit_encodes=False)  # no stage-level batching
 
 D_KEEPS_UP = "one D's roofline gives some 1,700 tokens/s of the 640 asked for, and prefill never waits for decode"
 LIGHT_E = (
@@ -229,7 +229,7 @@ def figure_9(scale: Scale) -> Iterator[Shown]:
             rate = goodput_of(model, ours, slo, made, cluster=cluster, scale=scale)
             gains[model, dataset] = {}
             for name, placement in BASELINES.items():
-                rules = UNSCHEDULED if placement == "32EPD" else Rules()
+                rules = UNSCHEDULED if placement == "32EPD" else BatchRules()
                 theirs = goodput_of(model, placement, slo, made, cluster=cluster, scale=scale, rules=rules)
                 gains[model, dataset][name] = rate / theirs if theirs else float("inf")
     yield from claims_9(gains)
@@ -259,10 +259,10 @@ def figure_10(scale: Scale) -> Iterator[Shown]:
     best = planned(NEXT, "TextCaps", slo, cluster, scale)
     even = "11E11P10D"
 
-    def rate(placement: str, rules: Rules) -> float:
+    def rate(placement: str, rules: BatchRules) -> float:
         return goodput_of(NEXT, placement, slo, made, cluster=cluster, scale=scale, rules=rules)
 
-    whole, split, unscheduled = rate(best, Rules()), rate(even, Rules()), rate(even, UNSCHEDULED)
+    whole, split, unscheduled = rate(best, BatchRules()), rate(even, BatchRules()), rate(even, UNSCHEDULED)
     yield Shown(FIGURE_10[0], f"{best} {whole:.3g}, {even} {split:.3g} req/s", above(whole, split))
     yield Shown(FIGURE_10[1], f"{split:.3g}, without {unscheduled:.3g} req/s", above(split, unscheduled))
 

@@ -28,6 +28,7 @@ from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Device, Roofline
 from trinity.errors import TrinityError
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.runtime.host import Loaded
 from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
@@ -161,7 +162,7 @@ def steps(work: Work) -> list[dict[str, Any]]:
     sizes, cost = work.sizes, Roofline(model=read_model_shape(work.model), device=work.limit)
     with_room = [n for n in sizes.rows if n * _block_bytes(work) * _blocks(sizes) < 0.75 * work.limit.memory]
     held = {"kv": max([*with_room, 1]) * _blocks(sizes), "image": max(sizes.images) + 1}
-    deployment = Deployment(work.model, sizes.dtype, sizes.device, pools=held)
+    deployment = Deployment(work.model, sizes.dtype, sizes.device, cache=CacheConfig(pools=held))
     processor = make_processor(work.model)
     (loaded,) = load(deployment, [Instance("EPD")], processor)
     probe = Probe(loaded, processor)

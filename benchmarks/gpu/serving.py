@@ -16,6 +16,7 @@ from PIL import Image
 
 from benchmarks.setting import prompt_of
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.stages.models import load_model, loading
@@ -76,7 +77,9 @@ async def beside_generate_batch(model: Path, device: str, dtype: str, load: Load
     theirs = await asyncio.to_thread(GenerateBatch, model, device, dtype, load)
     found: dict[str, Any] = {"ours_s": [], "theirs_s": []}
     try:
-        async with Pipeline(model, "EPD", device=device, dtype=dtype, pools=pools(load), prefix_cache=False) as pipe:
+        async with Pipeline(
+            model, "EPD", device=device, dtype=dtype, cache=CacheConfig(pools=pools(load)), prefix_cache=False
+        ) as pipe:
             tokenizer = pipe.processor.tokenizer
             texts = [prompt_of(tokenizer, load.prompt, seed) for seed in range(load.requests)]
             ids = [tokenizer(text)["input_ids"] for text in texts]

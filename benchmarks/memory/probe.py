@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trinity.memory.cache_config import CacheConfig
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 PROMPT_TOKENS = 640
 
@@ -47,7 +49,9 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     processor.dummy_inputs()  # libraries that are imported at first use count as imported
     imported = resident()
     pools = {"image": 2 * images, "kv": 2 * PROMPT_TOKENS // 16}
-    (loaded,) = load(Deployment(directory, "float32", pools=pools), [Instance(roles, roles)], processor)
+    (loaded,) = load(
+        Deployment(directory, "float32", cache=CacheConfig(pools=pools)), [Instance(roles, roles)], processor
+    )
     sizes: dict[str, Any] = {"imported": imported, "loaded": resident(), "weight_bytes": loaded.model.weight_bytes}
     work = Probe(loaded, processor)
     steps = {"E": lambda: work.encode(1), "P": lambda: work.prefill(PROMPT_TOKENS), "D": lambda: work.decode(1)}

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting, prompt_of
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 
@@ -136,7 +137,9 @@ async def measure(setting: Setting, contexts: tuple[int, ...], few: int, many: i
     found = []
     theirs = await asyncio.to_thread(GenerateBatch, directory, longest)
     try:
-        async with Pipeline(directory, "PD", dtype="float32", pools=pools, prefix_cache=False) as pipe:
+        async with Pipeline(
+            directory, "PD", dtype="float32", cache=CacheConfig(pools=pools), prefix_cache=False
+        ) as pipe:
             for context in contexts:
                 load = make_load(pipe.processor.tokenizer, context, few, many)
                 rounds = []

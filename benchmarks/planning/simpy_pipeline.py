@@ -83,7 +83,7 @@ class Model:
         while True:
             queue += (yield from here.batch()) if not queue else []
             batch = [queue.popleft()]
-            while queue and sum(each.visual for each in (*batch, queue[0])) <= here.settings.rules.media:
+            while queue and sum(each.visual for each in (*batch, queue[0])) <= here.settings.rules.image_budget:
                 batch.append(queue.popleft())
             yield self.env.timeout(here.cost.at(0, 0, sum(each.visual for each in batch), context=0.0))
             for each in batch:
@@ -94,7 +94,7 @@ class Model:
         while True:
             queue += (yield from here.batch()) if not queue else here.waiting.items
             here.waiting.items.clear()
-            room, rows = here.settings.rules.tokens, []
+            room, rows = here.settings.rules.token_budget, []
             for each in queue:
                 if not room:
                     break

@@ -22,7 +22,7 @@ from benchmarks.rank.ranking import SETTINGS, slo_of
 from benchmarks.setting import ForeignLoad
 from trinity import traces
 from trinity.bench.live_replay import replay
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Device, Roofline
@@ -30,6 +30,7 @@ from trinity.emulation.content import expected_tokens
 from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -43,7 +44,7 @@ DEVICE = DEVICES["H20"]  # the paper's
 PER_HOST = 8
 BUDGETED = 0.9  # of the TBT bound: a step that takes all of it is late by what this host adds
 SCALE = 2048.0  # smaller blocks: a word of 8 bytes for a token and layer
-UNSCHEDULED = Rules(policy="prefill_first", chunked=False, media_budget=False)  # no stage-level batching
+UNSCHEDULED = BatchRules(policy="prefill_first", chunked=False, limit_encodes=False)  # no stage-level batching
 SOURCE = f"a roofline of {MODEL.name} on an {DEVICE.name} with the shares of its peaks that trinity.Device assumes"
 PROBE_S = 0.02
 Record = dict[str, Any]
@@ -105,8 +106,8 @@ def simulator(dataset: str, placement: str, scheduled: bool) -> Simulator:
     return Simulator(MODEL, bounds(dataset, BUDGETED), cluster=cluster, rules=rules(scheduled))
 
 
-def rules(scheduled: bool) -> Rules:
-    return Rules() if scheduled else UNSCHEDULED
+def rules(scheduled: bool) -> BatchRules:
+    return BatchRules() if scheduled else UNSCHEDULED
 
 
 def pipeline(task: Task) -> Pipeline:
@@ -264,7 +265,9 @@ def full_size(dataset: str, every: int, count: int) -> Record:
 async def _full_size(dataset: str, every: int, count: int) -> Record:
     rows = list(requests(dataset, count))[::every]
     model_of = paced(1.0, scale=1.0)
-    pipe = Pipeline(model_of, "1E1P1D", pools=FULL_POOLS, verify="always", prefix_cache=False, image_cache=False)
+    pipe = Pipeline(
+        model_of, "1E1P1D", cache=CacheConfig(pools=FULL_POOLS), verify="always", prefix_cache=False, image_cache=False
+    )
     async with pipe:
         asked = [PacedRequest.of(row, number) for number, row in enumerate(rows)]
         outputs = [await pipe.complete(each) for each in asked]

@@ -37,14 +37,15 @@ from benchmarks.serving.live import (
     unreached,
 )
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
-from trinity.core.scheduler import Rules, latency_bound
-from trinity.costs.budgets import Budgets, predict_budgets
+from trinity.core.scheduler import BatchRules, latency_bound
+from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.emulation.paced_model import EmulatedShape, Paced
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
 from trinity.runtime.loading import Deployment, load, make_processor
@@ -54,9 +55,9 @@ from trinity.traces.trace import SLO, Trace, TraceRow
 
 DISAGGREGATED = ("EP+D", "ED+P", "PD+E")  # every method of two instances but two of EPD
 EVEN = "E+P+D"
-UNBATCHED = Rules(policy="prefill_first", chunked=False, media_budget=False)
-UNBOUNDED = Rules(chunked=False, media_budget=False)
-OPEN = Budgets(tokens=2048, media=1)
+UNBATCHED = BatchRules(policy="prefill_first", chunked=False, limit_encodes=False)
+UNBOUNDED = BatchRules(chunked=False, limit_encodes=False)
+OPEN = StepBudgets(token_budget=2048, image_budget=1)
 OUTPUTS = 24
 LADDER = (0.4, 0.6, 0.8, 1.0, 1.2)  # of the simulated goodput
 SHORT = (0.4, 0.7, 1.0)  # of what two EPD instances do of a burst: real requests take their time
@@ -106,7 +107,7 @@ def measured(model: Path, quick: bool) -> CostTables:
     counts = QUICKLY if quick else COUNTS
     processor = make_processor(model)
     try:
-        (loaded,) = load(Deployment(model, "bfloat16", pools=POOLS), named(placed("EPD")), None)
+        (loaded,) = load(Deployment(model, "bfloat16", cache=CacheConfig(pools=POOLS)), named(placed("EPD")), None)
         return profile_tables([loaded], processor, **counts)
     finally:
         processor.close()
@@ -117,10 +118,10 @@ def budgeted(way: Way, tables: CostTables, slo: SLO, image_tokens: int) -> Way:
     if way.budgets is not None:
         return way
 
-    def rules(roles: str) -> Rules:
+    def rules(roles: str) -> BatchRules:
         limit = latency_bound(roles, slo.ttft, slo.tbt)
         found = predict_budgets(tables.seconds, roles, limit, image_tokens, warn=False)
-        return replace(way.rules, tokens=found.tokens, media=found.media)
+        return replace(way.rules, token_budget=found.token_budget, image_budget=found.image_budget)
 
     return replace(way, instances=tuple(replace(each, rules=rules(each.roles)) for each in way.instances))
 
@@ -153,7 +154,9 @@ async def real(model: Path, setting: Setting) -> Seen:
         found, foreign = await in_turns(pipes, traffic(count, image_tokens, outputs), rates, 1, until)
     facts = {"exact": told, "burst": burst, "count": count, "cells": len(ways) * len(rates)}
     budgets = {f"{way.name}, {each.name or each.roles}": each.rules for way in ways for each in way.instances}
-    facts["budgets"] = {name: [rules.tokens, rules.media] for name, rules in budgets.items() if rules is not None}
+    facts["budgets"] = {
+        name: [rules.token_budget, rules.image_budget] for name, rules in budgets.items() if rules is not None
+    }
     return Seen(slo, rates, found, foreign, facts)
 
 

@@ -31,6 +31,7 @@ from benchmarks.serving.live import (
 from benchmarks.setting import FOREIGN, Setting, disturbed
 from trinity.costs.model_config import read_model_shape
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
 from trinity.runtime.profiler_lanes import Timed, busy
@@ -78,7 +79,9 @@ def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int
     try:
         with ExitStack() as stack:
             probes = []
-            for loaded in load(Deployment(model, "bfloat16", pools=pools), named([sequential, dual]), None):
+            for loaded in load(
+                Deployment(model, "bfloat16", cache=CacheConfig(pools=pools)), named([sequential, dual]), None
+            ):
                 probes.append(stack.enter_context(closing(Probe(loaded, processor))))
             for rows in batches:
                 turns, lanes = probes

@@ -16,11 +16,12 @@ from benchmarks.setting import ForeignLoad
 from trinity import traces
 from trinity.bench.live_replay import replay
 from trinity.bench.lookalike import Lookalikes
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.emulation.paced_model import Paced
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -35,7 +36,7 @@ BOTH: tuple[SLORule, ...] = ("p90", "p99")
 HOLDS = 0.9  # of the requests in time: a rate that counts for goodput
 BURST = 6
 THINNED = 10  # of ServeGen's arrivals one in so many: ten a second, often several at once, are more than fits here
-EASY = Budgets(tokens=512, media=576)
+EASY = StepBudgets(token_budget=512, image_budget=576)
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Way:
 
     name: str
     instances: tuple[Instance, ...]
-    rules: Rules = field(default_factory=Rules)
-    budgets: Budgets | None = EASY
+    rules: BatchRules = field(default_factory=BatchRules)
+    budgets: StepBudgets | None = EASY
 
 
 def cores() -> list[int]:
@@ -80,7 +81,11 @@ async def opened(
 ) -> AsyncIterator[dict[str, Pipeline]]:
     """A pipeline for each way, all at once: those that do not serve take no CPU. Paced ones run on threads here."""
     paced = isinstance(model, Paced)
-    where: dict[str, Any] = {"pools": PACED_POOLS} if paced else {"pools": POOLS, "hosting": "process", "dtype": dtype}
+    where: dict[str, Any] = (
+        {"cache": CacheConfig(pools=PACED_POOLS)}
+        if paced
+        else {"cache": CacheConfig(pools=POOLS), "hosting": "process", "dtype": dtype}
+    )
     async with AsyncExitStack() as stack:
         if not paced:
             await stack.enter_async_context(kept_launcher())

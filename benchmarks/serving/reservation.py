@@ -19,11 +19,12 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.core.instance.settings import RESERVATIONS, Reservation
-from trinity.core.scheduler import Order, Policy, Rules
+from trinity.core.scheduler import BatchRules, Order, Policy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import TraceTooShort
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.simulation.simulator import Simulator
 from trinity.tables import percentile
@@ -94,7 +95,9 @@ async def live(reservation: Reservation, count: int) -> Run:
     """All at once to one paced instance; every reader leaves after 100 of the 2,048 tokens that it asked for."""
     paced = Paced(shape=LLAVA_15_7B, cost=COST, scale=2048)
     pools = {"image": 4, "kv": BLOCKS}
-    async with Pipeline(paced, "EPD", pools=pools, prefix_cache=False, reservation=reservation) as pipe:
+    async with Pipeline(
+        paced, "EPD", cache=CacheConfig(pools=pools), prefix_cache=False, reservation=reservation
+    ) as pipe:
         began = time.monotonic()
         read = await asyncio.gather(*(_read(pipe, number) for number in range(count)))
         seconds = time.monotonic() - began
@@ -200,7 +203,7 @@ def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
 
 
 def _serving(placement: str, policy: Policy, order: Order) -> ServeFunction:
-    rules = Rules(policy=policy, order=order)
+    rules = BatchRules(policy=policy, order=order)
     return Simulator("llava-1.5-7b", STRICT, cluster=Cluster.of("H100", 4), rules=rules).serve(placement)
 
 

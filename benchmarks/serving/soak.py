@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.report import Table
 from benchmarks.setting import PHOTOS, WORDS, build_cached
 from trinity.errors import TrinityError
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 
@@ -97,7 +98,12 @@ async def soak(model: Path, seconds: float, connector: str, seed: int = 0) -> tu
     """The series by process, and how the requests ended."""
     series: dict[str, Series] = {}
     ends: Counter[str] = Counter()
-    settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "connector": connector, "pools": POOLS}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "hosting": "process",
+        "connector": connector,
+        "cache": CacheConfig(pools=POOLS),
+    }
     async with Pipeline(model, PLACEMENT, **settings) as pipe:
         until = time.monotonic() + seconds
         clients = [client(pipe, random.Random(seed + each), until, ends) for each in range(CLIENTS)]

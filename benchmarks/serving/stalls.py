@@ -25,8 +25,8 @@ from benchmarks.serving.live import (
     unreached,
 )
 from benchmarks.setting import FOREIGN, Setting, disturbed
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.model_config import read_model_shape
 
 PLACEMENTS = ("EPD", "EP+D")
@@ -55,8 +55,8 @@ def ways(image_tokens: int, chunks: Sequence[int | None], images: Sequence[int |
 
 def way(placement: str, chunk: int | None, images: int | None, image_tokens: int) -> Way:
     """Chunks off still take up to the default token budget of several whole prompts in a step."""
-    rules = Rules(chunked=chunk is not None, media_budget=images is not None)
-    budgets = Budgets(tokens=chunk or EASY.tokens, media=(images or 1) * image_tokens)
+    rules = BatchRules(chunked=chunk is not None, limit_encodes=images is not None)
+    budgets = StepBudgets(token_budget=chunk or EASY.token_budget, image_budget=(images or 1) * image_tokens)
     name = f"{placement}, {f'chunks of {chunk}' if chunk else 'whole prompts'}, {said(images)}"
     return Way(name, placed(placement), rules, budgets)
 

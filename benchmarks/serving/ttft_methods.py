@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.report import Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, calm, disturbed
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
@@ -93,7 +94,12 @@ async def measure(model: Path, method: str, schedule: Schedule, setting: Setting
     """
     served: list[Served] = []
     pools = {"image": 4 * schedule.count, "kv": 64 * schedule.count}
-    options: dict[str, Any] = {"dtype": "float32", "pools": pools, "prefix_cache": False, "image_cache": False}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "cache": CacheConfig(pools=pools),
+        "prefix_cache": False,
+        "image_cache": False,
+    }
     async with Pipeline(model, method, **options) as pipe:
         await pipe.complete(schedule.request(setting.photos, 0))
         while len(served) < 2 * rounds and sum(each.foreign[0] <= FOREIGN for each in served) < rounds:

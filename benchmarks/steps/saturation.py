@@ -13,6 +13,7 @@ from benchmarks.report import Result, Table
 from benchmarks.setting import Setting
 from trinity.costs.budgets import StepCost
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.report.plots import saturation, svg
 from trinity.report.plots.costs import ITEMS, TITLES
 from trinity.runtime.loading import Deployment, load, make_processor
@@ -56,7 +57,7 @@ def probed(model: Path, dtype: str, counts: Counts, until: float) -> dict[str, S
     pools = {"image": max(counts["E"]), "kv": max(max(counts["D"]) * (context // 16 + 2), max(counts["P"]) // 16 + 2)}
     processor = make_processor(model)
     try:
-        (loaded,) = load(Deployment(model, dtype, pools=pools), named([Instance("EPD")]), None)
+        (loaded,) = load(Deployment(model, dtype, cache=CacheConfig(pools=pools)), named([Instance("EPD")]), None)
         with closing(Probe(loaded, processor)) as probe:
             return measure(probe, counts, context, until)
     finally:

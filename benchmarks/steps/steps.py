@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.kernels.limits import alternate, gemm_gflops, read_gb_s
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ForeignLoad, Setting, disturbed, prompt_of
+from trinity.memory.cache_config import CacheConfig
 
 BATCHES, CONTEXT, PROMPT, HEIGHT = (1, 8, 32), 640, 600, 16
 AIMS = {"decode": 0.6, "prefill": 0.8, "encode": 0.8}
@@ -173,7 +174,7 @@ async def _exact(directory: Any) -> bool:
     from trinity import Pipeline, Request, Sampling
     from trinity.testing.oracle import Oracle
 
-    async with Pipeline(directory, "1E1P1D", dtype="float32", pools={"image": 4, "kv": 128}) as pipe:
+    async with Pipeline(directory, "1E1P1D", dtype="float32", cache=CacheConfig(pools={"image": 4, "kv": 128})) as pipe:
         text = prompt_of(pipe.processor.tokenizer, 24, 1)
         greedy = Sampling(ignore_eos=True)
         asked = [

@@ -19,6 +19,7 @@ from benchmarks.setting import Setting, prompt_of
 from trinity.core.messages import Release
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import Address, Channel, connect, listen
@@ -78,7 +79,7 @@ async def paced(scale: float, connector: str, repeats: int) -> dict[str, list[fl
     settings: dict[str, Any] = {"hosting": "process", "connector": connector, "prefix_cache": False}
     pools = {"image": 4, "kv": 96}
     found: dict[str, list[float]] = {name: [] for name in MIGRATIONS}
-    async with Pipeline(model, "E+P+D", pools=pools, image_cache=False, **settings) as pipe:
+    async with Pipeline(model, "E+P+D", cache=CacheConfig(pools=pools), image_cache=False, **settings) as pipe:
         for _ in range(repeats + 2):
             request = PacedRequest(text_tokens=TEXT_TOKENS, image_tokens=(IMAGE_TOKENS,), max_tokens=4)
             output = await pipe.complete(request)
@@ -95,7 +96,7 @@ async def shares(setting: Setting, repeats: int) -> list[float]:
     tokenizer = (await asyncio.to_thread(RequestProcessor, model)).tokenizer
     found = []
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "prefix_cache": False, "image_cache": False}
-    async with Pipeline(model, "E+P+D", pools={"image": 4, "kv": 128}, **settings) as pipe:
+    async with Pipeline(model, "E+P+D", cache=CacheConfig(pools={"image": 4, "kv": 128}), **settings) as pipe:
         for index in range(repeats + 1):
             request = Request(
                 "<image>" + prompt_of(tokenizer, 32, index),

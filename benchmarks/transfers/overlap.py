@@ -10,10 +10,11 @@ from typing import Any
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_of
-from trinity.core.transfers import KvMode, Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.transfers import KvMode, TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
@@ -23,10 +24,10 @@ LENGTHS = (1024, 2048)
 OVERLAP = 0.98  # the aim, with paced compute
 IMAGE_ROWS = (100, 400, 529, 1196, 2691, 16206)  # the six resolutions of EPD-Serve table 3, 280 x 280 to 4096 x 3112
 COMBINATIONS = (
-    ("neither", Transfers(prefetch=False)),
-    ("feature prefetch", Transfers()),
-    ("grouped KV", Transfers(prefetch=False, kv="grouped")),
-    ("both", Transfers(kv="grouped")),
+    ("neither", TransferPolicy(prefetch=False)),
+    ("feature prefetch", TransferPolicy()),
+    ("grouped KV", TransferPolicy(prefetch=False, kv="grouped")),
+    ("both", TransferPolicy(kv="grouped")),
 )
 COST = LinearCost(step_s=0.01, decode_s=0.001, prefill_s=4e-4, encode_s=0.02, media_s=1e-4, source="given by hand")
 SCALE = 8.0  # of the emulation's KV blocks
@@ -96,8 +97,13 @@ async def real_kv(setting: Setting, mode: KvMode, tokens: int, rounds: int) -> S
     """Prefill that computes, in a process; its KV to another process over shm."""
     model = setting.pick("llava-110m", "llava")
     pools = {"image": 2, "kv": 3 * tokens // 16 + 8}
-    options: dict[str, Any] = {"hosting": "process", "connector": "shm", "dtype": "float32", "pools": pools}
-    async with Pipeline(model, "EP+D", transfers=Transfers(kv=mode), prefix_cache=False, **options) as pipe:
+    options: dict[str, Any] = {
+        "hosting": "process",
+        "connector": "shm",
+        "dtype": "float32",
+        "cache": CacheConfig(pools=pools),
+    }
+    async with Pipeline(model, "EP+D", transfers=TransferPolicy(kv=mode), prefix_cache=False, **options) as pipe:
         tokenizer = pipe.processor.tokenizer
         asked = [text_request(prompt_of(tokenizer, tokens, seed)) for seed in range(rounds + 2)]
         await asyncio.to_thread(setting.settle)
@@ -111,8 +117,11 @@ def text_request(prompt: str) -> Request:
 async def paced_kv(mode: KvMode, tokens: int, rounds: int) -> Served:
     """Emulation: prefill waits, blocks of LLaVA-1.5-7B's shape and an eighth of its bytes move over shm."""
     model = Paced(shape=LLAVA_15_7B, cost=COST, scale=SCALE)
-    options: dict[str, Any] = {"hosting": "process", "pools": {"image": 2, "kv": 3 * tokens // 16 + 8}}
-    async with Pipeline(model, "EP+D", transfers=Transfers(kv=mode), prefix_cache=False, **options) as pipe:
+    options: dict[str, Any] = {
+        "hosting": "process",
+        "cache": CacheConfig(pools={"image": 2, "kv": 3 * tokens // 16 + 8}),
+    }
+    async with Pipeline(model, "EP+D", transfers=TransferPolicy(kv=mode), prefix_cache=False, **options) as pipe:
         asked = [PacedRequest(text_tokens=tokens, max_tokens=3) for _ in range(rounds + 2)]
         return await in_turn(pipe, asked[:2], asked[2:])
 
@@ -146,15 +155,20 @@ def ms(seconds: float) -> str:
 # ---------------------------------------------------------------- features ahead of prefill (emulation)
 
 
-async def paced_features(chosen: Transfers, rows: int, requests: int) -> Served:
+async def paced_features(chosen: TransferPolicy, rows: int, requests: int) -> Served:
     """Requests of one image each that come at once: features of the next may move while one is prefilled.
 
     A step holds one prompt: with several that came together in one step, the median TTFT would be that of the last.
     """
     model = Paced(shape=FEATURES, cost=COST)
-    budgets = Budgets(tokens=rows + 40, media=rows)
+    budgets = StepBudgets(token_budget=rows + 40, image_budget=rows)
     pools = {"image": (requests + 1) * (rows // 576 + 1), "kv": (requests + 1) * (rows // 16 + 4)}
-    options: dict[str, Any] = {"hosting": "process", "pools": pools, "image_cache": False, "prefix_cache": False}
+    options: dict[str, Any] = {
+        "hosting": "process",
+        "cache": CacheConfig(pools=pools),
+        "image_cache": False,
+        "prefix_cache": False,
+    }
     async with Pipeline(model, "E+P+D", transfers=chosen, budgets=budgets, **options) as pipe:
         asked = [PacedRequest(text_tokens=40, image_tokens=(rows,), max_tokens=1) for _ in range(requests + 1)]
         return await at_rate(pipe, asked[:1], asked[1:], 0.0)
@@ -185,10 +199,10 @@ def hidden_share(served: Served) -> float:
 # ---------------------------------------------------------------- both (emulation)
 
 
-async def combined(chosen: Transfers, requests: int) -> Served:
+async def combined(chosen: TransferPolicy, requests: int) -> Served:
     """An image of 576 visual tokens and a question, at a fixed rate, prefill busy for three quarters of the time."""
     model = Paced(shape=LLAVA_15_7B, cost=COST, scale=SCALE / 2)
-    options: dict[str, Any] = {"hosting": "process", "pools": {"image": 8, "kv": 160}}
+    options: dict[str, Any] = {"hosting": "process", "cache": CacheConfig(pools={"image": 8, "kv": 160})}
     async with Pipeline(model, "E+P+D", transfers=chosen, image_cache=False, prefix_cache=False, **options) as pipe:
         asked = [PacedRequest(text_tokens=40, image_tokens=(576,), max_tokens=17) for _ in range(requests + 4)]
         return await at_rate(pipe, asked[:4], asked[4:], INTERVAL_S)
@@ -236,7 +250,7 @@ async def measure(setting: Setting) -> Found:
                 found.kv["emulated", tokens, mode] = await paced_kv(mode, tokens, rounds)
         for rows in sizes:
             for prefetch in (False, True):
-                chosen = Transfers(prefetch=prefetch)
+                chosen = TransferPolicy(prefetch=prefetch)
                 found.features[rows, prefetch] = await paced_features(chosen, rows, requests)
         for name, chosen in COMBINATIONS:
             found.combinations[name] = await combined(chosen, 3 if setting.quick else 16)

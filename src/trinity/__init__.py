@@ -14,9 +14,9 @@ from trinity import errors as errors
 if TYPE_CHECKING:
     from trinity.connector import Connector as Connector
     from trinity.core.routing import RoutingPolicy as RoutingPolicy
-    from trinity.core.scheduler import Rules as Rules
-    from trinity.core.transfers import Transfers as Transfers
-    from trinity.costs.budgets import Budgets as Budgets
+    from trinity.core.scheduler import BatchRules as BatchRules
+    from trinity.core.transfers import TransferPolicy as TransferPolicy
+    from trinity.costs.budgets import StepBudgets as StepBudgets
     from trinity.costs.step_cost import Device as Device
     from trinity.errors import ClosedError as ClosedError
     from trinity.errors import ConfigError as ConfigError
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from trinity.errors import TransportError as TransportError
     from trinity.errors import TrinityError as TrinityError
     from trinity.instance import Instance as Instance
+    from trinity.memory.cache_config import CacheConfig as CacheConfig
     from trinity.metrics import Metrics as Metrics
     from trinity.pipeline import Pipeline as Pipeline
     from trinity.placement import Placement as Placement
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
-    from trinity.preprocess.processor import Limits as Limits
+    from trinity.preprocess.processor import MediaLimits as MediaLimits
+    from trinity.remote.supervisor import ProcessConfig as ProcessConfig
     from trinity.request import Media as Media
     from trinity.request import Output as Output
     from trinity.request import Request as Request
@@ -46,21 +48,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "costs.budgets": ["Budgets"],
+    "costs.budgets": ["StepBudgets"],
     "connector": ["Connector"],
     "costs.step_cost": ["Device"],
     "errors": ["ClosedError", "ConfigError", "RequestError", "TransportError", "TrinityError"],
     "traces.goodput": ["Goodput"],
     "instance": ["Instance"],
+    "memory.cache_config": ["CacheConfig"],
     "metrics": ["Metrics"],
-    "core.transfers": ["Transfers"],
+    "core.transfers": ["TransferPolicy"],
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan"],
-    "preprocess.processor": ["Limits"],
+    "preprocess.processor": ["MediaLimits"],
+    "remote.supervisor": ["ProcessConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
     "core.routing": ["RoutingPolicy"],
-    "core.scheduler": ["Rules"],
+    "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],
     "stream": ["Stream"],
     "timeline": ["Timeline"],

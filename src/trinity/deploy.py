@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from trinity.core.instance.settings import Reservation
 from trinity.core.routing import RoutingPolicy
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance
 from trinity.placement import Placement
@@ -31,8 +31,8 @@ class InstanceOptions(TypedDict, total=False):
     attention: str
     depth: int
     pack: bool | None
-    tokens: int | None
-    images: int | None
+    token_budget: int | None
+    image_budget: int | None
 
 
 def placed(
@@ -68,16 +68,16 @@ def _options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[str, A
     if not limited:
         tokens = knobs.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)
         images = knobs.get("images", SEARCHED) if "E" in roles else SEARCHED
-        found |= {"tokens": tokens or None, "images": images or None}
+        found |= {"token_budget": tokens or None, "image_budget": images or None}
     return found
 
 
 def rules_and_routing(
-    placement: object, rules: Rules | None, routing: str | RoutingPolicy | None
-) -> tuple[Rules, str | RoutingPolicy]:
+    placement: object, rules: BatchRules | None, routing: str | RoutingPolicy | None
+) -> tuple[BatchRules, str | RoutingPolicy]:
     """Rules and routing: the user's, else those that a plan's wider search has set, else the defaults."""
     knobs = settings_of(placement) if isinstance(placement, Plan) else {}
-    chosen = rules or replace(Rules(), **{name: knobs[name] for name in RULES if name in knobs})
+    chosen = rules or replace(BatchRules(), **{name: knobs[name] for name in RULES if name in knobs})
     return chosen, str(knobs.get("routing", "round_robin")) if routing is None else routing
 
 

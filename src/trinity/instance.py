@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
 from trinity.core.messages import FRONTEND
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
 from trinity.placement import Group
 from trinity.stages.attention.backends import AUTO, check_name
@@ -19,29 +19,42 @@ from trinity.stages.base import StageFactory
 class Instance:
     """One instance of a pipeline: ``roles`` such as "E", "EP" or "PD".
 
-    ``pools`` are blocks by kind ({"image": 64, "kv": 1024}); without it they follow from ``memory_bytes`` (weights
-    included) or from the pipeline's. ``rules`` are the batching rules (Algorithm 1 and its ablations); without it those
-    of the pipeline. ``lanes``: ("joint",) or ("vision", "language"), the paper's dual stream. ``stages`` are factories
-    of your own stages, or names of the entry point ``trinity.stages``; they replace the built-in ones of the same
-    letters. ``reservation`` of KV blocks: "full", for prompt and ``max_tokens`` at once, or "optimistic", as a request
-    decodes; where there are none, the youngest is preempted and recomputed. ``tokens`` (prefill tokens and decodes: no
-    more requests decode at once) and ``images`` (of usual size) are the most of one step, in place of budgets that are
-    searched or the pipeline's; none: as those say. ``threads``: intra-op threads per lane.
-    ``cores``: processors that its threads are kept on: one for all lanes, or as many for each, in the lanes' order;
-    none: wherever the system puts them. ``attention``: "auto", "native" (csrc/, CPUs), "torch" and others by device,
-    see ``trinity.stages.attention.backends``. ``depth``: steps in flight on a lane; with 2 the next step is decided
-    while one runs, so that the lane never waits for the core, and a request that a stop token ends is over one step
-    later. ``pack``: whether linear layers on a CPU get a copy of their weights in the order of oneDNN, of this process
-    alone; decode steps are faster so; none: where somebody in the process decodes. ``address`` ("tcp:host:port",
-    "unix:/path"): it runs there already, started by ``python -m trinity.instance --listen ADDRESS``; for
-    ``hosting="process"``.
+    - ``name`` (""): its name in routes, timelines and errors; "E0", "PD1", ... where it has none.
+    - ``pools`` (blocks by kind, None): for example ``{"image": 64, "kv": 1024}``.
+    - ``memory_bytes`` (bytes, None): memory, weights included, that pools are sized for. With neither, as the pipeline
+      has them.
+    - ``rules`` (None): ``BatchRules`` of its own (Algorithm 1 and its ablations); the pipeline's where it has none.
+    - ``lanes`` (("joint",)): ("vision", "language") is the paper's dual stream (TriInfer 4.4).
+    - ``stages`` (()): factories of your own stages, or names of the entry point ``trinity.stages``; they replace the
+      built-in stages of the same letters.
+    - ``threads`` (1): intra-op threads of each lane.
+    - ``cores`` (()): processors that its threads are kept on: one for all lanes, or equally many for each, in the order
+      of the lanes. With none, the system places them.
+    - ``device`` (None): "cpu", "cuda:0", ...; the pipeline's where it has none.
+    - ``prefix_cache`` (True): keep KV blocks of finished prompts for requests that begin alike.
+    - ``image_cache`` (True): keep image features for requests with the same image (an encoder cache).
+    - ``reservation`` ("full"): KV blocks for prompt and ``max_tokens`` at once. "optimistic" adds blocks as a request
+      decodes; where there are none, the youngest request is preempted and recomputed.
+    - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
+      ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
+    - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
+      ``trinity.stages.attention.backends``.
+    - ``depth`` (1): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so
+      that the lane never waits for the core; a request that a stop token ends is over one step later.
+    - ``pack`` (None): give linear layers on a CPU a copy of their weights in oneDNN's order, which makes decode steps
+      faster and serves this process alone. None: where an instance of the process decodes.
+    - ``token_budget`` (tokens, None): prefill tokens and decodes in one step, and so requests that decode at once.
+    - ``image_budget`` (images of usual size, None): images that one step encodes. Both go before budgets that are
+      searched or the pipeline's.
+
+    Raises ``ConfigError``.
     """
 
     roles: str
     name: str = ""
     pools: Mapping[str, int] | None = None
     memory_bytes: int | None = None
-    rules: Rules | None = None
+    rules: BatchRules | None = None
     lanes: tuple[str, ...] = ("joint",)
     stages: Sequence[StageFactory | str] = ()
     threads: int = 1
@@ -54,14 +67,14 @@ class Instance:
     attention: str = AUTO
     depth: int = 1
     pack: bool | None = None
-    tokens: int | None = None
-    images: int | None = None
+    token_budget: int | None = None
+    image_budget: int | None = None
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
         check_name(self.attention)
         check_reservation(self.reservation)
-        check_limits(self.tokens, self.images, self.rules is not None)
+        check_limits(self.token_budget, self.image_budget, self.rules is not None)
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):

@@ -5,33 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Unpack
 
 from trinity.adapt.auto import automatic
 from trinity.connector import Connector, choice, make_connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.messages import Failure, PeerLoad, PeerLost, PeerUp, Send, Submit, Tick, Value
+from trinity.core.messages import Failure, PeerLoad, PeerLost, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.deploy import InstanceOptions, placed, rules_and_routing
 from trinity.emulation.paced_model import Paced
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.processor import Limits, Processed, RequestProcessor
+from trinity.preprocess.processor import MediaLimits, Processed, RequestProcessor
 from trinity.remote import supervisor
 from trinity.remote.instance_client import InstanceProcess
+from trinity.remote.supervisor import ProcessConfig
 from trinity.request import Output, Request, check_request
-from trinity.runtime.host import InstanceHost
+from trinity.runtime.host import Handle, InstanceHost
 from trinity.runtime.loading import Deployment, load, make_hosts, make_processor, model_of, profiled
 from trinity.runtime.shielded_wait import outlast
 from trinity.stream import Stream, late, trace_row, with_time_left
@@ -43,32 +45,32 @@ logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
 
 
-class Host(Protocol):
-    """An instance as the pipeline sees it: on threads of this process, or in a process of its own."""
-
-    def post(self, event: Value) -> None: ...
-
-    def stop(self, at_once: bool = False) -> None: ...
-
-    async def join(self) -> None: ...
-
-    def announcement(self) -> PeerUp: ...
-
-
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    ``model`` is a directory in transformers' format, or ``Paced`` (stages wait in place of computing). ``placement`` is
-    "EPD", "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best), a list of ``Instance``, or "auto": ``instances`` of
-    EPD, and a plan of what comes, told and not applied (``pipe.auto``). ``slo`` (TTFT and TBT, seconds) has the budgets
-    of Algorithm 1 profiled at start; ``budgets`` gives them by hand; neither means 2,048 tokens and one image a step.
-    ``rules`` has the scheduler's policy, queue order and switches. ``pools`` (blocks by kind) or ``memory_bytes``
-    (weights included) size every instance that says nothing itself. ``lanes``, ``threads``, ``prefix_cache``,
-    ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``, ``tokens`` and ``images`` are those of every
-    ``Instance`` that a placement or a plan names; they go before what the plan says.
-    ``observe(request_id, index, logits)`` sees all logits before sampling. ``transfers`` says when blocks start to
-    move; ``verify`` ("always", "network", "never") which are compared with the source's digests on arrival. ``secret``
-    (or TRINITY_SECRET) is shown to instances that run already. A process that is silent for ``silence_s`` is restarted.
+    - ``model``: a directory in transformers' format, or ``Paced`` (stages wait in place of computing).
+    - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
+      or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``, which is not applied.
+    - ``instances`` (count, None): how many to start with under "auto".
+    - ``hosting`` ("thread"): "thread" runs instances in this process, "process" each in a process of its own.
+    - ``processes`` (None): ``ProcessConfig``, the shared secret and the longest silence of such a process.
+    - ``connector`` (None): transport of blocks, a name, a ``Transport`` or a ``Connector``; "inproc" for threads and
+      "auto" for processes.
+    - ``verify`` (None): blocks compared with the source's digests on arrival, "always", "network" or "never"; as the
+      connector has it, else "network".
+    - ``transfers`` (None): ``TransferPolicy``, when blocks start to move.
+    - ``slo`` (seconds, None): TTFT and TBT bounds; the budgets of Algorithm 1 are profiled at start to keep them.
+    - ``budgets`` (None): ``StepBudgets`` by hand. With neither, a step takes 2,048 tokens and one image.
+    - ``rules`` (None): ``BatchRules``, the scheduler's policy, queue order and switches.
+    - ``routing`` (None): a routing policy or its name; a plan's, else "round_robin".
+    - ``cache`` (None): ``CacheConfig``, block sizes, and pools or memory of every instance that sets none itself.
+    - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
+    - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
+    - ``max_waiting`` (requests, 1024): more than these waiting are refused with ``Overloaded``.
+    - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
+    - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
+      ``token_budget`` and ``image_budget``: as ``Instance`` has them, for every instance that a placement or a plan
+      names; they go before the plan's own settings.
 
     ::
 
@@ -94,39 +96,36 @@ class Pipeline:
         connector: str | Transport | Connector | None = None,
         verify: Verify | None = None,
         slo: SLO | None = None,
-        budgets: Budgets | None = None,
-        rules: Rules | None = None,
+        budgets: StepBudgets | None = None,
+        rules: BatchRules | None = None,
         routing: str | RoutingPolicy | None = None,
-        pools: Mapping[str, int] | None = None,
-        memory_bytes: int | None = None,
+        cache: CacheConfig | None = None,
         dtype: str = "auto",
         device: str = "cpu",
-        limits: Limits | None = None,
+        limits: MediaLimits | None = None,
         max_waiting: int = 1024,
-        media_block: int = 576,
-        kv_block: int = 16,
         observe: Callable[..., None] | None = None,
-        transfers: Transfers | None = None,
-        secret: str | None = None,
-        silence_s: float = supervisor.SILENCE_S,
+        transfers: TransferPolicy | None = None,
+        processes: ProcessConfig | None = None,
         instances: int | None = None,
         **options: Unpack[InstanceOptions],
     ) -> None:
-        self.auto, placement = automatic(model_of(model), placement, instances, slo, memory_bytes)
+        cache, processes = cache or CacheConfig(), processes or ProcessConfig()
+        self.auto, placement = automatic(model_of(model), placement, instances, slo, cache.memory_bytes)
         self.instances = named(placed(placement, options, limited=rules is not None or budgets is not None))
         rules, routing = rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self._limits = slo, routing, limits or Limits()
+        self.slo, self.routing, self._limits = slo, routing, limits or MediaLimits()
         self.hosting = supervisor.check_hosting(hosting, connector, self.instances)
         self.connector = make_connector(choice(connector, hosting), verify)
-        self._silence_s = supervisor.check_silence(silence_s)
-        self._secret = supervisor.check_secret(self.instances, secret)
+        self._silence_s = processes.silence_s
+        self._secret = supervisor.check_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
-        rest = (media_block, kv_block, pools, memory_bytes, observe, transfers or Transfers())
+        rest = (cache, observe, transfers or TransferPolicy())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
-        self._reached: dict[str, Host] = {}
+        self._reached: dict[str, Handle] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
         self._departed, self._state, self._preparing = asyncio.Event(), "new", 0

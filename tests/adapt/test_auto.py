@@ -15,6 +15,7 @@ from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
 from trinity.errors import ConfigError, TraceError
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
@@ -148,7 +149,7 @@ def test_any_other_placement_is_left_as_it_is() -> None:
 
 
 async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> None:
-    pipe = Pipeline(QUICK, "auto", instances=2, slo=LOOSE, pools={"image": 8, "kv": 256})
+    pipe = Pipeline(QUICK, "auto", instances=2, slo=LOOSE, cache=CacheConfig(pools={"image": 8, "kv": 256}))
     assert (pipe.placement.method, pipe.placement.size) == ("EPD", 2)
     assert pipe.auto is not None
     pipe.auto.requests, pipe.auto.every_s = 5, 0.01

@@ -12,13 +12,14 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.plans import BEST, plan
 from trinity.connector import Connector
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.deploy import InstanceOptions, placed
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
@@ -37,8 +38,8 @@ ALL: dict[str, Any] = {
     "attention": "torch",
     "depth": 2,
     "pack": False,
-    "tokens": 640,
-    "images": 3,
+    "token_budget": 640,
+    "image_budget": 3,
 }
 SETTINGS = {"tokens": 9, "mixed_tokens": 7, "images": 5, "reservation": "full", "depth": 1}
 PLAN = plan(best=msgspec.structs.replace(BEST, placement="1EPD1PD", settings=SETTINGS))
@@ -58,10 +59,10 @@ def test_they_reach_every_instance(placement: Any) -> None:
 
 def test_what_is_not_said_is_the_plans_and_else_the_instances_own() -> None:
     epd, pd = placed(PLAN, {})
-    assert (epd.tokens, epd.images, pd.tokens, pd.images) == (7, 5, 7, None)
+    assert (epd.token_budget, epd.image_budget, pd.token_budget, pd.image_budget) == (7, 5, 7, None)
     assert placed("EPD", {}) == [Instance("EPD", "EPD0")]
     (limited, _) = placed(PLAN, {}, limited=True)
-    assert (limited.tokens, limited.images) == (None, None)
+    assert (limited.token_budget, limited.image_budget) == (None, None)
 
 
 def test_a_keyword_that_is_none_is_refused_with_those_known() -> None:
@@ -70,17 +71,17 @@ def test_a_keyword_that_is_none_is_refused_with_those_known() -> None:
 
 
 def test_instances_that_have_their_own_are_not_told_in_silence() -> None:
-    with pytest.raises(ConfigError, match="give depth, tokens to each Instance instead"):
-        Pipeline(QUICK, [Instance("EPD")], depth=2, tokens=9)
+    with pytest.raises(ConfigError, match="give depth, token_budget to each Instance instead"):
+        Pipeline(QUICK, [Instance("EPD")], depth=2, token_budget=9)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"depth": 3}, "depth is 1 or 2 steps"),
-        ({"tokens": 0}, "tokens of one step is a whole number of at least 1, got 0"),
-        ({"images": -2}, "images of one step"),
-        ({"tokens": 1.5}, "tokens of one step is a whole number"),
+        ({"token_budget": 0}, "token_budget is a whole number of at least 1, got 0"),
+        ({"image_budget": -2}, "image_budget is"),
+        ({"token_budget": 1.5}, "token_budget is a whole number"),
         ({"reservation": "some"}, "unknown reservation"),
         ({"attention": "flesh"}, "unknown attention"),
     ],
@@ -91,39 +92,47 @@ def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], said: str) -> 
 
 
 def test_limits_of_a_batch_are_said_once() -> None:
-    with pytest.raises(ConfigError, match="tokens=9 and rules= both limit a batch"):
-        Instance("PD", tokens=9, rules=Rules(tokens=8))
+    with pytest.raises(ConfigError, match="token_budget=9 and rules= both limit a batch"):
+        Instance("PD", token_budget=9, rules=BatchRules(token_budget=8))
 
 
 @pytest.mark.parametrize(
     ("limits", "expected"),
-    [({}, (100, 576)), ({"tokens": 50}, (50, 576)), ({"images": 4}, (100, 4 * 576))],
+    [({}, (100, 576)), ({"token_budget": 50}, (50, 576)), ({"image_budget": 4}, (100, 4 * 576))],
 )
 @pytest.mark.parametrize("slo", [None, SLO(ttft=10, tbt=10)])
 def test_the_instances_own_limits_go_before_the_pipelines(
     limits: dict[str, Any], expected: tuple[int, int], slo: SLO | None
 ) -> None:
-    deployment = Deployment(QUICK, slo=slo, budgets=Budgets(tokens=100, media=576), pools=POOLS)
+    deployment = Deployment(
+        QUICK, slo=slo, budgets=StepBudgets(token_budget=100, image_budget=576), cache=CacheConfig(pools=POOLS)
+    )
     (loaded,) = load(deployment, [Instance("EPD", "EPD0", **limits)], None)
-    assert (loaded.settings.rules.tokens, loaded.settings.rules.media) == expected
+    assert (loaded.settings.rules.token_budget, loaded.settings.rules.image_budget) == expected
 
 
 def test_an_image_of_a_checkpoint_has_as_many_rows_as_its_processor_says() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", media_block=64, pools=POOLS)
+    deployment = Deployment(
+        checkpoint("llava"),
+        "float32",
+        cache=CacheConfig(image_block_size=64, pools=POOLS),
+    )
     with closing(RequestProcessor(checkpoint("llava"))) as processor:
         rows = processor.dummy_inputs()[0].tokens
-        (loaded,) = load(deployment, [Instance("E", "E0", images=3)], processor)
-    assert loaded.settings.rules.media == 3 * rows > 3
+        (loaded,) = load(deployment, [Instance("E", "E0", image_budget=3)], processor)
+    assert loaded.settings.rules.image_budget == 3 * rows > 3
 
 
 def test_of_a_model_of_text_alone_an_image_is_nothing() -> None:
-    deployment = Deployment(checkpoint("llama"), "float32", pools=POOLS)
+    deployment = Deployment(checkpoint("llama"), "float32", cache=CacheConfig(pools=POOLS))
     with closing(RequestProcessor(checkpoint("llama"))) as processor:
-        (loaded,) = load(deployment, [Instance("PD", "PD0", tokens=7, images=3)], processor)
-    assert (loaded.settings.rules.tokens, loaded.settings.rules.media) == (7, 3)
+        (loaded,) = load(deployment, [Instance("PD", "PD0", token_budget=7, image_budget=3)], processor)
+    assert (loaded.settings.rules.token_budget, loaded.settings.rules.image_budget) == (7, 3)
 
 
 def test_a_process_is_told_of_both() -> None:
-    deployment = Deployment(QUICK, pools=POOLS)
-    setup = setup_for(Instance("EPD", "EPD0", tokens=7, images=3), deployment, Connector("shm"), "round_robin")
+    deployment = Deployment(QUICK, cache=CacheConfig(pools=POOLS))
+    setup = setup_for(
+        Instance("EPD", "EPD0", token_budget=7, image_budget=3), deployment, Connector("shm"), "round_robin"
+    )
     assert (setup.most_tokens, setup.most_images) == (7, 3)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import GOOD, ONE, TEXT, TWO, all_tokens, failing, failing_all, good_ones, picture, serving
+from support.pipeline_options import pipeline_options
 from trinity.connector import Connector
 from trinity.core.messages import Submit, Work
 from trinity.errors import (
@@ -33,7 +34,7 @@ from trinity.errors import (
 )
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.preprocess.media import Limits
+from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import Processed
 from trinity.request import Media, Request, Sampling
 from trinity.stream import with_time_left
@@ -76,7 +77,7 @@ def test_roles_of_an_instance(roles: Any) -> None:
 
 
 async def refused_at_start(model: Path, placement: Any = "EPD", **settings: Any) -> BaseException:
-    pipe = Pipeline(model, placement, **settings)
+    pipe = Pipeline(model, placement, **pipeline_options(settings))
     with pytest.raises(ConfigError) as caught:
         await pipe.start()
     assert pipe.connector._closed
@@ -179,7 +180,7 @@ def image_requests() -> dict[str, Request]:
 async def test_images() -> None:
     """All of them at once, beside good ones."""
     requests = image_requests()
-    async with serving("E+PD", limits=Limits(max_pixels=80_000)) as pipe:
+    async with serving("E+PD", limits=MediaLimits(max_pixels=80_000)) as pipe:
         found = await failing_all(pipe, requests.values())
         await good_ones(pipe)
         assert pipe.metrics.summary()["refused"] == {"BadMedia": len(IMAGES)}

@@ -23,6 +23,7 @@ from support.pipeline_driver import (
     serving,
     threads_of,
 )
+from support.pipeline_options import pipeline_options
 from trinity.core.messages import Submit, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError
 from trinity.pipeline import Pipeline
@@ -36,7 +37,7 @@ def expected() -> None:
 
 
 def make(placement: str = "E+P+D", **settings: object) -> Pipeline:
-    return Pipeline(checkpoint("llava"), placement, dtype="float32", **settings)  # type: ignore[arg-type]
+    return Pipeline(checkpoint("llava"), placement, dtype="float32", **pipeline_options(settings))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- start and end

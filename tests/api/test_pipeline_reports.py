@@ -13,7 +13,7 @@ import pytest
 
 from support.pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, Case, all_tokens, good_ones, serving
 from trinity.core.messages import Submit
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, DeadlineExceeded, MigrationError
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
@@ -54,7 +54,9 @@ async def timed(pipe: Pipeline, case: Case) -> tuple[Output, float]:
 async def test_spans_add_up_to_the_time_that_was_spent(placement: str) -> None:
     """They never overlap, also where images migrate while others of the request are still being encoded."""
     slow = WrappedTransport(delay_s=0.01)
-    async with serving(placement, connector=slow, rules=Rules(media=1), image_cache=False, prefix_cache=False) as pipe:
+    async with serving(
+        placement, connector=slow, rules=BatchRules(image_budget=1), image_cache=False, prefix_cache=False
+    ) as pipe:
         for case in (TEXT, ONE, MANY):
             output, seconds = await timed(pipe, case)
             assert tuple(output.spans) == SPANS
@@ -82,7 +84,7 @@ def pd_side(placement: str) -> str:
 
 
 async def test_time_in_a_queue_is_seen() -> None:
-    async with serving("E+P+D", rules=Rules(media=1), image_cache=False) as pipe:
+    async with serving("E+P+D", rules=BatchRules(image_budget=1), image_cache=False) as pipe:
         outputs = await asyncio.gather(*(pipe.complete(MANY.request()) for _ in range(6)))
         waited = sorted(output.spans["encode_queue"] for output in outputs)
         assert waited[-1] > waited[0]

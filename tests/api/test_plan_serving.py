@@ -10,12 +10,13 @@ import pytest
 
 from support.plans import BEST, plan
 from trinity.core.routing import LeastLoaded
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.deploy import KNOBS
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import UnknownName
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.planner import Plan, Space
 from trinity.planner.search_space import knobs_of
@@ -30,7 +31,7 @@ def planned(placement: str, **changes: object) -> Plan:
 
 
 async def test_a_plan_is_a_placement() -> None:
-    async with Pipeline(QUICK, planned("1EP1D"), pools={"image": 8, "kv": 64}) as pipe:
+    async with Pipeline(QUICK, planned("1EP1D"), cache=CacheConfig(pools={"image": 8, "kv": 64})) as pipe:
         assert str(pipe.placement) == "1EP1D"
         output = await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
         assert output.route == ["EP0", "D0"]
@@ -45,7 +46,7 @@ async def test_a_loaded_plan_too(tmp_path: object) -> None:
 async def test_the_policy_order_and_routing_of_a_wider_search_are_run() -> None:
     knobs = {"order": "sjf", "policy": "prefill_first", "routing": "least_loaded", "tokens": 0, "images": 0}
     pools = {"image": 8, "kv": 64}
-    async with Pipeline(QUICK, planned("2EPD", settings=knobs), pools=pools) as pipe:
+    async with Pipeline(QUICK, planned("2EPD", settings=knobs), cache=CacheConfig(pools=pools)) as pipe:
         for host in pipe.hosts.values():
             rules = host.core.settings.rules
             assert (rules.order, rules.policy) == ("sjf", "prefill_first")
@@ -57,7 +58,9 @@ async def test_the_policy_order_and_routing_of_a_wider_search_are_run() -> None:
 async def test_what_the_user_says_goes_before_the_plan() -> None:
     plan = planned("2EPD", settings={"order": "sjf", "routing": "least_loaded"})
     pools = {"image": 8, "kv": 64}
-    async with Pipeline(QUICK, plan, pools=pools, rules=Rules(order="deadline"), routing="random") as pipe:
+    async with Pipeline(
+        QUICK, plan, cache=CacheConfig(pools=pools), rules=BatchRules(order="deadline"), routing="random"
+    ) as pipe:
         assert {host.core.settings.rules.order for host in pipe.hosts.values()} == {"deadline"}
         assert pipe.routing == "random"
     assert Pipeline(QUICK, "2EPD").routing == "round_robin"
@@ -68,10 +71,10 @@ LIMITS = {"order": "sjf", "tokens": 700, "mixed_tokens": 64, "images": 2}
 
 
 async def test_batch_limits_of_a_wider_search_are_run() -> None:
-    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), pools=ROOM, slo=SLOW) as pipe:
+    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), cache=CacheConfig(pools=ROOM), slo=SLOW) as pipe:
         ep, d = (pipe.hosts[name].core.settings.rules for name in ("EP0", "D0"))
-        assert (ep.tokens, ep.media, ep.order) == (700, 2 * 576, "sjf")
-        assert (d.tokens, d.media) == (64, 1)
+        assert (ep.token_budget, ep.image_budget, ep.order) == (700, 2 * 576, "sjf")
+        assert (d.token_budget, d.image_budget) == (64, 1)
         output = await pipe.complete(PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3))
         assert len(output.token_ids) == 3
         lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
@@ -80,9 +83,9 @@ async def test_batch_limits_of_a_wider_search_are_run() -> None:
 
 
 async def test_a_limit_at_zero_is_what_algorithm_1_finds() -> None:
-    async def rules(settings: dict[str, int]) -> list[Rules]:
+    async def rules(settings: dict[str, int]) -> list[BatchRules]:
         plan = planned("1EP1D", settings=settings)
-        async with Pipeline(QUICK, plan, pools=ROOM, slo=SLOW) as pipe:
+        async with Pipeline(QUICK, plan, cache=CacheConfig(pools=ROOM), slo=SLOW) as pipe:
             return [host.core.settings.rules for host in pipe.hosts.values()]
 
     assert await rules({"tokens": 0, "mixed_tokens": 0, "images": 0}) == await rules({})
@@ -91,15 +94,15 @@ async def test_a_limit_at_zero_is_what_algorithm_1_finds() -> None:
 @pytest.mark.parametrize(
     ("given", "tokens"),
     [
-        ({"budgets": Budgets(tokens=100)}, [100, 100]),
-        ({"rules": Rules(tokens=90)}, [90, 90]),
-        ({"tokens": 80}, [80, 80]),
-        ({"images": 1}, [700, 64]),
+        ({"budgets": StepBudgets(token_budget=100)}, [100, 100]),
+        ({"rules": BatchRules(token_budget=90)}, [90, 90]),
+        ({"token_budget": 80}, [80, 80]),
+        ({"image_budget": 1}, [700, 64]),
     ],
 )
 async def test_the_users_own_limits_go_before_the_plans(given: Any, tokens: list[int]) -> None:
-    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), pools=ROOM, **given) as pipe:
-        assert [pipe.hosts[name].core.settings.rules.tokens for name in ("EP0", "D0")] == tokens
+    async with Pipeline(QUICK, planned("1EP1D", settings=LIMITS), cache=CacheConfig(pools=ROOM), **given) as pipe:
+        assert [pipe.hosts[name].core.settings.rules.token_budget for name in ("EP0", "D0")] == tokens
         assert "budgets" in given or pipe.hosts["EP0"].core.settings.rules.order == (
             "fcfs" if "rules" in given else "sjf"
         )
@@ -107,7 +110,7 @@ async def test_the_users_own_limits_go_before_the_plans(given: Any, tokens: list
 
 async def test_processes_are_told_of_them() -> None:
     plan = planned("1EP1D", settings={**LIMITS, "depth": 2, "reservation": "optimistic"})
-    async with Pipeline(QUICK, plan, pools=ROOM, hosting="process") as pipe:
+    async with Pipeline(QUICK, plan, cache=CacheConfig(pools=ROOM), hosting="process") as pipe:
         asked = [PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3) for _ in range(2)]
         outputs = await asyncio.gather(*map(pipe.complete, asked))
         assert [len(output.token_ids) for output in outputs] == [3, 3]

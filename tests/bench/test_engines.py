@@ -61,11 +61,11 @@ async def test_under_an_slo_budgets_are_searched_and_not_the_engines(
         (host,) = pipe.hosts.values()
         rules = host.loaded.settings.rules
     assert (rules.policy, rules.limit_s) == ("time", 4.9)
-    assert rules.tokens > 3
+    assert rules.token_budget > 3
     assert rules.cost is not None
     async with serve_trinity.pipeline(settings(tokens=3)) as pipe:
         (host,) = pipe.hosts.values()
-        assert (host.loaded.settings.rules.policy, host.loaded.settings.rules.tokens) == ("alg1", 3)
+        assert (host.loaded.settings.rules.policy, host.loaded.settings.rules.token_budget) == ("alg1", 3)
 
 
 def test_prompts_lose_all_but_one_placeholder_of_each_image() -> None:

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 import trinity.bench.live_replay
+from support.pipeline_options import pipeline_options
 from trinity.bench.live_replay import live_goodput, measure_candidates, replay
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
@@ -29,7 +30,7 @@ BEFORE = 1e9  # nothing is late
 
 
 def pipeline(placement: str = "1E1P1D", model: Paced = QUICK, **options: Any) -> Pipeline:
-    return Pipeline(model, placement, **{"pools": POOLS, "media_block": 32, **options})
+    return Pipeline(model, placement, **pipeline_options({"pools": POOLS, "image_block_size": 32, **options}))
 
 
 def rows(count: int = 6, gap_ms: float = 10.0, **fields: Any) -> Trace:
@@ -78,7 +79,7 @@ async def test_a_rate_scales_the_schedule_and_not_the_requests() -> None:
 async def test_the_loop_is_open() -> None:
     slow = Paced(shape=SHAPE, cost=LinearCost(step_s=0.5))
     most = 0
-    async with pipeline("EPD", slow, rules=Rules(tokens=60)) as pipe:
+    async with pipeline("EPD", slow, rules=BatchRules(token_budget=60)) as pipe:
         serving = asyncio.create_task(replay(pipe, rows(4, gap_ms=1.0, output_length=1)))
         while not serving.done():
             most = max(most, len(pipe._streams))
@@ -135,7 +136,7 @@ async def test_what_fails_or_is_refused_is_a_row() -> None:
 
 async def test_a_full_queue_refuses_and_the_others_go_on() -> None:
     slow = Paced(shape=SHAPE, cost=LinearCost(step_s=0.2))
-    async with pipeline("EPD", slow, max_waiting=1, rules=Rules(tokens=1)) as pipe:
+    async with pipeline("EPD", slow, max_waiting=1, rules=BatchRules(token_budget=1)) as pipe:
         served = await replay(pipe, rows(5, gap_ms=1.0, output_length=1, text_length=2, input_length=2, images=[]))
     reasons = [row.finish_reason for row in served]
     assert set(reasons) == {"length", "refused"}
@@ -210,7 +211,7 @@ def prefilled(pipe: Pipeline) -> int:
 async def test_live_goodput_is_the_search_over_replays() -> None:
     one_at_a_time = Paced(shape=SHAPE, cost=OUTPUT)  # 50 prompts of 8 tokens a second
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 2.0, "tolerance": 0.9}
-    async with pipeline("EPD", one_at_a_time, rules=Rules(tokens=8)) as pipe:
+    async with pipeline("EPD", one_at_a_time, rules=BatchRules(token_budget=8)) as pipe:
         found = await live_goodput(pipe, stream(), SLO(ttft=0.25, tbt=9.0), late_s=BEFORE, bound=30.0, **options)
         assert len(pipe.trace) == 30 * len(found.points)
     assert found.points[0].rate == pytest.approx(27.0)
@@ -224,7 +225,7 @@ async def test_each_rate_may_have_a_pipeline_of_its_own() -> None:
     made: list[Pipeline] = []
 
     def make() -> Pipeline:
-        made.append(pipeline("EPD", Paced(shape=SHAPE, cost=OUTPUT), rules=Rules(tokens=8)))
+        made.append(pipeline("EPD", Paced(shape=SHAPE, cost=OUTPUT), rules=BatchRules(token_budget=8)))
         return made[-1]
 
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 4.0, "tolerance": 9.0, "deepest": 2.0}
@@ -237,7 +238,9 @@ async def test_each_rate_may_have_a_pipeline_of_its_own() -> None:
 async def test_candidates_are_started_replayed_and_measured_and_the_best_comes_first() -> None:
     model = Paced(shape=SHAPE, cost=OUTPUT)
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 4.0, "tolerance": 9.0, "deepest": 2.0}
-    settings = {"pools": POOLS, "media_block": 32, "rules": Rules(tokens=8), "slo": None}
+    settings = pipeline_options(
+        {"pools": POOLS, "image_block_size": 32, "rules": BatchRules(token_budget=8), "slo": None}
+    )
     slo, expected = SLO(ttft=0.15, tbt=9.0), {"1EPD": 25.0, "4EPD": 90.0}
     found = await measure_candidates(
         model, ["1EPD", "4EPD"], stream(60), slo, expected=expected, pipeline=settings, **options

@@ -12,6 +12,7 @@ from PIL import Image
 from support.checkpoint_files import checkpoint
 from trinity.bench.live_replay import replay
 from trinity.bench.lookalike import Lookalikes, picture
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
@@ -108,7 +109,12 @@ async def test_a_real_pipeline_replays_and_writes_every_field_of_its_trace(tmp_p
         for n in range(4)
     )
     pools = {"image": 8, "kv": 64}
-    async with Pipeline(checkpoint("llava"), "1E1P1D", dtype="float32", pools=pools, media_block=64) as pipe:
+    async with Pipeline(
+        checkpoint("llava"),
+        "1E1P1D",
+        dtype="float32",
+        cache=CacheConfig(pools=pools, image_block_size=64),
+    ) as pipe:
         served = await replay(pipe, asked, late_s=1e9)
         pipe.trace.save(tmp_path / "trace.jsonl")
     assert [each.finish_reason for each in served] == ["length"] * 4

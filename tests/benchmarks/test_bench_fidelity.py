@@ -101,8 +101,14 @@ def test_both_sides_have_the_same_budgets() -> None:
     settings = {each.roles: each.rules for each in fidelity.simulator("1EP1D", Host(step_s=0.01)).settings("1EP1D")}
     for each in load(pipe._deployment, pipe.instances, None):
         rules = each.settings.rules
-        assert (rules.tokens, rules.media) == (found[each.spec.roles].tokens, found[each.spec.roles].media)
-        assert (settings[each.spec.roles].tokens, settings[each.spec.roles].media) == (rules.tokens, rules.media)
+        assert (rules.token_budget, rules.image_budget) == (
+            found[each.spec.roles].token_budget,
+            found[each.spec.roles].image_budget,
+        )
+        assert (settings[each.spec.roles].token_budget, settings[each.spec.roles].image_budget) == (
+            rules.token_budget,
+            rules.image_budget,
+        )
 
 
 def test_the_result_says_pass_and_fail() -> None:

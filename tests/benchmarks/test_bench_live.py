@@ -21,7 +21,7 @@ from benchmarks.serving import ablation, dual_stream, live, stalls
 from benchmarks.serving.live import Rounds, Way, attained, goodput, in_turns, placed, seen, span, traffic
 from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepCost
 from trinity.costs.step_cost import CostTables
 from trinity.errors import ConfigError
@@ -173,11 +173,11 @@ def test_stalls_are_compared_with_whole_prompts_and_all_images() -> None:
     known = stalls.ways(576, stalls.CHUNKS, stalls.IMAGES)
     assert len({each.name for each in known}) == len(known) == 9
     assert known[0].name == "EPD, whole prompts, any number of images"
-    assert known[0].rules == Rules(chunked=False, media_budget=False)
+    assert known[0].rules == BatchRules(chunked=False, limit_encodes=False)
     by_name = {each.name: each for each in known}
     chosen = by_name["EPD, chunks of 128, 2 images"]
     assert chosen.budgets is not None
-    assert (chosen.rules, chosen.budgets.tokens, chosen.budgets.media) == (Rules(), 128, 2 * 576)
+    assert (chosen.rules, chosen.budgets.token_budget, chosen.budgets.image_budget) == (BatchRules(), 128, 2 * 576)
     assert [each.name for each in known if each.name.startswith("EP+D")] == [
         "EP+D, whole prompts, any number of images",
         "EP+D, chunks of 128, 1 image",
@@ -256,8 +256,8 @@ def test_dual_stream_is_a_ratio_to_sequential_at_the_same_rate() -> None:
 
 def test_each_ablation_takes_one_thing_away() -> None:
     full, unbounded, unbatched = ablation.variants("EP+D", placed("EP+D"))
-    assert (full.rules, full.budgets) == (Rules(), None), "searched by the pipeline under its SLO"
-    assert (unbounded.rules.policy, unbounded.rules.chunked, unbounded.rules.media_budget) == ("alg1", False, False)
+    assert (full.rules, full.budgets) == (BatchRules(), None), "searched by the pipeline under its SLO"
+    assert (unbounded.rules.policy, unbounded.rules.chunked, unbounded.rules.limit_encodes) == ("alg1", False, False)
     assert unbatched.rules.policy == "prefill_first"
     assert full.instances == unbounded.instances == unbatched.instances
     names = [each.name for each in ablation.real_ways()]
@@ -272,9 +272,12 @@ def test_budgets_are_searched_for_each_instance_by_its_roles() -> None:
     first, second = ablation.budgeted(full, tables, SLO(1.0, 0.05), 576).instances
     assert first.rules is not None
     assert second.rules is not None
-    for found, limit, rows in ((first, 0.5, (0, first.rules.tokens, 0)), (second, 0.05, (second.rules.tokens, 0, 0))):
+    for found, limit, rows in (
+        (first, 0.5, (0, first.rules.token_budget, 0)),
+        (second, 0.05, (second.rules.token_budget, 0, 0)),
+    ):
         assert tables.seconds(*rows) <= limit, found
-    assert first.rules.media % 576 == 0
+    assert first.rules.image_budget % 576 == 0
     assert ablation.budgeted(unbounded, tables, SLO(1.0, 0.05), 576) is unbounded
 
 

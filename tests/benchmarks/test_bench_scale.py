@@ -272,7 +272,7 @@ async def test_live_instances_have_the_budgets_pools_and_rules_of_simulated_ones
         live = [host.loaded.settings for host in pipe.hosts.values()]
     for one, other in zip(live, simulator("POPE", "1E1P1ED", scheduled).settings("1E1P1ED", shared=False), strict=True):
         assert (one.name, one.roles, dict(one.pools)) == (other.name, other.roles, dict(other.pools))
-        assert (one.rules.tokens, one.rules.media) == (other.rules.tokens, other.rules.media)
+        assert (one.rules.token_budget, one.rules.image_budget) == (other.rules.token_budget, other.rules.image_budget)
         assert one.rules.policy == other.rules.policy
         assert other.rules.limit_s is not None
         assert one.rules.limit_s == pytest.approx(4 * other.rules.limit_s)

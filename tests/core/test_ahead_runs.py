@@ -63,7 +63,7 @@ def test_the_interleavings_have_what_only_depth_2_brings_about() -> None:
 
 def tokens_of(depth: int, placement: str, works: Sequence[Work]) -> dict[str, list[int]]:
     cluster = VirtualCluster(
-        settings_of(placement, {"image": 12, "kv": 16}, media_block=4, kv_block=4, depth=depth),
+        settings_of(placement, {"image": 12, "kv": 16}, image_block_size=4, kv_block_size=4, depth=depth),
         durations=Durations(step=lambda draw, name, step: 0.1 + draw.random()),
         sample=lambda work, index: (hash_of(work.request) + index) % 7,
     )

@@ -20,7 +20,7 @@ from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
 from trinity.core.migration import kv_source, kv_target, leases, source, target
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 ENOUGH = 1500
@@ -152,7 +152,7 @@ def a_prefix_matches_whatever_its_images(monkeypatch: pytest.MonkeyPatch) -> Non
 @broken
 def a_prefix_cuts_an_atomic_span(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(s: State, state: Any) -> tuple[int, ...]:
-        return s.kv.match(s.prefix_keys(state)[: (len(state.work.prompt) - 1) // s.settings.kv_block])
+        return s.kv.match(s.prefix_keys(state)[: (len(state.work.prompt) - 1) // s.settings.kv_block_size])
 
     monkeypatch.setattr(State, "prefix_hits", careless)
 
@@ -347,14 +347,16 @@ def test_reserving_features_one_by_one_would_hang(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(target, "_reserve_media", piecemeal)
     with pytest.raises(AssertionError, match=r"no Release of|no end of"):
-        flood("2E1P1D", 6, images=3, rules=Rules(tokens=64, media=1), image_cache=False)
+        flood("2E1P1D", 6, images=3, rules=BatchRules(token_budget=64, image_budget=1), image_cache=False)
 
 
 def roomy(placement: str) -> None:
     """Eight requests, image blocks for all of them at E, for one at P."""
     configured = [
         each if each.name != "ED0" else type(each)(**{**vars(each), "pools": {"image": 24, "kv": 32}})
-        for each in settings_of(placement, {"image": 3, "kv": 4}, media_block=4, kv_block=4, prefix_cache=False)
+        for each in settings_of(
+            placement, {"image": 3, "kv": 4}, image_block_size=4, kv_block_size=4, prefix_cache=False
+        )
     ]
     cluster = VirtualCluster(configured, durations=Durations(step=lambda draw, name, step: 0.01))
     for number in range(8):

@@ -17,7 +17,7 @@ from support.core_tables import work
 from support.paths import PYTHON_PATH
 from support.scenarios import PLACEMENTS, Linear, random_cluster
 from trinity.core.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw, Work
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.testing.conversation import revoked
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, predicted, settings_of
 
@@ -103,8 +103,8 @@ def same_size(request: str, images: int = 1, text: int = 0) -> Work:
 
 def flood(placement: str, requests: int = 8, images: int = 1, **settings: object) -> VirtualCluster:
     """All at once into pools that hold one request each."""
-    settings.setdefault("rules", Rules(tokens=64, media=64))
-    configured = settings_of(placement, TIGHT, media_block=4, kv_block=4, **settings)
+    settings.setdefault("rules", BatchRules(token_budget=64, image_budget=64))
+    configured = settings_of(placement, TIGHT, image_block_size=4, kv_block_size=4, **settings)
     cluster = VirtualCluster(configured, seed=requests)
     for number in range(requests):
         cluster.submit(same_size(f"r{number}", images, 100 * (number + 1)))
@@ -124,13 +124,13 @@ def test_pools_of_one_request_serve_eight_at_once_everywhere(placement: str, cac
 @pytest.mark.parametrize("placement", ["2E1P1D", "2ED1P", "E+P+D", "3E2PD"])
 def test_images_that_come_one_by_one_never_fill_a_pool_with_halves_of_two_requests(placement: str) -> None:
     """Every image is a step of its own, so that both requests are half encoded when the target reserves."""
-    flood(placement, 6, images=3, rules=Rules(tokens=64, media=1), image_cache=False)
+    flood(placement, 6, images=3, rules=BatchRules(token_budget=64, image_budget=1), image_cache=False)
 
 
 @pytest.mark.parametrize("placement", ["E+P+D", "EP+D", "2E1P2D", "1E1EPD"])
 def test_features_may_be_fetched_while_kv_is_full(placement: str) -> None:
     """Image blocks for three, KV blocks for one: the features of those that wait are here already."""
-    configured = settings_of(placement, {"image": 9, "kv": 4}, media_block=4, kv_block=4, prefix_cache=False)
+    configured = settings_of(placement, {"image": 9, "kv": 4}, image_block_size=4, kv_block_size=4, prefix_cache=False)
     slow = Durations(step=lambda draw, name, step: 0.01 if step.encodes else 0.5)
     cluster = VirtualCluster(configured, durations=slow)
     for number in range(6):
@@ -142,7 +142,7 @@ def test_features_may_be_fetched_while_kv_is_full(placement: str) -> None:
 def test_a_cancel_in_the_middle_of_everything_frees_the_way() -> None:
     """The first of three has all pools; when its reader leaves, the others go on."""
     cluster = VirtualCluster(
-        settings_of("E+P+D", TIGHT, media_block=4, kv_block=4), durations=Durations(step=lambda *_: 1.0)
+        settings_of("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), durations=Durations(step=lambda *_: 1.0)
     )
     for number in range(3):
         cluster.submit(same_size(f"r{number}"), at=number * 0.1)
@@ -156,7 +156,7 @@ def test_all_at_the_same_instant() -> None:
     """No time passes at all: every order of events is that of the channels."""
     still = Durations(lambda *_: 0.0, lambda *_: 0.0, lambda *_: 0.0)
     for placement in PLACEMENTS:
-        cluster = VirtualCluster(settings_of(placement, TIGHT, media_block=4, kv_block=4), durations=still)
+        cluster = VirtualCluster(settings_of(placement, TIGHT, image_block_size=4, kv_block_size=4), durations=still)
         for number in range(5):
             cluster.submit(same_size(f"r{number}"))
             cluster.abort(f"r{number // 2}", at=0.0)
@@ -166,7 +166,7 @@ def test_all_at_the_same_instant() -> None:
 
 def test_when_every_row_or_every_pull_fails_every_request_ends_with_an_error() -> None:
     for faults in (Faults.at_random(1.0, 0.0), Faults.at_random(0.0, 1.0)):
-        cluster = VirtualCluster(settings_of("E+P+D", TIGHT, media_block=4, kv_block=4), faults=faults)
+        cluster = VirtualCluster(settings_of("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), faults=faults)
         for number in range(5):
             cluster.submit(same_size(f"r{number}"))
         cluster.run()
@@ -176,9 +176,9 @@ def test_when_every_row_or_every_pull_fails_every_request_ends_with_an_error() -
 def test_a_cost_gives_the_durations() -> None:
     cost = Linear(decode=1.0, prefill=10.0, media=100.0)
     still = Durations(lambda *_: 0.0, predicted(cost), lambda *_: 0.0)
-    rules = Rules(tokens=64, media=64)
+    rules = BatchRules(token_budget=64, image_budget=64)
     cluster = VirtualCluster(
-        settings_of("EPD", {"image": 9, "kv": 9}, rules=rules, media_block=4, kv_block=4), durations=still
+        settings_of("EPD", {"image": 9, "kv": 9}, rules=rules, image_block_size=4, kv_block_size=4), durations=still
     )
     cluster.submit(work("r", 1, "cat", 2, max_tokens=3), at=5.0)
     cluster.run()
@@ -190,7 +190,7 @@ def test_a_cost_gives_the_durations() -> None:
 def digest(seeds: range) -> str:
     """Of all commands: random runs, and one in which twelve requests are cancelled in the middle of one step."""
     slow = Durations(step=lambda draw, name, step: 1.0)
-    together = VirtualCluster(settings_of("PD", {"kv": 99}, media_block=4, kv_block=4), durations=slow)
+    together = VirtualCluster(settings_of("PD", {"kv": 99}, image_block_size=4, kv_block_size=4), durations=slow)
     for number in range(13):
         together.submit(work(f"r{number}", 1))
         together.abort(f"r{number}", at=1.5)

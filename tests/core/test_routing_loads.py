@@ -32,6 +32,7 @@ from trinity.core.messages import (
 )
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
 from trinity.emulation.paced_model import PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
@@ -218,7 +219,13 @@ def test_kv_that_covered_the_image_and_was_evicted_sends_it_to_an_encoder() -> N
 def spread(count: int, **settings: Any) -> VirtualCluster:
     """Requests a second apart that show one of two images, while instances report ten times a second."""
     configured = settings_of(
-        "1E2P1D", {"image": 2, "kv": 40}, media_block=4, kv_block=4, prefix_cache=False, report_s=0.1, **settings
+        "1E2P1D",
+        {"image": 2, "kv": 40},
+        image_block_size=4,
+        kv_block_size=4,
+        prefix_cache=False,
+        report_s=0.1,
+        **settings,
     )
     cluster = VirtualCluster(configured, routing=PrefixHits, durations=Durations(message=lambda draw, *_: 0.01))
     for number in range(count):
@@ -245,7 +252,7 @@ def test_each_image_is_encoded_once_and_found_again() -> None:
 
 def test_digests_that_are_no_longer_true_cost_a_hop_and_nothing_else() -> None:
     """Everybody hears of everything two seconds late, and each pool holds one image."""
-    configured = settings_of("1E1P1D", {"image": 2, "kv": 40}, media_block=4, kv_block=4, prefix_cache=False)
+    configured = settings_of("1E1P1D", {"image": 2, "kv": 40}, image_block_size=4, kv_block_size=4, prefix_cache=False)
     late = Durations(message=lambda draw, source, target: 2.0 if target == "frontend" else 0.01)
     reporting = [type(each)(**{**vars(each), "report_s": 0.1, "heartbeat_s": 0.3}) for each in configured]
     cluster = VirtualCluster(reporting, routing=PrefixHits, durations=late)
@@ -267,7 +274,7 @@ def launcher() -> Iterator[None]:
 @pytest.mark.parametrize("hosting", ["thread", "process"])
 async def test_a_pipeline_finds_an_image_again(hosting: Any, launcher: None) -> None:
     asked = PacedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=4)
-    async with Pipeline(MODEL, "E+P+D", hosting=hosting, pools=POOLS, routing="prefix_hits") as pipe:
+    async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS), routing="prefix_hits") as pipe:
         first = await pipe.complete(asked)
         async with asyncio.timeout(30.0):
             while "P0" not in pipe.loads or not pipe.loads["P0"].cached[IMAGE]:

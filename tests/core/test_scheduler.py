@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from trinity.core.scheduler import (
     NOTHING,
     Batch,
+    BatchRules,
     EncodeView,
     Outstanding,
     PrefillView,
-    Rules,
     View,
     latency_bound,
     schedule,
@@ -43,7 +43,7 @@ def images(request: str, *tokens: int, blocks: int = 1) -> EncodeView:
     return EncodeView(request, tuple(enumerate(tokens)), blocks)
 
 
-def batch(rules: Rules, **view: Any) -> Batch:
+def batch(rules: BatchRules, **view: Any) -> Batch:
     view.setdefault("free_kv", 100)
     view.setdefault("free_media", 100)
     return schedule(View(**view), rules)
@@ -58,75 +58,78 @@ def test_lines_1_to_4_the_latency_bound_follows_from_the_stages(roles: str, boun
 
 
 def test_lines_7_to_9_every_decode_is_in_the_batch_even_beyond_the_budget() -> None:
-    found = batch(Rules(tokens=2), decoding=("a", "b", "c"), prefilling=[prompt("p", 9)], new_prefills=[prompt("q", 9)])
+    found = batch(BatchRules(2), decoding=("a", "b", "c"), prefilling=[prompt("p", 9)], new_prefills=[prompt("q", 9)])
     assert found == Batch(decodes=("a", "b", "c"))
 
 
 def test_lines_10_to_13_running_prefills_share_what_decodes_leave_of_the_token_budget() -> None:
-    found = batch(Rules(tokens=10), decoding=("a", "b"), prefilling=[prompt("p", 12, start=7), prompt("q", 9)])
+    found = batch(BatchRules(10), decoding=("a", "b"), prefilling=[prompt("p", 12, start=7), prompt("q", 9)])
     assert found.prefills == [("p", 7, 5), ("q", 0, 3)]
     assert found.admitted_prefills == []
 
 
 def test_lines_14_to_16_running_encodes_take_whole_images_within_the_image_budget() -> None:
-    found = batch(Rules(media=10), encoding=[images("a", 4, 4, 4), images("b", 2)])
+    found = batch(BatchRules(image_budget=10), encoding=[images("a", 4, 4, 4), images("b", 2)])
     assert found.encodes == [("a", (0, 1)), ("b", (0,))]
     assert found.admitted_encodes == []
 
 
 def test_an_image_larger_than_the_budget_runs_alone() -> None:
-    assert batch(Rules(media=1), encoding=[images("a", 40, 1)]).encodes == [("a", (0,))]
-    assert batch(Rules(media=1), new_encodes=[images("a", 40, 1)]).encodes == [("a", (0,))]
+    assert batch(BatchRules(image_budget=1), encoding=[images("a", 40, 1)]).encodes == [("a", (0,))]
+    assert batch(BatchRules(image_budget=1), new_encodes=[images("a", 40, 1)]).encodes == [("a", (0,))]
 
 
 def test_lines_17_to_20_new_prefills_are_admitted_while_budget_and_blocks_last() -> None:
-    found = batch(Rules(tokens=10), new_prefills=[prompt("p", 4), prompt("q", 4), prompt("r", 4), prompt("s", 4)])
+    found = batch(BatchRules(10), new_prefills=[prompt("p", 4), prompt("q", 4), prompt("r", 4), prompt("s", 4)])
     assert found.prefills == [("p", 0, 4), ("q", 0, 4), ("r", 0, 2)]
     assert found.admitted_prefills == ["p", "q", "r"]
 
 
 def test_new_prefills_start_behind_their_hits() -> None:
-    assert batch(Rules(tokens=10), new_prefills=[prompt("p", 9, start=6)]).prefills == [("p", 6, 3)]
+    assert batch(BatchRules(10), new_prefills=[prompt("p", 9, start=6)]).prefills == [("p", 6, 3)]
 
 
 def test_new_prefills_wait_for_blocks_in_their_order() -> None:
     waiting = [prompt("p", 4, blocks=3), prompt("q", 4, blocks=3), prompt("r", 4, blocks=1)]
-    assert batch(Rules(), new_prefills=waiting, free_kv=5).admitted_prefills == ["p"]
-    assert batch(Rules(), new_prefills=waiting, free_kv=6).admitted_prefills == ["p", "q"]
-    assert batch(Rules(), new_prefills=waiting, free_kv=7).admitted_prefills == ["p", "q", "r"]
-    assert batch(Rules(), new_prefills=waiting, free_kv=2).admitted_prefills == []
+    assert batch(BatchRules(), new_prefills=waiting, free_kv=5).admitted_prefills == ["p"]
+    assert batch(BatchRules(), new_prefills=waiting, free_kv=6).admitted_prefills == ["p", "q"]
+    assert batch(BatchRules(), new_prefills=waiting, free_kv=7).admitted_prefills == ["p", "q", "r"]
+    assert batch(BatchRules(), new_prefills=waiting, free_kv=2).admitted_prefills == []
 
 
 def test_the_running_go_ahead_of_the_new() -> None:
-    found = batch(Rules(tokens=6), prefilling=[prompt("p", 4)], new_prefills=[prompt("q", 4)])
+    found = batch(BatchRules(6), prefilling=[prompt("p", 4)], new_prefills=[prompt("q", 4)])
     assert found.prefills == [("p", 0, 4), ("q", 0, 2)]
-    found = batch(Rules(media=6), encoding=[images("a", 4)], new_encodes=[images("b", 4)])
+    found = batch(BatchRules(image_budget=6), encoding=[images("a", 4)], new_encodes=[images("b", 4)])
     assert (found.encodes, found.admitted_encodes) == ([("a", (0,))], [])
 
 
 def test_lines_21_to_24_new_encodes_are_admitted_while_budget_and_blocks_last() -> None:
     waiting = [images("a", 4), images("b", 4, 4), images("c", 4)]
-    found = batch(Rules(media=10), new_encodes=waiting)
+    found = batch(BatchRules(image_budget=10), new_encodes=waiting)
     assert found.encodes == [("a", (0,)), ("b", (0,))], "b's second image follows once it runs"
     assert found.admitted_encodes == ["a", "b"]
 
 
 def test_new_encodes_wait_for_blocks_in_their_order() -> None:
     waiting = [images("a", 4, blocks=3), images("b", 4, blocks=3), images("c", 4)]
-    assert batch(Rules(media=99), new_encodes=waiting, free_media=5).admitted_encodes == ["a"]
-    assert batch(Rules(media=99), new_encodes=waiting, free_media=6).admitted_encodes == ["a", "b"]
-    assert batch(Rules(media=99), new_encodes=waiting, free_media=2).admitted_encodes == []
+    assert batch(BatchRules(image_budget=99), new_encodes=waiting, free_media=5).admitted_encodes == ["a"]
+    assert batch(BatchRules(image_budget=99), new_encodes=waiting, free_media=6).admitted_encodes == ["a", "b"]
+    assert batch(BatchRules(image_budget=99), new_encodes=waiting, free_media=2).admitted_encodes == []
 
 
 def test_a_request_whose_images_are_all_cached_costs_no_budget() -> None:
     waiting = [images("a", 4), images("b", blocks=2), images("c", blocks=9)]
-    found = batch(Rules(media=1), new_encodes=waiting, free_media=3)
+    found = batch(BatchRules(image_budget=1), new_encodes=waiting, free_media=3)
     assert (found.encodes, found.admitted_encodes) == ([("a", (0,))], ["a", "b"])
 
 
 def test_encodes_take_nothing_from_the_token_budget_nor_prefills_from_the_image_budget() -> None:
     found = batch(
-        Rules(tokens=4, media=4), decoding=("d",), new_prefills=[prompt("p", 9)], new_encodes=[images("a", 4)]
+        BatchRules(token_budget=4, image_budget=4),
+        decoding=("d",),
+        new_prefills=[prompt("p", 9)],
+        new_encodes=[images("a", 4)],
     )
     assert found == Batch(("d",), [("p", 0, 3)], [("a", (0,))], ["p"], ["a"])
 
@@ -136,13 +139,13 @@ def test_a_full_budget_looks_at_no_waiting_request() -> None:
         raise AssertionError("asked for the next one")
         yield
 
-    assert batch(Rules(tokens=1), decoding=("d",), new_prefills=nobody()).admitted_prefills == []
+    assert batch(BatchRules(1), decoding=("d",), new_prefills=nobody()).admitted_prefills == []
 
     def one() -> Any:
         yield prompt("p", 4)
         raise AssertionError("asked for the next one")
 
-    assert batch(Rules(tokens=4), new_prefills=one()).admitted_prefills == ["p"]
+    assert batch(BatchRules(4), new_prefills=one()).admitted_prefills == ["p"]
 
 
 @pytest.mark.parametrize(
@@ -158,19 +161,19 @@ def test_a_full_budget_looks_at_no_waiting_request() -> None:
 def test_without_chunking_a_prompt_runs_whole_and_alone_where_it_exceeds_the_budget(
     tokens: int, running: list[PrefillView], expected: list[tuple[str, int, int]]
 ) -> None:
-    rules = Rules(tokens=tokens, chunked=False)
+    rules = BatchRules(token_budget=tokens, chunked=False)
     assert batch(rules, prefilling=running).prefills == expected
     assert batch(rules, new_prefills=running).prefills == expected
 
 
 def test_without_chunking_a_prompt_waits_where_decodes_fill_the_budget() -> None:
-    rules = Rules(tokens=2, chunked=False)
+    rules = BatchRules(token_budget=2, chunked=False)
     assert batch(rules, decoding=("a", "b"), prefilling=[prompt("p", 4)]).prefills == []
     assert batch(rules, decoding=("a",), prefilling=[prompt("p", 4)]).prefills == [("p", 0, 4)]
 
 
 def test_without_an_image_budget_every_encode_runs() -> None:
-    rules = Rules(media=1, media_budget=False)
+    rules = BatchRules(image_budget=1, limit_encodes=False)
     assert batch(rules, new_encodes=[images("a", 9, 9), images("b", 9)]).encodes == [("a", (0, 1)), ("b", (0,))]
 
 
@@ -189,25 +192,25 @@ def test_without_an_image_budget_every_encode_runs() -> None:
 )
 def test_a_chunk_does_not_cut_an_atomic_span(tokens: int, start: int, expected: int) -> None:
     view = prompt("p", 16, start=start, atomic=((3, 8), (10, 14)))
-    assert batch(Rules(tokens=tokens), prefilling=[view]).prefills == [("p", start, expected)]
+    assert batch(BatchRules(token_budget=tokens), prefilling=[view]).prefills == [("p", start, expected)]
 
 
 def test_an_atomic_span_that_does_not_fit_beside_another_prefill_waits() -> None:
     view = prompt("p", 16, start=3, atomic=((3, 8),))
-    assert batch(Rules(tokens=5), prefilling=[prompt("q", 2), view]).prefills == [("q", 0, 2)]
-    assert batch(Rules(tokens=7), prefilling=[prompt("q", 2), view]).prefills == [("q", 0, 2), ("p", 3, 5)]
-    found = batch(Rules(tokens=5), new_prefills=[prompt("q", 2), view])
+    assert batch(BatchRules(5), prefilling=[prompt("q", 2), view]).prefills == [("q", 0, 2)]
+    assert batch(BatchRules(7), prefilling=[prompt("q", 2), view]).prefills == [("q", 0, 2), ("p", 3, 5)]
+    found = batch(BatchRules(5), new_prefills=[prompt("q", 2), view])
     assert (found.prefills, found.admitted_prefills) == ([("q", 0, 2)], ["q"])
 
 
 def test_an_atomic_span_runs_over_the_budget_beside_decodes_and_not_where_they_fill_it() -> None:
     view = prompt("p", 16, start=3, atomic=((3, 8),))
-    assert batch(Rules(tokens=3), decoding=("d",), prefilling=[view]).prefills == [("p", 3, 5)]
-    assert batch(Rules(tokens=1), decoding=("d",), prefilling=[view]).prefills == []
+    assert batch(BatchRules(3), decoding=("d",), prefilling=[view]).prefills == [("p", 3, 5)]
+    assert batch(BatchRules(1), decoding=("d",), prefilling=[view]).prefills == []
 
 
 def test_prefill_first_decodes_only_where_nothing_else_can_run() -> None:
-    rules = Rules(tokens=8, media=8, policy="prefill_first")
+    rules = BatchRules(token_budget=8, image_budget=8, policy="prefill_first")
     found = batch(rules, decoding=("d",), prefilling=[prompt("p", 20)])
     assert (list(found.decodes), found.prefills) == ([], [("p", 0, 8)])
     assert list(batch(rules, decoding=("d",), encoding=[images("a", 4)]).decodes) == []
@@ -216,8 +219,8 @@ def test_prefill_first_decodes_only_where_nothing_else_can_run() -> None:
     assert batch(rules, decoding=("d", "e")) == Batch(("d", "e"))
 
 
-def predicted(limit_s: float, **fields: Any) -> Rules:
-    return replace(Rules(tokens=100, media=1, policy="time", limit_s=limit_s, cost=Cost()), **fields)
+def predicted(limit_s: float, **fields: Any) -> BatchRules:
+    return replace(BatchRules(token_budget=100, image_budget=1, policy="time", limit_s=limit_s, cost=Cost()), **fields)
 
 
 def test_time_admits_what_the_prediction_allows() -> None:
@@ -260,7 +263,9 @@ def test_time_admits_one_item_beside_decodes_where_none_would_ever_fit() -> None
 
 
 def test_time_is_bounded_by_the_token_budget_too() -> None:
-    assert batch(predicted(50.0, tokens=7), decoding=("d",), prefilling=[prompt("p", 20)]).prefills == [("p", 0, 6)]
+    assert batch(predicted(50.0, token_budget=7), decoding=("d",), prefilling=[prompt("p", 20)]).prefills == [
+        ("p", 0, 6)
+    ]
 
 
 def test_time_counts_what_the_other_lane_runs() -> None:
@@ -272,7 +277,7 @@ def test_time_counts_what_the_other_lane_runs() -> None:
 
 def test_the_other_lane_takes_nothing_from_counted_budgets() -> None:
     other = Outstanding(decodes=9, prefill_tokens=9, media_tokens=9)
-    assert batch(Rules(tokens=4), prefilling=[prompt("p", 9)], outstanding=other).prefills == [("p", 0, 4)]
+    assert batch(BatchRules(4), prefilling=[prompt("p", 9)], outstanding=other).prefills == [("p", 0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -280,18 +285,20 @@ def test_the_other_lane_takes_nothing_from_counted_budgets() -> None:
     [
         ({"policy": "fair"}, r"unknown policy 'fair'; known: alg1, time, prefill_first"),
         ({"order": "lifo"}, r"unknown queue order 'lifo'; known: fcfs, sjf, deadline"),
-        ({"tokens": 0}, r"budgets must be at least 1, got tokens=0, media=1"),
-        ({"media": 0}, r"budgets must be at least 1, got tokens=2048, media=0"),
+        ({"token_budget": 0}, r"budgets must be at least 1, got token_budget=0, image_budget=1"),
+        ({"image_budget": 0}, r"budgets must be at least 1, got token_budget=2048, image_budget=0"),
     ],
 )
 def test_rules_without_meaning_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Rules(**fields)
+        BatchRules(**fields)
 
 
 def test_rules_at_their_limits() -> None:
-    assert Rules(tokens=1, media=1) == Rules(tokens=1, media=1, policy="alg1", order="fcfs")
-    for rules in (Rules(), Rules(policy="prefill_first"), predicted(1.0)):
+    assert BatchRules(token_budget=1, image_budget=1) == BatchRules(
+        token_budget=1, image_budget=1, policy="alg1", order="fcfs"
+    )
+    for rules in (BatchRules(), BatchRules(policy="prefill_first"), predicted(1.0)):
         rules.check_cost()
     for rules in (predicted(1.0, cost=None), replace(predicted(1.0), limit_s=None)):
         with pytest.raises(ConfigError) as error:
@@ -330,17 +337,17 @@ def views(draw: st.DrawFn) -> dict[str, Any]:
 
 
 RULES = st.builds(
-    Rules,
-    tokens=st.integers(1, 30),
-    media=st.integers(1, 30),
+    BatchRules,
+    token_budget=st.integers(1, 30),
+    image_budget=st.integers(1, 30),
     chunked=st.booleans(),
-    media_budget=st.booleans(),
+    limit_encodes=st.booleans(),
     policy=st.sampled_from(["alg1", "prefill_first"]),
 )
 
 
 @given(views(), RULES)
-def test_what_always_holds_of_a_batch(view: dict[str, Any], rules: Rules) -> None:
+def test_what_always_holds_of_a_batch(view: dict[str, Any], rules: BatchRules) -> None:
     found = batch(rules, **view)
     prompts = {each.request: each for each in [*view["prefilling"], *view["new_prefills"]]}
     for request, start, length in found.prefills:
@@ -349,7 +356,7 @@ def test_what_always_holds_of_a_batch(view: dict[str, Any], rules: Rules) -> Non
         end = start + length
         assert not any(low < end < high for low, high in prompts[request].atomic) or not rules.chunked
     rows = len(found.decodes) + sum(length for *_, length in found.prefills)
-    assert rows <= max(rules.tokens, len(found.decodes)) or len(found.prefills) == 1
+    assert rows <= max(rules.token_budget, len(found.decodes)) or len(found.prefills) == 1
     for name, queue in (("prefills", view["new_prefills"]), ("encodes", view["new_encodes"])):
         admitted = getattr(found, f"admitted_{name}")
         assert admitted == [each.request for each in queue][: len(admitted)], "nobody is skipped"
@@ -368,11 +375,11 @@ def divisible(view: dict[str, Any]) -> dict[str, Any]:
 @given(views(), st.integers(1, 30), st.integers(1, 30), st.integers(0, 10))
 def test_more_tokens_or_blocks_never_admit_less(view: dict[str, Any], tokens: int, media: int, more: int) -> None:
     view = divisible(view)
-    before = batch(Rules(tokens=tokens, media=media), **view)
+    before = batch(BatchRules(token_budget=tokens, image_budget=media), **view)
     larger = {**view, "free_kv": view["free_kv"] + more, "free_media": view["free_media"] + more}
     for after in (
-        batch(Rules(tokens=tokens + more, media=media), **view),
-        batch(Rules(tokens=tokens, media=media), **larger),
+        batch(BatchRules(token_budget=tokens + more, image_budget=media), **view),
+        batch(BatchRules(token_budget=tokens, image_budget=media), **larger),
     ):
         assert len(after.admitted_prefills) >= len(before.admitted_prefills)
         assert sum(length for *_, length in after.prefills) >= sum(length for *_, length in before.prefills)
@@ -383,7 +390,7 @@ def test_more_tokens_or_blocks_never_admit_less(view: dict[str, Any], tokens: in
 @given(views(), st.floats(0.0, 60.0), st.integers(0, 5))
 def test_a_predicted_batch_keeps_its_limit_or_is_one_piece(view: dict[str, Any], limit_s: float, other: int) -> None:
     view = divisible(view)
-    found = batch(predicted(limit_s, tokens=40), **view, outstanding=Outstanding(other, other, other))
+    found = batch(predicted(limit_s, token_budget=40), **view, outstanding=Outstanding(other, other, other))
     tokens = sum(length for *_, length in found.prefills)
     every = [*view["encoding"], *view["new_encodes"]]
     sizes = {(each.request, item): size for each in every for item, size in each.items}

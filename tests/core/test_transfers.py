@@ -10,7 +10,7 @@ from trinity.core.transfers import (
     PullCost,
     PullTimes,
     TokenRate,
-    Transfers,
+    TransferPolicy,
     exposed_tail,
     group_layers,
     merged,
@@ -21,10 +21,10 @@ from trinity.errors import ConfigError
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="known: off, layer, grouped"):
-        Transfers(kv="all")  # type: ignore[arg-type]
+        TransferPolicy(kv="all")  # type: ignore[arg-type]
     for never in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="lease_s"):
-            Transfers(lease_s=never)
+            TransferPolicy(lease_s=never)
 
 
 def test_free_pulls_go_layer_by_layer() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.costs.budgets import BudgetCache, BudgetKey, Budgets, StepCost, cache_folder, search_budget
+from trinity.costs.budgets import BudgetCache, BudgetKey, StepBudgets, StepCost, cache_folder, search_budget
 from trinity.errors import ConfigError, TrinityWarning
 
 
@@ -167,7 +167,7 @@ def test_a_limit_is_positive_and_finite(limit: float) -> None:
     with pytest.raises(ConfigError, match="latency bound"):
         search_budget(lambda n: 1.0, limit)
     with pytest.raises(ConfigError, match="latency bound"):
-        Budgets(limit_s=limit)
+        StepBudgets(limit_s=limit)
 
 
 @pytest.mark.parametrize("bounds", [{"low": 0}, {"low": 5, "high": 4}, {"knee": 0.0}, {"knee": 1.1}])
@@ -242,17 +242,24 @@ def test_a_table_out_of_order_is_refused(table: Any) -> None:
 
 
 def test_defaults() -> None:
-    assert (Budgets().tokens, Budgets().media, Budgets().feasible, Budgets().limit_s) == (2048, 1, True, None)
+    assert (StepBudgets().token_budget, StepBudgets().image_budget, StepBudgets().feasible, StepBudgets().limit_s) == (
+        2048,
+        1,
+        True,
+        None,
+    )
 
 
-@pytest.mark.parametrize("fields", [{"tokens": 0}, {"media": 0}])
+@pytest.mark.parametrize("fields", [{"token_budget": 0}, {"image_budget": 0}])
 def test_a_budget_is_at_least_one(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        Budgets(**fields)
+        StepBudgets(**fields)
 
 
 KEY = BudgetKey(model="abc", dtype="float32", device="cpu", threads=1, roles="EP", limit_s=0.5)
-BUDGETS = Budgets(tokens=77, media=1152, limit_s=0.5, cost=StepCost.from_samples(prefill={1: 0.1, 64: 0.25}))
+BUDGETS = StepBudgets(
+    token_budget=77, image_budget=1152, limit_s=0.5, cost=StepCost.from_samples(prefill={1: 0.1, 64: 0.25})
+)
 
 
 def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
@@ -291,8 +298,12 @@ def test_a_corrupt_file_is_ignored_and_written_anew(tmp_path: Path, damage: byte
     assert cache.get(KEY) == BUDGETS
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"cost": {"prefill": [[2, 1.0], [1, 2.0]]}}, {"limit_s": -1.0}])
-def test_a_file_with_impossible_budgets_is_ignored(tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"token_budget": 0}, {"cost": {"prefill": [[2, 1.0], [1, 2.0]]}}, {"limit_s": -1.0}, {"tokens": 77}]
+)
+def test_a_file_with_impossible_budgets_or_names_of_another_version_is_ignored(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     cache = BudgetCache(tmp_path)
     cache.put(KEY, BUDGETS)
     entry = msgspec.json.decode(cache.path(KEY).read_bytes())
@@ -324,7 +335,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
         raise OSError("no space left")
 
     monkeypatch.setattr("trinity.costs.budgets.os.replace", full)
-    assert not cache.put(KEY, Budgets())
+    assert not cache.put(KEY, StepBudgets())
     assert cache.get(KEY) == BUDGETS
     assert len(list(cache.folder.iterdir())) == 1
 

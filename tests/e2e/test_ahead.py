@@ -9,7 +9,7 @@ from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, problems, serve
 from support.request_cases import BUDGET, answers, waves
 from trinity.core.messages import Step, Stepped
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.placement import Placement
@@ -35,7 +35,12 @@ def found(request: pytest.FixtureRequest) -> Served:
     cases = [*waves("llava"), [stopped(at) for at in STOPS]]
     pools = {"image": 96, "kv": 256}
     return serve(
-        checkpoint("llava"), placement, cases, rules=Rules(tokens=BUDGET, media=60), pools=pools, media_block=7
+        checkpoint("llava"),
+        placement,
+        cases,
+        rules=BatchRules(token_budget=BUDGET, image_budget=60),
+        pools=pools,
+        image_block_size=7,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
+from support.pipeline_options import pipeline_options
 from trinity import Instance, Pipeline
 from trinity.stages.attention.backends import CacheKind, pick_backend
 
@@ -27,7 +28,7 @@ async def serve(dtype: str, attention: str) -> Seen:
     placed = [Instance(roles, attention=attention) for roles in "EPD"]
     settings: dict[str, Any] = {"dtype": dtype, "pools": {"image": 16, "kv": 256}}
     asked = requests()
-    async with Pipeline(checkpoint("llava"), placed, observe=observe, **settings) as pipe:
+    async with Pipeline(checkpoint("llava"), placed, observe=observe, **pipeline_options(settings)) as pipe:
         held = {memory.tensor.dtype for host in pipe.hosts.values() for memory in host.loaded.memory.values()}
         outputs = await asyncio.gather(*(pipe.complete(request) for request in asked))
     assert held == {getattr(torch, dtype)}, "image and KV blocks"

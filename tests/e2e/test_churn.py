@@ -24,7 +24,7 @@ from support.recordings import (
     problems,
 )
 from support.request_cases import answers, waves
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import DeadlineExceeded
 from trinity.pipeline import Pipeline
 from trinity.request import Request
@@ -132,7 +132,7 @@ async def _tokens(stream: Stream, plan: Plan) -> None:
 async def churn(method: str, planned: Sequence[Plan], **options: Any) -> Seen:
     """Serve all clients on one pipeline; after the last nothing is held, and after its end nothing remembered."""
     seen = Seen()
-    options = {"rules": Rules(tokens=40, media=40), "pools": POOLS, "media_block": 7, **options}
+    options = {"rules": BatchRules(token_budget=40, image_budget=40), "pools": POOLS, "image_block_size": 7, **options}
     async with asyncio.timeout(PATIENCE_S):
         async with Pipeline(
             checkpoint("llava"), method, dtype="float32", observe=seen.served.observe, **options

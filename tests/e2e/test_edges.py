@@ -9,7 +9,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problems, serve
 from support.request_cases import BLOCK, BUDGET, ask, blue, processor_of, red
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.request import Request
 from trinity.testing.oracle import Answer
 
@@ -39,7 +39,7 @@ def test_images_anywhere_and_any_number_of_times(architecture: str, method: str)
     """All of them, then all of them again from the caches."""
     expected = _answers(architecture)
     waves = [_edges(), [copy_of(request, 2) for request in _edges()]]
-    found = serve(checkpoint(architecture), method, waves, rules=Rules(tokens=BUDGET), media_block=7)
+    found = serve(checkpoint(architecture), method, waves, rules=BatchRules(token_budget=BUDGET), image_block_size=7)
     assert problems(found, expected) == {}
     assert len(found.record.encodes()) == 2, "there are but two images"
     for request in _edges():

@@ -11,10 +11,10 @@ from support.checkpoint_files import checkpoint
 from support.recordings import TEXT_ONLY, WHOLE_MEDIA, Served, methods_of, problems, serve
 from support.request_cases import BLOCK, BUDGET, answers, names, shared, waves
 from trinity.core.messages import MediaSpan
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.testing.checkpoints import ARCHITECTURES
 
-RULES = Rules(tokens=BUDGET, media=60)  # two or three images a step
+RULES = BatchRules(token_budget=BUDGET, image_budget=60)  # two or three images a step
 Cell = tuple[str, str, Served]
 
 
@@ -32,7 +32,7 @@ def cell(request: pytest.FixtureRequest) -> Cell:
     name, method = request.param
     answers(name)  # outside of the pipeline's event loop
     pools = {"image": 96, "kv": 256}
-    found = serve(checkpoint(name), method, waves(name), rules=RULES, pools=pools, media_block=7)
+    found = serve(checkpoint(name), method, waves(name), rules=RULES, pools=pools, image_block_size=7)
     return name, method, found
 
 

@@ -17,8 +17,9 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pauses import pausing
+from support.pipeline_options import pipeline_options
 from support.running_instances import GREEDY, PHOTOS
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
 from trinity.testing.oracle import Oracle
@@ -57,8 +58,13 @@ def wanted() -> dict[str, list[int]]:
 async def served(scheme: str, placement: str) -> tuple[dict[str, Output], dict[str, int]]:
     """The outputs by request, and the bytes of a block of each kind. Nothing is cached: every request moves its own."""
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": {"image": 16, "kv": 256}}
-    settings |= {"prefix_cache": False, "image_cache": False, "rules": Rules(tokens=TOKENS), "kv_block": KV_BLOCK}
-    async with Pipeline(checkpoint("llava"), placement, connector=scheme, **settings) as pipe:
+    settings |= {
+        "prefix_cache": False,
+        "image_cache": False,
+        "rules": BatchRules(token_budget=TOKENS),
+        "kv_block_size": KV_BLOCK,
+    }
+    async with Pipeline(checkpoint("llava"), placement, connector=scheme, **pipeline_options(settings)) as pipe:
         outputs = await asyncio.gather(*(pipe.complete(request) for request in requests()))
         hellos = [member.started.hello for member in pipe.processes.values() if member.started is not None]
     block_bytes = {kind: layout.block_bytes for hello in hellos for kind, layout in hello.layouts.items()}

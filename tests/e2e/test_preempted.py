@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from support.recordings import METHODS, copy_of, problems, serve
 from support.request_cases import BUDGET, TEXT, Waves, answers, ask, red, waves
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
 
 pytestmark = pytest.mark.xdist_group("llava")
 
 TIGHT = {"image": 9, "kv": 56}  # of 7 and 4 rows: three images, and the longest request with a few rows beside it
-COMMON: dict[str, Any] = {"rules": Rules(tokens=BUDGET), "pools": TIGHT, "media_block": 7, "kv_block": 4}
+COMMON: dict[str, Any] = {
+    "rules": BatchRules(token_budget=BUDGET),
+    "pools": TIGHT,
+    "image_block_size": 7,
+    "kv_block_size": 4,
+}
 OFF = {"prefix_cache": False, "image_cache": False}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{method: (method, {}) for method in METHODS},
@@ -74,7 +80,7 @@ def test_instances_in_processes_send_requests_back_too() -> None:
             "connector": "shm",
             "reservation": "optimistic",
         }
-        async with Pipeline(checkpoint("llava"), "E+P+D", **options) as pipe:
+        async with Pipeline(checkpoint("llava"), "E+P+D", **pipeline_options(options)) as pipe:
             wanted = answers("llava")
             asked = [request for wave in copies(2) for request in wave]
             outputs = await asyncio.gather(*(pipe.complete(request) for request in asked))

@@ -20,7 +20,7 @@ from transformers import (
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, copy_of, oracle, problems, serve, served
 from support.request_cases import BUDGET, TEXT, answers, ask, red, waves
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling, Token
 from trinity.testing.oracle import Answer
@@ -58,7 +58,7 @@ def together(request: pytest.FixtureRequest) -> Served:
     answers("llava")
     crowd = [*waves("llava")[0], *ASKED, *GREEDY, *waves("llava")[1]]
     again = [copy_of(one, 2) for one in (*ASKED, *GREEDY)]
-    return serve(checkpoint("llava"), request.param, [crowd, again], rules=Rules(tokens=BUDGET))
+    return serve(checkpoint("llava"), request.param, [crowd, again], rules=BatchRules(token_budget=BUDGET))
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch_and_placement(together: Served, alone: dict[str, list[int]]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from emulation.test_paced_serving import MODEL, POOLS
 from trinity.core.messages import IMAGE
 from trinity.emulation.paced_model import PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output
@@ -34,7 +35,7 @@ async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any
     def asked(text: str, image: str = "cat") -> PacedRequest:
         return PacedRequest(text_tokens=18, image_tokens=(576,), contents=(image,), max_tokens=4, text=text)
 
-    async with Pipeline(MODEL, "2E2P1D", pools=POOLS, prefix_cache=False, **settings) as pipe:
+    async with Pipeline(MODEL, "2E2P1D", cache=CacheConfig(pools=POOLS), prefix_cache=False, **settings) as pipe:
         first = await pipe.complete(asked("one"))
         async with asyncio.timeout(30.0):
             while not all(name in pipe.loads and pipe.loads[name].cached[IMAGE] for name in ("E0", "P0")):

@@ -9,11 +9,12 @@ import pytest
 
 import trinity
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from support.recordings import Recording, oracle
 from support.stage_driver import pictures
 from trinity.core.messages import Pull
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import KvMode, Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output, Request, Sampling
 
@@ -41,8 +42,8 @@ def requests(name: str) -> list[Request]:
 
 async def serve(name: str, placement: str, **settings: Any) -> tuple[list[Output], Recording]:
     record = Recording()
-    settings = {"dtype": "float32", "pools": POOLS, "media_block": 7, **settings}
-    async with trinity.Pipeline(checkpoint(name), placement, **settings) as pipe:
+    settings = {"dtype": "float32", "pools": POOLS, "image_block_size": 7, **settings}
+    async with trinity.Pipeline(checkpoint(name), placement, **pipeline_options(settings)) as pipe:
         record.attach(pipe)
         outputs = await asyncio.gather(*(pipe.complete(request) for request in requests(name)))
     return list(outputs), record
@@ -58,7 +59,9 @@ def moved_kv(outputs: list[Output]) -> list[dict[str, Any]]:
 def test_tokens_equal_generate_while_layers_and_chunks_move(name: str, mode: KvMode, tokens: int) -> None:
     wanted = oracle(name).generate_all(requests(name))
     placement = "P+D" if name == "llama" else "E+P+D"
-    found = serve(name, placement, transfers=Transfers(kv=mode), rules=Rules(tokens=tokens, media=60))
+    found = serve(
+        name, placement, transfers=TransferPolicy(kv=mode), rules=BatchRules(token_budget=tokens, image_budget=60)
+    )
     outputs, record = asyncio.run(found)
     assert [output.token_ids for output in outputs] == wanted
     pulls = [pull for _, pull in record.commands(Pull) if pull.kind == "kv"]
@@ -75,13 +78,15 @@ def test_tokens_equal_generate_while_layers_and_chunks_move(name: str, mode: KvM
         assert max(each["pulls"] for each in records) > 1
 
 
-@pytest.mark.parametrize("chosen", [Transfers(prefetch=False), Transfers(early=False), Transfers(kv="layer")])
-def test_tokens_equal_generate_in_processes_over_shm(chosen: Transfers) -> None:
+@pytest.mark.parametrize(
+    "chosen", [TransferPolicy(prefetch=False), TransferPolicy(early=False), TransferPolicy(kv="layer")]
+)
+def test_tokens_equal_generate_in_processes_over_shm(chosen: TransferPolicy) -> None:
     wanted = oracle("llava").generate_all(requests("llava"))
 
     async def run() -> list[Output]:
         async with kept_launcher():
-            rules = Rules(tokens=48)
+            rules = BatchRules(token_budget=48)
             outputs, _ = await serve("llava", "E+P+D", hosting="process", transfers=chosen, rules=rules)
             return outputs
 
@@ -95,6 +100,8 @@ def test_tokens_equal_generate_in_processes_over_shm(chosen: Transfers) -> None:
 
 def test_an_ed_instance_pulls_layers_while_it_encodes_and_decodes() -> None:
     wanted = oracle("llava").generate_all(requests("llava"))
-    outputs, record = asyncio.run(serve("llava", "ED+P", transfers=Transfers(kv="layer"), rules=Rules(tokens=48)))
+    outputs, record = asyncio.run(
+        serve("llava", "ED+P", transfers=TransferPolicy(kv="layer"), rules=BatchRules(token_budget=48))
+    )
     assert [output.token_ids for output in outputs] == wanted
     assert any(pull.layers is not None for _, pull in record.commands(Pull))

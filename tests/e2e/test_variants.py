@@ -12,12 +12,12 @@ from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, copy_of, problems, serve
 from support.request_cases import BUDGET, Waves, answers, waves
 from trinity.core.messages import Step, Stepped
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.instance import Instance
 
 pytestmark = pytest.mark.xdist_group("llava")
 
-SMALL = Rules(tokens=BUDGET)
+SMALL = BatchRules(token_budget=BUDGET)
 TIGHT = {"image": 9, "kv": 14}  # of 7 and 16 rows: three images, and the longest request with a few rows beside it
 Look = Callable[[Served], None]
 
@@ -40,7 +40,7 @@ class Variant:
 
     def serve(self) -> Served:
         answers("llava")
-        options = {"rules": SMALL, "pools": {"image": 96, "kv": 256}, "media_block": 7, **self.options}
+        options = {"rules": SMALL, "pools": {"image": 96, "kv": 256}, "image_block_size": 7, **self.options}
         return serve(checkpoint("llava"), self.placement, copies(self.copies), **options)
 
 
@@ -100,7 +100,7 @@ def keeps_the_limit(found: Served) -> None:
     assert max(row.length for row in found.record.prefills()) == 9
 
 
-TIMED = Rules(policy="time", cost=Linear(), limit_s=0.009)
+TIMED = BatchRules(policy="time", cost=Linear(), limit_s=0.009)
 
 
 # ---------------------------------------------------------------- caches and pools
@@ -118,22 +118,22 @@ def evicts(found: Served) -> None:
 
 OFF = {"prefix_cache": False, "image_cache": False}
 DUAL = {"lanes": ("vision", "language")}
-RULES: dict[str, tuple[Rules, Look]] = {
+RULES: dict[str, tuple[BatchRules, Look]] = {
     "prefill_first": (replace(SMALL, policy="prefill_first"), never_mixes_decodes),
     "unchunked": (replace(SMALL, chunked=False), prefills_whole),
-    "no_media_budget": (replace(SMALL, media_budget=False), exceeds_the_media_budget),
+    "no_media_budget": (replace(SMALL, limit_encodes=False), exceeds_the_media_budget),
     "one_image": (SMALL, one_image_a_step),
     "sjf": (replace(SMALL, order="sjf"), _anything),
     "deadline": (replace(SMALL, order="deadline"), _anything),
     "time": (TIMED, keeps_the_limit),
-    "one_token": (Rules(tokens=1), _anything),
+    "one_token": (BatchRules(token_budget=1), _anything),
 }
 INSTANCES = [
     Instance("E", pools={"image": 9}),
     Instance("E", "spare", pools={"image": 96}),
-    Instance("P", pools={"image": 12, "kv": 9}, rules=Rules(tokens=31)),
+    Instance("P", pools={"image": 12, "kv": 9}, rules=BatchRules(token_budget=31)),
     Instance("PD", pools={"image": 96, "kv": 64}, prefix_cache=False),
-    Instance("D", pools={"kv": 20}, rules=Rules(tokens=3)),
+    Instance("D", pools={"kv": 20}, rules=BatchRules(token_budget=3)),
     Instance("EPD", pools={"image": 30, "kv": 30}, lanes=("vision", "language"), image_cache=False),
 ]
 VARIANTS: dict[str, Variant] = {
@@ -146,8 +146,10 @@ VARIANTS: dict[str, Variant] = {
     **{f"uncached-{method}": Variant(method, nothing_is_shared, OFF) for method in METHODS},
     **{f"tight-{method}": Variant(method, evicts, {"pools": TIGHT}, copies=2) for method in METHODS},
     "tight-lanes": Variant("EPD", evicts, {"pools": TIGHT, **DUAL}, copies=2),
-    "small-blocks": Variant("E+P+D", _anything, {"media_block": 3, "kv_block": 5, "pools": {"image": 99, "kv": 256}}),
-    "default-blocks": Variant("E+P+D", _anything, {"media_block": 576, "rules": None}),
+    "small-blocks": Variant(
+        "E+P+D", _anything, {"image_block_size": 3, "kv_block_size": 5, "pools": {"image": 99, "kv": 256}}
+    ),
+    "default-blocks": Variant("E+P+D", _anything, {"image_block_size": 576, "rules": None}),
     "default-pools": Variant("E+P+D", _anything, {"pools": None}),
     "random-routing": Variant("2E2P2D", _anything, {"routing": "random"}, copies=2),
     **{

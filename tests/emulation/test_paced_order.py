@@ -9,17 +9,18 @@ import msgspec
 import pytest
 
 from trinity.core.messages import Offer, PeerUp, Value, Work
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.content import expected_tokens
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.emulation.processor import PacedProcessor
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
 
 MODEL = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)
-WHOLE = Transfers(kv="off")  # the cluster tells of layers at times of its own
+WHOLE = TransferPolicy(kv="off")  # the cluster tells of layers at times of its own
 POOLS = {"image": 12, "kv": 400}
 LIVENESS_S = 60.0
 TIMED = {"seconds", "record", "spans", "transfers", "deadline_s"}  # fields that hold measured times
@@ -41,8 +42,11 @@ def plain(value: Value) -> tuple[Any, ...] | None:
 
 # Times are far above what a busy machine adds, so that both orders hang on the cores alone.
 CASES = {
-    "EPD": (LinearCost(step_s=0.1, encode_s=0.1), Rules(tokens=400, media=576)),
-    "1E1P1D": (LinearCost(prefill_s=0.4 / 600, encode_s=0.1, decode_s=0.02), Rules(tokens=700, media=576)),
+    "EPD": (LinearCost(step_s=0.1, encode_s=0.1), BatchRules(token_budget=400, image_budget=576)),
+    "1E1P1D": (
+        LinearCost(prefill_s=0.4 / 600, encode_s=0.1, decode_s=0.02),
+        BatchRules(token_budget=700, image_budget=576),
+    ),
 }
 Told = dict[str, list[Any]]
 
@@ -63,7 +67,7 @@ def slowed(cost: LinearCost, factor: float) -> LinearCost:
     return msgspec.structs.replace(cost, **times)
 
 
-def virtual(placement: str, cost: LinearCost, rules: Rules, works: list[Work]) -> Told:
+def virtual(placement: str, cost: LinearCost, rules: BatchRules, works: list[Work]) -> Told:
     tokens = {work.request: expected_tokens(work, 16, MODEL.shape.vocabulary) for work in works}
     cluster = VirtualCluster(
         settings_of(placement, POOLS, rules=rules, transfers=WHOLE),
@@ -77,10 +81,10 @@ def virtual(placement: str, cost: LinearCost, rules: Rules, works: list[Work]) -
     return told
 
 
-async def live(placement: str, cost: LinearCost, rules: Rules) -> Told:
+async def live(placement: str, cost: LinearCost, rules: BatchRules) -> Told:
     model = msgspec.structs.replace(MODEL, cost=cost)
     async with (
-        Pipeline(model, placement, pools=POOLS, rules=rules, transfers=WHOLE) as pipe,
+        Pipeline(model, placement, cache=CacheConfig(pools=POOLS), rules=rules, transfers=WHOLE) as pipe,
         asyncio.timeout(LIVENESS_S),
     ):
         told: Told = {name: record(host.core) for name, host in pipe.hosts.items()}
@@ -99,7 +103,7 @@ async def test_events_come_in_the_order_of_the_virtual_cluster(placement: str) -
             break
     assert found == wanted
     assert sum(len(each) for each in found.values()) >= 15
-    other = virtual(placement, cost, Rules(tokens=100, media=576), works)
+    other = virtual(placement, cost, BatchRules(token_budget=100, image_budget=576), works)
     assert other != wanted, "the control: a smaller budget gives another order"
 
 

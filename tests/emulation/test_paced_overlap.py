@@ -12,11 +12,12 @@ import pytest
 from emulation.test_paced_model import HEIGHT, SOURCE, Site, work_of
 from emulation.test_paced_serving import MODEL, POOLS, asked, check, serve
 from trinity.core.messages import KV, Open, Prefill, Step
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.stages import groups
 from trinity.errors import StageError
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.stages.base import Reporting
 
@@ -61,9 +62,13 @@ def test_a_step_that_fails_its_checks_tells_nothing() -> None:
 async def test_kv_moves_while_prefill_waits(kv: Any, hosting: Any) -> None:
     """A layer that was read too early, or never, would be an error: every word is checked at its arrival."""
     model = msgspec.structs.replace(MODEL, cost=LinearCost(prefill_s=1e-4, step_s=0.002))
-    settings: dict[str, Any] = {"rules": Rules(tokens=700), "transfers": Transfers(kv=kv), "hosting": hosting}
+    settings: dict[str, Any] = {
+        "rules": BatchRules(token_budget=700),
+        "transfers": TransferPolicy(kv=kv),
+        "hosting": hosting,
+    }
     requests = asked()
-    async with Pipeline(model, "2EP1D", pools=POOLS, **settings) as pipe, asyncio.timeout(60):
+    async with Pipeline(model, "2EP1D", cache=CacheConfig(pools=POOLS), **settings) as pipe, asyncio.timeout(60):
         outputs = await serve(pipe, requests)
     check(outputs, requests)
     moved = [record for output in outputs for record in output.transfers if record["kind"] == "kv"]

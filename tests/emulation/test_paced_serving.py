@@ -18,7 +18,7 @@ from examples import paced as example
 from support.checkpoint_files import checkpoint
 from support.paths import ROOT
 from support.running_instances import SECRET, by_hand, tcp
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.emulation.content import expected_tokens
@@ -26,9 +26,10 @@ from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.emulation.processor import PacedProcessor
 from trinity.errors import ConfigError, MigrationError, RequestError, StageError
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervisor import ProcessConfig, kept_launcher
 from trinity.request import Output, Request
 from trinity.runtime.host import InstanceHost
 from trinity.traces.trace import SLO, Trace
@@ -71,7 +72,7 @@ def check(outputs: list[Output], requests: list[PacedRequest]) -> None:
 @pytest.mark.parametrize("placement", ["EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D"])
 async def test_every_method_serves_the_tokens_that_the_content_gives(placement: str) -> None:
     requests = asked()
-    async with Pipeline(MODEL, placement, pools=POOLS, rules=Rules(tokens=700)) as pipe:
+    async with Pipeline(MODEL, placement, cache=CacheConfig(pools=POOLS), rules=BatchRules(token_budget=700)) as pipe:
         check(await serve(pipe, requests), requests)
         again = [msgspec.structs.replace(each, request_id=f"again {at}") for at, each in enumerate(asked())]
         outputs = await serve(pipe, [again[3]])
@@ -88,14 +89,14 @@ async def test_no_instance_runs_before_all_can_be_reached(monkeypatch: pytest.Mo
         start(host)
 
     monkeypatch.setattr(InstanceHost, "start", watched)
-    pipe, requests = Pipeline(MODEL, "2E1P1D", pools=POOLS), asked()[:1]
+    pipe, requests = Pipeline(MODEL, "2E1P1D", cache=CacheConfig(pools=POOLS)), asked()[:1]
     async with pipe:
         assert known == [{"E0", "E1", "P0", "D0"}] * 4
         check(await serve(pipe, requests), requests)
 
 
 async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:
-    async with Pipeline(MODEL, "E+P+D", pools=POOLS, slo=SLO(ttft=1.0, tbt=0.05)) as pipe:
+    async with Pipeline(MODEL, "E+P+D", cache=CacheConfig(pools=POOLS), slo=SLO(ttft=1.0, tbt=0.05)) as pipe:
         (output,) = await serve(pipe, asked()[1:2])
     assert "emulated=True" in repr(output)
     assert pipe.metrics.summary()["emulated"] == 1
@@ -114,14 +115,14 @@ async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:
 async def test_lanes_of_an_instance_share_its_pace() -> None:
     model = msgspec.structs.replace(MODEL, interference=1.5)
     requests = asked()
-    async with Pipeline(model, "EPD", pools=POOLS, lanes=("vision", "language")) as pipe:
+    async with Pipeline(model, "EPD", cache=CacheConfig(pools=POOLS), lanes=("vision", "language")) as pipe:
         check(await serve(pipe, requests), requests)
     assert {each.lane for each in pipe.timeline.slices()} == {"vision", "language"}
 
 
 async def test_a_block_that_is_altered_on_its_way_ends_that_request_alone() -> None:
     """What a transport did wrong would show in the real thing as a wrong token, and here as an error."""
-    async with Pipeline(MODEL, "EP+D", pools=POOLS) as pipe:
+    async with Pipeline(MODEL, "EP+D", cache=CacheConfig(pools=POOLS)) as pipe:
         read = pipe.connector.pull
 
         async def spoil(instance: str, pull: Any) -> Any:
@@ -142,8 +143,8 @@ async def test_a_block_that_is_altered_on_its_way_ends_that_request_alone() -> N
 
 async def test_budgets_come_from_the_cost_model() -> None:
     model = msgspec.structs.replace(MODEL, cost=LinearCost(step_s=0.01, decode_s=0.001, prefill_s=0.001))
-    async with Pipeline(model, "EP+D", pools=POOLS, slo=SLO(ttft=0.4, tbt=0.05)) as pipe:
-        tokens = {name: host.loaded.settings.rules.tokens for name, host in pipe.hosts.items()}
+    async with Pipeline(model, "EP+D", cache=CacheConfig(pools=POOLS), slo=SLO(ttft=0.4, tbt=0.05)) as pipe:
+        tokens = {name: host.loaded.settings.rules.token_budget for name, host in pipe.hosts.items()}
     assert tokens["EP0"] <= 190
     assert tokens["D0"] <= 40
 
@@ -153,12 +154,14 @@ async def test_costs_can_be_those_of_a_real_pipeline(tmp_path: Path, monkeypatch
     """Profiled as trinity profiles its budgets, then emulated: no step is quicker than the table says."""
     monkeypatch.setenv("TRINITY_CACHE", str(tmp_path))
     slo = SLO(ttft=0.4, tbt=0.05)
-    async with Pipeline(checkpoint("llava"), "EPD", slo=slo, pools={"image": 64, "kv": 1024}) as real:
+    async with Pipeline(
+        checkpoint("llava"), "EPD", slo=slo, cache=CacheConfig(pools={"image": 64, "kv": 1024})
+    ) as real:
         cost = real.hosts["EPD0"].loaded.settings.rules.cost
     assert isinstance(cost, StepCost)
     table = TableCost.from_step_cost(cost, "profiled from trinity's tiny LLaVA checkpoint")
     requests = asked()
-    async with Pipeline(msgspec.structs.replace(MODEL, cost=table), "E+P+D", pools=POOLS) as pipe:
+    async with Pipeline(msgspec.structs.replace(MODEL, cost=table), "E+P+D", cache=CacheConfig(pools=POOLS)) as pipe:
         check(await serve(pipe, requests), requests)
     steps = [(seconds, said) for lane, _, _, seconds, said in pipe.timeline.rows() if lane == "joint"]
     wanted = [table.seconds(said["decodes"], said["prefill tokens"], said["media tokens"]) for _, said in steps]
@@ -167,10 +170,10 @@ async def test_costs_can_be_those_of_a_real_pipeline(tmp_path: Path, monkeypatch
 
 async def test_what_needs_a_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match="compute nothing"):
-        await Pipeline(MODEL, "EPD", pools=POOLS, observe=lambda *row: None).start()
+        await Pipeline(MODEL, "EPD", cache=CacheConfig(pools=POOLS), observe=lambda *row: None).start()
     with pytest.raises(ConfigError, match="compute nothing"):
-        await Pipeline(MODEL, [Instance("EPD", stages=["mine"])], pools=POOLS).start()
-    async with Pipeline(MODEL, "EPD", pools=POOLS) as pipe:
+        await Pipeline(MODEL, [Instance("EPD", stages=["mine"])], cache=CacheConfig(pools=POOLS)).start()
+    async with Pipeline(MODEL, "EPD", cache=CacheConfig(pools=POOLS)) as pipe:
         with pytest.raises(RequestError, match="PacedRequest"):
             await pipe.complete(Request("Hello"))
 
@@ -197,7 +200,7 @@ def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_processes_serve_without_torch(connector: str) -> None:
     requests = asked()
     settings: dict[str, Any] = {"hosting": "process", "connector": connector, "verify": "always"}
-    async with Pipeline(MODEL, "1E1P1D", pools=POOLS, **settings) as pipe:
+    async with Pipeline(MODEL, "1E1P1D", cache=CacheConfig(pools=POOLS), **settings) as pipe:
         outputs = await serve(pipe, requests)
         mapped = [Path(f"/proc/{each.process}/maps").read_text() for each in pipe.processes.values()]
     check(outputs, requests)
@@ -225,7 +228,7 @@ def test_the_program_around_them_needs_no_torch_either() -> None:
 @pytest.mark.usefixtures("launcher")
 async def test_a_killed_instance_is_started_again() -> None:
     long = PacedRequest(text_tokens=9, max_tokens=3000, request_id="long")
-    async with Pipeline(MODEL, "2EP1D", pools=POOLS, hosting="process") as pipe:
+    async with Pipeline(MODEL, "2EP1D", cache=CacheConfig(pools=POOLS), hosting="process") as pipe:
         going = asyncio.ensure_future(pipe.complete(long))
         async with asyncio.timeout(LIVENESS_S):
             while not any(pipe._streams["long"]._ids if "long" in pipe._streams else ()):
@@ -243,7 +246,7 @@ async def test_a_killed_instance_is_started_again() -> None:
 async def test_instances_started_by_hand_can_be_paced(launcher: Launcher) -> None:
     async with by_hand(launcher, tcp(), model="") as (there,):
         instances = [Instance("EP", address=str(there.address), pools=POOLS), Instance("D", pools=POOLS)]
-        async with Pipeline(MODEL, instances, hosting="process", secret=SECRET) as pipe:
+        async with Pipeline(MODEL, instances, hosting="process", processes=ProcessConfig(secret=SECRET)) as pipe:
             requests = asked()
             check(await serve(pipe, requests), requests)
         assert "libtorch" not in Path(f"/proc/{there.process}/maps").read_text()

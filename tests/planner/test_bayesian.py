@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from support.analytic_simulator import Analytic
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, UnknownName
@@ -48,24 +48,24 @@ def deployment(**settings: str | int) -> Deployment:
 
 
 def test_without_settings_the_simulator_is_the_planners() -> None:
-    assert options_of(deployment(), STRICT, LLAVA, H100, Rules()) == {}
+    assert options_of(deployment(), STRICT, LLAVA, H100, BatchRules()) == {}
 
 
 def test_settings_become_rules_budgets_and_routing() -> None:
     asked = deployment(tokens=512, mixed_tokens=64, images=2, order="sjf", policy="time", routing="least_loaded")
-    options = options_of(asked, STRICT, LLAVA, H100, Rules(chunked=False))
+    options = options_of(asked, STRICT, LLAVA, H100, BatchRules(chunked=False))
     assert (options["rules"].order, options["rules"].policy, options["rules"].chunked) == ("sjf", "time", False)
     assert options["routing"] == "least_loaded"
-    assert options["budgets"]["E"].media == 2 * 576
-    assert options["budgets"]["PD"].tokens == 64
+    assert options["budgets"]["E"].image_budget == 2 * 576
+    assert options["budgets"]["PD"].token_budget == 64
 
 
 def test_a_knob_at_zero_is_what_algorithm_1_finds() -> None:
-    options = options_of(deployment(tokens=0, mixed_tokens=0, images=0), STRICT, LLAVA, H100, Rules())
+    options = options_of(deployment(tokens=0, mixed_tokens=0, images=0), STRICT, LLAVA, H100, BatchRules())
     simulator = Simulator(LLAVA, STRICT, cluster=planner(2, Space()).hardware.cluster)
     for place, each in enumerate(simulator.settings(Placement.parse("1E1PD"))):
-        found: Budgets = options["budgets"][each.roles]
-        assert (found.tokens, found.media) == (each.rules.tokens, each.rules.media), place
+        found: StepBudgets = options["budgets"][each.roles]
+        assert (found.token_budget, found.image_budget) == (each.rules.token_budget, each.rules.image_budget), place
 
 
 def test_real_simulators_take_them() -> None:

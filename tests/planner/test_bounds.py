@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, Roofline
@@ -238,7 +238,7 @@ def check_one(seed: int, count: int) -> None:
         slo,
         cluster=Cluster.of(*[(each, 1) for each in deployment.devices]),
         lanes=lanes,
-        rules=Rules(order=order),  # type: ignore[arg-type]
+        rules=BatchRules(order=order),  # type: ignore[arg-type]
     )
     reached = found(simulator, deployment, trace, slo, rule, stable, made.nominal(deployment))
     assert reached <= made.upper(deployment), (str(deployment), deployment.devices, rule, stable)

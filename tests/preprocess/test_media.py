@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trinity.preprocess.media import Limits, MediaProblem, image_digest, read_image
+from trinity.preprocess.media import MediaLimits, MediaProblem, image_digest, read_image
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
-DEFAULT = Limits()
+DEFAULT = MediaLimits()
 
 
 def encoded(image: Image.Image, form: str = "PNG", **kwargs: Any) -> bytes:
@@ -168,15 +168,15 @@ def test_a_fifo_is_refused_and_does_not_block(tmp_path: Path) -> None:
 
 
 def test_limits_hold_for_every_source(tmp_path: Path) -> None:
-    few_pixels = Limits(max_pixels=12 * 16 - 1)
-    few_bytes = Limits(max_image_bytes=len(PNG) - 1)
+    few_pixels = MediaLimits(max_pixels=12 * 16 - 1)
+    few_bytes = MediaLimits(max_image_bytes=len(PNG) - 1)
     for source in sources(tmp_path):
         with pytest.raises(MediaProblem, match="16 x 12 pixels"):
             read_image(source, few_pixels)
         if not isinstance(source, (Image.Image, np.ndarray)):
             with pytest.raises(MediaProblem, match="max_image_bytes"):
                 read_image(source, few_bytes)
-    assert read_image(PNG, Limits(max_pixels=12 * 16, max_image_bytes=len(PNG))).size == (16, 12)
+    assert read_image(PNG, MediaLimits(max_pixels=12 * 16, max_image_bytes=len(PNG))).size == (16, 12)
 
 
 def test_one_lazy_image_read_by_many_threads(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-OPEN = Limits(allow_urls=True, url_timeout_s=2.0, max_image_bytes=50_000)
+OPEN = MediaLimits(allow_urls=True, url_timeout_s=2.0, max_image_bytes=50_000)
 
 
 @pytest.mark.usefixtures("no_proxy")
@@ -270,7 +270,7 @@ def test_bad_urls_say_why(server: str, page: str, why: str) -> None:
 def test_a_server_that_drips_or_is_not_there_cannot_hold_a_thread(server: str) -> None:
     began = time.monotonic()
     with pytest.raises(MediaProblem, match=r"url_timeout_s, 0\.2 s"):
-        read_image(f"{server}/drip", Limits(allow_urls=True, url_timeout_s=0.2))
+        read_image(f"{server}/drip", MediaLimits(allow_urls=True, url_timeout_s=0.2))
     assert time.monotonic() - began < 10
     with pytest.raises(MediaProblem, match="cannot be fetched"):
         read_image("http://127.0.0.1:1/a.png", OPEN)

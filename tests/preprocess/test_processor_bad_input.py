@@ -13,7 +13,7 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, UnsupportedModel
-from trinity.preprocess.processor import Limits, RequestProcessor
+from trinity.preprocess.processor import MediaLimits, RequestProcessor
 from trinity.request import Media, Request, Sampling
 
 IMAGE = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
@@ -126,7 +126,7 @@ def test_an_image_that_the_models_processor_refuses(qwen: RequestProcessor) -> N
 
 
 def test_limits() -> None:
-    limits = Limits(max_images=2, max_pixels=5000, max_prompt_tokens=40)
+    limits = MediaLimits(max_images=2, max_pixels=5000, max_prompt_tokens=40)
     tight = RequestProcessor(checkpoint("llava"), limits=limits)
     assert "limit max_images is 2" in refused(tight, BadMedia, Request("<image>" * 3, images=[IMAGE] * 3))
     large = np.zeros((100, 100, 3), np.uint8)
@@ -151,7 +151,7 @@ def test_visual_tokens_count_towards_the_context(llava: RequestProcessor) -> Non
     small = Request("<image>" * 60, images=[IMAGE] * 60)
     assert len(llava.process(small).work.prompt) == 961
     images = llava.context_length // 16
-    roomy = RequestProcessor(checkpoint("llava"), limits=Limits(max_images=1000))
+    roomy = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_images=1000))
     said = refused(roomy, RequestTooLarge, Request("<image>" * images, images=[IMAGE] * images))
     assert f"{16 * images} of them visual" in said
     roomy.close()

@@ -19,7 +19,7 @@ import trinity
 from support.paths import ROOT
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
-from trinity.preprocess.media import Limits
+from trinity.preprocess.media import MediaLimits
 from trinity.remote import channel
 from trinity.remote.supervisor import SHORTEST_SECRET
 
@@ -95,11 +95,14 @@ def test_a_command_runs_what_is_there(command: str, target: str) -> None:
     assert callable(EntryPoint(command, target, "console_scripts").load())
 
 
+LIMITS = MediaLimits()
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        f"| images | {Limits().max_images} (`max_images`), each of {Limits().max_image_bytes >> 20} MiB as a file",
-        f"{Limits().max_pixels // 10**6} million pixels decoded (`max_pixels`)",
+        f"| images | {LIMITS.max_images} (`max_images`), each of {LIMITS.max_image_bytes >> 20} MiB as a file",
+        f"{LIMITS.max_pixels // 10**6} million pixels decoded (`max_pixels`)",
         f"A frame has at most {channel.MAX_FRAME >> 20} MiB (`MAX_FRAME`), a hello {channel.MAX_HELLO >> 20} MiB",
         f"leaves more than {channel.MAX_BACKLOG >> 30} GiB unread",
         f"of at least {SHORTEST_SECRET} characters",
@@ -112,7 +115,7 @@ def test_the_security_page_has_the_figures_of_the_code(said: str) -> None:
 def test_the_security_page_says_what_is_so_by_default() -> None:
     settings = {name: each.default for name, each in signature(Pipeline).parameters.items()}
     assert (settings["hosting"], settings["connector"]) == ("thread", None)
-    assert not Limits().allow_urls
+    assert not LIMITS.allow_urls
     assert channel.TIMEOUT_S == 10
     assert "It has ten seconds (`TIMEOUT_S`)" in SECURITY
     assert f"{settings['max_waiting']:,} (`Pipeline(max_waiting=)`)" in SECURITY

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-import trinity.pipeline
+import trinity.remote.supervisor
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, SECRET, by_hand, pipeline, request, tcp
 from trinity.core.messages import FRONTEND
@@ -26,7 +26,7 @@ from trinity.pipeline import Pipeline
 from trinity.remote import channel as channels
 from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supervisor import setups_for
+from trinity.remote.supervisor import ProcessConfig, setups_for
 from trinity.remote.wire import Hello, Setup, encode
 
 
@@ -48,13 +48,15 @@ def test_what_a_pipeline_needs_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_SECRET", raising=False)
     model, attached = checkpoint("llava"), Instance("EPD", address="tcp:127.0.0.1:1")
     with pytest.raises(ConfigError, match="hosting='process'"):
-        Pipeline(model, [attached], secret=SECRET)
+        Pipeline(model, [attached], processes=ProcessConfig(secret=SECRET))
     with pytest.raises(ConfigError, match="TRINITY_SECRET"):
         Pipeline(model, [attached], hosting="process")
     with pytest.raises(ConfigError, match="at least 32"):
-        Pipeline(model, [attached], hosting="process", secret="short")
+        Pipeline(model, [attached], hosting="process", processes=ProcessConfig(secret="short"))
     with pytest.raises(ConfigError, match="no address"):
-        Pipeline(model, [Instance("EPD", address="http://here")], hosting="process", secret=SECRET)
+        Pipeline(
+            model, [Instance("EPD", address="http://here")], hosting="process", processes=ProcessConfig(secret=SECRET)
+        )
 
 
 async def test_nobody_listens() -> None:
@@ -67,7 +69,7 @@ async def test_another_secret(launcher: Launcher) -> None:
     async with by_hand(launcher, tcp()) as (one,):
         error = await refused(one.instance("EPD"), secret="x" * 32)
         assert isinstance(error, HandshakeError)
-        assert "Pipeline(secret=...)" in str(error)
+        assert "ProcessConfig(secret=...)" in str(error)
 
 
 async def test_another_version(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ async def test_the_model_is_not_there(launcher: Launcher, tmp_path: Path) -> Non
     mine = tmp_path / "model"
     shutil.copytree(checkpoint("llava"), mine)
     async with by_hand(launcher, tcp()) as (one,):
-        pipe = Pipeline(mine, [one.instance("EPD")], hosting="process", secret=SECRET)
+        pipe = Pipeline(mine, [one.instance("EPD")], hosting="process", processes=ProcessConfig(secret=SECRET))
         await asyncio.to_thread(pipe._load_processor)
         setup = setups_for(pipe.instances, pipe._deployment, pipe.connector, "round_robin")[0]
         shutil.rmtree(mine)
@@ -114,11 +116,11 @@ async def answered(address: Address, setup: Setup) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
-        ({"kv_block": 32}, "kv blocks differ: "),
+        ({"kv_block_size": 32}, "kv blocks differ: "),
         ({"dtype": "bfloat16"}, "torch.bfloat16"),
         ({"model": ""}, "runs model"),
     ],
-    ids=["kv_block", "dtype", "checkpoint"],
+    ids=["kv_block_size", "dtype", "checkpoint"],
 )
 async def test_instances_that_differ(
     launcher: Launcher, differs: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -130,7 +132,7 @@ async def test_instances_that_differ(
         first, *others = setups_for(*given)
         return [msgspec.structs.replace(first, **differs), *others]
 
-    monkeypatch.setattr(trinity.pipeline, "setups_for", different)
+    monkeypatch.setattr(trinity.remote.supervisor, "setups_for", different)
     async with by_hand(launcher, tcp()) as (one,):
         error = await refused(Instance("EP", "left"), one.instance("D", "right"))
         assert isinstance(error, LayoutMismatch)

@@ -15,7 +15,8 @@ import pytest
 import trinity
 from support import paths
 from support.checkpoint_files import checkpoint
-from trinity.core.transfers import Transfers
+from support.pipeline_options import pipeline_options
+from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
 from trinity.memory.digests import Verify
 from trinity.pipeline import Pipeline
@@ -57,7 +58,7 @@ def long_request() -> Request:
 @asynccontextmanager
 async def pipeline(placement: str, **named: Any) -> AsyncIterator[Pipeline]:
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, **named}
-    async with Pipeline(checkpoint("llava"), placement, **settings) as pipe:
+    async with Pipeline(checkpoint("llava"), placement, **pipeline_options(settings)) as pipe:
         yield pipe
 
 
@@ -157,7 +158,7 @@ async def test_a_frozen_instance_does_not_hold_a_deadline_up() -> None:
 
 async def test_a_lease_ends_a_request_whose_peer_says_nothing() -> None:
     """Long before supervision would kill the peer; it has no deadline of its own."""
-    async with pipeline("E+P+D", transfers=Transfers(lease_s=1.0)) as pipe:
+    async with pipeline("E+P+D", transfers=TransferPolicy(lease_s=1.0)) as pipe:
         process = pipe.processes["D0"].process
         os.kill(process, signal.SIGSTOP)
         with pytest.raises(RequestError, match="D0"):

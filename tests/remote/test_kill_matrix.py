@@ -23,6 +23,7 @@ import trinity.remote.supervisor
 from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pauses import PHASES, Pauses, pausing
+from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S, POOLS, descriptors, recovered, request
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
@@ -140,7 +141,7 @@ async def strike(pipe: Pipeline, pauses: Pauses, case: Strike) -> None:
 async def struck(pauses: Pauses, scheme: str, cases: list[Strike]) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, "silence_s": 2.0}
     settings |= {"prefix_cache": False, "image_cache": False}  # so that every request moves its blocks
-    async with Pipeline(checkpoint("llava"), "E+P+D", connector=scheme, **settings) as pipe:
+    async with Pipeline(checkpoint("llava"), "E+P+D", connector=scheme, **pipeline_options(settings)) as pipe:
         assert (await pipe.complete(request())).token_ids == wanted()
         before = holdings(pipe)
         for case in cases:

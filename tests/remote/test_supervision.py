@@ -27,7 +27,7 @@ from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supervisor import Processes
+from trinity.remote.supervisor import ProcessConfig, Processes
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
 
@@ -191,7 +191,7 @@ async def test_without_its_launcher_a_pipeline_says_so(caplog: pytest.LogCapture
 def test_too_short_a_silence() -> None:
     for silence_s in (0.0, 1.0, float("nan")):
         with pytest.raises(ConfigError, match="silence_s"):
-            Pipeline(checkpoint("llava"), hosting="process", silence_s=silence_s)
+            Pipeline(checkpoint("llava"), hosting="process", processes=ProcessConfig(silence_s=silence_s))
 
 
 # ---------------------------------------------------------------- the clock of the watch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.core_tables import emitted
 from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
-from trinity.costs.budgets import Budgets, StepCost
+from trinity.costs.budgets import StepBudgets, StepCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
@@ -114,11 +114,11 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         routing="round_robin",
         lanes=("vision", "language"),
         threads=2,
-        media_block=64,
-        kv_block=8,
+        image_block_size=64,
+        kv_block_size=8,
         pools={"kv": 3},
         slo=SLO(ttft=1.0, tbt=0.1),
-        budgets=Budgets(tokens=9, cost=StepCost.from_samples(prefill={1: 0.1, 5: 0.2})),
+        budgets=StepBudgets(token_budget=9, cost=StepCost.from_samples(prefill={1: 0.1, 5: 0.2})),
     )
     assert decode(encode(setup)) == setup
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))

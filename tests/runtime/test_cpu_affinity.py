@@ -21,6 +21,7 @@ from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
 from trinity.errors import ConfigError
 from trinity.instance import Instance, check_form, shares
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.runtime import cpu_affinity
@@ -232,7 +233,7 @@ async def test_a_core_that_is_not_there_ends_the_start() -> None:
 async def test_processes_are_pinned_whole(waiting: Launcher) -> None:
     paced = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=64)
     placed = [Instance("EP", cores=(CORES[0],)), Instance("D", cores=(CORES[1],))]
-    async with Pipeline(paced, placed, hosting="process", pools={"image": 4, "kv": 256}) as pipe:
+    async with Pipeline(paced, placed, hosting="process", cache=CacheConfig(pools={"image": 4, "kv": 256})) as pipe:
         await pipe.complete(PacedRequest(text_tokens=8, max_tokens=4))
         found = {name: affinities(member.process).values() for name, member in pipe.processes.items()}
     assert {name: set(map(frozenset, each)) for name, each in found.items()} == {

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
-from trinity.costs.budgets import BudgetCache, Budgets, StepCost, predict_budgets, search_budget
+from trinity.costs.budgets import (
+    BudgetCache,
+    StepBudgets,
+    StepCost,
+    predict_budgets,
+    search_budget,
+)
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import get_model_shape
@@ -19,6 +25,7 @@ from trinity.costs.step_cost import CostTables, Roofline, get_device, interferen
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ConfigError, TrinityWarning
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import Loaded
 from trinity.runtime.loading import Deployment, load
@@ -132,12 +139,12 @@ def test_both_budgets_of_a_cost_model_shrink_and_its_table_stays() -> None:
     cost = LinearCost(step_s=0.01, prefill_s=1e-4, encode_s=0.01, media_s=1e-5)
     alone = predict_budgets(cost.seconds, "EPD", 0.25, 576)
     beside = predict_budgets(cost.seconds, "EPD", 0.25, 576, interference=1.5)
-    assert beside.tokens < alone.tokens
-    assert beside.media < alone.media
+    assert beside.token_budget < alone.token_budget
+    assert beside.image_budget < alone.image_budget
     assert (alone.interference, beside.interference) == (1.0, 1.5)
     assert alone.cost is not None
     assert beside.cost is not None
-    count = beside.tokens
+    count = beside.token_budget
     assert 1.5 * cost.seconds(0, count, 0) <= 0.25
     assert beside.cost.seconds(0, count, 0) == pytest.approx(cost.seconds(0, count, 0))
 
@@ -150,7 +157,7 @@ def test_a_paced_instance_with_two_lanes_keeps_its_limit_beside(lanes: tuple[str
     instance: Any = type("Loaded", (), {"spec": Instance("EPD", lanes=lanes)})()
     found = paced_budgets(paced, instance, 0.25)
     assert found.interference == factor
-    assert factor * paced.cost.seconds(0, found.tokens, 0) <= 0.25
+    assert factor * paced.cost.seconds(0, found.token_budget, 0) <= 0.25
 
 
 # ---------------------------------------------------------------- tables and simulators
@@ -189,7 +196,7 @@ def test_a_simulator_takes_it_from_measured_costs() -> None:
 def test_budgets_of_a_simulated_instance_hold_jointly() -> None:
     def tokens(lanes: tuple[str, ...]) -> int:
         (settings,) = simulator(cost=tables(1.5), lanes=lanes).settings("1EPD")
-        return settings.rules.tokens
+        return settings.rules.token_budget
 
     assert tokens(DUAL) < tokens(("joint",))
     assert 1.5 * tables(1.5).seconds(0, tokens(DUAL), 0) <= 0.25
@@ -206,7 +213,11 @@ def processor() -> Iterator[RequestProcessor]:
 
 
 def loaded(processor: RequestProcessor, roles: str, **asked: Any) -> Loaded:
-    deployment = Deployment(checkpoint("llava"), "float32", media_block=64, pools={"image": 8, "kv": 16})
+    deployment = Deployment(
+        checkpoint("llava"),
+        "float32",
+        cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
+    )
     return load(deployment, named([Instance(roles, **asked)]), processor)[0]
 
 
@@ -236,7 +247,7 @@ def test_one_lane_has_no_interference(
 
 def test_budgets_of_other_lanes_or_cores_are_not_taken(processor: RequestProcessor, tmp_path: Path) -> None:
     cache = BudgetCache(tmp_path)
-    found: dict[int, Budgets] = {}
+    found: dict[int, StepBudgets] = {}
     core = min(os.sched_getaffinity(0))
     ways: tuple[dict[str, Any], ...] = ({}, {"lanes": DUAL}, {"lanes": DUAL, "cores": (core,)})
     for number, asked in enumerate(ways):

@@ -12,10 +12,11 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import KV, Open, Sampled, Step
-from trinity.core.scheduler import ALPHA, TBT_SHARE, Rules
-from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, Budgets
+from trinity.core.scheduler import ALPHA, TBT_SHARE, BatchRules
+from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, StepBudgets
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime import loading
 from trinity.runtime.host import Loaded
@@ -32,17 +33,15 @@ def processor() -> Iterator[RequestProcessor]:
     made.close()
 
 
-def deployment(slo: SLO | None = None, budgets: Budgets | None = None) -> Deployment:
+def deployment(slo: SLO | None = None, budgets: StepBudgets | None = None) -> Deployment:
     return Deployment(
         model=checkpoint("llava"),
         dtype="float32",
         slo=slo,
         budgets=budgets,
-        rules=Rules(),
-        media_block=64,
-        kv_block=16,
+        rules=BatchRules(),
+        cache=CacheConfig(image_block_size=64, kv_block_size=16, pools={"image": 8, "kv": 16}),
         observe=None,
-        pools={"image": 8, "kv": 16},
     )
 
 
@@ -61,9 +60,9 @@ def test_budgets_of_every_role(roles: str, processor: RequestProcessor, tmp_path
     assert bool(found.cost.prefill) == ("P" in roles)
     assert bool(found.cost.decodes) == ("D" in roles)
     image_tokens = Probe(instance, processor).image_tokens
-    assert found.media % image_tokens == 0
+    assert found.image_budget % image_tokens == 0
     if "P" not in roles and "D" in roles:
-        assert found.tokens <= MAX_DECODE_ROWS
+        assert found.token_budget <= MAX_DECODE_ROWS
 
 
 def test_a_bound_that_not_even_one_item_keeps_warns_and_takes_one(processor: RequestProcessor, tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_a_bound_that_not_even_one_item_keeps_warns_and_takes_one(processor: Req
     with pytest.warns(TrinityWarning, match="above the bound"):
         found = profile_budgets(instance, processor, 1e-9, BudgetCache(tmp_path))
     assert not found.feasible
-    assert (found.tokens, found.media) == (1, Probe(instance, processor).image_tokens)
+    assert (found.token_budget, found.image_budget) == (1, Probe(instance, processor).image_tokens)
     with pytest.warns(TrinityWarning, match="will be missed"):
         assert profile_budgets(instance, processor, 1e-9, BudgetCache(tmp_path)) == found
 
@@ -141,7 +140,7 @@ def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
     instance: Any = SimpleNamespace(
         spec=Instance("PD"),
         memory={KV: SimpleNamespace(blocks=16)},
-        settings=SimpleNamespace(kv_block=16),
+        settings=SimpleNamespace(kv_block_size=16),
         stages=[stage],
     )
     nothing: Any = SimpleNamespace(multimodal=False, context_length=1000)
@@ -168,7 +167,7 @@ def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch: pytest.Monk
     instance: Any = SimpleNamespace(
         spec=Instance("PD", device="cuda:1"),
         memory={KV: SimpleNamespace(blocks=16)},
-        settings=SimpleNamespace(kv_block=16),
+        settings=SimpleNamespace(kv_block_size=16),
         stages=[Noting()],
     )
     nothing: Any = SimpleNamespace(multimodal=False, context_length=1000)
@@ -181,18 +180,18 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
 ) -> None:
     asked: dict[str, float] = {}
 
-    def profile(instance: Loaded, processor: RequestProcessor, limit_s: float) -> Budgets:
+    def profile(instance: Loaded, processor: RequestProcessor, limit_s: float) -> StepBudgets:
         asked[instance.spec.roles] = limit_s
-        return Budgets(tokens=77, media=33, limit_s=limit_s)
+        return StepBudgets(token_budget=77, image_budget=33, limit_s=limit_s)
 
     monkeypatch.setattr(loading, "profile_budgets", profile)
     slo = SLO(ttft=8.0, tbt=0.5)
     instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
     made = load(deployment(slo), instances, processor)
     assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
-    assert {(each.settings.rules.tokens, each.settings.rules.media) for each in made} == {(77, 33)}
-    by_hand = load(deployment(slo, Budgets(tokens=5, media=6)), instances, processor)
-    assert {(each.settings.rules.tokens, each.settings.rules.media) for each in by_hand} == {(5, 6)}
+    assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in made} == {(77, 33)}
+    by_hand = load(deployment(slo, StepBudgets(token_budget=5, image_budget=6)), instances, processor)
+    assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in by_hand} == {(5, 6)}
     assert len(asked) == 4
 
 
@@ -201,4 +200,4 @@ def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch: pytes
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = load(deployment(), named([Instance("EPD")]), processor)
-    assert (made[0].settings.rules.tokens, made[0].settings.rules.media) == (2048, 1)
+    assert (made[0].settings.rules.token_budget, made[0].settings.rules.image_budget) == (2048, 1)

@@ -10,12 +10,14 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import all_tokens, good_ones, serving
+from support.pipeline_options import pipeline_options
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced
 from trinity.errors import ClosedError, ConfigError
 from trinity.instance import Instance, named
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import Loaded
@@ -34,7 +36,11 @@ def processor() -> Iterator[RequestProcessor]:
 
 
 def loaded(processor: RequestProcessor, *roles: str) -> list[Loaded]:
-    deployment = Deployment(checkpoint("llava"), "float32", media_block=64, pools={"image": 8, "kv": 16})
+    deployment = Deployment(
+        checkpoint("llava"),
+        "float32",
+        cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
+    )
     return load(deployment, named([Instance(each) for each in roles]), processor)
 
 
@@ -117,12 +123,16 @@ async def test_a_pipeline_is_profiled_between_requests_and_its_caches_stay(place
 
 async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
     options: dict[str, Any] = {"hosting": "process", "dtype": "float32", "pools": {"image": 8, "kv": 32}}
-    async with Pipeline(checkpoint("llava"), "EP+D", media_block=64, **options) as pipe:
+    async with Pipeline(
+        checkpoint("llava"), "EP+D", cache=CacheConfig(image_block_size=64), **pipeline_options(options)
+    ) as pipe:
         check(await pipe.profile(**FEW), "EPD")
 
 
 async def test_what_cannot_be_measured_is_said() -> None:
-    paced = Pipeline(Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048), "EPD", pools={"image": 2, "kv": 64})
+    paced = Pipeline(
+        Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048), "EPD", cache=CacheConfig(pools={"image": 2, "kv": 64})
+    )
     assert paced.cost == LinearCost()
     with pytest.raises(ClosedError):
         await paced.profile()

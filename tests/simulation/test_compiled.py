@@ -18,8 +18,8 @@ from support.scenarios import ORDERS
 from trinity.core.instance.settings import Reservation, Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing import LeastLoaded, RandomChoice, RoundRobin
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
@@ -38,7 +38,7 @@ def text(number: int, prompt: int, out: int, **rest: object) -> Work:
 
 
 def case_of(placement: str, works: list[Work], times: list[float], cost: LinearCost, **rest: object) -> Case:
-    settings = settings_of(placement, {"image": 8, "kv": 400}, transfers=Transfers(kv="off"), **rest)
+    settings = settings_of(placement, {"image": 8, "kv": 400}, transfers=TransferPolicy(kv="off"), **rest)
     cluster = cluster_of(len(settings))
     acts = [(at, number, False) for number, at in enumerate(times)]
     return Case(settings, works, acts, cluster, [cost] * len(settings))
@@ -151,7 +151,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         case = random_case(seed)
         told = case.compiled()
         rules = case.settings[0].rules
-        seen.update([rules.policy, rules.order, f"chunked {rules.chunked}", f"bounded {rules.media_budget}"])
+        seen.update([rules.policy, rules.order, f"chunked {rules.chunked}", f"bounded {rules.limit_encodes}"])
         seen.update({each.roles for each in case.settings} | {str(each.lanes) for each in case.settings})
         seen.update({type(cost).__name__ for cost in case.costs} | {f"ended {reason}" for reason in told.reasons})
         moves = case.settings[0].transfers
@@ -211,12 +211,12 @@ def test_a_difference_of_one_line_is_found(seed: int) -> None:
 
 
 CHANGES = {
-    "tokens": lambda rules: replace(rules, tokens=rules.tokens + 1),
-    "media": lambda rules: replace(rules, media=rules.media * 50),
+    "token_budget": lambda rules: replace(rules, token_budget=rules.token_budget + 1),
+    "image_budget": lambda rules: replace(rules, image_budget=rules.image_budget * 50),
     "order": lambda rules: replace(rules, order="sjf" if rules.order == "fcfs" else "fcfs"),
     "policy": lambda rules: replace(rules, policy="alg1" if rules.policy != "alg1" else "prefill_first"),
     "chunked": lambda rules: replace(rules, chunked=not rules.chunked),
-    "media_budget": lambda rules: replace(rules, media_budget=not rules.media_budget),
+    "limit_encodes": lambda rules: replace(rules, limit_encodes=not rules.limit_encodes),
 }
 
 
@@ -306,14 +306,14 @@ def test_where_nobody_can_compute_it_again_it_is_sent_back() -> None:
 
 def test_what_it_cannot_do_it_says() -> None:
     costs = [LinearCost(step_s=1.0)] * 3
-    plain = settings_of("E+P+D", {"image": 8, "kv": 40}, transfers=Transfers(kv="off"))
+    plain = settings_of("E+P+D", {"image": 8, "kv": 40}, transfers=TransferPolicy(kv="off"))
     assert compiled.unsupported(plain, costs, RoundRobin()) == ""
     assert "round_robin" in compiled.unsupported(plain, costs, LeastLoaded())
     assert "round_robin" in compiled.unsupported(plain, costs, RandomChoice())
-    moving = [replace(each, transfers=Transfers(kv="layer")) for each in plain]
+    moving = [replace(each, transfers=TransferPolicy(kv="layer")) for each in plain]
     assert "prefill" in compiled.unsupported(moving, costs, RoundRobin())
     assert "leases" in compiled.unsupported([replace(each, lease_s=3.0) for each in plain], costs, RoundRobin())
-    for other in (replace(plain[1], kv_block=8), replace(plain[1], reservation="optimistic")):
+    for other in (replace(plain[1], kv_block_size=8), replace(plain[1], reservation="optimistic")):
         assert "rest" in compiled.unsupported([plain[0], other], costs, RoundRobin())
     assert "depth 2" in compiled.unsupported([replace(each, depth=2) for each in plain], costs, RoundRobin())
     growing = [replace(each, reservation="optimistic") for each in plain]
@@ -323,7 +323,7 @@ def test_what_it_cannot_do_it_says() -> None:
         """Costs of its own, which nobody has written in C++."""
 
     assert "Other" in compiled.unsupported(plain, [Other()] * 3, RoundRobin())
-    predicting = [replace(each, rules=Rules(policy="time", cost=Other(), limit_s=1.0)) for each in plain]
+    predicting = [replace(each, rules=BatchRules(policy="time", cost=Other(), limit_s=1.0)) for each in plain]
     assert "Other" in compiled.unsupported(predicting, costs, RoundRobin())
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from support.simulations import row, simulator
 from trinity.core.block_pool import prefix_keys
-from trinity.core.transfers import Transfers
+from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, TraceError
 from trinity.memory.native import extension
 from trinity.placement import Placement
@@ -164,7 +164,7 @@ def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, m
     jobs = requests_of(traffic(8, 60, 4), simulator(1).model).jobs
     assert any(job.refused for job in jobs)
     assert any(len(job.images) > 1 for job in jobs)
-    like = settings_of("EPD", {"image": 1, "kv": 1}, media_block=block, image_cache=True, prefix_cache=False)[0]
+    like = settings_of("EPD", {"image": 1, "kv": 1}, image_block_size=block, image_cache=True, prefix_cache=False)[0]
     for some, ask in ((jobs, 0), (jobs, 700), ([job for job in jobs if not job.images], 0), ([], 0)):
         works = [Asked(1, 1) if job.refused else Asked.of(work_of(job, 0, False), job.max_tokens) for job in some]
         works = [each._replace(max_tokens=max(each.max_tokens, min(ask, 1000 - each.length))) for each in works]
@@ -211,7 +211,7 @@ def test_which_engine_runs_is_said() -> None:
     assert simulator(1).why_python("EPD") == ""
     assert simulator(1, engine="python").why_python("EPD") == "it was asked for"
     assert simulator(1).why_python("EPD", record=True) == "timelines"
-    moving = {"transfers": Transfers(kv="layer")}
+    moving = {"transfers": TransferPolicy(kv="layer")}
     assert "prefill" in simulator(2, **moving).why_python("EP+D")
     trace = Trace([row(0.0, 16, 2)])
     assert simulator(2, **moving).replay(trace, "EP+D").engine == "python"
@@ -260,11 +260,11 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
         prompt, most = sum(images) + draw.randint(1, 1600), draw.choice([1, 2, 30])
         jobs.append(Job(at=0.0, prompt=prompt, images=named, max_tokens=most, hash_ids=hashes))
     blocks, fed = draw.choice([1, 5, 16, 512]), draw.random() < 0.5
-    settings: dict[str, Any] = {"kv_block": blocks, "reservation": "optimistic" if fed else "full"}
+    settings: dict[str, Any] = {"kv_block_size": blocks, "reservation": "optimistic" if fed else "full"}
     like = settings_of("EPD", {"image": 1, "kv": 1}, **settings)[0]
     works = [work_of(job, number, True) for number, job in enumerate(jobs)]
     texts = [(*work.prompt, *(OUTPUT for _ in range(1, work.max_tokens if fed else 1))) for work in works]
-    digests = [prefix_keys(text, work.media, like.kv_block) for text, work in zip(texts, works, strict=True)]
+    digests = [prefix_keys(text, work.media, like.kv_block_size) for text, work in zip(texts, works, strict=True)]
     known: dict[bytes, int] = {}
     expected = [[known.setdefault(key, len(known)) for key in keys] for keys in digests]
     told = [asked_of(job, number, 2048) for number, job in enumerate(jobs)]

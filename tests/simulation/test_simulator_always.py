@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.simulations import LINK, MESSAGE_S, row, simulator
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.step_cost import DEVICES
 from trinity.placement import Placement
@@ -31,14 +31,16 @@ rows = st.builds(
     st.lists(st.integers(0, 3), max_size=3),
 )
 rules = st.builds(
-    Rules,
+    BatchRules,
     policy=st.sampled_from(("alg1", "time", "prefill_first")),
     order=st.sampled_from(("fcfs", "sjf", "deadline")),
     chunked=st.booleans(),
-    media_budget=st.booleans(),
+    limit_encodes=st.booleans(),
 )
 budgets = st.builds(
-    lambda tokens, media: Budgets(tokens=tokens, media=media, limit_s=2.0), st.integers(1, 2048), st.integers(1, 2000)
+    lambda tokens, media: StepBudgets(token_budget=tokens, image_budget=media, limit_s=2.0),
+    st.integers(1, 2048),
+    st.integers(1, 2000),
 )
 options = st.fixed_dictionaries(
     {
@@ -48,7 +50,7 @@ options = st.fixed_dictionaries(
         "lanes": st.sampled_from((("joint",), ("vision", "language"))),
         "interference": st.sampled_from((1.0, 1.5, 2.0)),
         "transfers": st.builds(
-            Transfers,
+            TransferPolicy,
             prefetch=st.booleans(),
             early=st.booleans(),
             kv=st.sampled_from(("off", "layer", "grouped")),
@@ -107,7 +109,7 @@ def test_a_faster_device_never_hurts(asked: list[TraceRow], placement: str) -> N
     """On one instance, whose every step is in the order of arrival and none waits for another's place."""
     alone = [row(1000.0 * at, each.text_tokens, each.output_length) for at, each in enumerate(asked)]
     fast, slow = (
-        Simulator("llava-1.5-7b", SLO(1.0, 0.1), cluster=Cluster.of(name), budgets=Budgets()).replay(
+        Simulator("llava-1.5-7b", SLO(1.0, 0.1), cluster=Cluster.of(name), budgets=StepBudgets()).replay(
             Trace(alone), placement
         )
         for name in ("H100", "A100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.simulations import LINK, MESSAGE_S, row, served, simulator
-from trinity.core.transfers import Transfers
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import get_model_shape
@@ -59,7 +59,7 @@ def test_kv_that_moves_layer_by_layer_is_there_when_prefill_ends() -> None:
     cost = LinearCost(step_s=32.0)
 
     def gap(kv: str, pulls: int) -> float:
-        made = simulator(2, cluster=cluster, cost=cost, transfers=Transfers(kv=kv))  # type: ignore[arg-type]
+        made = simulator(2, cluster=cluster, cost=cost, transfers=TransferPolicy(kv=kv))  # type: ignore[arg-type]
         replay = made.replay(Trace([row(0.0, 16, 2)]), "P+D", record=True)
         assert sum(each.lane == "migration" for each in replay.timeline) == pulls
         assert replay.moved_bytes["kv"] == 2**23
@@ -73,7 +73,11 @@ def test_kv_that_moves_layer_by_layer_is_there_when_prefill_ends() -> None:
 
 def test_layers_written_by_a_slowed_lane_come_later() -> None:
     cluster = Cluster.of("H100", 2, link=LINK, message_s=0.0)
-    chosen = {"cluster": cluster, "cost": LinearCost(step_s=32.0, encode_s=32.0), "transfers": Transfers(kv="layer")}
+    chosen = {
+        "cluster": cluster,
+        "cost": LinearCost(step_s=32.0, encode_s=32.0),
+        "transfers": TransferPolicy(kv="layer"),
+    }
     rows = [row(0.0, 16, 2), row(0.0, 16, 1, [""])]
     (first, (gap,)), _ = served(rows, "EP+D", 2, lanes=LANES, interference=2.0, **chosen)
     assert (first, gap) == (64.0, 32.0), "prefill beside the image: each half as fast"
@@ -112,10 +116,12 @@ def test_budgets_keep_steps_within_the_bound_of_their_roles() -> None:
     cost = LinearCost(step_s=0.25, prefill_s=1 / 1024, decode_s=1 / 64, media_s=1 / 4096, encode_s=0.25)
     made = Simulator("llava-1.5-7b", SLO(2.0, 0.5), cluster=Cluster.of("H100", 4), cost=cost)
     rules = {each.roles: each.rules for each in made.settings("E+P+D+EPD")}
-    assert rules["P"].tokens == 768, "0.25 s and 768 tokens are a second, half of the bound on TTFT"
-    assert rules["D"].tokens == 15, "16 rows are 0.5 s, all of the bound on TBT: a step gets a little less"
-    assert rules["EPD"].tokens == 240, "0.98 of 0.5 s, less 0.25 s, are 245.8 tokens, 16 at a time"
-    assert (rules["E"].media, rules["EPD"].media) == (5 * 576, 576), "0.75 s are 5.3 images; not one fits 0.25 s less"
+    assert rules["P"].token_budget == 768, "0.25 s and 768 tokens are a second, half of the bound on TTFT"
+    assert rules["D"].token_budget == 15, "16 rows are 0.5 s, all of the bound on TBT: a step gets a little less"
+    assert rules["EPD"].token_budget == 240, "0.98 of 0.5 s, less 0.25 s, are 245.8 tokens, 16 at a time"
+    assert (rules["E"].image_budget, rules["EPD"].image_budget) == (5 * 576, 576), (
+        "0.75 s are 5.3 images; not one fits 0.25 s less"
+    )
     assert [each.rules.limit_s for each in made.settings("E+P+D+EPD")] == [1.0, 1.0, 0.49, 0.49]
 
 

@@ -10,19 +10,20 @@ import pytest
 
 from support.simulations import simulator
 from trinity.core.messages import MediaSpan, PeerLoad, PeerUp, Sampled, Tick, Value, Work
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
 from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 POOLS = {"image": 12, "kv": 400}
-WHOLE = Transfers(kv="off")
+WHOLE = TransferPolicy(kv="off")
 LIVENESS_S = 60.0
 TOLD_ELSEWHERE = (PeerUp, PeerLoad, Tick)
 TIMED = {"seconds", "record", "spans", "transfers", "deadline_s", "since"}  # fields that hold measured times
@@ -30,8 +31,11 @@ LINK = Interconnect(name="quick", bandwidth=1e15, fixed_s=1e-4)
 
 # Times are far above what a busy machine adds, so that both orders hang on the cores alone.
 CASES = {
-    "EPD": (LinearCost(step_s=0.1, encode_s=0.1), Budgets(tokens=400, media=576)),
-    "1E1P1D": (LinearCost(prefill_s=0.4 / 600, encode_s=0.1, decode_s=0.02), Budgets(tokens=700, media=576)),
+    "EPD": (LinearCost(step_s=0.1, encode_s=0.1), StepBudgets(token_budget=400, image_budget=576)),
+    "1E1P1D": (
+        LinearCost(prefill_s=0.4 / 600, encode_s=0.1, decode_s=0.02),
+        StepBudgets(token_budget=700, image_budget=576),
+    ),
 }
 Told = dict[str, list[Any]]
 
@@ -80,7 +84,7 @@ def script(placement: str) -> list[TraceRow]:
     return images if placement == "1E1P1D" else [row(600, 5), *images]
 
 
-def simulated(placement: str, cost: LinearCost, budgets: Budgets) -> Told:
+def simulated(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     size = Placement.parse(placement).size
     cluster = Cluster.of("H100", size, link=LINK, message_s=1e-4)
     made = simulator(size, cluster=cluster, cost=cost, budgets=budgets, transfers=WHOLE)
@@ -90,7 +94,7 @@ def simulated(placement: str, cost: LinearCost, budgets: Budgets) -> Told:
     return told
 
 
-def virtual(placement: str, cost: LinearCost, budgets: Budgets) -> Told:
+def virtual(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     size = Placement.parse(placement).size
     made = simulator(size, cost=cost, budgets=budgets, transfers=WHOLE)
     run = made.prepared(Trace(script(placement)), placement)
@@ -106,12 +110,12 @@ def virtual(placement: str, cost: LinearCost, budgets: Budgets) -> Told:
     return told
 
 
-async def live(placement: str, cost: LinearCost, budgets: Budgets) -> Told:
+async def live(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     model = Paced(shape=LLAVA_15_7B, cost=cost, scale=2048)
     requests = [PacedRequest.of(row, number) for number, row in enumerate(script(placement))]
     named = [msgspec.structs.replace(each, request_id=str(number)) for number, each in enumerate(requests)]
     async with (
-        Pipeline(model, placement, pools=POOLS, budgets=budgets, transfers=WHOLE) as pipe,
+        Pipeline(model, placement, cache=CacheConfig(pools=POOLS), budgets=budgets, transfers=WHOLE) as pipe,
         asyncio.timeout(LIVENESS_S),
     ):
         told: Told = {name: record(host.core) for name, host in pipe.hosts.items()}
@@ -130,7 +134,9 @@ def test_the_order_of_the_tests_cluster(placement: str) -> None:
     found = simulated(placement, cost, budgets)
     assert found == virtual(placement, cost, budgets)
     assert sum(len(each) for each in found.values()) >= 15
-    assert found != simulated(placement, cost, Budgets(tokens=100, media=576)), "the control: a smaller budget"
+    assert found != simulated(placement, cost, StepBudgets(token_budget=100, image_budget=576)), (
+        "the control: a smaller budget"
+    )
 
 
 @pytest.mark.parametrize("placement", CASES)

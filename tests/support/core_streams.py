@@ -7,9 +7,9 @@ from typing import Any
 from support.core_tables import make_core
 from trinity.core import InstanceCore
 from trinity.core.messages import Progress, Ready
-from trinity.core.transfers import Transfers
+from trinity.core.transfers import TransferPolicy
 
-LAYER = Transfers(kv="layer")
+LAYER = TransferPolicy(kv="layer")
 OFFER = "D0: offer P0:1 kv of r [0,1,2] by way of P0"
 
 

@@ -41,8 +41,8 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing import RoutingPolicy
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.testing.checks import check_forgotten, check_state
 
 Row = tuple[Value, list[str]]
@@ -73,9 +73,9 @@ def make_core(
     roles = name.rstrip("0123456789")
     pools = {"image": image} if set(roles) & set("EP") else {}
     pools |= {"kv": kv} if set(roles) & set("PD") else {}
-    settings.setdefault("rules", Rules(tokens=64, media=64))
-    settings.setdefault("transfers", Transfers(early=False))  # offers ahead of encoding have tables of their own
-    core = InstanceCore(Settings(name, roles, pools, media_block=4, kv_block=4, **settings), policy)
+    settings.setdefault("rules", BatchRules(token_budget=64, image_budget=64))
+    settings.setdefault("transfers", TransferPolicy(early=False))  # offers ahead of encoding have tables of their own
+    core = InstanceCore(Settings(name, roles, pools, image_block_size=4, kv_block_size=4, **settings), policy)
     for peer in [*peers.split(), name]:
         core.handle(peer_up(peer) if peer != name else core.announcement(), 0.0)
     return core

@@ -36,8 +36,8 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing import RoundRobin
-from trinity.core.scheduler import Policy, Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules, Policy
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
@@ -287,15 +287,15 @@ def random_works(draw: Random, requests: int, caches: bool, longer: int = 1) -> 
     return works
 
 
-def random_rules(draw: Random) -> Rules:
+def random_rules(draw: Random) -> BatchRules:
     policies: tuple[Policy, ...] = ("alg1", "alg1", "time", "prefill_first")
-    return Rules(
-        tokens=draw.choice([1, 4, 16, 64]),
-        media=draw.choice([1, 1, 8, 100]),
+    return BatchRules(
+        token_budget=draw.choice([1, 4, 16, 64]),
+        image_budget=draw.choice([1, 1, 8, 100]),
         policy=draw.choice(policies),
         order=draw.choice(ORDERS),
         chunked=draw.random() < 0.8,
-        media_budget=draw.random() < 0.8,
+        limit_encodes=draw.random() < 0.8,
         limit_s=draw.choice([0.0, 0.03, 0.06, 0.2]),
         cost=random_cost(draw),
     )
@@ -343,12 +343,12 @@ def random_settings(
         {kind: int(count * slack) for kind, count in need.items()},
         rules=random_rules(draw),
         lanes=draw.choice([("joint",), ("vision", "language")]),
-        media_block=MEDIA_BLOCK,
-        kv_block=KV_BLOCK,
+        image_block_size=MEDIA_BLOCK,
+        kv_block_size=KV_BLOCK,
         image_cache=caches and draw.random() < 0.8,
         prefix_cache=caches and draw.random() < 0.8,
         reservation=reservation,
-        transfers=Transfers(prefetch=draw.random() < 0.7, early=draw.random() < 0.7, kv="off"),
+        transfers=TransferPolicy(prefetch=draw.random() < 0.7, early=draw.random() < 0.7, kv="off"),
     )
     if draw.random() < 0.2:
         at = draw.randrange(len(settings))

@@ -9,6 +9,7 @@ import pytest
 
 from support import paths
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Oracle
@@ -35,7 +36,9 @@ async def check_exact(
     placement: str, connector: str, wanted: list[tuple[int, ...]], *, hosting: Any = "process", says: str = ""
 ) -> list[dict[str, Any]]:
     """Serve the requests; the records of what was pulled, each of scheme ``says`` (that of the connector)."""
-    async with Pipeline(checkpoint("llava"), placement, connector=connector, hosting=hosting, **SETTINGS) as pipe:
+    async with Pipeline(
+        checkpoint("llava"), placement, connector=connector, hosting=hosting, **pipeline_options(SETTINGS)
+    ) as pipe:
         outputs = await asyncio.gather(*(pipe.complete(request) for request in requests()))
     assert [tuple(output.token_ids) for output in outputs] == wanted, placement
     pulled = [record for output in outputs for record in output.transfers if record["outcome"] == "pulled"]

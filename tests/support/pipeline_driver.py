@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
@@ -73,7 +74,7 @@ def all_tokens() -> None:
 @asynccontextmanager
 async def serving(placement: str | Sequence[Instance] = "E+P+D", **settings: Any) -> AsyncIterator[Pipeline]:
     """A pipeline over the tiny LLaVA. At the end no thread, request, block or lease of it may be left."""
-    pipe = Pipeline(checkpoint("llava"), placement, dtype="float32", **settings)
+    pipe = Pipeline(checkpoint("llava"), placement, dtype="float32", **pipeline_options(settings))
     async with pipe:
         yield pipe
     nothing_left(pipe)

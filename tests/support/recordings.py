@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from trinity.core.messages import Cancel, Encode, Prefill, Pull, Step, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
@@ -139,7 +140,9 @@ def serve(model: Path, placement: Any, waves: Waves, **options: Any) -> Served:
 async def served(model: Path, placement: Any, waves: Waves, **options: Any) -> Served:
     found = Served()
     async with asyncio.timeout(PATIENCE_S):
-        async with Pipeline(model, placement, dtype="float32", observe=found.observe, **options) as pipe:
+        async with Pipeline(
+            model, placement, dtype="float32", observe=found.observe, **pipeline_options(options)
+        ) as pipe:
             found.record.attach(pipe)
             async with asyncio.TaskGroup() as group:
                 for wave in waves:

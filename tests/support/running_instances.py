@@ -16,6 +16,7 @@ from typing import Any
 
 from support import paths
 from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
 from trinity.errors import TransportError, TrinityError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
@@ -112,7 +113,7 @@ async def started(launcher: Launcher, address: Address, model: str | None = None
 @asynccontextmanager
 async def pipeline(*instances: Instance, **named: Any) -> AsyncIterator[Pipeline]:
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, "secret": SECRET, **named}
-    async with Pipeline(checkpoint("llava"), list(instances), **settings) as pipe:
+    async with Pipeline(checkpoint("llava"), list(instances), **pipeline_options(settings)) as pipe:
         yield pipe
 
 

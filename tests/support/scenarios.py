@@ -12,8 +12,8 @@ from trinity.core.block_pool import blocks_for
 from trinity.core.instance.state import Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
-from trinity.core.scheduler import Order, Rules
-from trinity.core.transfers import KvMode, Transfers
+from trinity.core.scheduler import BatchRules, Order
+from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 PLACEMENTS = (
@@ -68,13 +68,13 @@ def random_works(draw: Random, requests: int) -> list[Work]:
     return works
 
 
-def random_rules(draw: Random) -> Rules:
-    rules = Rules(
-        tokens=draw.choice([1, 4, 16, 64]),
-        media=draw.choice([1, 1, 8, 100]),
+def random_rules(draw: Random) -> BatchRules:
+    rules = BatchRules(
+        token_budget=draw.choice([1, 4, 16, 64]),
+        image_budget=draw.choice([1, 1, 8, 100]),
         order=draw.choice(ORDERS),
         chunked=draw.random() < 0.8,
-        media_budget=draw.random() < 0.8,
+        limit_encodes=draw.random() < 0.8,
     )
     if draw.random() < 0.25:
         return replace(rules, policy="time", cost=Linear(), limit_s=draw.choice([0.0, 0.02, 0.1]))
@@ -112,8 +112,8 @@ def random_settings(draw: Random, placement: str, works: list[Work], leases: dic
         {kind: int(count * slack) for kind, count in need.items()},
         rules=random_rules(draw),
         lanes=draw.choice([("joint",), ("vision", "language")]),
-        media_block=MEDIA_BLOCK,
-        kv_block=KV_BLOCK,
+        image_block_size=MEDIA_BLOCK,
+        kv_block_size=KV_BLOCK,
         image_cache=draw.random() < 0.8,
         prefix_cache=draw.random() < 0.8,
         **leases,
@@ -153,11 +153,11 @@ def random_faults(draw: Random) -> Faults:
     return Faults.at_random(draw.choice([0.0, 0.0, 0.01, 0.1]), draw.choice([0.0, 0.0, 0.1, 0.5]))
 
 
-def random_transfers(draw: Random) -> Transfers:
+def random_transfers(draw: Random) -> TransferPolicy:
     """From a generator of its own: the seeds of the rest keep their meaning."""
     prefetch, early = draw.choice([(True, True), (True, True), (True, False), (False, True)])
     kv: list[KvMode] = ["off", "layer", "grouped", "grouped"]
-    return Transfers(prefetch, early, draw.choice(kv))
+    return TransferPolicy(prefetch, early, draw.choice(kv))
 
 
 def random_cluster(
@@ -223,8 +223,8 @@ def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
         {kind: int(count * slack) for kind, count in largest_need(works).items()},
         rules=random_rules(draw),
         lanes=draw.choice([("joint",), ("vision", "language")]),
-        media_block=MEDIA_BLOCK,
-        kv_block=KV_BLOCK,
+        image_block_size=MEDIA_BLOCK,
+        kv_block_size=KV_BLOCK,
         image_cache=draw.random() < 0.7,
         prefix_cache=draw.random() < 0.7,
         transfers=random_transfers(draw),

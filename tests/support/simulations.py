@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity.costs.budgets import Budgets
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
@@ -17,7 +17,7 @@ IMAGE_BLOCK = 576 * 8192
 LINK = Interconnect(name="slow", bandwidth=2.0**23, fixed_s=0.25)  # a second for each KV block, 9/16 for an image block
 MESSAGE_S = 0.125
 COST = LinearCost(step_s=0.5, decode_s=1 / 16, prefill_s=1 / 1024, encode_s=1.0)
-BUDGETS = Budgets(tokens=2048, media=576)
+BUDGETS = StepBudgets(token_budget=2048, image_budget=576)
 
 
 def row(at: float, text: int, out: int, images: Sequence[str] = (), **fields: Any) -> TraceRow:

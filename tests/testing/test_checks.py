@@ -134,7 +134,7 @@ def test_conversation_hears_cancels_where_the_request_is() -> None:
 
 
 def shadow_of(placement: str) -> Shadow:
-    return Shadow({each.name: each for each in settings_of(placement, POOLS, media_block=4, kv_block=4)})
+    return Shadow({each.name: each for each in settings_of(placement, POOLS, image_block_size=4, kv_block_size=4)})
 
 
 def test_shadow_sees_features_that_were_never_written() -> None:

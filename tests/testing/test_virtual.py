@@ -12,7 +12,7 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing import RandomChoice
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 POOLS = {"image": 16, "kv": 32}
@@ -20,11 +20,11 @@ STILL = Durations(lambda *_: 0.0, lambda *_: 1.0, lambda *_: 0.0)
 
 
 def cluster_of(placement: str, **fields: Any) -> VirtualCluster:
-    return VirtualCluster(settings_of(placement, POOLS, media_block=4, kv_block=4), **fields)
+    return VirtualCluster(settings_of(placement, POOLS, image_block_size=4, kv_block_size=4), **fields)
 
 
 def test_settings_follow_from_a_placement() -> None:
-    rules = Rules(tokens=7)
+    rules = BatchRules(token_budget=7)
     found = settings_of("1E1EP2PD", POOLS, rules=rules, lanes=("vision", "language"))
     assert [(each.name, each.roles, each.pools) for each in found] == [
         ("E0", "E", {"image": 16}),

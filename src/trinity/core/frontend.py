@@ -317,7 +317,7 @@ def _too_large(
     found = []
     for peer in router.peers.values():
         if letter in peer.roles:
-            need = needs(letter, work, peer.roles, peer.media_block, peer.kv_block)
+            need = needs(letter, work, peer.roles, peer.image_block_size, peer.kv_block_size)
             found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
     text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
     return Failure("RequestTooLarge", f"{text}; {advice}")

@@ -149,8 +149,8 @@ class PeerUp(Value, frozen=True):
     roles: str
     epoch: int = 0
     pools: dict[str, int] = msgspec.field(default_factory=dict)
-    media_block: int = 576
-    kv_block: int = 16
+    image_block_size: int = 576
+    kv_block_size: int = 16
     returns: bool = False
 
 

@@ -179,7 +179,7 @@ class Router:
         known: dict[tuple[str, int, int], dict[str, int]] = {}
         for peer in self.peers.values():
             if letter in peer.roles:
-                kind = (peer.roles, peer.media_block, peer.kv_block)
+                kind = (peer.roles, peer.image_block_size, peer.kv_block_size)
                 need = known.get(kind)
                 if need is None:
                     need = known[kind] = needs(letter, work, *kind)
@@ -227,7 +227,7 @@ class Router:
 
     def _has_span(self, peer: PeerUp, span: MediaSpan) -> bool:
         known = self.digest(peer.name, IMAGE)
-        return bool(known) and all(key[:DIGEST] in known for key in media_keys(span, peer.media_block))
+        return bool(known) and all(key[:DIGEST] in known for key in media_keys(span, peer.image_block_size))
 
     def holder(self, span: MediaSpan, but: str) -> str:
         """Another instance that said it has these features, a prefill instance first; "" where none did."""
@@ -240,11 +240,11 @@ class Router:
         if not known:
             return 0
         hits = 0
-        for key in prefix_keys(work.prompt, work.media, peer.kv_block):
+        for key in prefix_keys(work.prompt, work.media, peer.kv_block_size):
             if key[:DIGEST] not in known:
                 break
             hits += 1
-        return hits * peer.kv_block
+        return hits * peer.kv_block_size
 
     def digest(self, name: str, kind: str) -> frozenset[bytes]:
         """The beginnings of the keys of what an instance said it has cached."""
@@ -267,14 +267,14 @@ def _units(letter: str, work: Work) -> int:
     return len(work.prompt) if letter == "P" else 1
 
 
-def needs(letter: str, work: Work, roles: str, media_block: int, kv_block: int) -> dict[str, int]:
+def needs(letter: str, work: Work, roles: str, image_block_size: int, kv_block_size: int) -> dict[str, int]:
     """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
     stages = _stages_here(letter, roles)
     need: dict[str, int] = {}
     for span in work.media if stages & {"E", "P"} else ():
-        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, media_block)
+        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, image_block_size)
     if stages & {"P", "D"}:
-        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block)
+        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block_size)
     return need
 
 

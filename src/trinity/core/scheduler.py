@@ -22,21 +22,27 @@ class StepTime(Protocol):
 
 
 @dataclass(frozen=True)
-class Rules:
-    """How an instance batches. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
+class BatchRules:
+    """Batching rules of an instance. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
 
-    ``tokens`` is the token budget, ``media`` the image budget in visual tokens (whole images, always at least one).
-    ``policy``: alg1 (budgets are counts), time (admit while ``cost`` predicts at most ``limit_s``), prefill_first
-    (decode only where there is nothing to prefill or encode). ``chunked``: cut prompts to the budget.
-    ``media_budget``: bound encodes.
+    - ``token_budget`` (tokens, 2048): prefill tokens and decodes of one step.
+    - ``image_budget`` (visual tokens, 1): images of one step; whole images, always at least one.
+    - ``policy`` ("alg1"): "alg1" counts against the budgets, "time" admits while ``cost`` predicts at most ``limit_s``,
+      "prefill_first" decodes only where there is nothing to prefill or encode.
+    - ``order`` ("fcfs"): of the waiting queue; "fcfs", "sjf" (shortest job first) or "deadline".
+    - ``chunked`` (True): chunked prefill, prompts cut to the token budget.
+    - ``limit_encodes`` (True): hold encodes to the image budget.
+    - ``limit_s`` (seconds, None) and ``cost`` (None): the longest step, and the prediction of its seconds, for "time".
+
+    Raises ``ConfigError``.
     """
 
-    tokens: int = 2048
-    media: int = 1
+    token_budget: int = 2048
+    image_budget: int = 1
     policy: Policy = "alg1"
     order: Order = "fcfs"
     chunked: bool = True
-    media_budget: bool = True
+    limit_encodes: bool = True
     limit_s: float | None = None
     cost: StepTime | None = None
 
@@ -45,8 +51,10 @@ class Rules:
             raise ConfigError(f"unknown policy {self.policy!r}; known: alg1, time, prefill_first")
         if self.order not in ("fcfs", "sjf", "deadline"):
             raise ConfigError(f"unknown queue order {self.order!r}; known: fcfs, sjf, deadline")
-        if self.tokens < 1 or self.media < 1:
-            raise ConfigError(f"budgets must be at least 1, got tokens={self.tokens}, media={self.media}")
+        if self.token_budget < 1 or self.image_budget < 1:
+            raise ConfigError(
+                f"budgets must be at least 1, got token_budget={self.token_budget}, image_budget={self.image_budget}"
+            )
 
     def check_cost(self) -> None:
         """Raise ``ConfigError`` where the policy predicts and has nothing to predict with."""
@@ -113,7 +121,7 @@ def latency_bound(roles: str, ttft: float, tbt: float) -> float:
     return TBT_SHARE * tbt if "D" in roles else ALPHA * ttft
 
 
-def schedule(view: View, rules: Rules) -> Batch:
+def schedule(view: View, rules: BatchRules) -> Batch:
     """Algorithm 1 (TriInfer 4.2): decodes, then running prefills and encodes, then new ones within both budgets."""
     batch = Batch()
     room = _room(rules, view.outstanding)  # lines 5 and 6: budgets are searched at start-up
@@ -132,14 +140,14 @@ def _add_decodes(batch: Batch, room: _Room, view: View) -> None:
     room.decodes += len(view.decoding)
 
 
-def _add_running(batch: Batch, room: _Room, view: View, rules: Rules) -> None:
+def _add_running(batch: Batch, room: _Room, view: View, rules: BatchRules) -> None:
     for prefill in view.prefilling:  # lines 10 to 13
         _add_chunk(batch, room, prefill, rules)
     for encode in view.encoding:  # lines 14 to 16
         _add_items(batch, room, encode)
 
 
-def _admit_prefills(batch: Batch, room: _Room, view: View, rules: Rules) -> None:
+def _admit_prefills(batch: Batch, room: _Room, view: View, rules: BatchRules) -> None:
     free = view.free_kv
     if not room.token_room():
         return
@@ -161,7 +169,7 @@ def _admit_encodes(batch: Batch, room: _Room, view: View) -> None:
         batch.admitted_encodes.append(encode.request)
 
 
-def _add_chunk(batch: Batch, room: _Room, prefill: PrefillView, rules: Rules) -> bool:
+def _add_chunk(batch: Batch, room: _Room, prefill: PrefillView, rules: BatchRules) -> bool:
     left = prefill.end - prefill.start
     length = min(left, room.token_room())
     if not rules.chunked and length < left:
@@ -199,17 +207,17 @@ def _add_items(batch: Batch, room: _Room, encode: EncodeView) -> bool:
 class _Room:
     """What is left of both budgets, counted (policies alg1 and prefill_first)."""
 
-    def __init__(self, rules: Rules, outstanding: Outstanding) -> None:
+    def __init__(self, rules: BatchRules, outstanding: Outstanding) -> None:
         self.rules, self.outstanding = rules, outstanding
         self.decodes = self.prefill_tokens = self.media_tokens = 0
 
     def token_room(self) -> int:
-        return max(0, self.rules.tokens - self.decodes - self.prefill_tokens)
+        return max(0, self.rules.token_budget - self.decodes - self.prefill_tokens)
 
     def media_fits(self, tokens: int) -> bool:
-        if not self.rules.media_budget or not self.media_tokens:
+        if not self.rules.limit_encodes or not self.media_tokens:
             return True
-        return self.media_tokens + tokens <= self.rules.media
+        return self.media_tokens + tokens <= self.rules.image_budget
 
 
 class _TimeRoom(_Room):
@@ -242,5 +250,5 @@ class _TimeRoom(_Room):
         return beside_decodes or self.seconds(0, tokens) <= self.rules.limit_s
 
 
-def _room(rules: Rules, outstanding: Outstanding) -> _Room:
+def _room(rules: BatchRules, outstanding: Outstanding) -> _Room:
     return _TimeRoom(rules, outstanding) if rules.policy == "time" else _Room(rules, outstanding)

@@ -18,22 +18,23 @@ SUMMED = ("bytes", "seconds", "setup_s", "pieces", "digest_s")
 
 
 @dataclass(frozen=True)
-class Transfers:
-    """When blocks start to move.
+class TransferPolicy:
+    """Rules for when blocks start to move.
 
-    ``prefetch``: image features start to move as each item's encoding ends, into blocks that the target reserves ahead
-    of prefill (EPD-Serve 3.2); without it a request's features are offered once all are ready, and pulled when nothing
-    is ahead of it at the prefill instance. ``early``: they are announced when their encoding is *scheduled*, so that
-    the target reserves while the encoder runs (two-stage allocation, vLLM encoder separation).
+    - ``prefetch`` (True): move image features as each item's encoding ends, into blocks that the target reserves ahead
+      of prefill (EPD-Serve 3.2). Without it a request's features are offered once all are ready, and pulled when
+      nothing is ahead of it at the prefill instance.
+    - ``early`` (True): announce features when their encoding is *scheduled*, so that the target reserves while the
+      encoder runs (two-stage allocation, vLLM encoder separation).
+    - ``store`` (True): pull the features of an image that another instance has cached from there, in place of encoding
+      it again (EPD-Serve 3.2, the multimodal store).
+    - ``kv`` ("off"): "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished
+      chunk while prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve
+      3.3).
+    - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
+      back and the request fails. Instances send heartbeats at least four times in it.
 
-    ``store``: an image that another instance has cached is not encoded again; its features are pulled from there
-    (EPD-Serve 3.2, the multimodal store).
-
-    ``kv``: "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished chunk while
-    prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve 3.3).
-
-    ``lease_s``: seconds for which blocks on their way stay leased to a peer that says nothing, before they are taken
-    back and the request fails. Instances send heartbeats at least four times in it. Raises ``ConfigError``.
+    Raises ``ConfigError``.
     """
 
     prefetch: bool = True

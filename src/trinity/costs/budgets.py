@@ -110,27 +110,31 @@ def _slope_beyond(table: CostCurve) -> float:
     return max(_slope(table[-2], table[-1]), _slope(table[0], table[-1]))
 
 
-class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """Budgets of one step, and the latency bound that they keep. Raises ``ConfigError`` for a budget below 1.
+class StepBudgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Most work of one step, and the latency bound that this keeps.
 
-    tokens (tokens, 2048): prefill tokens and decode rows of a step.
-    media (visual tokens, 1): visual tokens of a step; at least one whole image always runs.
-    limit_s (s, None): latency bound of a step; None: unbounded.
-    feasible (True): False where not even one item keeps within ``limit_s``.
-    cost (cost model, None): predicts a step that runs alone.
-    interference (factor, 1): how much longer a step takes beside the instance's other lane.
+    - ``token_budget`` (tokens, 2048): prefill tokens and decodes.
+    - ``image_budget`` (visual tokens, 1): at least one whole image always runs.
+    - ``limit_s`` (seconds, None): the bound; None is no bound.
+    - ``feasible`` (True): False where not even one item keeps within ``limit_s``.
+    - ``cost`` (None): the measured seconds of a step, alone on its instance.
+    - ``interference`` (1.0): factor on ``cost`` while the instance's other lane is busy.
+
+    Raises ``ConfigError`` for a budget below 1.
     """
 
-    tokens: int = 2048
-    media: int = 1
+    token_budget: int = 2048
+    image_budget: int = 1
     limit_s: float | None = None
     feasible: bool = True
     cost: StepCost | None = None
     interference: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.media < 1:
-            raise ConfigError(f"budgets must be at least 1, got tokens={self.tokens}, media={self.media}")
+        if self.token_budget < 1 or self.image_budget < 1:
+            raise ConfigError(
+                f"budgets must be at least 1, got token_budget={self.token_budget}, image_budget={self.image_budget}"
+            )
         if self.limit_s is not None:
             _check_limit(self.limit_s)
 
@@ -207,14 +211,14 @@ def _infeasible(search: _Search, low: int, warn: bool, interference: float) -> B
 
 def combine_budgets(
     found: Mapping[str, BudgetResult], image_tokens: int, limit_s: float, interference: float = 1.0
-) -> Budgets:
+) -> StepBudgets:
     """Combine searches by kind of row: "prefill" (tokens), else "decodes" (rows); "images" of ``image_tokens`` each."""
     language = found.get("prefill") or found.get("decodes")
     images = found.get("images")
     samples = {name: result.samples for name, result in found.items()}
-    return Budgets(
-        tokens=language.budget if language else Budgets().tokens,
-        media=images.budget * image_tokens if images else Budgets().media,
+    return StepBudgets(
+        token_budget=language.budget if language else StepBudgets().token_budget,
+        image_budget=images.budget * image_tokens if images else StepBudgets().image_budget,
         limit_s=limit_s,
         feasible=all(result.feasible for result in found.values()),
         interference=interference,
@@ -234,7 +238,7 @@ def predict_budgets(
     *,
     warn: bool = True,
     interference: float = 1.0,
-) -> Budgets:
+) -> StepBudgets:
     """Predict the budgets of an instance of ``roles`` with a cost model.
 
     ``image_tokens``: visual tokens of a typical image, 0 for text alone. ``interference``: as in ``search_budget``.
@@ -315,7 +319,7 @@ class BudgetKey(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Entry(msgspec.Struct, frozen=True):
     key: BudgetKey
-    budgets: Budgets
+    budgets: StepBudgets
 
 
 class BudgetCache:
@@ -327,7 +331,7 @@ class BudgetCache:
     def path(self, key: BudgetKey) -> Path:
         return self.folder / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]}.json"
 
-    def get(self, key: BudgetKey) -> Budgets | None:
+    def get(self, key: BudgetKey) -> StepBudgets | None:
         """Get budgets stored under the same key, or None."""
         try:
             entry = msgspec.json.decode(self.path(key).read_bytes(), type=_Entry)
@@ -335,7 +339,7 @@ class BudgetCache:
             return None
         return entry.budgets if entry.key == key else None
 
-    def put(self, key: BudgetKey, budgets: Budgets) -> bool:
+    def put(self, key: BudgetKey, budgets: StepBudgets) -> bool:
         """Store budgets. Returns False where the folder cannot be written; a later start then measures again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class TableCost(StepCost, frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def from_step_cost(cls, cost: StepCost, source: str) -> TableCost:
-        """Build it from measurements of a running instance (``Budgets.cost``)."""
+        """Build it from measurements of a running instance (``StepBudgets.cost``)."""
         return cls(decodes=cost.decodes, prefill=cost.prefill, media=cost.media, source=source)
 
     @classmethod

@@ -130,14 +130,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the weights that an instance of ``roles`` ("E", "PD", ...) holds."""
         return self.vision_bytes * ("E" in roles) + self.language_bytes * bool(set(roles) & {"P", "D"})
 
-    def pools(self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block: int = 16) -> dict[str, int]:
+    def pools(
+        self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block_size: int = 16
+    ) -> dict[str, int]:
         """Compute the blocks of each pool of an instance of ``roles`` in ``memory_bytes``, weights included.
 
-        Blocks have ``image_block`` visual tokens and ``kv_block`` tokens (TriInfer 5.1). Raises ``ConfigError``, with
+        Blocks have ``image_block`` visual tokens and ``kv_block_size`` tokens (TriInfer 5.1). Raises ``ConfigError``, with
         the bytes missing, where the model does not fit.
         """
         image = self.feature_bytes * image_block or None
-        return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block)
+        return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block_size)
 
     def memory(self, *, text_tokens: int = 0) -> ModelMemory:
         """Memory that serving this model takes, for ``trinity.costs.pool_sizes.capacity``."""

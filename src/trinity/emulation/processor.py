@@ -9,7 +9,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.paced_model import Paced, PacedRequest
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
-from trinity.preprocess.media import Limits
+from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import Processed, RequestProcessor
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASHED
@@ -30,8 +30,8 @@ class PacedTokenizer:
 class PacedProcessor(RequestProcessor):
     """What a pipeline asks of a processor, for a paced model: requests are ``PacedRequest``; nothing here blocks."""
 
-    def __init__(self, paced: Paced, *, limits: Limits | None = None) -> None:
-        self.paced, self.limits = paced, limits or Limits()
+    def __init__(self, paced: Paced, *, limits: MediaLimits | None = None) -> None:
+        self.paced, self.limits = paced, limits or MediaLimits()
         self._closed = False
         self.model_type = f"paced {paced.shape.name}"
         self.context_length = paced.shape.context

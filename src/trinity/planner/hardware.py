@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_device
@@ -113,7 +113,7 @@ class Hardware:
         placed = str(deployment) if self.cluster.hosts else ""  # which host an instance is on hangs on its roles
         key = (deployment.devices, placed, deployment.settings, slo, tuple(options.items()))
         if key not in self._simulators:
-            knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or Rules())
+            knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or BatchRules())
             self._simulators[key] = Simulator(
                 self.model,
                 slo,

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from trinity.core.instance.settings import RESERVATIONS, check_reservation
-from trinity.core.scheduler import Rules, latency_bound
-from trinity.costs.budgets import Budgets, predict_budgets
+from trinity.core.scheduler import BatchRules, latency_bound
+from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
@@ -65,7 +65,7 @@ def knobs_of(space: Space) -> dict[str, tuple[str | int, ...]]:
 
 
 def options_of(
-    deployment: Deployment, slo: SLO, model: ModelShape, kinds: Mapping[str, Kind], rules: Rules
+    deployment: Deployment, slo: SLO, model: ModelShape, kinds: Mapping[str, Kind], rules: BatchRules
 ) -> dict[str, Any]:
     """What a simulator takes for a deployment's settings; nothing where it has none."""
     set_to = dict(deployment.settings)
@@ -73,16 +73,16 @@ def options_of(
         return {}
     kind = kinds[deployment.devices[0]]
 
-    def budgets(roles: str) -> Budgets:
+    def budgets(roles: str) -> StepBudgets:
         limit = latency_bound(roles, slo.ttft, slo.tbt)
 
         def seconds(decodes: int, tokens: int, media: int) -> float:
             return kind.cost.at(decodes, tokens, media, context=512)
 
         found = predict_budgets(seconds, roles, limit, model.image_tokens if model.vision else 0, warn=False)
-        tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)) or found.tokens
-        media = int(set_to.get("images", SEARCHED)) * model.image_tokens or found.media
-        return msgspec.structs.replace(found, tokens=tokens, media=media)
+        tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)) or found.token_budget
+        media = int(set_to.get("images", SEARCHED)) * model.image_tokens or found.image_budget
+        return msgspec.structs.replace(found, token_budget=tokens, image_budget=media)
 
     policy, order = set_to.get("policy", rules.policy), set_to.get("order", rules.order)
     chosen: dict[str, Any] = {

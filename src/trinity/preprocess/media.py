@@ -22,14 +22,17 @@ _CHUNK = 1 << 16
 _lazy = threading.Lock()
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request may ask of the request processor.
+class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on the media and the prompt of one request.
 
-    ``max_pixels`` and ``max_image_bytes`` (before decoding) hold for each image. Pillow's own guard against
-    decompression bombs (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds besides. ``max_prompt_tokens`` counts
-    expanded placeholders; None leaves the model's context as the only limit. With ``allow_urls`` the server fetches
-    http(s) addresses that users name, those of its own network included: allow it to trusted users only.
-    ``url_timeout_s`` bounds one fetch as a whole.
+    - ``max_pixels`` (pixels, 64 million): of each image, decoded. Pillow's own guard against decompression bombs
+      (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds as well.
+    - ``max_images`` (images, 64): of one request.
+    - ``max_image_bytes`` (bytes, 64 MiB): of each image, before it is decoded.
+    - ``max_prompt_tokens`` (tokens, None): with placeholders expanded. None: the model's context is the only limit.
+    - ``allow_urls`` (False): fetch http(s) addresses that users name, those of the server's own network included.
+      Allow it to trusted users only.
+    - ``url_timeout_s`` (seconds, 10): for one fetch as a whole.
     """
 
     max_pixels: int = 64_000_000
@@ -44,7 +47,7 @@ class MediaProblem(Exception):
     """Why an item cannot be used, in words; becomes BadMedia where the request is known."""
 
 
-def read_image(source: Any, limits: Limits) -> Image.Image:
+def read_image(source: Any, limits: MediaLimits) -> Image.Image:
     """One RGB image [H, W], upright after its EXIF orientation, transparency over white.
 
     ``source``: a path, encoded bytes, a PIL image, a uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or an
@@ -71,7 +74,7 @@ def image_digest(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def _open(source: Any, limits: Limits) -> Image.Image:
+def _open(source: Any, limits: MediaLimits) -> Image.Image:
     import numpy as np
     from PIL import Image
 
@@ -103,7 +106,7 @@ def _from_array(array: Any) -> Image.Image:
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
-def _from_bytes(data: bytes, limits: Limits) -> Image.Image:
+def _from_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     _check_bytes(len(data), limits)
@@ -121,7 +124,7 @@ def _from_bytes(data: bytes, limits: Limits) -> Image.Image:
         raise MediaProblem(f"cannot be opened ({_words(exc)}); is it truncated or corrupt?") from exc
 
 
-def _read_file(path: Path, limits: Limits) -> bytes:
+def _read_file(path: Path, limits: MediaLimits) -> bytes:
     shown = reprlib.repr(str(path))
     try:
         # A FIFO or a device would block or never end.
@@ -136,16 +139,16 @@ def _read_file(path: Path, limits: Limits) -> bytes:
         raise MediaProblem(f"cannot read {shown} ({_words(exc)})") from exc
 
 
-def _check_bytes(size: int, limits: Limits) -> None:
+def _check_bytes(size: int, limits: MediaLimits) -> None:
     if size > limits.max_image_bytes:
         raise MediaProblem(f"has {size} bytes or more; the limit max_image_bytes is {limits.max_image_bytes}")
 
 
-def _fetch(url: str, limits: Limits) -> bytes:
+def _fetch(url: str, limits: MediaLimits) -> bytes:
     shown = reprlib.repr(url)
     if not limits.allow_urls:
         raise MediaProblem(
-            f"{shown} is a URL, and URLs are not allowed here: set Limits(allow_urls=True) or give bytes"
+            f"{shown} is a URL, and URLs are not allowed here: set MediaLimits(allow_urls=True) or give bytes"
         )
     try:
         with _http_only().open(url, timeout=limits.url_timeout_s) as answer:
@@ -174,7 +177,7 @@ def _http_only() -> Any:
     return opener
 
 
-def _read_answer(answer: Any, limits: Limits) -> bytes:
+def _read_answer(answer: Any, limits: MediaLimits) -> bytes:
     parts: list[bytes] = []
     size, deadline = 0, time.monotonic() + limits.url_timeout_s
     while chunk := answer.read1(_CHUNK):  # read() would wait for the whole chunk, however slowly it drips

@@ -16,7 +16,7 @@ import msgspec
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
 from trinity.preprocess.loading import LoadedProcessor, load
-from trinity.preprocess.media import Limits as Limits
+from trinity.preprocess.media import MediaLimits as MediaLimits
 from trinity.preprocess.media import MediaProblem, read_image
 from trinity.preprocess.media_items import Item, ItemReader
 from trinity.preprocess.prompt import PromptProblem, PromptText, chat_parts, from_markers, from_template
@@ -57,8 +57,8 @@ class RequestProcessor:
     Raises ``ConfigError`` for a missing or broken model directory, ``UnsupportedModel`` for an unknown architecture.
     """
 
-    def __init__(self, model_dir: str | Path, *, limits: Limits | None = None, threads: int = 2) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, model_dir: str | Path, *, limits: MediaLimits | None = None, threads: int = 2) -> None:
+        self.limits = limits or MediaLimits()
         self._loaded: LoadedProcessor = load(Path(model_dir))
         self._reader = ItemReader(self._loaded)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
@@ -76,7 +76,7 @@ class RequestProcessor:
         """Check, read, preprocess and tokenise one request, on the calling thread.
 
         Raises ``BadMedia`` (an image is unreadable, or images and markers differ in number), ``RequestTooLarge``
-        (prompt beyond the context or ``Limits.max_prompt_tokens``), ``RequestError``, each with the request's id.
+        (prompt beyond the context or ``MediaLimits.max_prompt_tokens``), ``RequestError``, each with the request's id.
         """
         return self._whole(self._plan(request))
 

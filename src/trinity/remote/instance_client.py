@@ -188,7 +188,9 @@ async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
         text = f"{error}; start an instance there: python -m trinity.instance --listen {address}"
         raise PeerLost(text, "control", str(address)) from error
     except HandshakeError as error:
-        text = f"the instance at {address} was not reached: {error}; Pipeline(secret=...) must be its TRINITY_SECRET"
+        text = (
+            f"the instance at {address} was not reached: {error}; ProcessConfig(secret=...) must be its TRINITY_SECRET"
+        )
         raise HandshakeError(text, "control", str(address)) from error
 
 

@@ -20,10 +20,11 @@ from trinity.connector import Connector
 from trinity.core.messages import PeerLost as PeerGone
 from trinity.core.messages import Value
 from trinity.core.routing import routing_policy
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportError, TrinityError
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.wire import (
@@ -272,17 +273,16 @@ def _load(setup: Setup) -> Loaded:
         reservation=setup.reservation,
         attention=setup.attention,
         pack=setup.pack,
-        tokens=setup.most_tokens,
-        images=setup.most_images,
+        token_budget=setup.most_tokens,
+        image_budget=setup.most_images,
     )
     deployment = Deployment(
         model=setup.paced or Path(setup.model),
         dtype=setup.dtype,
         slo=setup.slo,
         budgets=setup.budgets,
-        rules=Rules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
-        media_block=setup.media_block,
-        kv_block=setup.kv_block,
+        rules=BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
+        cache=CacheConfig(image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size),
         observe=None,
         device=setup.device,
         shared=True,

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,27 @@ BACKOFF_S = 0.1  # before the first restart; doubled each time
 LONGEST_BACKOFF_S = 5.0
 MOST_RESTARTS = 6  # within FORGIVEN_S; one that was started by hand is looked for again without end
 FORGIVEN_S = 60.0
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Terms between a pipeline and its instance processes.
+
+    - ``secret`` (at least 32 characters, None): shown to instances that run already, where TRINITY_SECRET has the same;
+      None takes it from there. Instances that the pipeline starts get one drawn at random.
+    - ``silence_s`` (seconds, 20): a process that says nothing for longer is restarted.
+
+    Raises ``ConfigError`` for a silence shorter than an instance's own pauses.
+    """
+
+    secret: str | None = field(default=None, repr=False)
+    silence_s: float = SILENCE_S
+
+    def __post_init__(self) -> None:
+        if not self.silence_s >= SHORTEST_SILENCE_S:
+            raise ConfigError(
+                f"silence_s is {self.silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
+            )
 
 
 class Processes:
@@ -184,7 +206,7 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
     if spec.stages or deployment.observe is not None:
         raise ConfigError("own stages and observe= are objects of this process: use hosting='thread' for them")
     rules = spec.rules or deployment.rules
-    pools: Mapping[str, int] | None = spec.pools if spec.pools is not None else deployment.pools
+    pools: Mapping[str, int] | None = spec.pools if spec.pools is not None else deployment.cache.pools
     return Setup(
         name=spec.name,
         epoch=0,
@@ -197,14 +219,14 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         routing=routing,
         lanes=spec.lanes,
         depth=spec.depth,
-        most_tokens=spec.tokens,
-        most_images=spec.images,
+        most_tokens=spec.token_budget,
+        most_images=spec.image_budget,
         threads=spec.threads,
         cores=spec.cores,
-        media_block=deployment.media_block,
-        kv_block=deployment.kv_block,
+        image_block_size=deployment.cache.image_block_size,
+        kv_block_size=deployment.cache.kv_block_size,
         pools=dict(pools) if pools is not None else None,
-        memory_bytes=spec.memory_bytes or deployment.memory_bytes,
+        memory_bytes=spec.memory_bytes or deployment.cache.memory_bytes,
         prefix_cache=spec.prefix_cache,
         image_cache=spec.image_cache,
         reservation=spec.reservation,
@@ -212,25 +234,16 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         pack=spec.pack,
         slo=deployment.slo,
         budgets=deployment.budgets,
-        tokens=rules.tokens,
-        media=rules.media,
+        tokens=rules.token_budget,
+        media=rules.image_budget,
         policy=rules.policy,
         order=rules.order,
         chunked=rules.chunked,
-        media_budget=rules.media_budget,
+        media_budget=rules.limit_encodes,
         read_timeout_s=connector.timeout_s,
         verify=connector.verify,
         transfers=deployment.transfers,
     )
-
-
-def check_silence(silence_s: float) -> float:
-    """Raise ``ConfigError`` where nobody could keep to it."""
-    if not silence_s >= SHORTEST_SILENCE_S:
-        raise ConfigError(
-            f"silence_s is {silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
-        )
-    return silence_s
 
 
 def addresses_of(instances: Sequence[Instance]) -> dict[str, Address]:

@@ -27,8 +27,8 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.scheduler import Order, Policy
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.paced_model import Paced
 from trinity.errors import HandshakeError
@@ -75,8 +75,8 @@ class Setup(Value, frozen=True, kw_only=True):
     routing: str
     lanes: tuple[str, ...]
     threads: int
-    media_block: int
-    kv_block: int
+    image_block_size: int
+    kv_block_size: int
     cores: tuple[int, ...] = ()
     pools: dict[str, int] | None = None
     memory_bytes: int | None = None
@@ -89,7 +89,7 @@ class Setup(Value, frozen=True, kw_only=True):
     most_tokens: int | None = None
     most_images: int | None = None
     slo: SLO | None = None
-    budgets: Budgets | None = None
+    budgets: StepBudgets | None = None
     tokens: int = 2048
     media: int = 1
     policy: Policy = "alg1"
@@ -98,7 +98,7 @@ class Setup(Value, frozen=True, kw_only=True):
     media_budget: bool = True
     read_timeout_s: float = 30.0
     verify: Verify = "network"
-    transfers: Transfers = Transfers()
+    transfers: TransferPolicy = TransferPolicy()
     paced: Paced | None = None
 
 

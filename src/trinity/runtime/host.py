@@ -16,7 +16,7 @@ from trinity.core import InstanceCore
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Value
 from trinity.core.routing import RoutingPolicy
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.costs.pool_sizes import check_available
 from trinity.emulation.paced_model import Paced
 from trinity.emulation.stages import paced_stages
@@ -53,6 +53,18 @@ class Network(Protocol):
     def crashed(self, name: str, error: BaseException) -> None: ...
 
 
+class Handle(Protocol):
+    """An instance as its pipeline sees it: on threads of this process, or in a process of its own."""
+
+    def post(self, event: Value) -> None: ...
+
+    def stop(self, at_once: bool = False) -> None: ...
+
+    async def join(self) -> None: ...
+
+    def announcement(self) -> PeerUp: ...
+
+
 @dataclass
 class Loaded:
     """An instance with its weights, memory and stages, ready to run."""
@@ -65,15 +77,15 @@ class Loaded:
 
 
 def block_shapes(
-    roles: str, model: LoadedModel | Paced, media_block: int = 576, kv_block: int = 16
+    roles: str, model: LoadedModel | Paced, image_block_size: int = 576, kv_block_size: int = 16
 ) -> dict[str, BlockShape]:
     """Shapes of the kinds of block that these roles have (TriInfer 3.3, 4.4: E has no KV cache, D no image cache)."""
     shapes: dict[str, BlockShape] = {}
-    image = model.image_shape(media_block)
+    image = model.image_shape(image_block_size)
     if set(roles) & {"E", "P"} and image is not None:
         shapes[IMAGE] = image
     if set(roles) & {"P", "D"}:
-        shapes[KV] = model.kv_shape(kv_block)
+        shapes[KV] = model.kv_shape(kv_block_size)
     return shapes
 
 
@@ -103,15 +115,15 @@ def build(
     spec: Instance,
     model: LoadedModel | Paced,
     pools: Mapping[str, int],
-    rules: Rules,
+    rules: BatchRules,
     blocks: tuple[int, int],
     observe: Callable[..., None] | None,
     shared: bool = False,
 ) -> Loaded:
     """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
-    media_block, kv_block = blocks
+    image_block_size, kv_block_size = blocks
     check_there(spec.cores, spec.name)
-    shapes = block_shapes(spec.roles, model, media_block, kv_block)
+    shapes = block_shapes(spec.roles, model, image_block_size, kv_block_size)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
     if missing:
         raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
@@ -128,8 +140,8 @@ def build(
         rules=rules,
         lanes=spec.lanes,
         depth=spec.depth,
-        media_block=media_block,
-        kv_block=kv_block,
+        image_block_size=image_block_size,
+        kv_block_size=kv_block_size,
         image_cache=spec.image_cache,
         reservation=spec.reservation,
         prefix_cache=spec.prefix_cache,

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy
-from trinity.core.scheduler import Rules, latency_bound
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules, latency_bound
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
 from trinity.costs.pool_sizes import available_memory, size_pools
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.paced_model import Paced
 from trinity.emulation.processor import PacedProcessor
 from trinity.errors import ConfigError
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.loading import check_directory
-from trinity.preprocess.media import Limits
+from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import InstanceHost, Loaded, Network, block_shapes, build
 from trinity.runtime.profiler import paced_budgets, profile_budgets, profile_tables
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 1 << 30  # an instance's pools on a CPU where nobody says, or an eighth of what is free
 DEFAULT_BLOCKS = 8192  # and never more blocks than this of a kind
 PROBED = {IMAGE: 64, KV: 512}  # blocks of each kind, of an instance that is there to be measured
-DEFAULT_RULES = Rules()
-DEFAULT_TRANSFERS = Transfers()
+DEFAULT_RULES = BatchRules()
+DEFAULT_TRANSFERS = TransferPolicy()
+DEFAULT_CACHE = CacheConfig()
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,11 @@ class Deployment:
     dtype: str = "auto"
     device: str = "cpu"
     slo: SLO | None = None
-    budgets: Budgets | None = None
-    rules: Rules = DEFAULT_RULES
-    media_block: int = 576
-    kv_block: int = 16
-    pools: Mapping[str, int] | None = None
-    memory_bytes: int | None = None
+    budgets: StepBudgets | None = None
+    rules: BatchRules = DEFAULT_RULES
+    cache: CacheConfig = DEFAULT_CACHE
     observe: Callable[..., None] | None = None
-    transfers: Transfers = DEFAULT_TRANSFERS
+    transfers: TransferPolicy = DEFAULT_TRANSFERS
     shared: bool = False  # pools in memory files, which other processes can map
 
 
@@ -74,7 +73,7 @@ def model_of(model: str | Path | Paced) -> Path | Paced:
     return Path(model)
 
 
-def make_processor(model: Path | Paced, limits: Limits | None = None) -> RequestProcessor:
+def make_processor(model: Path | Paced, limits: MediaLimits | None = None) -> RequestProcessor:
     """The model's request processor. Blocks: run it on a thread."""
     if isinstance(model, Paced):
         return PacedProcessor(model, limits=limits)
@@ -88,7 +87,7 @@ def load(deployment: Deployment, instances: Sequence[Instance], processor: Reque
         spec = _settled(deployment, spec, instances)
         model = _model(deployment, spec)
         pools = _pools(deployment, spec, model, len(instances))
-        blocks = (deployment.media_block, deployment.kv_block)
+        blocks = (deployment.cache.image_block_size, deployment.cache.kv_block_size)
         instance = build(spec, model, pools, deployment.rules, blocks, deployment.observe, deployment.shared)
         rules = _rules(deployment, instance, processor)
         transfers = deployment.transfers
@@ -127,7 +126,9 @@ def profiled(
 def _copy(deployment: Deployment, spec: Instance, hosts: Mapping[str, InstanceHost], count: int) -> Loaded:
     model = hosts[spec.name].loaded.model if spec.name in hosts else _model(deployment, spec)
     pools = {kind: min(blocks, PROBED[kind]) for kind, blocks in _pools(deployment, spec, model, count).items()}
-    return build(spec, model, pools, deployment.rules, (deployment.media_block, deployment.kv_block), None)
+    return build(
+        spec, model, pools, deployment.rules, (deployment.cache.image_block_size, deployment.cache.kv_block_size), None
+    )
 
 
 def _settled(deployment: Deployment, spec: Instance, here: Sequence[Instance]) -> Instance:
@@ -159,12 +160,12 @@ def make_hosts(
 
 def _pools(deployment: Deployment, spec: Instance, model: LoadedModel | Paced, instances: int) -> dict[str, int]:
     """Blocks by kind: by hand, from a memory budget, or a share of what is free."""
-    pools = spec.pools if spec.pools is not None else deployment.pools if spec.memory_bytes is None else None
+    pools = spec.pools if spec.pools is not None else deployment.cache.pools if spec.memory_bytes is None else None
     if pools is not None:
         return dict(pools)
-    shapes = block_shapes(spec.roles, model, deployment.media_block, deployment.kv_block)
+    shapes = block_shapes(spec.roles, model, deployment.cache.image_block_size, deployment.cache.kv_block_size)
     bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
-    memory = spec.memory_bytes or deployment.memory_bytes
+    memory = spec.memory_bytes or deployment.cache.memory_bytes
     if memory is None:
         memory = model.weight_bytes + _default_cache(spec.device or "cpu", instances)
         sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
@@ -182,7 +183,7 @@ def _default_cache(device: str, instances: int) -> int:
     return free * 8 // 10 // instances
 
 
-def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor | None) -> Rules:
+def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor | None) -> BatchRules:
     """The scheduler's rules with the budgets given by hand, or searched under the SLO, or the defaults.
 
     The instance's own batch limits go before each of them.
@@ -197,11 +198,16 @@ def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor
             assert processor is not None
             budgets = profile_budgets(instance, processor, limit)
     if budgets is not None:
-        given = {"tokens": budgets.tokens, "media": budgets.media, "limit_s": budgets.limit_s, "cost": budgets.cost}
+        given = {
+            "token_budget": budgets.token_budget,
+            "image_budget": budgets.image_budget,
+            "limit_s": budgets.limit_s,
+            "cost": budgets.cost,
+        }
         rules = replace(rules, **given)  # type: ignore[arg-type]
-    tokens, images = instance.spec.tokens, instance.spec.images
-    media = rules.media if images is None else images * _image_tokens(instance.model, processor)
-    return replace(rules, tokens=tokens or rules.tokens, media=media)
+    tokens, images = instance.spec.token_budget, instance.spec.image_budget
+    media = rules.image_budget if images is None else images * _image_tokens(instance.model, processor)
+    return replace(rules, token_budget=tokens or rules.token_budget, image_budget=media)
 
 
 def _image_tokens(model: LoadedModel | Paced, processor: RequestProcessor | None) -> int:

@@ -22,7 +22,7 @@ from trinity.costs.budgets import (
     BudgetCache,
     BudgetKey,
     BudgetResult,
-    Budgets,
+    StepBudgets,
     combine_budgets,
     predict_budgets,
     search_budget,
@@ -46,7 +46,7 @@ BESIDE_TOKENS, BESIDE_ROWS = 256, 8  # of a usual step of the language lane, whi
 
 def profile_budgets(
     loaded: Loaded, processor: RequestProcessor, limit_s: float, cache: BudgetCache | None = None
-) -> Budgets:
+) -> StepBudgets:
     """Token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
 
     Prefill tokens where the instance prefills, decode rows at a mean context where it only decodes; images in visual
@@ -137,7 +137,7 @@ def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
     )
 
 
-def _search(probe: Probe, roles: str, limit_s: float) -> Budgets:
+def _search(probe: Probe, roles: str, limit_s: float) -> StepBudgets:
     found: dict[str, BudgetResult] = {}
     beside = probe.interference() if probe.dual else 1.0
     if "P" in roles:
@@ -199,7 +199,7 @@ class Probe:
     def _context(self) -> int:
         """Context of a profiled row: bounded by the model and by the pool, which all rows of a probe share."""
         kv = self.loaded.memory[KV]
-        room = kv.blocks * self.loaded.settings.kv_block
+        room = kv.blocks * self.loaded.settings.kv_block_size
         return max(1, min(self.processor.context_length, room) - 2)
 
     def most_tokens(self) -> int:
@@ -209,13 +209,13 @@ class Probe:
         return MAX_DECODE_ROWS
 
     def most_images(self) -> int:
-        blocks = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        blocks = blocks_for(self.image_tokens, self.loaded.settings.image_block_size)
         return max(1, min(MAX_STEP_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
 
     def encode(self, images: int) -> float:
         """Seconds of one step that encodes so many images."""
         assert self.span is not None
-        each = blocks_for(self.image_tokens, self.loaded.settings.media_block)
+        each = blocks_for(self.image_tokens, self.loaded.settings.image_block_size)
         rows = tuple(
             Encode(f"{PROBE}-{n}", 0, self.span, tuple(range(n * each, (n + 1) * each)), self.inputs)
             for n in range(images)
@@ -251,7 +251,7 @@ class Probe:
         """
         work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
         there = self.loaded.memory[KV].blocks
-        count = min(blocks_for(length + 1, self.loaded.settings.kv_block), there)
+        count = min(blocks_for(length + 1, self.loaded.settings.kv_block_size), there)
         return Open(work=work, blocks=tuple((number * count + at) % there for at in range(count)), tokens=tokens)
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
@@ -282,7 +282,7 @@ def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], N
             stage.close(request.work.request)
 
 
-def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> Budgets:
+def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> StepBudgets:
     """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
     image = paced.shape.image_tokens if paced.multimodal else 0
     beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0

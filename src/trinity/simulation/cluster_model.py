@@ -70,7 +70,7 @@ class Worker:
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
         self.peak = dict.fromkeys(core.settings.pools, 0)
         own = core.settings
-        self.block_bytes = {IMAGE: model.feature_bytes * own.media_block, KV: model.kv_bytes * own.kv_block}
+        self.block_bytes = {IMAGE: model.feature_bytes * own.image_block_size, KV: model.kv_bytes * own.kv_block_size}
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 

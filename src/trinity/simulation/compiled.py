@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoundRobin, RoutingPolicy, number_of
-from trinity.core.scheduler import Rules, StepTime
+from trinity.core.scheduler import BatchRules, StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost, TableCost
@@ -125,7 +125,14 @@ def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy:
 
 
 def _common(each: Settings) -> tuple[Any, ...]:
-    return each.media_block, each.kv_block, each.image_cache, each.prefix_cache, each.transfers, each.reservation
+    return (
+        each.image_block_size,
+        each.kv_block_size,
+        each.image_cache,
+        each.prefix_cache,
+        each.transfers,
+        each.reservation,
+    )
 
 
 Act = tuple[float, int, bool]  # when, which request, whether it is given up
@@ -179,19 +186,19 @@ def simulate(work: Workload, acts: Sequence[Act], deployed: Deployed, *, log: bo
 
 
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
-    rules: Rules = each.rules
+    rules: BatchRules = each.rules
     return (
         sum(ROLES[role] for role in each.roles),
         int(len(each.lanes) > 1),
         each.pools.get(IMAGE, 0),
         each.pools.get(KV, 0),
         cluster.hosts.index(cluster.hosts[place]) if cluster.hosts else 0,
-        rules.tokens,
-        rules.media,
+        rules.token_budget,
+        rules.image_budget,
         POLICIES.index(rules.policy),
         ORDERS.index(rules.order),
         int(rules.chunked),
-        int(rules.media_budget),
+        int(rules.limit_encodes),
         number_of(each.name),
     )
 
@@ -201,9 +208,9 @@ def _options(
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     moves, link, network = like.transfers, cluster.link, cluster.network
     whole = (
-        *(like.media_block, like.kv_block, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
+        *(like.image_block_size, like.kv_block_size, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
         *(like.reservation == "optimistic", max_waiting),
-        *(model.feature_bytes * like.media_block, model.kv_bytes * like.kv_block),
+        *(model.feature_bytes * like.image_block_size, model.kv_bytes * like.kv_block_size),
     )
     real = (cluster.message_s, interference, link.bandwidth, link.fixed_s, network.bandwidth, network.fixed_s)
     return np.array(whole, np.int64), np.array(real, np.float64)

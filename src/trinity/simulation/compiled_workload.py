@@ -66,7 +66,9 @@ class Workload:
     def _make(self, rows: Ints, deadlines: npt.NDArray[np.float64], items: Ints, keys: Ints) -> None:
         ends = np.cumsum(rows[:, 2], dtype=np.int64)
         self.first = ends - rows[:, 2]
-        self.made = extension.sim_workload(rows, deadlines, items, keys, self.like.media_block, self.like.kv_block)
+        self.made = extension.sim_workload(
+            rows, deadlines, items, keys, self.like.image_block_size, self.like.kv_block_size
+        )
 
     @classmethod
     def of(
@@ -85,14 +87,16 @@ class Workload:
         for column, counts in ((0, sizes.prompt), (2, sizes.output), (3, sizes.images)):
             rows[sizes.taken, column] = counts[sizes.taken]
         images = [image for job in jobs if not job.refused for image in job.images]
-        made._make(rows, np.full(len(jobs), inf), _items(images, rows[:, 3], like.media_block), np.zeros(0, np.int32))
+        made._make(
+            rows, np.full(len(jobs), inf), _items(images, rows[:, 3], like.image_block_size), np.zeros(0, np.int32)
+        )
         return made
 
     def _item(self, span: MediaSpan) -> tuple[int, ...]:
         known = self._contents.get((span.kind, span.content))
         if known is None:
             known = self._contents[span.kind, span.content] = (len(self._contents), self._media_keys, span.tokens)
-            self._media_keys += -(-span.tokens // self.like.media_block)
+            self._media_keys += -(-span.tokens // self.like.image_block_size)
         content, key, tokens = known
         assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
         return span.tokens, content, key, span.offset, span.end, int(span.atomic)
@@ -112,7 +116,7 @@ class Workload:
         long as the same token and the same media go on, is one list for all requests.
         """
         keys: list[int] = []
-        for piece, count in _cut(self._whole(asked), self.like.kv_block):
+        for piece, count in _cut(self._whole(asked), self.like.kv_block_size):
             end = len(keys) + count
             while len(keys) < end:
                 inside, change = self._inside(asked.media, len(keys))
@@ -126,7 +130,7 @@ class Workload:
 
     def _inside(self, media: Sequence[MediaSpan], number: int) -> tuple[Inside, int]:
         """The media in a block, by where they begin from there; and the next block that has other ones."""
-        block = self.like.kv_block
+        block = self.like.kv_block_size
         start, end = number * block, (number + 1) * block
         here = [m for m in media if m.offset < end and m.end > start]
         ends = [-(-m.end // block) for m in here]

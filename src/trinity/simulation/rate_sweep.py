@@ -38,7 +38,7 @@ class Requests:
     def work(self, deployed: Deployed) -> Workload:
         """For instances with these blocks; caches are on where content is shared."""
         like = deployed.settings[0]
-        key = (like.media_block, like.kv_block, like.reservation, deployed.ask)
+        key = (like.image_block_size, like.kv_block_size, like.reservation, deployed.ask)
         if key not in self._works:
             self._works[key] = Workload.of(self.jobs, like, deployed.ask, self.model.context, self.sizes)
         return self._works[key]

@@ -20,9 +20,9 @@ from trinity.core.instance.settings import Reservation, check_reservation
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
-from trinity.core.scheduler import Rules, latency_bound
-from trinity.core.transfers import Transfers
-from trinity.costs.budgets import Budgets, predict_budgets
+from trinity.core.scheduler import BatchRules, latency_bound
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
@@ -90,12 +90,12 @@ class Simulator:
         *,
         cluster: Cluster,
         cost: CostModel | Mapping[str, CostModel] | None = None,
-        rules: Rules | None = None,
-        budgets: Budgets | Mapping[str, Budgets] | None = None,
+        rules: BatchRules | None = None,
+        budgets: StepBudgets | Mapping[str, StepBudgets] | None = None,
         routing: str = "round_robin",
         lanes: Sequence[str] = ("joint",),
         interference: float | None = None,
-        transfers: Transfers | None = None,
+        transfers: TransferPolicy | None = None,
         memory_share: float = 0.9,
         max_waiting: int = 1024,
         reservation: Reservation = "full",
@@ -104,12 +104,12 @@ class Simulator:
     ) -> None:
         self.model = get_model_shape(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
-        self.rules, self.transfers = rules or Rules(), transfers or Transfers()
+        self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
         self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
-        self._known: dict[tuple[str, int], tuple[Rules, dict[str, int]]] = {}
+        self._known: dict[tuple[str, int], tuple[BatchRules, dict[str, int]]] = {}
         self._last: tuple[Placement, bool, list[Settings]] | None = None
         self._check_options()
 
@@ -168,7 +168,7 @@ class Simulator:
     def _lanes_of(self, roles: str) -> tuple[str, ...]:
         return self.lanes if "E" in roles and roles != "E" else ("joint",)
 
-    def _sized(self, roles: str, place: int) -> tuple[Rules, dict[str, int]]:
+    def _sized(self, roles: str, place: int) -> tuple[BatchRules, dict[str, int]]:
         """Rules with their budgets, and pools, of an instance of these roles; equal devices are asked once."""
         device = self.cluster.devices[place]
         first = self.cluster.devices.index(device)
@@ -176,13 +176,19 @@ class Simulator:
         if known is None:
             pools = self.model.pools(roles, self.memory_share * device.memory)
             budgets, cost = self._budgets_of(roles, place), self.rules.cost or self.cost_of(place)
-            rules = replace(self.rules, tokens=budgets.tokens, media=budgets.media, limit_s=budgets.limit_s, cost=cost)
+            rules = replace(
+                self.rules,
+                token_budget=budgets.token_budget,
+                image_budget=budgets.image_budget,
+                limit_s=budgets.limit_s,
+                cost=cost,
+            )
             known = self._known[roles, first] = (rules, pools)
         return known
 
-    def _budgets_of(self, roles: str, place: int) -> Budgets:
+    def _budgets_of(self, roles: str, place: int) -> StepBudgets:
         given = self._budgets
-        if isinstance(given, Budgets):
+        if isinstance(given, StepBudgets):
             return given
         if given is not None:
             if roles not in given:

@@ -146,7 +146,7 @@ def _check_target(s: State, pull: Pull) -> None:
 
 
 def _blocks_of(s: State, state: RequestState, start: int, end: int) -> tuple[int, ...]:
-    size = s.settings.kv_block
+    size = s.settings.kv_block_size
     assert end <= len(state.kv) * size, f"{state.work.request} writes position {end - 1} beyond its blocks"
     return state.kv[start // size : -(-end // size)]
 

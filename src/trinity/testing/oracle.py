@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from trinity.preprocess.loading import load
-from trinity.preprocess.media import Limits, read_image
+from trinity.preprocess.media import MediaLimits, read_image
 from trinity.preprocess.prompt import from_markers
 from trinity.request import Request, Sampling
 
@@ -98,7 +98,7 @@ class Oracle:
         text = from_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
         if self._loaded.processor is None:
             return dict(self._loaded.tokenizer(text.pieces[0], return_tensors="pt"))
-        images = [read_image(item.source, Limits()) for item in media]
+        images = [read_image(item.source, MediaLimits()) for item in media]
         whole = text.pieces[0]
         for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
             whole += self._loaded.placeholders[kind].token + piece

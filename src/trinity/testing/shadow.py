@@ -86,7 +86,7 @@ class Shadow:
         self.memory: dict[tuple[str, str], Memory] = {}
         for name, own in settings.items():
             for kind, blocks in own.pools.items():
-                rows = own.kv_block if kind == KV else own.media_block
+                rows = own.kv_block_size if kind == KV else own.image_block_size
                 self.memory[name, kind] = Memory(blocks, rows, own.layers if kind == KV else 1)
         self._rows: dict[tuple[str, str], Row] = {}
         self._steps: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs

@@ -6,7 +6,7 @@ import pytest
 
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, table, work
 from trinity.core.messages import Cancel, Commit, Pulled, Ready, Release, Submit
-from trinity.core.scheduler import Order, Rules
+from trinity.core.scheduler import BatchRules, Order
 from trinity.testing.checks import check_state
 
 
@@ -63,7 +63,7 @@ def test_nobody_overtakes_a_request_that_waits_for_kv() -> None:
 
 
 def test_several_requests_are_admitted_while_blocks_and_budget_last() -> None:
-    core = make_core("PD0", kv=8, rules=Rules(tokens=10))
+    core = make_core("PD0", kv=8, rules=BatchRules(token_budget=10))
     core.handle(Submit(work("first", 1)), 0.0)
     for name in "abc":
         core.handle(Submit(work(name, 6, text=ord(name) * 100)), 0.0)
@@ -81,7 +81,7 @@ def test_several_requests_are_admitted_while_blocks_and_budget_last() -> None:
     ],
 )
 def test_the_order_of_new_prompts(order: Order, expected: list[str]) -> None:
-    core = make_core("PD0", rules=Rules(tokens=64, order=order))
+    core = make_core("PD0", rules=BatchRules(token_budget=64, order=order))
     core.handle(Submit(work("first", 1)), 0.0)
     core.handle(Submit(work("long", 9, deadline_s=5.0)), 1.0)
     core.handle(Submit(work("short", 2)), 2.0)
@@ -99,7 +99,7 @@ def test_the_order_of_new_prompts(order: Order, expected: list[str]) -> None:
     ],
 )
 def test_the_order_of_new_media(order: Order, expected: str) -> None:
-    core = make_core("EPD0", rules=Rules(tokens=64, media=64, order=order))
+    core = make_core("EPD0", rules=BatchRules(token_budget=64, image_budget=64, order=order))
     core.handle(Submit(work("first", "owl", 1)), 0.0)
     core.handle(Submit(work("long", "cat*12", 1, deadline_s=5.0)), 1.0)
     core.handle(Submit(work("short", 9, "dog")), 2.0)
@@ -183,7 +183,7 @@ def test_migrations_reserve_in_the_order_of_their_offers() -> None:
 
 
 def test_a_decode_instance_takes_no_more_migrations_than_its_token_budget_has_rows() -> None:
-    core = make_core("D0", rules=Rules(tokens=2))
+    core = make_core("D0", rules=BatchRules(token_budget=2))
     ready = {f"P0:{n}": work(f"r{n}", 2) for n in (1, 2, 3)}
     for offer, each in ready.items():
         core.handle(kv_offer(offer, each, (int(offer[-1]),)), 0.0)

@@ -9,7 +9,7 @@ import pytest
 from support.core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, lost, make_core, table, work
 from trinity.core import InstanceCore
 from trinity.core.messages import Cancel, Commit, Failure, Forget, Pulled, Ready, Release, Submit, Value, Withdraw
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 TWO = ("cat", 1, "dog*6", 1)
 
@@ -130,7 +130,7 @@ def test_a_cancelled_prefill_publishes_nothing() -> None:
 
 
 def test_cancel_before_the_commit_follows_the_offer() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), rules=BatchRules(image_budget=1))
     rows: list[Row] = [
         (Cancel("r"), ["P0: cancel r"]),
         (done(2), []),
@@ -142,7 +142,7 @@ def test_cancel_before_the_commit_follows_the_offer() -> None:
 
 
 def test_a_released_offer_is_not_cancelled_again() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=BatchRules(image_budget=1))
     table(core, [(Cancel("r"), []), (done(2), [])])
     emptied(core)
 
@@ -161,21 +161,21 @@ def test_cancel_after_the_hand_on_follows_the_tombstone_until_forget() -> None:
 
 
 def test_a_source_whose_target_gave_up_stops_without_a_report() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), rules=BatchRules(image_budget=1))
     rows: list[Row] = [(Release("E0:1", "failed"), []), (done(2), []), (Forget("r"), [])]
     table(core, rows)
     emptied(core)
 
 
 def test_a_forget_ahead_of_the_release_ends_the_request_at_its_source() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), rules=BatchRules(image_budget=1))
     rows: list[Row] = [(Forget("r"), ["P0: cancel r"]), (done(2), []), (Release("E0:1", "failed"), [])]
     table(core, rows)
     emptied(core)
 
 
 def test_a_source_that_fails_withdraws_and_leaves_the_report_to_the_target() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), rules=BatchRules(image_budget=1))
     rows: list[Row] = [
         (broken(2, "r"), ["P0: withdraw E0:1 StageError"]),
         (Release("E0:1", "failed"), []),
@@ -186,7 +186,7 @@ def test_a_source_that_fails_withdraws_and_leaves_the_report_to_the_target() -> 
 
 
 def test_a_source_that_fails_after_its_release_has_nothing_to_withdraw() -> None:
-    core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=Rules(media=1))
+    core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=BatchRules(image_budget=1))
     table(core, [(broken(2, "r"), [])])
     emptied(core)
 

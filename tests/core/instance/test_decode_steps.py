@@ -6,12 +6,12 @@ import pytest
 
 from support.core_tables import done, make_core, work
 from trinity.core.messages import Cancel, Step, Submit
-from trinity.core.scheduler import Policy, Rules, View, schedule
+from trinity.core.scheduler import BatchRules, Policy, View, schedule
 from trinity.costs.budgets import StepCost
 
 
-def rules(policy: Policy) -> Rules:
-    return Rules(policy=policy, limit_s=100.0, cost=StepCost(decodes=((1, 1.0),), prefill=((1, 1.0),)))
+def rules(policy: Policy) -> BatchRules:
+    return BatchRules(policy=policy, limit_s=100.0, cost=StepCost(decodes=((1, 1.0),), prefill=((1, 1.0),)))
 
 
 @pytest.mark.parametrize("lanes", [("joint",), ("vision", "language")])

@@ -30,7 +30,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 SILENT = "was silent for 10 s, and the lease on {kind} blocks ran out; try again"
@@ -228,4 +228,4 @@ def test_a_profiled_unit_is_a_share_of_a_full_step(letter: str, unit: float) -> 
         def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
             return 2.0 * bool(decodes) + bool(prefill_tokens) + 4.0 * bool(media_tokens)
 
-    assert StepRates(Rules(tokens=64, media=8, cost=Cost()), "EPD").unit(letter) == unit
+    assert StepRates(BatchRules(token_budget=64, image_budget=8, cost=Cost()), "EPD").unit(letter) == unit

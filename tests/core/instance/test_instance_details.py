@@ -9,7 +9,7 @@ from trinity.core.instance.lanes import outstanding
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import Outgoing
 from trinity.core.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
-from trinity.core.scheduler import Outstanding, Rules
+from trinity.core.scheduler import BatchRules, Outstanding
 
 LANES = ("vision", "language")
 
@@ -21,14 +21,14 @@ def test_only_decodes_go_on_in_the_language_lane() -> None:
 
 
 def test_the_language_lane_encodes_nothing() -> None:
-    core = make_core("EPD0", lanes=LANES, rules=Rules(media=1))
+    core = make_core("EPD0", lanes=LANES, rules=BatchRules(image_budget=1))
     table(core, [(Submit(work("r", "cat", "dog", 1)), ["step 1 vision: encode r.0 into 0"])])
     table(core, [(Submit(work("x", 1)), ["open x kv 0", "step 2 language: prefill x 0+1 last"])])
     table(core, [(done(2, "language", x=1), ["frontend: emit x#0=1", "step 3 language: decode x"])])
 
 
 def test_each_lane_knows_what_the_other_runs() -> None:
-    core = make_core("EPD0", kv=64, lanes=LANES, rules=Rules(tokens=7, media=64))
+    core = make_core("EPD0", kv=64, lanes=LANES, rules=BatchRules(token_budget=7, image_budget=64))
     core.handle(Submit(work("a", 1)), 0.0)
     core.handle(Submit(work("b", 1)), 0.0)
     core.handle(done(1, "language", a=1), 0.0)
@@ -51,7 +51,7 @@ def test_the_time_of_a_step_counts_what_the_other_lane_runs() -> None:
             asked.add((decodes, prefill_tokens, media_tokens))
             return prefill_tokens + media_tokens
 
-    core = make_core("EPD0", lanes=LANES, rules=Rules(tokens=64, policy="time", cost=Cost(), limit_s=20.0))
+    core = make_core("EPD0", lanes=LANES, rules=BatchRules(token_budget=64, policy="time", cost=Cost(), limit_s=20.0))
     core.handle(Submit(work("m", "cat*12", 1)), 0.0)
     asked.clear()
     assert brief(core.handle(Submit(work("a", 9)), 0.0)) == ["open a kv 0,1,2", "step 2 language: prefill a 0+8"]
@@ -59,7 +59,7 @@ def test_the_time_of_a_step_counts_what_the_other_lane_runs() -> None:
 
 
 def test_a_running_prefill_does_not_cut_an_atomic_span() -> None:
-    core = make_core("EPD0", rules=Rules(tokens=4, media=64))
+    core = make_core("EPD0", rules=BatchRules(token_budget=4, image_budget=64))
     core.handle(Submit(work("r", 6, "cat*6", 1, atomic=True)), 0.0)
     rows: list[Row] = [
         (done(1), ["open r kv 0,1,2,3 images [0,1]", "step 2 joint: prefill r 0+4"]),
@@ -71,7 +71,9 @@ def test_a_running_prefill_does_not_cut_an_atomic_span() -> None:
 
 
 def test_a_request_that_must_go_back_for_its_images_stands_in_nobodys_way() -> None:
-    core = make_core("EPD0", kv=6, image_cache=False, rules=Rules(tokens=64, media=64, order="deadline"))
+    core = make_core(
+        "EPD0", kv=6, image_cache=False, rules=BatchRules(token_budget=64, image_budget=64, order="deadline")
+    )
     core.handle(Submit(work("a", "cat", 5, max_tokens=1)), 0.0)
     core.handle(done(1), 0.0)
     core.handle(done(2, a=1), 0.0)
@@ -186,7 +188,7 @@ def test_a_part_is_asked_for_once_while_others_become_ready() -> None:
 
 
 def test_a_migration_that_waited_beyond_its_commit_goes_on_as_soon_as_there_is_room() -> None:
-    core = make_core("D0", rules=Rules(tokens=1))
+    core = make_core("D0", rules=BatchRules(token_budget=1))
     core.handle(kv_offer("P0:1", work("a", 8, max_tokens=2), (0, 1)), 0.0)
     core.handle(Ready("P0:1", (0,)), 0.0)
     core.handle(Pulled("P0:1", 0), 0.0)
@@ -201,7 +203,7 @@ def test_a_migration_that_waited_beyond_its_commit_goes_on_as_soon_as_there_is_r
 
 
 def test_the_spans_of_a_request_on_one_instance() -> None:
-    core = make_core("EPD0", rules=Rules(tokens=4, media=64))
+    core = make_core("EPD0", rules=BatchRules(token_budget=4, image_budget=64))
     core.handle(Submit(work("x", 4, max_tokens=1)), 0.0)
     core.handle(Submit(work("r", "cat", 1, max_tokens=2)), 0.0)
     core.handle(done(1, x=1), 1.0)
@@ -234,7 +236,7 @@ def test_a_source_that_waits_for_somebody_elses_step_may_end_at_once() -> None:
     """b's second image is in a's step, so that nothing of b is in flight."""
     called_off = ["P0: cancel b"]
     for last, at_once in ((Release("E0:3", "failed"), []), (Forget("b"), called_off), (Cancel("b"), called_off)):
-        core = make_core("E0", peers="P0", rules=Rules(media=4))
+        core = make_core("E0", peers="P0", rules=BatchRules(image_budget=4))
         core.handle(Submit(work("x", "fox", 1)), 0.0)
         core.handle(Submit(work("a", "owl", "cat", 1)), 0.0)
         core.handle(Submit(work("b", "owl", "cat", 1)), 0.0)

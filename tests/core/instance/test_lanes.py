@@ -24,8 +24,8 @@ from trinity.core.messages import (
     Submit,
     Tick,
 )
-from trinity.core.scheduler import Outstanding, Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules, Outstanding
+from trinity.core.transfers import TransferPolicy
 
 
 def ahead(name: str = "PD0", **settings: Any) -> InstanceCore:
@@ -59,7 +59,7 @@ def test_one_token_asked_for_is_no_decode() -> None:
 
 
 def test_chunks_follow_each_other_without_a_gap() -> None:
-    core = ahead(rules=Rules(tokens=8, media=64))
+    core = ahead(rules=BatchRules(token_budget=8, image_budget=64))
     rows: list[Row] = [
         (
             Submit(work("r", 19, max_tokens=2)),
@@ -163,7 +163,7 @@ def test_a_failed_row_ends_its_request_after_its_row_of_the_next_step() -> None:
 
 
 def test_a_failed_chunk_makes_the_later_ones_void() -> None:
-    core = ahead(rules=Rules(tokens=4, media=64), prefix_cache=True)
+    core = ahead(rules=BatchRules(token_budget=4, image_budget=64), prefix_cache=True)
     core.handle(Submit(work("r", 12)), 0.0)
     rows: list[Row] = [
         (broken(1, "r"), []),
@@ -175,14 +175,14 @@ def test_a_failed_chunk_makes_the_later_ones_void() -> None:
 
 
 def test_a_chunk_is_matchable_when_its_own_step_has_ended() -> None:
-    core = ahead(rules=Rules(tokens=4, media=64), prefix_cache=True)
+    core = ahead(rules=BatchRules(token_budget=4, image_budget=64), prefix_cache=True)
     core.handle(Submit(work("r", 12)), 0.0)
     core.handle(done(1), 0.0)
     assert [core.state.kv.published(block) for block in range(3)] == [True, False, False]
 
 
 def test_images_of_one_request_are_encoded_in_two_steps_at_once() -> None:
-    core = ahead("EPD0", rules=Rules(tokens=64, media=1))
+    core = ahead("EPD0", rules=BatchRules(token_budget=64, image_budget=1))
     rows: list[Row] = [
         (
             Submit(work("r", "cat", "dog", 1, max_tokens=1)),
@@ -206,7 +206,7 @@ def test_what_is_encoded_for_several_is_in_one_step_alone() -> None:
 
 
 def test_two_lanes_run_ahead_each_for_itself() -> None:
-    core = ahead("EPD0", lanes=("vision", "language"), rules=Rules(tokens=64, media=1))
+    core = ahead("EPD0", lanes=("vision", "language"), rules=BatchRules(token_budget=64, image_budget=1))
     rows: list[Row] = [
         (
             Submit(work("a", 3, max_tokens=3)),
@@ -233,7 +233,9 @@ def test_a_step_reckons_with_the_largest_that_may_run_beside_it() -> None:
             return 0.0
 
     core = ahead(
-        "EPD0", lanes=("vision", "language"), rules=Rules(tokens=64, media=8, policy="time", cost=Cost(), limit_s=1.0)
+        "EPD0",
+        lanes=("vision", "language"),
+        rules=BatchRules(token_budget=64, image_budget=8, policy="time", cost=Cost(), limit_s=1.0),
     )
     core.handle(Submit(work("c", "cat*3", 1)), 0.0)
     core.handle(Submit(work("d", "dog*12", 1)), 0.0)
@@ -271,7 +273,13 @@ def test_migrated_kv_decodes_two_steps_deep() -> None:
 
 
 def test_kv_streams_from_both_chunks_in_their_order() -> None:
-    core = ahead("P0", peers="D0", rules=Rules(tokens=8, media=64), transfers=Transfers(kv="layer"), layers=2)
+    core = ahead(
+        "P0",
+        peers="D0",
+        rules=BatchRules(token_budget=8, image_budget=64),
+        transfers=TransferPolicy(kv="layer"),
+        layers=2,
+    )
     rows: list[Row] = [
         (
             Submit(work("r", 12)),
@@ -296,7 +304,13 @@ def test_kv_streams_from_both_chunks_in_their_order() -> None:
 
 
 def test_progress_is_of_the_step_that_runs() -> None:
-    core = ahead("P0", peers="D0", rules=Rules(tokens=8, media=64), transfers=Transfers(kv="layer"), layers=2)
+    core = ahead(
+        "P0",
+        peers="D0",
+        rules=BatchRules(token_budget=8, image_budget=64),
+        transfers=TransferPolicy(kv="layer"),
+        layers=2,
+    )
     core.handle(Submit(work("r", 12)), 0.0)
     with pytest.raises(AssertionError, match="during step 1"):
         core.handle(Progress(2, "joint", (0, 1)), 0.0)
@@ -325,7 +339,7 @@ def test_time_before_the_first_decode_is_not_booked_twice() -> None:
 
 @pytest.mark.parametrize("policy", ["alg1", "prefill_first"])
 def test_no_row_is_in_a_step_twice(policy: str) -> None:
-    core = ahead(rules=Rules(tokens=4, policy=policy))  # type: ignore[arg-type]
+    core = ahead(rules=BatchRules(token_budget=4, policy=policy))  # type: ignore[arg-type]
     out = core.handle(Submit(work("a", 7, max_tokens=3)), 0.0) + core.handle(Submit(work("b", 2, max_tokens=3)), 0.0)
     steps = deque(each for each in out if isinstance(each, Step))
     ran: Counter[str] = Counter()

@@ -34,9 +34,10 @@ from trinity.core.messages import (
     Tick,
 )
 from trinity.core.routing import LeastLoaded, RoundRobin, Router
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.emulation.paced_model import PacedRequest
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.wire import decode, encode
 
@@ -100,7 +101,8 @@ def test_holder_and_asker_of_features_hear_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "heard"), [({}, ["E0"]), ({"image_cache": False}, []), ({"transfers": Transfers(store=False)}, [])]
+    ("settings", "heard"),
+    [({}, ["E0"]), ({"image_cache": False}, []), ({"transfers": TransferPolicy(store=False)}, [])],
 )
 def test_encoders_hear_soon_what_they_need_not_encode(settings: dict[str, Any], heard: list[str]) -> None:
     core = make_core("P0", peers="E0 EP0 D0", report_s=0.1, heartbeat_s=1.0, **settings)
@@ -125,7 +127,7 @@ def test_one_that_knows_nobody_yet_says_nothing() -> None:
 
 
 def test_work_is_counted_where_it_waits() -> None:
-    core = make_core("EP0", image=8, kv=8, rules=Rules(tokens=4, media=4))
+    core = make_core("EP0", image=8, kv=8, rules=BatchRules(token_budget=4, image_budget=4))
     for request, image in ("ra", "sb"):
         core.handle(Submit(work(request, 2, f"{image}*8")), 0.0)
     core.handle(Submit(work("t", 9)), 0.0)
@@ -194,7 +196,7 @@ def test_units_of_a_step() -> None:
 
 
 def test_rates_are_learned_from_steps_of_one_kind_and_from_mixed_ones() -> None:
-    rates = StepRates(Rules(), "EPD")
+    rates = StepRates(BatchRules(), "EPD")
     rates.learn(step(decodes=2), 0.2)
     assert rates.seconds("D", 3) == pytest.approx(0.3)
     rates.learn(step(decodes=2), 0.4)
@@ -208,7 +210,7 @@ def test_rates_are_learned_from_steps_of_one_kind_and_from_mixed_ones() -> None:
 
 
 def test_a_first_step_of_several_kinds_gives_every_kind_something() -> None:
-    rates = StepRates(Rules(), "EPD")
+    rates = StepRates(BatchRules(), "EPD")
     rates.learn(step(10, 10, 10), 3.0)
     assert all(rates.unit(letter) > 0 for letter in "EPD")
     before = dict(rates.per_unit)
@@ -217,7 +219,7 @@ def test_a_first_step_of_several_kinds_gives_every_kind_something() -> None:
 
 
 def test_a_profile_is_believed() -> None:
-    rules = Rules(tokens=10, media=4, cost=Linear(decode=1.0, prefill=10.0, media=100.0))
+    rules = BatchRules(token_budget=10, image_budget=4, cost=Linear(decode=1.0, prefill=10.0, media=100.0))
     rates = StepRates(rules, "EPD")
     rates.learn(step(decodes=2), 77.0)
     assert rates.seconds("P", 25) == pytest.approx(2 * 100.001 + 50.001), "in steps of the budget"
@@ -253,7 +255,7 @@ def test_cores_and_front_end_keep_them() -> None:
 
 @pytest.mark.parametrize("hosting", ["thread", "process"])
 async def test_a_pipeline_knows_how_its_instances_stand(hosting: Any) -> None:
-    async with Pipeline(MODEL, "E+P+D", hosting=hosting, pools=POOLS) as pipe:
+    async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS)) as pipe:
         await pipe.complete(PacedRequest(text_tokens=40, image_tokens=(5,), max_tokens=8))
         async with asyncio.timeout(LIVENESS_S):
             while set(pipe.loads) != {"E0", "P0", "D0"} or not _settled(pipe.loads):
@@ -268,7 +270,7 @@ def _settled(loads: dict[str, PeerLoad]) -> bool:
 
 
 async def test_a_host_carries_out_a_revocation_and_tells_its_core_the_time() -> None:
-    async with Pipeline(MODEL, "EPD", pools=POOLS) as pipe:
+    async with Pipeline(MODEL, "EPD", cache=CacheConfig(pools=POOLS)) as pipe:
         host = pipe.hosts["EPD0"]
         host._execute([Revoke(KV, (1, 3), 7)])
         assert host.loaded.memory[KV].generations[:5].tolist() == [0, 7, 0, 7, 0]

@@ -21,7 +21,7 @@ from trinity.core.messages import (
     Submit,
 )
 from trinity.core.routing import RoundRobin
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 
 def offered_by(core: InstanceCore) -> Offer:
@@ -59,7 +59,7 @@ def test_a_lease_of_a_lost_target_is_taken_back() -> None:
 
 
 def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(tokens=64, media=4))
+    core = make_core("E0", peers="P0", rules=BatchRules(token_budget=64, image_budget=4))
     core.handle(Submit(work("r", 1, "cat*4", "dog*4")), 0.0)
     core.handle(done(1), 1.0)
     assert core.state.outgoing

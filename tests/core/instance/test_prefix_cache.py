@@ -7,7 +7,7 @@ import pytest
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, lost, make_core, sent, table, work
 from trinity.core import InstanceCore
 from trinity.core.messages import Cancel, Commit, Finished, Forget, Pulled, Ready, Release, Submit
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 
 def served(core: InstanceCore, *requests: str, text: int = 100, sizes: tuple[int | str, ...] = (9,)) -> None:
@@ -49,7 +49,7 @@ def test_another_text_or_another_image_does_not_hit() -> None:
 
 
 def test_blocks_match_as_soon_as_their_step_has_ended_and_not_before() -> None:
-    core = make_core("PD0", rules=Rules(tokens=4))
+    core = make_core("PD0", rules=BatchRules(token_budget=4))
     core.handle(Submit(work("a", 12)), 0.0)
     keys = core.state.requests["a"].keys
     assert core.state.kv.match(keys) == ()
@@ -60,7 +60,7 @@ def test_blocks_match_as_soon_as_their_step_has_ended_and_not_before() -> None:
 
 
 def test_a_chunk_that_ends_inside_a_block_does_not_publish_it() -> None:
-    core = make_core("PD0", rules=Rules(tokens=6))
+    core = make_core("PD0", rules=BatchRules(token_budget=6))
     core.handle(Submit(work("a", 12)), 0.0)
     keys = core.state.requests["a"].keys
     core.handle(done(1), 0.0)
@@ -228,7 +228,9 @@ def test_a_covered_offer_whose_kv_was_evicted_while_it_waited_pulls_after_all() 
 
 
 def test_a_covered_request_whose_kv_was_evicted_while_it_waited_is_encoded_after_all() -> None:
-    core = make_core("EPD0", kv=5, image_cache=False, rules=Rules(tokens=64, media=64, order="deadline"))
+    core = make_core(
+        "EPD0", kv=5, image_cache=False, rules=BatchRules(token_budget=64, image_budget=64, order="deadline")
+    )
     served(core, "a", sizes=("cat", 5))
     rows: list[Row] = [
         (Submit(work("q", 2, text=700, max_tokens=1)), ["open q kv 2", "step 3 joint: prefill q 0+2 last"]),

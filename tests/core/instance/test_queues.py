@@ -14,7 +14,7 @@ from trinity.core import InstanceCore
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import Cancel, Step, Submit
-from trinity.core.scheduler import Order, Rules
+from trinity.core.scheduler import BatchRules, Order
 
 OPS = st.lists(st.tuples(st.sampled_from(["append", "appendleft", "remove", "look"]), st.integers(0, 9)), max_size=60)
 KEYS = {str(number): float(number % 3) for number in range(10)}
@@ -127,7 +127,9 @@ RUNNING = 64
 
 def busy(waiting: int, order: Order, depth: int) -> tuple[InstanceCore, Step]:
     """A core that decodes 64, whose blocks they have, and so many that wait; and its oldest step."""
-    core = make_core("PD0", kv=4 * RUNNING + 3, rules=Rules(tokens=4096, order=order), depth=depth, prefix_cache=False)
+    core = make_core(
+        "PD0", kv=4 * RUNNING + 3, rules=BatchRules(token_budget=4096, order=order), depth=depth, prefix_cache=False
+    )
     out = []
     for number in range(RUNNING):
         out += core.handle(Submit(work(f"run{number}", 3, max_tokens=14)), 0.0)

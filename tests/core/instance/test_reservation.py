@@ -26,7 +26,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.testing.checks import every_check
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
@@ -127,9 +127,9 @@ def test_a_pool_that_holds_just_the_largest_request_serves_all(
     configured = settings_of(
         placement,
         {"image": 1, "kv": largest + more},
-        rules=Rules(tokens=16, media=8),
-        media_block=4,
-        kv_block=4,
+        rules=BatchRules(token_budget=16, image_budget=8),
+        image_block_size=4,
+        kv_block_size=4,
         reservation="optimistic",
         image_cache=caches,
         prefix_cache=caches,
@@ -152,9 +152,9 @@ def test_where_no_prefill_pool_holds_the_outputs_too_nobody_is_preempted() -> No
     configured = settings_of(
         "E+P+D",
         {"image": 9, "kv": 36},
-        rules=Rules(tokens=64, media=64),
-        media_block=4,
-        kv_block=4,
+        rules=BatchRules(token_budget=64, image_budget=64),
+        image_block_size=4,
+        kv_block_size=4,
         reservation="optimistic",
         prefix_cache=False,
     )
@@ -176,9 +176,9 @@ def crowd(placement: str, reservation: str = "optimistic", **options: object) ->
     configured = settings_of(
         placement,
         {"image": 9, "kv": 36},
-        rules=Rules(tokens=64, media=64),
-        media_block=4,
-        kv_block=4,
+        rules=BatchRules(token_budget=64, image_budget=64),
+        image_block_size=4,
+        kv_block_size=4,
         reservation=reservation,
         **options,
     )

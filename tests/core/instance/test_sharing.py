@@ -7,7 +7,7 @@ import pytest
 from support.core_tables import Row, brief, broken, done, emptied, make_core, table, work
 from trinity.core import InstanceCore
 from trinity.core.messages import Cancel, Forget, Release, Step, Submit
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 
 def sharing(**settings: object) -> InstanceCore:
@@ -91,7 +91,7 @@ def test_a_cancelled_owner_in_a_step_leaves_its_image_to_the_others() -> None:
 
 
 def test_a_cancelled_owner_that_waits_passes_its_image_to_the_next() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(media=4))
+    core = make_core("E0", peers="P0", rules=BatchRules(image_budget=4))
     rows: list[Row] = [
         (Submit(work("x", "fox", 1)), ["step 1 joint: encode x.0 into 0"]),
         (Submit(work("a", "owl", "cat", 1)), []),
@@ -192,7 +192,7 @@ def test_the_same_content_with_another_number_of_rows_is_another_entry() -> None
 
 
 def test_an_item_is_encoded_while_another_of_the_request_waits_for_its_owner() -> None:
-    core = make_core("E0", image=8, peers="P0", rules=Rules(media=4))
+    core = make_core("E0", image=8, peers="P0", rules=BatchRules(image_budget=4))
     core.handle(Submit(work("x", "fox", 1)), 0.0)
     core.handle(Submit(work("a", "owl", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from support.core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
 from trinity.core.messages import Emit, Failure, Finished, Forget, Sampled, Step, Stepped, Submit, Work
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_an_image_is_encoded_then_prefilled_then_decoded_then_everything_is_give
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_token_budget() -> None:
-    core = make_core("EPD0", rules=Rules(tokens=8, media=64))
+    core = make_core("EPD0", rules=BatchRules(token_budget=8, image_budget=64))
     rows: list[Row] = [
         (
             Submit(work("r", 19, max_tokens=1)),
@@ -238,7 +238,7 @@ def test_a_text_model_needs_no_image_pool() -> None:
 
 def test_a_policy_that_predicts_needs_something_to_predict_with() -> None:
     with pytest.raises(ConfigError, match="policy 'time' needs cost= and limit_s="):
-        make_core("EPD0", rules=Rules(policy="time"))
+        make_core("EPD0", rules=BatchRules(policy="time"))
 
 
 def test_the_same_request_twice_is_a_mistake_of_the_caller() -> None:

@@ -19,8 +19,8 @@ from trinity.core.messages import (
     Release,
     Submit,
 )
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, settings_of
 
 TWO = ("cat", 1, "dog*6", 1)
@@ -28,11 +28,11 @@ OFFER = "P0: offer E0:1 image of r [0][1,2] by way of E0"
 
 
 def encoder(peers: str = "P0", **settings: Any) -> Any:
-    return make_core("E0", peers=peers, transfers=Transfers(), **settings)
+    return make_core("E0", peers=peers, transfers=TransferPolicy(), **settings)
 
 
 def test_media_are_announced_as_soon_as_their_encoding_is_scheduled() -> None:
-    core = encoder(rules=Rules(media=1))
+    core = encoder(rules=BatchRules(image_budget=1))
     rows: list[Row] = [
         (Submit(work("r", *TWO)), ["step 1 joint: encode r.0 into 0", OFFER]),
         (done(1), ["P0: ready E0:1 0", "step 2 joint: encode r.1 into 1,2"]),
@@ -45,7 +45,7 @@ def test_media_are_announced_as_soon_as_their_encoding_is_scheduled() -> None:
 
 
 def test_a_request_that_waits_for_the_encoder_is_not_announced() -> None:
-    core = encoder(rules=Rules(media=1))
+    core = encoder(rules=BatchRules(image_budget=1))
     core.handle(Submit(work("x", "fox", 1)), 0.0)
     table(core, [(Submit(work("r", *TWO)), [])])
     assert brief(core.handle(done(1), 0.0))[2:] == [
@@ -56,12 +56,12 @@ def test_a_request_that_waits_for_the_encoder_is_not_announced() -> None:
 
 def test_whoever_shares_an_image_is_announced_with_it() -> None:
     """b, admitted while cat is being encoded for a; and c, which waits with d for a later step."""
-    core = encoder(rules=Rules(media=1))
+    core = encoder(rules=BatchRules(image_budget=1))
     core.handle(Submit(work("a", "cat", "fox", 1)), 0.0)
     table(core, [(Submit(work("b", "cat", 1)), [])])
     core.handle(done(1), 0.0)
     assert brief(core.handle(done(2), 0.0))[2:] == []
-    core = encoder(rules=Rules(media=1))
+    core = encoder(rules=BatchRules(image_budget=1))
     core.handle(Submit(work("c", "owl", "fox", "dog*6", 1)), 0.0)
     core.handle(Submit(work("d", "dog*6", 1)), 0.0)
     assert brief(core.handle(done(1), 0.0)) == ["P0: ready E0:1 0", "step 2 joint: encode c.1 into 1"]
@@ -119,7 +119,7 @@ def test_the_front_end_learns_at_once_where_the_request_will_be() -> None:
 
 
 def test_without_prefetch_nothing_is_announced_before_all_is_ready() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(media=1), transfers=Transfers(prefetch=False))
+    core = make_core("E0", peers="P0", rules=BatchRules(image_budget=1), transfers=TransferPolicy(prefetch=False))
     core.handle(Submit(work("x", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
     core.handle(Submit(work("r", *TWO, "fox", 1)), 0.0)
@@ -132,7 +132,7 @@ def test_without_prefetch_nothing_is_announced_before_all_is_ready() -> None:
 
 
 def test_without_prefetch_the_target_pulls_for_one_request_at_a_time_with_nobody_ahead() -> None:
-    core = make_core("P0", peers="D0", transfers=Transfers(prefetch=False), prefix_cache=False)
+    core = make_core("P0", peers="D0", transfers=TransferPolicy(prefetch=False), prefix_cache=False)
     for number, name in enumerate("ab", start=1):
         core.handle(image_offer(f"E0:{number}", work(name, f"{name}*4", 1), (number,)), 0.0)
         core.handle(Commit(f"E0:{number}"), 0.0)
@@ -149,7 +149,7 @@ def test_without_prefetch_the_target_pulls_for_one_request_at_a_time_with_nobody
 
 
 def test_with_prefetch_the_features_of_the_next_move_while_the_first_is_prefilled() -> None:
-    core = make_core("P0", peers="D0", transfers=Transfers(), prefix_cache=False)
+    core = make_core("P0", peers="D0", transfers=TransferPolicy(), prefix_cache=False)
     for number, name in enumerate("ab", start=1):
         core.handle(image_offer(f"E0:{number}", work(name, f"{name}*4", 1), (number,)), 0.0)
         core.handle(Ready(f"E0:{number}", (0,)), 0.0)
@@ -170,13 +170,19 @@ def test_what_cached_kv_covers_does_not_move_and_the_report_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("chosen", [Transfers(), Transfers(early=False), Transfers(prefetch=False)])
+@pytest.mark.parametrize("chosen", [TransferPolicy(), TransferPolicy(early=False), TransferPolicy(prefetch=False)])
 @pytest.mark.parametrize("placement", ["E+P+D", "2E1P1D", "3E1PD", "2ED1P", "1E1EPD"])
-def test_encoders_far_slower_than_prefill_starve_nobody(placement: str, chosen: Transfers) -> None:
+def test_encoders_far_slower_than_prefill_starve_nobody(placement: str, chosen: TransferPolicy) -> None:
     """Pools of one request each: what several encoders announce early must not hold each other up (rule 4)."""
-    rules = Rules(tokens=64, media=1)
+    rules = BatchRules(token_budget=64, image_budget=1)
     settings = settings_of(
-        placement, {"image": 3, "kv": 4}, media_block=4, kv_block=4, rules=rules, transfers=chosen, image_cache=False
+        placement,
+        {"image": 3, "kv": 4},
+        image_block_size=4,
+        kv_block_size=4,
+        rules=rules,
+        transfers=chosen,
+        image_cache=False,
     )
     slow = Durations(step=lambda draw, name, step: draw.uniform(0.0, 9.0) if step.encodes else 0.01)
     cluster = VirtualCluster(settings, durations=slow)
@@ -190,24 +196,26 @@ def test_encoders_far_slower_than_prefill_starve_nobody(placement: str, chosen: 
 def test_prefetch_takes_transfers_out_of_the_way_of_the_first_token() -> None:
     """Quick encoding, a second for each pull and each prefill: the baseline has them all behind one another."""
     still = Durations(lambda *_: 0.0, lambda draw, name, step: 0.1 if step.encodes else 1.0, lambda *_: 1.0)
-    first: dict[Transfers, float] = {}
-    for chosen in (Transfers(), Transfers(prefetch=False)):
+    first: dict[TransferPolicy, float] = {}
+    for chosen in (TransferPolicy(), TransferPolicy(prefetch=False)):
         pools = {"image": 9, "kv": 9}
         cluster = VirtualCluster(
-            settings_of("E+P+D", pools, media_block=4, kv_block=4, transfers=chosen), durations=still
+            settings_of("E+P+D", pools, image_block_size=4, kv_block_size=4, transfers=chosen), durations=still
         )
         for number in range(2):
             cluster.submit(work(f"r{number}", f"a{number}*4", 1, text=100 * number))
         cluster.run()
         first[chosen] = cluster.outcomes["r1"].times[0]
-    assert first[Transfers()] == pytest.approx(3.1)
-    assert first[Transfers(prefetch=False)] == pytest.approx(4.1)
+    assert first[TransferPolicy()] == pytest.approx(3.1)
+    assert first[TransferPolicy(prefetch=False)] == pytest.approx(4.1)
 
 
 def test_the_end_of_a_request_before_its_commit_is_told_once() -> None:
     """Deadlines and cancels at every instant of a slow encoding; ``Conversation`` counts each Finished."""
     slow = Durations(step=lambda draw, name, step: 1.0, message=lambda draw, *_: draw.uniform(0.0, 0.7))
-    settings = settings_of("2E1P1D", {"image": 6, "kv": 8}, media_block=4, kv_block=4, rules=Rules(media=1))
+    settings = settings_of(
+        "2E1P1D", {"image": 6, "kv": 8}, image_block_size=4, kv_block_size=4, rules=BatchRules(image_budget=1)
+    )
     cluster = VirtualCluster(settings, durations=slow, seed=3)
     for number in range(40):
         cluster.submit(work(f"r{number}", "a*4", f"{number}*4", 1, text=100 * number))

@@ -22,8 +22,8 @@ from trinity.core.messages import (
     Submit,
 )
 from trinity.core.migration import kv_source, kv_target
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
 
 # ---------------------------------------------------------------- the source
@@ -54,7 +54,7 @@ def test_the_layers_that_nobody_told_of_are_ready_when_the_step_ends() -> None:
 
 
 def test_finished_chunks_move_in_whole_blocks_and_the_rest_with_the_last() -> None:
-    core = source(rules=Rules(tokens=6))
+    core = source(rules=BatchRules(token_budget=6))
     rows: list[Row] = [
         (
             Submit(work("r", 15)),
@@ -70,7 +70,7 @@ def test_finished_chunks_move_in_whole_blocks_and_the_rest_with_the_last() -> No
 
 
 def test_a_chunk_that_fills_no_block_announces_nothing() -> None:
-    core = source(rules=Rules(tokens=3))
+    core = source(rules=BatchRules(token_budget=3))
     core.handle(Submit(work("r", 5)), 0.0)
     table(core, [(layers(1, 0, 3), []), (done(1), ["step 2 joint: prefill r 3+2 last"])])
     assert brief(core.handle(layers(2, 0, 3), 0.0)) == ["D0: ready P0:1 0 layers 0,3 blocks 0,2"]
@@ -101,7 +101,7 @@ def test_the_front_end_and_the_target_know_at_the_start_of_prefill() -> None:
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"kv": "off"}])
 def test_what_ends_with_its_first_token_or_moves_afterwards_is_not_announced(fields: dict[str, Any]) -> None:
-    core = source(transfers=Transfers(kv=fields.get("kv", "layer")))
+    core = source(transfers=TransferPolicy(kv=fields.get("kv", "layer")))
     (_, step) = core.handle(Submit(work("r", 10, max_tokens=fields.get("max_tokens", 3))), 0.0)
     assert isinstance(step, Step)
     assert step.group == 0
@@ -181,7 +181,7 @@ def test_progress_that_leaves_out_layers_or_names_another_step_is_a_fault() -> N
 
 
 def test_the_source_groups_layers_by_what_prefill_and_pulls_took() -> None:
-    core = source(transfers=Transfers(kv="grouped"), kv=99)
+    core = source(transfers=TransferPolicy(kv="grouped"), kv=99)
     for number, seconds in enumerate((3.0, 3.0), start=1):
         core.handle(Submit(work(f"r{number}", 10, text=100 * number)), 0.0)
         core.handle(Stepped(number, "joint", done(number, **{f"r{number}": 5}).sampled, {}, seconds), 0.0)
@@ -197,7 +197,7 @@ def test_the_source_groups_layers_by_what_prefill_and_pulls_took() -> None:
 
 
 def test_groups_before_any_pull_was_measured() -> None:
-    core = make_core("P0", peers="D0", layers=8, transfers=Transfers(kv="grouped"), kv=99)
+    core = make_core("P0", peers="D0", layers=8, transfers=TransferPolicy(kv="grouped"), kv=99)
     core.handle(Submit(work("r", 10)), 0.0)
     core.handle(Stepped(1, "joint", done(1, r=5).sampled, {}, 3.0), 0.0)
     core.handle(Release("P0:1", "pulled"), 0.0)
@@ -207,7 +207,7 @@ def test_groups_before_any_pull_was_measured() -> None:
 
 
 def test_the_source_learns_what_of_a_step_is_left_when_its_kv_is_written() -> None:
-    core = source(transfers=Transfers(kv="grouped"), kv=99)
+    core = source(transfers=TransferPolicy(kv="grouped"), kv=99)
     core.handle(Submit(work("r", 10)), 0.0)
     for first, end, now in ((0, 1, 1.0), (1, 3, 3.0)):
         core.handle(layers(1, first, end), now)
@@ -220,7 +220,7 @@ def test_the_source_learns_what_of_a_step_is_left_when_its_kv_is_written() -> No
 
 
 def test_a_step_that_ran_again_teaches_nothing() -> None:
-    core = source(transfers=Transfers(kv="grouped"), kv=99)
+    core = source(transfers=TransferPolicy(kv="grouped"), kv=99)
     core.handle(Submit(work("r", 10)), 0.0)
     core.handle(layers(1, 0, 3), 3.0)
     core.handle(again(1), 4.0)
@@ -236,11 +236,11 @@ def test_pools_of_one_request_stream_eight_at_once(placement: str) -> None:
     settings = settings_of(
         placement,
         {"image": 3, "kv": 4},
-        media_block=4,
-        kv_block=4,
+        image_block_size=4,
+        kv_block_size=4,
         layers=3,
-        transfers=Transfers(kv="layer"),
-        rules=Rules(tokens=5),
+        transfers=TransferPolicy(kv="layer"),
+        rules=BatchRules(token_budget=5),
     )
     cluster = VirtualCluster(settings, seed=8)
     for number in range(8):
@@ -252,13 +252,13 @@ def test_pools_of_one_request_stream_eight_at_once(placement: str) -> None:
 def test_layers_move_while_prefill_runs() -> None:
     """Nine layers of a second each, a pull of each a tenth of a second: one of them is exposed, not nine."""
     times = {}
-    for chosen in (Transfers(), Transfers(kv="layer"), Transfers(kv="grouped")):
+    for chosen in (TransferPolicy(), TransferPolicy(kv="layer"), TransferPolicy(kv="grouped")):
         still = Durations(
             lambda *_: 0.0,
             lambda draw, name, step: 11.0 if step.prefills else 0.0,
             lambda draw, pull: 0.1 * (pull.layers[1] - pull.layers[0] if pull.layers else 9),
         )
-        settings = settings_of("P+D", {"kv": 9}, kv_block=4, layers=9, transfers=chosen)
+        settings = settings_of("P+D", {"kv": 9}, kv_block_size=4, layers=9, transfers=chosen)
         cluster = VirtualCluster(settings, durations=still, seed=5)
         cluster.submit(work("r", 8, max_tokens=2))
         cluster.run()
@@ -276,7 +276,9 @@ def test_layers_move_while_prefill_runs() -> None:
 def test_faults_and_cancels_in_the_middle_of_streams_leave_nothing() -> None:
     seen = {"again": 0, "ending": 0, "layers": 0}
     for seed in range(40):
-        settings = settings_of("1E1P2D", {"image": 6, "kv": 9}, media_block=4, kv_block=4, layers=3, transfers=LAYER)
+        settings = settings_of(
+            "1E1P2D", {"image": 6, "kv": 9}, image_block_size=4, kv_block_size=4, layers=3, transfers=LAYER
+        )
         cluster = VirtualCluster(settings, faults=Faults.at_random(0.1, 0.05), seed=seed)
         for number in range(12):
             stop = frozenset({1}) if number % 3 == 0 else frozenset()
@@ -296,7 +298,9 @@ def test_faults_and_cancels_in_the_middle_of_streams_leave_nothing() -> None:
 
 def noticed(placement: str = "E+P+D") -> bool:
     for seed in range(60):
-        settings = settings_of(placement, {"image": 9, "kv": 12}, media_block=4, kv_block=4, layers=3, transfers=LAYER)
+        settings = settings_of(
+            placement, {"image": 9, "kv": 12}, image_block_size=4, kv_block_size=4, layers=3, transfers=LAYER
+        )
         slow = Durations(pull=lambda draw, pull: draw.uniform(0.0, 0.3))
         cluster = VirtualCluster(settings, durations=slow, seed=seed)
         for number in range(6):
@@ -315,7 +319,9 @@ def test_the_sound_core_passes() -> None:
 def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = kv_source._whole
     monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.text_blocks(state)))
-    settings = settings_of("P+D", {"kv": 12}, kv_block=4, layers=3, transfers=LAYER, rules=Rules(tokens=5))
+    settings = settings_of(
+        "P+D", {"kv": 12}, kv_block_size=4, layers=3, transfers=LAYER, rules=BatchRules(token_budget=5)
+    )
     cluster = VirtualCluster(settings)
     cluster.submit(work("r", 11))
     with pytest.raises(AssertionError):

@@ -16,7 +16,7 @@ from trinity.core.messages import (
     Release,
 )
 from trinity.core.migration.layer_blocks import Cells, Piece
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 PULL_REST = "pull P0:1.1 kv of r from P0 3,4,5 into 0,1,2 layers 1,3"
 
@@ -170,7 +170,7 @@ def test_layers_of_a_running_step_are_matchable_only_after_the_commit() -> None:
 
 
 def test_requests_whose_kv_is_on_its_way_count_towards_the_token_budget() -> None:
-    core = target(rules=Rules(tokens=1))
+    core = target(rules=BatchRules(token_budget=1))
     core.handle(kv_offer("P0:1", work("r", 4), (3,)), 0.0)
     core.handle(kv_offer("P0:2", work("b", 4), (4,)), 0.0)
     assert not core.state.requests["b"].kv

@@ -42,7 +42,7 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.routing import RoundRobin
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 
@@ -101,7 +101,7 @@ def test_a_word_from_another_instance_does_not() -> None:
 
 
 def test_a_request_that_is_still_here_ends_here() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(tokens=64, media=4), **SLOW)
+    core = make_core("E0", peers="P0", rules=BatchRules(token_budget=64, image_budget=4), **SLOW)
     core.handle(Submit(work("r", 1, "cat*4", "dog*4")), 0.0)
     core.handle(done(1), 1.0)
     commands = core.handle(Tick(), 11.0)
@@ -237,7 +237,7 @@ def test_a_deadline_follows_the_offer_and_its_rest_the_commit() -> None:
 
 
 def test_a_source_withdraws_what_is_late() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(tokens=64, media=4), **SLOW)
+    core = make_core("E0", peers="P0", rules=BatchRules(token_budget=64, image_budget=4), **SLOW)
     core.handle(Submit(work("r", 1, "cat*4", "dog*4", deadline_s=3.0)), 0.0)
     core.handle(done(1), 1.0)
     core.handle(Tick(), 3.0)

@@ -6,7 +6,7 @@ import pytest
 
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
 from trinity.core.messages import Cancel, Commit, Finished, Forget, Offer, Part, PeerUp, Pulled, Ready, Release, Submit
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 TWO = ("cat", 1, "dog*6", 1)
 
@@ -30,7 +30,7 @@ def test_an_encode_instance_offers_all_and_commits_when_one_step_encoded_all() -
 
 
 def test_the_offer_goes_out_with_the_first_item_and_the_commit_with_the_last() -> None:
-    core = make_core("E0", peers="P0", rules=Rules(media=1))
+    core = make_core("E0", peers="P0", rules=BatchRules(image_budget=1))
     rows: list[Row] = [
         (Submit(work("r", *TWO, "fox", 1)), ["step 1 joint: encode r.0 into 0"]),
         (

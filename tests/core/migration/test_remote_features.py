@@ -38,7 +38,7 @@ from trinity.core.messages import (
     Tick,
     Work,
 )
-from trinity.core.transfers import Transfers
+from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import VirtualCluster, settings_of
 
 STILL: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
@@ -90,7 +90,7 @@ def test_of_two_images_the_other_one_is_encoded_first() -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("E0", {"peers": "P0 P1", "transfers": Transfers(store=False)}),
+        ("E0", {"peers": "P0 P1", "transfers": TransferPolicy(store=False)}),
         ("E0", {"peers": "P0"}),
         ("EP0", {"peers": "P1"}),
     ],
@@ -310,8 +310,8 @@ def store_cluster(seed: int) -> VirtualCluster:
     configured = settings_of(
         draw.choice(PLACES),
         {"image": draw.choice([2, 3, 4, 6]), "kv": draw.choice([8, 30])},
-        media_block=4,
-        kv_block=4,
+        image_block_size=4,
+        kv_block_size=4,
         prefix_cache=False,
         lease_s=draw.choice([0.5, 2.0]) if restless else 60.0,
         report_s=draw.choice([0.05, 0.3]),
@@ -360,11 +360,11 @@ def test_one_image_at_two_encoders_is_encoded_once(store: bool, count: int) -> N
     configured = settings_of(
         "2E2P1D",
         {"image": 8, "kv": 40},
-        media_block=4,
-        kv_block=4,
+        image_block_size=4,
+        kv_block_size=4,
         report_s=0.1,
         heartbeat_s=0.3,
-        transfers=Transfers(store=store),
+        transfers=TransferPolicy(store=store),
     )
     cluster = VirtualCluster(configured)
     for number in range(6):

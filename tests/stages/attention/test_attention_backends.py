@@ -13,6 +13,7 @@ from trinity import Instance
 from trinity.connector import Connector
 from trinity.errors import ConfigError, UnknownName
 from trinity.memory import native
+from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
 from trinity.remote.supervisor import setup_for
 from trinity.remote.wire import Setup, decode, encode
@@ -100,16 +101,20 @@ def _backend(loaded: Loaded) -> Any:
 
 
 def test_an_instance_runs_what_it_names() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", pools={"image": 1, "kv": 4})
+    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4}))
     named, auto = load(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
     assert type(_backend(named)) is TorchAttention
     assert type(_backend(auto)) is (NativeAttention if pick_backend("auto", kind()) == "native" else TorchAttention)
     with pytest.raises(ConfigError, match=r"attention='native' cannot run here: .*float64"):
-        load(Deployment(checkpoint("llava"), "float64", pools={"kv": 4}), [Instance("D", attention="native")], None)
+        load(
+            Deployment(checkpoint("llava"), "float64", cache=CacheConfig(pools={"kv": 4})),
+            [Instance("D", attention="native")],
+            None,
+        )
 
 
 def test_it_travels_to_an_instance_in_a_process() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", pools={"kv": 4})
+    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
     setup = setup_for(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
     there = decode(encode(setup))
     assert isinstance(there, Setup)

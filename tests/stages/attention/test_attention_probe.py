@@ -130,7 +130,9 @@ def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ConfigError, match=why):
             pick_backend(name, kind())
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="flash-attn takes blocks of 256 tokens, and these have 16: set kv_block"):
+    with pytest.raises(
+        ConfigError, match="flash-attn takes blocks of 256 tokens, and these have 16: set kv_block_size"
+    ):
         pick_backend("flash", kind())
     with pytest.raises(ConfigError, match=r"bfloat16 and float16, and the cache holds torch.float32"):
         pick_backend("flash", kind(torch.float32, rows=512))

@@ -14,6 +14,7 @@ from support.checkpoint_files import checkpoint
 from trinity import Instance
 from trinity.connector import Connector
 from trinity.emulation.paced_model import Paced
+from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
 from trinity.remote.supervisor import setup_for
 from trinity.remote.wire import Setup, decode, encode
@@ -206,7 +207,9 @@ def _embeddings(model: LoadedModel) -> torch.Tensor:
 )
 def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, asked: bool | None, wanted: str) -> None:
     specs = [Instance(each, pack=asked) for each in roles.split()]
-    loaded = load(Deployment(checkpoint("llava"), "float32", pools={"image": 1, "kv": 4}), specs, None)
+    loaded = load(
+        Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
+    )
     languages = [each.model.language for each in loaded if not isinstance(each.model, Paced)]
     kinds = [{type(layer) for layer in part.modules() if isinstance(layer, nn.Linear)} for part in languages if part]
     expected = {"packed": {PackedLinear}, "plain": {OneDnnLinear}}
@@ -215,7 +218,7 @@ def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, as
 
 
 def test_whether_to_pack_travels_to_an_instance_in_a_process() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", pools={"kv": 4})
+    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
     for asked in (None, True, False):
         there = decode(encode(setup_for(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
         assert isinstance(there, Setup)

@@ -9,8 +9,8 @@ import socket as sockets
 from typing import Any
 
 from trinity.bench.engines.wire import Message, about
-from trinity.core.scheduler import Rules
-from trinity.costs.budgets import Budgets
+from trinity.core.scheduler import BatchRules
+from trinity.costs.budgets import StepBudgets
 from trinity.deploy import InstanceOptions
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
@@ -57,8 +57,8 @@ def pipeline(settings: Message) -> Pipeline:
         hosting="process" if len(named) > 1 else "thread",
         dtype=settings["dtype"],
         slo=SLO(*slo) if slo else None,
-        budgets=None if slo else Budgets(tokens=settings["tokens"], media=settings["media"]),
-        rules=Rules(policy=policy),
+        budgets=None if slo else StepBudgets(token_budget=settings["tokens"], image_budget=settings["media"]),
+        rules=BatchRules(policy=policy),
         max_waiting=1 << 16,
         **given,
     )

@@ -83,7 +83,7 @@ class Candidates:
             hits = s.prefix_hits(state)
             blocks = self._pin(request, KV, hits, need(s, state, s.text_blocks(state)) - len(hits))
             self.hits[request] = hits
-            yield PrefillView(request, len(hits) * s.settings.kv_block, state.text, _atomic(state), blocks)
+            yield PrefillView(request, len(hits) * s.settings.kv_block_size, state.text, _atomic(state), blocks)
 
     def _new_encodes(self) -> Iterator[EncodeView]:
         s = self.s
@@ -177,7 +177,7 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     s.kv.hold(hits)
     state.kv = hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits))
     state.published = len(hits)
-    state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block
+    state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block_size
     if state.reused is None:
         state.reused = state.cached
     if state.incoming is not None and not state.incoming.released:

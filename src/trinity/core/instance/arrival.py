@@ -51,7 +51,7 @@ def _problem(s: State, work: Work) -> Failure | None:
     letter = "E" if work.media and ("E" in roles or "P" not in roles) else "P"
     if letter not in roles:
         return failure("StageError", f"instance {s.settings.name} ({roles}) has no stage {letter}", stage=letter)
-    need = needs(letter, work, roles, s.settings.media_block, s.settings.kv_block)
+    need = needs(letter, work, roles, s.settings.image_block_size, s.settings.kv_block_size)
     for kind, count in need.items():
         size = s.settings.pools.get(kind, 0)
         if count > size:

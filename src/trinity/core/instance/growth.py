@@ -44,7 +44,7 @@ def _runs(s: State, request: str) -> bool:
 
 def _full(s: State, rows: tuple[str, ...]) -> list[RequestState]:
     """Whose blocks have no place for the key and value that a row of theirs writes next, behind those in flight."""
-    size, flying, found = s.settings.kv_block, s.flying(), []
+    size, flying, found = s.settings.kv_block_size, s.flying(), []
     for request in rows:
         state = s.decoding.get(request)
         if state is not None:

@@ -91,7 +91,7 @@ class InstanceCore:
         """What the other cores must know of this one."""
         own = self.settings
         returns = own.reservation == "optimistic"
-        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.media_block, own.kv_block, returns)
+        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.image_block_size, own.kv_block_size, returns)
 
     def check(self) -> None:
         """Assert the invariants of the pools and of what is held; for tests and after failures."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.messages import Step
-from trinity.core.scheduler import Rules
+from trinity.core.scheduler import BatchRules
 
 LEARN = 0.1  # weight of the newest step
 
@@ -21,7 +21,7 @@ def units(step: Step) -> dict[str, int]:
 class StepRates:
     """Predicts seconds of work per stage. ``per_unit`` seconds by letter; 0.0 of what was never seen."""
 
-    def __init__(self, rules: Rules, roles: str) -> None:
+    def __init__(self, rules: BatchRules, roles: str) -> None:
         self._rules = rules
         self.per_unit = dict.fromkeys(roles, 0.0)
 
@@ -50,7 +50,7 @@ class StepRates:
         """Predicted seconds of ``count`` units at a stage, alone and in steps no larger than the budget."""
         if self._rules.cost is None or not count:
             return self.per_unit[letter] * count
-        budget = self._rules.media if letter == "E" else self._rules.tokens
+        budget = self._rules.image_budget if letter == "E" else self._rules.token_budget
         full, rest = divmod(count, budget) if letter != "D" else (0, count)
         return full * self._step(letter, budget) + (self._step(letter, rest) if rest else 0.0)
 
@@ -58,7 +58,7 @@ class StepRates:
         """Seconds that one more unit is expected to cost."""
         if self._rules.cost is None:
             return self.per_unit[letter]
-        many = self._rules.media if letter == "E" else self._rules.tokens
+        many = self._rules.image_budget if letter == "E" else self._rules.token_budget
         return self._step(letter, many) / many
 
     def _step(self, letter: str, count: int) -> float:

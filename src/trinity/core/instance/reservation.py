@@ -15,7 +15,7 @@ def need(s: State, state: RequestState, text: int) -> int:
     """KV blocks that a request is admitted with, whose text of so many blocks is prefilled or pulled here."""
     if "D" not in s.settings.roles:
         return text
-    whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block)
+    whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block_size)
     return min(whole, text + LITTLE) if s.grows and not state.firm else whole
 
 
@@ -26,7 +26,7 @@ def recomputable(s: State, work: Work) -> bool:
         return True
     longest = len(work.prompt) + work.max_tokens - 1
     there = (peer for peer in s.router.peers.values() if "P" in peer.roles)
-    return any(blocks_for(longest, peer.kv_block) <= peer.pools.get(KV, 0) for peer in there)
+    return any(blocks_for(longest, peer.kv_block_size) <= peer.pools.get(KV, 0) for peer in there)
 
 
 def spare(s: State) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trinity.core.scheduler import Rules
-from trinity.core.transfers import Transfers
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, UnknownName
 
 Reservation = Literal["full", "optimistic"]
@@ -27,17 +27,17 @@ class Settings:
     name: str
     roles: str
     pools: dict[str, int]
-    rules: Rules = field(default_factory=Rules)
+    rules: BatchRules = field(default_factory=BatchRules)
     lanes: tuple[str, ...] = ("joint",)
     depth: int = 1
-    media_block: int = 576
-    kv_block: int = 16
+    image_block_size: int = 576
+    kv_block_size: int = 16
     image_cache: bool = True
     prefix_cache: bool = True
     epoch: int = 0
     layers: int = 1
     reservation: Reservation = "full"
-    transfers: Transfers = field(default_factory=Transfers)
+    transfers: TransferPolicy = field(default_factory=TransferPolicy)
     lease_s: float = 30.0
     report_s: float = 0.1
     heartbeat_s: float = 1.0
@@ -56,12 +56,12 @@ def check_depth(depth: int) -> None:
         raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {depth!r}")
 
 
-def check_limits(tokens: int | None, images: int | None, ruled: bool) -> None:
+def check_limits(token_budget: int | None, image_budget: int | None, ruled: bool) -> None:
     """Raise ``ConfigError`` for batch limits that cannot be, or that are given beside ``rules`` with their own."""
-    for name, limit in (("tokens", tokens), ("images", images)):
+    for name, limit in (("token_budget", token_budget), ("image_budget", image_budget)):
         if limit is None:
             continue
         if ruled:
             raise ConfigError(f"{name}={limit!r} and rules= both limit a batch: give the limits in the rules alone")
         if not isinstance(limit, int) or limit < 1:
-            raise ConfigError(f"{name} of one step is a whole number of at least 1, got {limit!r}")
+            raise ConfigError(f"{name} is a whole number of at least 1, got {limit!r}")

@@ -201,7 +201,7 @@ class State:
         return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
 
     def slots(self, work: Work) -> list[MediaSlot]:
-        return [MediaSlot(span, media_keys(span, self.settings.media_block)) for span in work.media]
+        return [MediaSlot(span, media_keys(span, self.settings.image_block_size)) for span in work.media]
 
     def cached_media(self, keys: list[Key]) -> tuple[int, ...]:
         """The cached blocks of a media item, if all of them are here."""
@@ -212,13 +212,13 @@ class State:
         """Keys of the text's full blocks, computed once per request and instance."""
         if not state.keys and self.settings.prefix_cache:
             text = (*state.work.prompt, *state.tokens)[: state.text]
-            state.keys = prefix_keys(text, state.work.media, self.settings.kv_block)
+            state.keys = prefix_keys(text, state.work.media, self.settings.kv_block_size)
         return state.keys
 
     def prefix_hits(self, state: RequestState) -> tuple[int, ...]:
         """Cached KV blocks a prefill can start from: whole blocks, at most text - 1 tokens, no atomic span cut."""
         keys = self.prefix_keys(state)
-        block = self.settings.kv_block
+        block = self.settings.kv_block_size
         hits = self.kv.match(keys[: (state.text - 1) // block])
         usable = len(hits)
         for span in reversed(state.work.media):
@@ -228,11 +228,11 @@ class State:
 
     def needs_media(self, state: RequestState) -> bool:
         """Whether prefill still needs image features that cached KV does not cover."""
-        covered = len(self.prefix_hits(state)) * self.settings.kv_block
+        covered = len(self.prefix_hits(state)) * self.settings.kv_block_size
         return any(span.end > covered for span in state.work.media)
 
     def text_blocks(self, state: RequestState) -> int:
-        return blocks_for(state.text, self.settings.kv_block)
+        return blocks_for(state.text, self.settings.kv_block_size)
 
 
 def failure(error: str, message: str, **fields: str) -> Failure:

@@ -25,7 +25,7 @@ def open_streams(s: State, step: Step, now: float) -> None:
         if state.outgoing is None and state.ending is None and streams(s, state):
             blocks = state.kv[: s.text_blocks(state)]
             if open_offer(s, state, now, "D", KV, (Part(blocks),)):
-                state.stream = Stream(state.cached // s.settings.kv_block)
+                state.stream = Stream(state.cached // s.settings.kv_block_size)
                 _tell(s, state, None, (0, state.stream.announced))
 
 
@@ -41,7 +41,7 @@ def group_for(s: State, prefills: Sequence[Prefill]) -> int:
     compute, rest = s.rates.seconds("P", tokens) / layers, s.rest.seconds(tokens)
     if cost is None or not compute:
         return -(-layers // UNKNOWN_GROUPS)
-    blocks = sum(blocks_for(row.length, s.settings.kv_block) for row in rows)
+    blocks = sum(blocks_for(row.length, s.settings.kv_block_size) for row in rows)
     return group_layers(layers, compute, max(cost[0], LEAST_FIXED_S) * len(rows), cost[1] * blocks, rest)
 
 
@@ -86,7 +86,7 @@ def measure(s: State, running: Running, event: Stepped, now: float) -> None:
 def _whole(s: State, state: RequestState, row: Prefill) -> tuple[int, int]:
     """The blocks that are full after this chunk and were not before; with the last one the rest of the prompt."""
     assert state.stream is not None
-    end = s.text_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block
+    end = s.text_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block_size
     return state.stream.announced, end
 
 

@@ -16,7 +16,7 @@ from trinity.core.transfers import PullTimes, merged, overlap_ratio
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     """The whole need of a request that will decode here, less what is cached; False where it does not fit."""
-    if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.tokens:
+    if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.token_budget:
         return False
     assert state.incoming is not None
     state.firm = s.grows and not recomputable(s, state.work)
@@ -165,6 +165,6 @@ def publish_kv(s: State, state: RequestState, tokens: int) -> None:
     if not s.settings.prefix_cache:
         return
     keys = s.prefix_keys(state)
-    for index in range(state.published, min(tokens // s.settings.kv_block, len(keys))):
+    for index in range(state.published, min(tokens // s.settings.kv_block_size, len(keys))):
         s.kv.publish(state.kv[index], keys[index])
         state.published = index + 1

@@ -10,7 +10,7 @@ from trinity.core.migration.remote_features import keep
 
 
 def may_offer(s: State, state: RequestState) -> bool:
-    """Whether the features may be announced: one is ready, or its encoding is scheduled (``Transfers``)."""
+    """Whether the features may be announced: one is ready, or its encoding is scheduled (``TransferPolicy``)."""
     chosen = s.settings.transfers
     if not chosen.prefetch or any(slot.holder for slot in state.media):  # those it may have to encode after all
         return all(slot.ready for slot in state.media)

@@ -102,7 +102,7 @@ def _admit(s: State, queue: Queue, reserve: Callable[[State, RequestState, float
 def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     if not s.settings.transfers.prefetch and _others_ahead(s):
         return False
-    pool, rows = s.image, s.settings.media_block
+    pool, rows = s.image, s.settings.image_block_size
     hits = [pool.match(slot.keys) if s.settings.image_cache else () for slot in state.media]
     whole = [found if len(found) == len(slot.keys) else () for found, slot in zip(hits, state.media, strict=True)]
     need = sum(blocks_for(slot.span.tokens, rows) for slot, found in zip(state.media, whole, strict=True) if not found)

@@ -167,7 +167,7 @@ def _flash_obstacle(kind: CacheKind) -> str | None:
     if find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     if kind.shape[3] % FLASH_PAGE:
-        return f"flash-attn takes blocks of {FLASH_PAGE} tokens, and these have {kind.shape[3]}: set kv_block"
+        return f"flash-attn takes blocks of {FLASH_PAGE} tokens, and these have {kind.shape[3]}: set kv_block_size"
     return _half_precision_obstacle(kind)
 
 
