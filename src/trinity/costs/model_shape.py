@@ -135,8 +135,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     ) -> dict[str, int]:
         """Compute the blocks of each pool of an instance of ``roles`` in ``memory_bytes``, weights included.
 
-        Blocks have ``image_block`` visual tokens and ``kv_block_size`` tokens (TriInfer 5.1). Raises ``ConfigError``, with
-        the bytes missing, where the model does not fit.
+        Blocks have ``image_block`` visual tokens and ``kv_block_size`` tokens (TriInfer 5.1). Raises ``ConfigError``,
+        with the bytes missing, where the model does not fit.
         """
         image = self.feature_bytes * image_block or None
         return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block_size)
