@@ -1,7 +1,8 @@
 """Docstrings as reStructuredText, for the reference pages.
 
-The project's docstrings are plain text: paragraphs, ``literals``, blocks behind a line that ends in "::", and lists
-that begin with "- ". Every other sign stands for itself, so that no docstring can break the site.
+The project's docstrings are plain text: paragraphs, ``literals``, blocks behind a line that ends in "::", lists that
+begin with "- ", and keywords, one a line ("name (unit, default): meaning", what follows indented). Every other sign
+stands for itself, so that no docstring can break the site.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 LITERAL = re.compile(r"(``.+?``)")
 MARKUP = re.compile(r"([\\*|`]|(?<=\w)_(?!\w))")
+KEYWORD = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*)((?: \([^)]*\))?: .*)")
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (trinity[\w.]*)", re.MULTILINE)
 
 
@@ -49,10 +51,21 @@ def _written(block: Sequence[str], known: Mapping[str, str]) -> list[str]:
     text = [line for line in block if line.strip()]
     if not text or all(line.startswith(" ") for line in text) or text == ["::"]:
         return [line.replace("``", "") for line in block]  # a literal block has no marks of its own
+    if all(line.startswith(" ") or KEYWORD.fullmatch(line) for line in text):
+        return [item for line in block for item in _keyword(line, known)]
     escaped = [_escaped(line, known) for line in block]
     if any(line.startswith(" ") for line in text) and not text[0].startswith("- "):
         return [f"| {line}" if line.strip() else line for line in escaped]  # a line block keeps indentation
     return escaped
+
+
+def _keyword(line: str, known: Mapping[str, str]) -> list[str]:
+    """A line of a list of keywords as a line of a bullet list."""
+    found = KEYWORD.fullmatch(line)
+    if found is None:
+        return [f"  {_escaped(line.strip(), known)}" if line else line]
+    names = ", ".join(f"``{name}``" for name in found[1].split(", "))
+    return [f"- {names}{_escaped(found[2], known)}"]
 
 
 def _escaped(line: str, known: Mapping[str, str]) -> str:

@@ -112,6 +112,12 @@ def test_links_lead_to_the_pages_that_documents_become(link: str, there: str) ->
         ("::\n\n    run(*args)", "::\n\n    run(*args)"),
         ("- one*\n- two\n  ``save``", "- one\\*\n- two\n  :py:obj:`save <trinity.report.save>`"),
         ("a table\n  of *two*", "| a table\n|   of \\*two\\*"),
+        (
+            "rate (requests/s, None): of *all*,\n    see ``save``.\n**options: others.\na, b: two",
+            "- ``rate`` (requests/s, None): of \\*all\\*,\n  see :py:obj:`save <trinity.report.save>`.\n"
+            "- ``**options``: others.\n- ``a``, ``b``: two",
+        ),
+        ("note: a paragraph\nof two lines", "note: a paragraph\nof two lines"),
         ("", ""),
     ],
 )
