@@ -11,11 +11,11 @@ using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device
 using Digests = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-void bind_simulator(nb::module_ &module); // sim_bind.cpp
-void bind_attention(nb::module_ &module); // attention_bind.cpp
-void bind_elementwise(nb::module_ &module); // elementwise.cpp
-void bind_encoder(nb::module_ &module);     // encoder.cpp
-void bind_few_rows(nb::module_ &module);    // few_rows.cpp
+void bind_simulator(nb::module_ &module); // simulation/bind.cpp
+void bind_attention(nb::module_ &module); // attention/bind.cpp
+void bind_elementwise(nb::module_ &module); // elementwise/elementwise.cpp
+void bind_encoder(nb::module_ &module);     // encoder/encoder.cpp
+void bind_few_rows(nb::module_ &module);    // linear/few_rows.cpp
 
 namespace {
 

@@ -24,7 +24,7 @@ struct Within {
 void copy_blocks(Pool target, Pool source, const int64_t *to, const int64_t *from, size_t count, Within within,
                  int threads);
 
-// One digest for each block: see digest.cpp for its definition.
+// One digest for each block: see blocks/digest.cpp for its definition.
 void digest_blocks(Pool source, const int64_t *from, size_t count, Within within, int64_t *out);
 
 void check_within(Within within);

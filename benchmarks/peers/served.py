@@ -117,7 +117,7 @@ class Kept:
 def sources(root: Path = ROOT) -> str:
     """A digest of the code that a figure hangs on."""
     digest = hashlib.sha256(os.environ.get("TRINITY_PEERS", "").encode())
-    for pattern in ("src/trinity/**/*.py", "csrc/*.?pp"):
+    for pattern in ("src/trinity/**/*.py", "csrc/**/*.?pp"):
         for path in sorted(root.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

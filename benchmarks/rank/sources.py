@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.setting import ROOT
 
-TWIN = "csrc/sim_*"
+TWIN = "csrc/simulation/*"
 
 
 def digest(files: Iterable[Path]) -> str:

@@ -42,7 +42,7 @@ FULL_EVERY = 50  # of the requests: one whose blocks are moved at full size
 FULL_OF = 1000
 PATTERNS = (
     "src/trinity/**/*.py",
-    "csrc/*.?pp",
+    "csrc/**/*.?pp",
     "benchmarks/scale/scale.py",
     "benchmarks/scale/live.py",
     "benchmarks/scale/rows.py",

@@ -191,10 +191,10 @@ def test_sources_are_what_is_imported_directly_or_not(tmp_path: Path) -> None:
         d="from trinity import a\n",
         e="",
     )
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "sim_a.cpp").write_text("int x;")
+    (tmp_path / "csrc" / "simulation").mkdir(parents=True)
+    (tmp_path / "csrc" / "simulation" / "f.cpp").write_text("int x;")
     names = [path.name for path in rank_sources.behind(["trinity.a"], (), tmp_path)]
-    assert names == ["a.py", "c.py", "d.py", "b.py", "sim_a.cpp"]
+    assert names == ["a.py", "c.py", "d.py", "b.py", "f.cpp"]
     assert len(rank_sources.behind(["trinity.a"], ["trinity.c"], tmp_path)) == 3
     before = rank_sources.digest(rank_sources.behind(["trinity.a"], (), tmp_path))
     package(tmp_path, e="x = 1\n")
@@ -205,7 +205,7 @@ def test_sources_are_what_is_imported_directly_or_not(tmp_path: Path) -> None:
 
 def test_goodputs_do_not_hang_on_the_race_and_choices_do() -> None:
     searching = {path.name for path in rank_sources.behind(rank.SEARCH, rank.CHOICE)}
-    assert {"trials.py", "bounds.py", "simulator.py", "goodput.py", "scheduler.py", "sim_world.hpp"} <= searching
+    assert {"trials.py", "bounds.py", "simulator.py", "goodput.py", "scheduler.py", "world.hpp"} <= searching
     assert not {"race.py", "pruning.py", "hybrid.py", "pipeline.py"} & searching
     choosing = {path.name for path in rank_sources.behind((*rank.SEARCH, *rank.CHOICE))}
     assert choosing - searching == {"race.py", "pruning.py"}

@@ -44,7 +44,7 @@ def pool(blocks: int, block_bytes: int, seed: int = 0) -> native.Rows:
 
 
 def digest_by_integers(piece: bytes) -> int:
-    """The definition in csrc/digest.cpp, in Python's own integers."""
+    """The definition in csrc/blocks/digest.cpp, in Python's own integers."""
 
     def mixed(x: int) -> int:
         x ^= x >> 32

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 API = 1  # version of the extension that this file calls
-DIGEST_STEP, DIGEST_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # csrc/digest.cpp has the definition
+DIGEST_STEP, DIGEST_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # csrc/blocks/digest.cpp has the definition
 LOW_HALF = (1 << 32) - 1
 SLICE_WORDS = 1 << 16  # words per pass of the fallback, so that its temporaries stay in the CPU's cache
 
@@ -216,7 +216,7 @@ def _copy_arrays(
 
 
 def _array_digest(piece: Rows) -> int:
-    """Compute the digest of csrc/digest.cpp, a slice of words at a time."""
+    """Compute the digest of csrc/blocks/digest.cpp, a slice of words at a time."""
     length = len(piece)
     whole = piece[: length - length % 8]
     words = np.frombuffer(whole.tobytes() if whole.ctypes.data % 8 else whole, np.dtype("<u8"))

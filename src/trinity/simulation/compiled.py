@@ -1,4 +1,4 @@
-"""The compiled twin of ``trinity.simulation.cluster_model``: the same replay, event for event, by csrc/sim_*.cpp.
+"""The compiled twin of ``trinity.simulation.cluster_model``: the same replay, event for event, by csrc/simulation/.
 
 What it cannot do it says (``unsupported``), and the Python engine does that. tests/simulation/test_compiled.py holds
 the two together: every event, command, count of free blocks and float time of random replays (decision 0017).

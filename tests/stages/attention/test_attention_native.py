@@ -1,4 +1,4 @@
-"""The kernels of csrc/attention*.cpp against dense attention and torch: for this processor, and for any."""
+"""The kernels of csrc/attention/ against dense attention and torch: for this processor, and for any."""
 
 from __future__ import annotations
 

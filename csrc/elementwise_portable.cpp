@@ -1,8 +1,0 @@
-// The loops of elementwise_rows.hpp for any processor.
-#include "elementwise_rows.hpp"
-
-namespace trinity {
-
-const Elementwise &elementwise_portable(bool bf16) { return bf16 ? LOOPS<Bf16> : LOOPS<float>; }
-
-} // namespace trinity
