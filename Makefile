@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-gpu check style types layers sizes house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-gpu check style types layers sizes writers house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -48,7 +48,7 @@ test-all: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(ONE_THREAD) HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m gpu $(ARGS)
 
-check: $(STAMP) style types layers sizes
+check: $(STAMP) style types layers sizes writers
 
 style: $(STAMP)
 	$(PY) -m ruff check .
@@ -62,6 +62,9 @@ layers: $(STAMP)
 
 sizes: $(STAMP)
 	$(PY) tools/check_sizes.py
+
+writers: $(STAMP)
+	$(PY) tools/check_writers.py
 
 house: $(STAMP)
 	$(ONE_THREAD) $(PY) tools/house.py $(ARGS)

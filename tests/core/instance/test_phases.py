@@ -53,7 +53,7 @@ def watched() -> Iterator[list[list[Phase]]]:
 
 
 def moves_of(walk: Walk) -> set[Move]:
-    """Which moves it makes."""
+    """List the moves that it makes."""
     with watched() as walks:
         walk()
     return {move for phases in walks for move in pairwise(phases)}

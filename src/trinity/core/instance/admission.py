@@ -10,7 +10,7 @@ from trinity.core.instance.lanes import LANES, outstanding
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
-from trinity.core.instance.request_state import MediaSlot, PendingMedia, RequestState
+from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.reservation import need, spare
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Open
@@ -153,41 +153,27 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
             continue
         if hits:
             s.image.hold(hits)
-            slot.blocks, slot.ready = hits, True
+            slot.hold(hits, ready=True)
         else:
-            _await_media(s, slot, (request, item))
+            s.await_media(slot, (request, item))
     s.move(state, Phase.ENCODING, now)
     return state
-
-
-def _await_media(s: State, slot: MediaSlot, provider: tuple[str, int]) -> None:
-    """Share the blocks in which its features will be, or be the first to have them encoded."""
-    pending = s.pending.get(slot.span.content)
-    if pending is None:
-        pending = s.pending[slot.span.content] = PendingMedia(s.allocate(IMAGE, len(slot.keys)), [])
-    else:
-        s.image.hold(pending.blocks)
-    slot.blocks = pending.blocks
-    pending.providers.append(provider)
 
 
 def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
     """Reserve the KV need, keep what is cached, and let the source of covered images go."""
     state = s.requests[request]
     s.kv.hold(hits)
-    state.kv = hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits))
-    state.published = len(hits)
-    state.done = state.scheduled = state.cached = len(hits) * s.settings.kv_block_size
-    if state.reused is None:
-        state.reused = state.cached
+    state.hold_kv(hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits)), len(hits))
+    state.start_behind(len(hits) * s.settings.kv_block_size)
     if state.incoming is not None and not state.incoming.released:
-        state.transfers.append(nothing_moved(s, state.incoming.offer))
+        state.record(nothing_moved(s, state.incoming.offer))
         release(s, state, "cached")
     images = tuple(slot.blocks for slot in state.media)
     tokens = tuple(state.tokens)
     again = bool(tokens)
-    s.out.append(Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again))
-    state.opened = True
+    said = Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again)
+    s.open(state, said)
     s.move(state, Phase.PREFILLING, now)
 
 
@@ -199,7 +185,7 @@ def _back_to_media(s: State, state: RequestState, now: float) -> None:
     if state.preemptions:
         recompute(s, state, now)
         return
-    state.skip_media = False
+    state.cover(False)
     if "E" not in s.settings.roles:
         pass_to_encode(s, state, now)
         return

@@ -20,13 +20,12 @@ def submit(s: State, event: Submit, now: float) -> None:
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
     s.stir(now)
-    state.media = s.slots(work)
+    s.list_media(state)
     problem = _problem(s, work)
     if problem is not None:
         end(s, state, now, "error", problem)
         return
-    state.skip_media = bool(work.media) and "P" in s.settings.roles and not s.needs_media(state)
-    if not work.media or state.skip_media:
+    if not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles:
         _queue_encode(s, state, now)
@@ -67,8 +66,8 @@ def hold_cached(s: State, state: RequestState) -> bool:
         return False
     for slot, blocks in zip(state.media, found, strict=True):
         s.image.hold(blocks)
-        slot.blocks, slot.ready = blocks, True
-        state.transfers.append(_at_home(s.settings.name))
+        slot.hold(blocks, ready=True)
+        state.record(_at_home(s.settings.name))
     return True
 
 
@@ -86,5 +85,5 @@ def pass_to_encode(s: State, state: RequestState, now: float) -> None:
         return
     s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
     s.send(FRONTEND, Moved(work.request, work.attempt, target, len(state.route)))
-    s.tombstones[work.request] = target
+    s.leave_tombstone(work.request, target)
     s.move(state, Phase.GONE, now)

@@ -20,8 +20,8 @@ def placed(s: State, rows: tuple[str, ...], now: float) -> tuple[str, ...]:
         return rows
     if s.kv.fits(len(full)):  # nearly always
         for state, block in zip(full, s.allocate(KV, len(full)), strict=True):
-            state.kv += (block,)
-        s.out.append(Grow({state.work.request: state.kv[-1:] for state in full}))
+            state.grow((block,))
+        s.command(Grow({state.work.request: state.kv[-1:] for state in full}))
         return rows
     grown: dict[str, tuple[int, ...]] = {}
     for state in sorted(full, key=age):
@@ -30,11 +30,11 @@ def placed(s: State, rows: tuple[str, ...], now: float) -> tuple[str, ...]:
             continue  # it gives way to an older one
         if _made_room(s, state, now):
             grown[request] = s.allocate(KV, 1)
-            state.kv += grown[request]
+            state.grow(grown[request])
         else:
             s.paused.add(request)
     if grown:
-        s.out.append(Grow(grown))
+        s.command(Grow(grown))
     return tuple(each for each in rows if each not in s.paused and _runs(s, each))
 
 

@@ -10,7 +10,6 @@ from trinity.core.messages import (
     IMAGE,
     KV,
     Cancel,
-    Close,
     Commit,
     Failure,
     Finished,
@@ -42,8 +41,7 @@ def cancel(s: State, event: Cancel, now: float) -> None:
 
 def forget(s: State, event: Forget, now: float) -> None:
     """The request has ended everywhere, here too: its target's Release may still be on the way."""
-    s.tombstones.pop(event.request, None)
-    s.spared.pop(event.request, None)
+    s.forget(event.request)
     state = s.requests.get(event.request)
     if state is not None:
         _call_off(s, state, now)
@@ -84,7 +82,7 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
     elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
         commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
-        s.tombstones[request] = s.outgoing[state.outgoing].target
+        s.leave_tombstone(request, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 
@@ -125,7 +123,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
 def hand_on(s: State, state: RequestState, now: float) -> None:
     """Everything was offered and committed: only the lease and a tombstone stay."""
     assert state.outgoing is not None
-    s.tombstones[state.work.request] = s.outgoing[state.outgoing].target
+    s.leave_tombstone(state.work.request, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 
@@ -147,18 +145,13 @@ def drop_all(s: State, state: RequestState) -> None:
     drop_media(s, state)
     if state.kv:
         s.pools[KV].drop(state.kv)
-    if state.opened:
-        s.out.append(Close(state.work.request))
+    s.close(state)
 
 
 def drop_media(s: State, state: RequestState) -> None:
     """Give back the image-cache blocks, and the request's place among those waiting for their content."""
     for item, slot in enumerate(state.media):
-        pending = s.pending.get(slot.span.content)
-        if pending is not None and (state.work.request, item) in pending.providers:
-            pending.providers.remove((state.work.request, item))
-            if not pending.providers:
-                del s.pending[slot.span.content]
+        s.await_no_more(slot, (state.work.request, item))
         if slot.blocks:
             s.pools[IMAGE].drop(slot.blocks)
-            slot.blocks, slot.ready = (), False
+            slot.empty()

@@ -14,9 +14,7 @@ def peer_up(s: State, event: PeerUp, now: float) -> None:
     """An instance is there, perhaps this one itself: from now on, say how things stand here."""
     s.router.add(event)
     s.followed = bool(followers(s))
-    if s.reported is None:
-        s.reported_at = now
-        s.report_at = min(s.report_at, now + s.settings.report_s)
+    s.begin_reports(now)
 
 
 def peer_load(s: State, event: PeerLoad, now: float) -> None:

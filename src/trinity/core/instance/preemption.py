@@ -10,7 +10,7 @@ from trinity.core.instance.lifecycle import drop_media, end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import PREEMPTED, Close
+from trinity.core.messages import PREEMPTED
 from trinity.core.migration.kv_target import publish_kv
 
 
@@ -21,16 +21,14 @@ def age(state: RequestState) -> tuple[int, str]:
 
 def preempt(s: State, state: RequestState, now: float) -> None:
     """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
-    request, prompt = state.work.request, len(state.work.prompt)
+    prompt = len(state.work.prompt)
     state.leave_columns()
     written = state.done if state.phase is Phase.PREFILLING else prompt + len(state.tokens) - 1
-    state.text, state.keys = prompt + len(state.tokens), []
+    state.extend_text()
     publish_kv(s, state, written)
     s.kv.drop(reversed(state.kv))  # the end is evicted first: what is left can be matched
-    s.out.append(Close(request))
-    state.kv, state.opened, state.first_decode = (), False, False
-    state.done = state.scheduled = state.published = 0
-    state.preemptions += 1
+    s.close(state)
+    state.preempt()
     s.preemptions += 1
     recompute(s, state, now)
 
@@ -40,14 +38,9 @@ def recompute(s: State, state: RequestState, now: float) -> None:
     if "P" not in s.settings.roles:
         end(s, state, now, PREEMPTED)
         return
-    state.skip_media = False
-    state.media = state.media or s.slots(state.work)  # its KV may have come without its features
-    if all(slot.ready for slot in state.media):
-        queue_prefill(s, state, now)
-    elif not s.needs_media(state):
-        state.skip_media = True
-        queue_prefill(s, state, now)
-    elif hold_features(s, state):
+    state.cover(False)
+    s.list_media(state)
+    if all(slot.ready for slot in state.media) or state.cover(not s.needs_media(state)) or hold_features(s, state):
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles and state.incoming is None:
         s.move(state, Phase.IMAGE_QUEUE, now, ahead=True)
@@ -63,5 +56,5 @@ def hold_features(s: State, state: RequestState) -> bool:
     drop_media(s, state)
     for slot, blocks in zip(state.media, found, strict=True):
         s.image.hold(blocks)
-        slot.blocks, slot.ready = blocks, True
+        slot.hold(blocks, ready=True)
     return True

@@ -1,4 +1,7 @@
-"""What an instance core remembers of one request, of a transfer in either direction, and of media under way."""
+"""State of one request on an instance, of a transfer in either direction, and of media under way.
+
+Each has methods for what is done to it from several places, so that few modules write a field (decision 0034).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from trinity.core.block_pool import Key
 from trinity.core.instance.columns import Columns
 from trinity.core.instance.phases import SPAN, Phase
-from trinity.core.messages import Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
+from trinity.core.messages import IMAGE, KV, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
 from trinity.core.migration.layer_blocks import Cells, Piece
 
 MISSING = "missing"  # how a target ends an offer whose features are not where it said
@@ -24,6 +27,22 @@ class MediaSlot:
     blocks: tuple[int, ...] = ()
     ready: bool = False
     holder: str = ""  # another instance has the features: they are ready there, and no blocks are reserved here
+
+    def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
+        """Take these blocks; ``ready``: they have the features already."""
+        self.blocks, self.ready = blocks, ready
+
+    def fill(self) -> None:
+        """Note that the features are in its blocks."""
+        self.ready = True
+
+    def empty(self) -> None:
+        """Forget its blocks, which were given back."""
+        self.blocks, self.ready = (), False
+
+    def find_at(self, holder: str) -> None:
+        """Note which other instance has the features, "" where none is known to."""
+        self.holder, self.ready = holder, bool(holder)
 
 
 @dataclass(slots=True)
@@ -79,6 +98,7 @@ class RequestState:
         return len(self.written) if self.columns is None else self.columns.tokens(self.work.request)
 
     def write(self) -> None:
+        """Take what ``columns`` has of it."""
         if self.columns is not None:
             self.written += self.columns.news(self.work.request)
 
@@ -92,6 +112,62 @@ class RequestState:
             self.write()
             self.columns.leave(self.work.request)
             self.columns = None
+
+    def take_token(self, token: int) -> None:
+        """Add the token that its prefill sampled."""
+        self.written.append(token)
+
+    def take_over(self, said: Commit, kind: str) -> None:
+        """Take over what its source says of it, at the end of a transfer of this kind of block."""
+        self.written = list(said.tokens)
+        self.reused = said.cached_tokens if kind == KV else None
+        if said.tokens and kind == IMAGE:
+            self.extend_text()
+        self.transfers.extend(said.transfers)
+        for name, seconds in said.spans.items():
+            self.spans[name] = self.spans.get(name, 0.0) + seconds
+
+    def extend_text(self) -> None:
+        """Add its outputs so far to what a prefill fills."""
+        self.text, self.keys = len(self.work.prompt) + len(self.tokens), []
+
+    def record(self, transfer: dict[str, Any]) -> None:
+        """Add a line of what moved for it, or did not have to."""
+        self.transfers.append(transfer)
+
+    def cover(self, covered: bool) -> bool:
+        """Note whether cached KV covers all its media, so that it asks for none. Returns that."""
+        self.skip_media = covered
+        return covered
+
+    def hold_kv(self, blocks: tuple[int, ...], published: int) -> None:
+        """Take its KV blocks; so many of them, the first, are matchable already."""
+        self.kv, self.published = blocks, published
+
+    def grow(self, blocks: tuple[int, ...]) -> None:
+        """Append KV blocks."""
+        self.kv += blocks
+
+    def start_behind(self, cached: int) -> None:
+        """Begin prefill behind so many cached positions."""
+        self.done = self.scheduled = self.cached = cached
+        if self.reused is None:
+            self.reused = cached
+
+    def schedule(self, end: int) -> None:
+        """Note that a step prefills the text up to this position."""
+        self.scheduled = end
+
+    def begin_to_decode(self, now: float) -> None:
+        """Note that its first decode step begins."""
+        self.book(now)
+        self.first_decode = True
+
+    def preempt(self) -> None:
+        """Forget its KV, which was given up: its text begins anew."""
+        self.kv, self.first_decode = (), False
+        self.done = self.scheduled = self.published = 0
+        self.preemptions += 1
 
     @property
     def age(self) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What an instance core remembers: its requests, offers in both directions, queues, pools and lanes."""
+"""State of an instance: its requests, offers in both directions, queues, pools and lanes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import Fetching, MediaSlot, Outgoing, PendingMedia, RequestState, Spared
 from trinity.core.instance.settings import Settings as Settings
-from trinity.core.messages import IMAGE, KV, Failure, Finished, PeerLoad, Revoke, Send, Value, Work
+from trinity.core.messages import IMAGE, KV, Close, Failure, Finished, Open, PeerLoad, Pull, Revoke, Send, Value, Work
 from trinity.core.routing import Router
 from trinity.core.transfers import PullTimes, TokenRate
 
@@ -71,7 +71,7 @@ class State:
         self.pull_cost: tuple[float, float] | None = None  # of others' pulls from here, as last reported
 
     def _places(self) -> tuple[dict[Phase, Queue], dict[Phase, dict[str, RequestState]]]:
-        """The queue or the batch of each phase that has one."""
+        """List the queue or the batch of each phase that has one."""
         queues = {
             Phase.IMAGE_QUEUE: self.encode_queue,
             Phase.IMAGE_OFFER: self.image_offers,
@@ -96,14 +96,25 @@ class State:
         return lambda request: key(self.requests[request])
 
     def take_in(self, state: RequestState) -> None:
-        """A request has come, or come back: two tombstones would hand a late Cancel round and round."""
+        """Keep a request that has come, or come back: two tombstones would hand a late Cancel round and round."""
         request = state.work.request
         assert request not in self.requests, f"{request} is here already"
         self.requests[request] = state
         self.tombstones.pop(request, None)
+        if state.incoming is not None:
+            self.incoming[state.incoming.offer.id] = request
+
+    def leave_tombstone(self, request: str, target: str) -> None:
+        """Send a Cancel of this request there from now on."""
+        self.tombstones[request] = target
+
+    def forget(self, request: str) -> None:
+        """Drop what is kept of a request that is not here: it has ended everywhere, so nobody gives it back."""
+        self.tombstones.pop(request, None)
+        self.spared.pop(request, None)
 
     def move(self, state: RequestState, phase: Phase, now: float, *, ahead: bool = False) -> None:
-        """The request's next phase and its place there, ``ahead`` of all that wait; raises where ``MOVES`` lacks it."""
+        """Move it to a phase and its place there, ``ahead`` of all that wait. Raises where ``MOVES`` lacks that."""
         before, request = state.phase, state.work.request
         if phase not in MOVES[before] or (state.ending is not None and phase is not Phase.GONE):
             raise AssertionError(f"{self.settings.name}: {request} cannot move from {before.name} to {phase.name}")
@@ -119,8 +130,16 @@ class State:
             self._take_place(state, phase, ahead)
         state.phase = phase
 
+    def start_decoding(self, state: RequestState, now: float) -> None:
+        """Give it a row in every decode step from now on."""
+        self.move(state, Phase.DECODING, now)
+        if self.in_step(state.work.request):
+            state.first_decode = True  # behind its last chunk
+        else:
+            self.fresh.append(state.work.request)
+
     def begin_to_end(self, state: RequestState, ending: Finished) -> None:
-        """Out of its place, so that no further step or transfer includes it; in its phase until it is gone."""
+        """Take it out of its place: no further step or transfer includes it. It is in its phase until it is gone."""
         if state.ending is None:
             self._leave_place(state)
         state.ending = ending
@@ -151,8 +170,34 @@ class State:
     def kv(self) -> BlockPool:
         return self.pools[KV]
 
+    def command(self, command: Value) -> None:
+        """Add a command to the answer to the event at hand."""
+        self.out.append(command)
+
     def send(self, to: str, message: Value) -> None:
         self.out.append(Send(to, message))
+
+    def send_ahead(self, place: int, to: str, message: Value) -> None:
+        """Send it ahead of all commands but the first ``place`` of them."""
+        self.out.insert(place, Send(to, message))
+
+    def open(self, state: RequestState, opened: Open) -> None:
+        """Tell its language stage of it."""
+        self.command(opened)
+        state.opened = True
+
+    def close(self, state: RequestState) -> None:
+        """Have its language stage drop what it keeps of it."""
+        if state.opened:
+            self.command(Close(state.work.request))
+            state.opened = False
+
+    def pull(self, state: RequestState, pull: Pull) -> None:
+        """Set out to copy blocks of its transfer."""
+        assert state.incoming is not None
+        state.pulls += 1
+        state.incoming.moved = True
+        self.command(pull)
 
     def allocate(self, kind: str, count: int) -> tuple[int, ...]:
         """Blocks for new content: those of a lease that was taken back get a new generation first."""
@@ -163,7 +208,7 @@ class State:
             if taken:
                 doubtful.difference_update(taken)
                 self.generation += 1
-                self.out.append(Revoke(kind, taken, self.generation))
+                self.command(Revoke(kind, taken, self.generation))
         return blocks
 
     def hear(self, peer: str, now: float) -> None:
@@ -173,6 +218,12 @@ class State:
     def lease_end(self, since: float, peer: str) -> float:
         return max(since, self.heard.get(peer, -inf), self.awake) + self.settings.lease_s
 
+    def lend(self, lease: Outgoing) -> None:
+        """Begin a lease, with a reference of its own to each of its blocks."""
+        self.pools[lease.kind].hold(lease.blocks)
+        self.outgoing[lease.id] = lease
+        self.watch(lease.since)
+
     def watch(self, now: float) -> None:
         """A lease begins."""
         self.lease_check = min(self.lease_check, now + self.settings.lease_s)
@@ -180,13 +231,27 @@ class State:
     def set_deadline(self, state: RequestState, seconds: float | None, now: float) -> None:
         """``seconds`` are left of the request's time; None: as much as it likes."""
         if seconds is not None:
-            state.deadline = now + seconds
-            heapq.heappush(self.deadlines, (state.deadline, state.work.request))
+            self.keep_deadline(state, now + seconds)
+
+    def keep_deadline(self, state: RequestState, deadline: float) -> None:
+        """End it at this time, should it still be here."""
+        state.deadline = deadline
+        heapq.heappush(self.deadlines, (deadline, state.work.request))
 
     def stir(self, now: float) -> None:
         """Work comes in: the next report is due soon, where peers act on it."""
         if self.followed:
-            self.report_at = min(self.report_at, now + self.settings.report_s)
+            self.report_soon(now)
+
+    def report_soon(self, now: float) -> None:
+        """Make the next report due ``report_s`` from now, where it is not due before."""
+        self.report_at = min(self.report_at, now + self.settings.report_s)
+
+    def begin_reports(self, now: float) -> None:
+        """Report from now on: somebody is there to hear of how things stand here."""
+        if self.reported is None:
+            self.reported_at = now
+            self.report_soon(now)
 
     def in_step(self, request: str) -> bool:
         return any(request in running.requests for flight in self.lanes.values() for running in flight)
@@ -200,8 +265,30 @@ class State:
         """Whether nothing lives, runs or is leased here."""
         return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
 
+    def list_media(self, state: RequestState) -> None:
+        """Give it a slot for each of its media, where it has none: its KV may have come without its features."""
+        state.media = state.media or self.slots(state.work)
+
     def slots(self, work: Work) -> list[MediaSlot]:
         return [MediaSlot(span, media_keys(span, self.settings.image_block_size)) for span in work.media]
+
+    def await_media(self, slot: MediaSlot, provider: tuple[str, int]) -> None:
+        """Share the blocks in which its features will be, or be the first to have them encoded."""
+        pending = self.pending.get(slot.span.content)
+        if pending is None:
+            pending = self.pending[slot.span.content] = PendingMedia(self.allocate(IMAGE, len(slot.keys)), [])
+        else:
+            self.image.hold(pending.blocks)
+        slot.hold(pending.blocks, ready=False)
+        pending.providers.append(provider)
+
+    def await_no_more(self, slot: MediaSlot, provider: tuple[str, int]) -> None:
+        """Take this one, if it is among them, from those that wait for the content."""
+        pending = self.pending.get(slot.span.content)
+        if pending is not None and provider in pending.providers:
+            pending.providers.remove(provider)
+            if not pending.providers:
+                del self.pending[slot.span.content]
 
     def cached_media(self, keys: list[Key]) -> tuple[int, ...]:
         """The cached blocks of a media item, if all of them are here."""

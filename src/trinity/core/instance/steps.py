@@ -8,11 +8,11 @@ from trinity.core.instance.lanes import LANES, Running
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Send, Step, Stepped
+from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Step, Stepped
 from trinity.core.migration.kv_source import chunk_done, group_for, measure, open_streams
 from trinity.core.migration.kv_target import publish_kv
 from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
-from trinity.core.migration.target import admit_offers, start_decoding
+from trinity.core.migration.target import admit_offers
 from trinity.core.scheduler import Batch, schedule
 
 
@@ -65,7 +65,7 @@ def _start(s: State, lane: str, step: Step, now: float) -> None:
     s.steps += 1
     running = Running.of(step) if step.encodes or step.prefills else Running(step, step.decodes)
     s.lanes[lane].append(running)
-    s.out.append(step)
+    s.command(step)
 
 
 def _build(s: State, lane: str, batch: Batch) -> Step | None:
@@ -82,8 +82,7 @@ def _first_decodes(s: State, now: float) -> None:
     for request in s.fresh:
         state = s.decoding.get(request)
         if state is not None:
-            state.book(now)
-            state.first_decode = True
+            state.begin_to_decode(now)
     s.fresh.clear()
 
 
@@ -102,7 +101,7 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
 
 def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
     state = s.requests[request]
-    state.scheduled = start + length
+    state.schedule(start + length)
     return Prefill(request, start, length, start + length == state.text)
 
 
@@ -122,7 +121,7 @@ def stepped(s: State, event: Stepped, now: float) -> None:
         decoded = _decoded(s, step.decodes, event, now)
         emit = decoded if emit is None else _joined(emit, decoded)
     if emit is not None:  # ahead of the ends that these tokens brought about
-        s.out.insert(before, Send(FRONTEND, emit))
+        s.send_ahead(before, FRONTEND, emit)
     for request, why in failed.items():
         end(s, s.requests[request], now, "error", why)
     for request in running.requests if s.leaving else ():
@@ -147,7 +146,7 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
     for request, items in changed.items():
         state = s.requests[request]
         for item in items:
-            state.media[item].ready = True
+            state.media[item].fill()
         if state.ending is None:
             _media_progress(s, state, now, tuple(items))
 
@@ -203,11 +202,11 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
     sampled = event.sampled.get(row.request)
     assert sampled is not None, f"a row of {row.request} gave no token"
     firsts.append((row.request, state.attempt, len(state.written), sampled))
-    state.written.append(sampled.token)
+    state.take_token(sampled.token)
     if sampled.token in state.stop_ids or len(state.written) >= state.max_tokens:
         end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
     elif "D" in s.settings.roles:
-        start_decoding(s, state, now)
+        s.start_decoding(state, now)
     else:
         offer_kv(s, state, now)
 

@@ -25,8 +25,7 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     if s.preempted or not s.kv.fits(total - len(hits) + spare(s), hits):
         return False
     s.kv.hold(hits)
-    state.kv = hits + s.allocate(KV, total - len(hits))
-    state.published = len(hits)
+    state.hold_kv(hits + s.allocate(KV, total - len(hits)), len(hits))
     incoming = state.incoming
     assert incoming is not None
     incoming.cells = Cells(len(incoming.offer.parts[0].blocks), s.settings.layers, len(hits))
@@ -71,11 +70,9 @@ def _pull(s: State, state: RequestState, incoming: Incoming, piece: Piece, now: 
     incoming.running[number] = (piece, now)
     if not state.pulls:
         incoming.busy_since = now
-    state.pulls += 1
-    incoming.moved = True
     layers = None if piece.layers == (0, s.settings.layers) else piece.layers
     blocks = (offer.parts[0].blocks[span], state.kv[span])
-    s.out.append(Pull(offer.id, number, offer.source, KV, state.work.request, *blocks, offer.generation, layers))
+    s.pull(state, Pull(offer.id, number, offer.source, KV, state.work.request, *blocks, offer.generation, layers))
 
 
 def kv_pulled(s: State, state: RequestState, event: Pulled, now: float) -> Failure | None:
@@ -121,7 +118,7 @@ def _record(state: RequestState, incoming: Incoming, record: dict[str, Any]) -> 
         incoming.record.update(merged(incoming.record, record))
     else:
         incoming.record = {**record, "pulls": 1}
-        state.transfers.append(incoming.record)
+        state.record(incoming.record)
 
 
 def kv_here(s: State, state: RequestState) -> bool:
@@ -140,7 +137,7 @@ def conclude_record(s: State, state: RequestState) -> None:
     assert incoming is not None
     assert incoming.cells is not None
     if not incoming.moved:
-        state.transfers.append(nothing_moved(s, incoming.offer))
+        state.record(nothing_moved(s, incoming.offer))
     elif incoming.record:
         assert incoming.prefilled is not None
         exposed = max(0.0, incoming.last - incoming.prefilled)

@@ -12,7 +12,7 @@ from math import inf
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.request_state import MISSING, Outgoing, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, Failure, Finished, Release, Send, Withdraw
+from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
 from trinity.core.migration.remote_features import encode_after_all, forget_spared, holder_silent
 
 
@@ -67,7 +67,7 @@ def _expired(s: State, lease: Outgoing, now: float) -> None:
         state.outgoing = None
         end(s, state, now, "error", why)
     elif s.tombstones.get(lease.request) == lease.target:  # not forgotten yet: the front end waits for its end
-        s.out.append(Send(FRONTEND, _report(lease, why)))
+        s.send(FRONTEND, _report(lease, why))
 
 
 def _report(lease: Outgoing, why: Failure) -> Finished:

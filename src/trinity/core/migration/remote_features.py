@@ -7,8 +7,6 @@ it has reserved, and the encode instance encodes after all: nobody waits for an 
 
 from __future__ import annotations
 
-import heapq
-
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import MISSING, Fetching, Outgoing, RequestState, Spared
@@ -24,8 +22,7 @@ def spare(s: State, state: RequestState) -> None:
     if s.settings.transfers.store and "P" not in s.settings.roles:
         for slot in state.media:
             if not s.cached_media(slot.keys) and slot.span.content not in s.pending:
-                slot.holder = s.router.holder(slot.span, s.settings.name)
-                slot.ready = bool(slot.holder)
+                slot.find_at(s.router.holder(slot.span, s.settings.name))
 
 
 def keep(s: State, state: RequestState) -> None:
@@ -51,10 +48,9 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
     state = RequestState(work, now, spared.inputs, written=spared.tokens, route=route)
-    state.deadline = spared.deadline
     if work.deadline_s is not None:
-        heapq.heappush(s.deadlines, (state.deadline, work.request))
-    state.media = s.slots(work)
+        s.keep_deadline(state, spared.deadline)
+    s.list_media(state)
     s.take_in(state)
     s.move(state, Phase.IMAGE_QUEUE, now)
 
@@ -67,9 +63,7 @@ def fetch(s: State, event: Fetch, now: float) -> None:
     s.hear(event.requester, now)
     found = s.cached_media(list(event.keys)) if event.kind == IMAGE else ()
     if found:
-        s.image.hold(found)
-        s.outgoing[event.id] = Outgoing(event.id, "", event.requester, IMAGE, found, now)
-        s.watch(now)
+        s.lend(Outgoing(event.id, "", event.requester, IMAGE, found, now))
     s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation))
 
 
@@ -104,11 +98,9 @@ def fetched(s: State, event: Fetched, now: float) -> None:
         return
     incoming, slot = state.incoming, state.media[asked.part]
     assert incoming is not None
-    state.pulls += 1
-    incoming.moved = True
     incoming.fetched[asked.part] = event
     blocks = (event.blocks, slot.blocks)
-    s.out.append(Pull(asked.offer, asked.part, event.holder, IMAGE, asked.request, *blocks, event.generation))
+    s.pull(state, Pull(asked.offer, asked.part, event.holder, IMAGE, asked.request, *blocks, event.generation))
 
 
 def waiting(s: State, asked: Fetching) -> RequestState | None:
@@ -146,7 +138,7 @@ def pull_ended(s: State, state: RequestState, event: Pulled) -> None:
     answer = incoming.fetched.pop(event.part)
     s.send(answer.holder, Release(answer.id, "failed" if event.failure else "pulled"))
     if event.record:
-        state.transfers.append({**event.record, "outcome": "failed" if event.failure else "store"})
+        state.record({**event.record, "outcome": "failed" if event.failure else "store"})
 
 
 def spared_record(s: State, state: RequestState, part: int) -> dict[str, object]:

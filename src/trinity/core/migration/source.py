@@ -75,11 +75,7 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
         generation=s.generation,
     )
     blocks = tuple(block for part in parts for block in part.blocks)
-    s.pools[kind].hold(blocks)  # the lease: the offer's own reference
-    s.outgoing[offer.id] = Outgoing(
-        offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route
-    )
-    s.watch(now)
+    s.lend(Outgoing(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
     state.outgoing = offer.id
     s.send(target, offer)
     s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))

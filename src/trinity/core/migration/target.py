@@ -21,20 +21,18 @@ from trinity.core.migration.remote_features import ask_holder, pull_ended, spare
 def offered(s: State, event: Offer, now: float) -> None:
     """Step 1: a request with blocks elsewhere. It waits for blocks here, first in first out among migrations."""
     work = event.work
-    state = RequestState(work, now, route=(*event.route, s.settings.name))
+    state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=Incoming(event, now))
     s.take_in(state)
-    state.incoming = Incoming(event, now)
     s.set_deadline(state, work.deadline_s, now)
     s.hear(event.source, now)
     s.watch(now)
     s.stir(now)
-    s.incoming[event.id] = work.request
     if event.kind == KV:
         s.move(state, Phase.KV_OFFER, now)
         return
-    state.media = s.slots(work)
-    state.skip_media = not s.needs_media(state)
-    s.move(state, Phase.COVERED if state.skip_media else Phase.IMAGE_OFFER, now)
+    s.list_media(state)
+    covered = state.cover(not s.needs_media(state))
+    s.move(state, Phase.COVERED if covered else Phase.IMAGE_OFFER, now)
 
 
 def _state(s: State, offer: str) -> RequestState | None:
@@ -61,13 +59,7 @@ def committed(s: State, event: Commit, now: float) -> None:
     state.incoming.commit = event
     if state.incoming.prefilled is None:
         state.incoming.prefilled = now
-    state.written = list(event.tokens)
-    state.reused = event.cached_tokens if state.incoming.offer.kind == KV else None
-    if event.tokens and state.incoming.offer.kind == IMAGE:
-        state.text, state.keys = len(state.work.prompt) + len(event.tokens), []
-    state.transfers.extend(event.transfers)
-    for name, seconds in event.spans.items():
-        state.spans[name] = state.spans.get(name, 0.0) + seconds
+    state.take_over(event, state.incoming.offer.kind)
     s.set_deadline(state, event.deadline_s, now)
     s.hear(state.incoming.offer.source, now)
     if event.ending:
@@ -111,8 +103,7 @@ def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     for found in whole:
         pool.hold(found)
     for slot, found in zip(state.media, whole, strict=True):
-        slot.blocks = found or s.allocate(IMAGE, len(slot.keys))
-        slot.ready = bool(found)
+        slot.hold(found or s.allocate(IMAGE, len(slot.keys)), ready=bool(found))
     s.move(state, Phase.IMAGE_PULL, now)
     return True
 
@@ -138,17 +129,15 @@ def _ask_media(s: State, state: RequestState, now: float) -> None:
         offer, slot = incoming.offer, state.media[part]
         if slot.ready:
             incoming.pulled.add(part)
-            state.transfers.append(spared_record(s, state, part))
+            state.record(spared_record(s, state, part))
             continue
         if offer.parts[part].holder:
             ask_holder(s, state, part, now)
             if state.ending is not None:
                 return
             continue
-        state.pulls += 1
-        incoming.moved = True
         blocks = (offer.parts[part].blocks, slot.blocks)
-        s.out.append(Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
+        s.pull(state, Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
 
 
 def pulled(s: State, event: Pulled, now: float) -> None:
@@ -163,7 +152,7 @@ def pulled(s: State, event: Pulled, now: float) -> None:
     elif stored:
         pull_ended(s, state, event)
     elif event.record:
-        state.transfers.append(event.record)
+        state.record(event.record)
     if state.ending is not None:
         conclude_if_quiet(s, state, now)
     elif failed is not None:
@@ -178,7 +167,7 @@ def pulled(s: State, event: Pulled, now: float) -> None:
 
 def _publish_media(s: State, state: RequestState, item: int) -> None:
     slot = state.media[item]
-    slot.ready = True
+    slot.fill()
     if s.settings.image_cache:
         for block, key in zip(slot.blocks, slot.keys, strict=True):
             s.pools[IMAGE].publish(block, key)
@@ -205,21 +194,11 @@ def _complete(s: State, state: RequestState, now: float) -> None:
     if state.phase is Phase.IMAGE_PULL:
         queue_prefill(s, state, now)
     else:
-        s.out.append(Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
-        state.opened = True
-        start_decoding(s, state, now)
-
-
-def start_decoding(s: State, state: RequestState, now: float) -> None:
-    """A row of every decode step from now on."""
-    s.move(state, Phase.DECODING, now)
-    if s.in_step(state.work.request):
-        state.first_decode = True  # behind its last chunk
-    else:
-        s.fresh.append(state.work.request)
+        s.open(state, Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
+        s.start_decoding(state, now)
 
 
 def ask_for_media(s: State, state: RequestState, now: float) -> None:
     """The cached KV that covered the images is gone: reserve image blocks and pull after all."""
-    state.skip_media = False
+    state.cover(False)
     s.move(state, Phase.IMAGE_OFFER, now)
