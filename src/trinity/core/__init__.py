@@ -13,6 +13,7 @@ Rules (docs/decisions/0001-one-sans-io-core.md tells why):
 7. Steps are per lane: ("joint",) is the paper's single batch, ("vision", "language") its dual stream. With ``depth`` 2
    a lane's next step is decided while one runs: it has no row that surely ends before, and one that a stop token ended
    runs for nothing. What such a row writes is its request's own until no step in flight has a row of it (rule 3).
+8. A request moves from phase to phase by the rows of ``instance.phases.MOVES`` alone, and has the place of its phase.
 """
 
 from trinity.core.instance.instance_core import InstanceCore as InstanceCore

@@ -17,7 +17,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Where a request stands on this instance."""
+    """Place of a request on this instance."""
 
     NEW = "has just come"
     IMAGE_QUEUE = "waits to be encoded"

@@ -94,7 +94,7 @@ class RequestState:
 
     @property
     def outputs(self) -> int:
-        """How many those are."""
+        """Count of its outputs so far."""
         return len(self.written) if self.columns is None else self.columns.tokens(self.work.request)
 
     def write(self) -> None:
@@ -187,7 +187,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class Stream:
-    """What the target of a KV transfer knows to be ready while prefill runs.
+    """Part of a request's KV that its target knows to be ready while prefill runs.
 
     The first ``announced`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``: the
     chunk's step failed in its middle, so that these layers were void.

@@ -257,12 +257,12 @@ class State:
         return any(request in running.requests for flight in self.lanes.values() for running in flight)
 
     def flying(self) -> Counter[str]:
-        """How many steps in flight have rows of a request."""
+        """Count for each request the steps in flight that have rows of it."""
         flights = chain.from_iterable(self.lanes.values())
         return Counter(chain.from_iterable(running.requests for running in flights))
 
     def idle(self) -> bool:
-        """Whether nothing lives, runs or is leased here."""
+        """True where nothing lives, runs or is leased here."""
         return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
 
     def list_media(self, state: RequestState) -> None:
@@ -314,7 +314,7 @@ class State:
         return hits[:usable]
 
     def needs_media(self, state: RequestState) -> bool:
-        """Whether prefill still needs image features that cached KV does not cover."""
+        """True where prefill still needs image features that cached KV does not cover."""
         covered = len(self.prefix_hits(state)) * self.settings.kv_block_size
         return any(span.end > covered for span in state.work.media)
 
