@@ -27,7 +27,7 @@ from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
-from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
+from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -45,7 +45,7 @@ APART = 1.08  # goodputs nearer to each other than this have no order: a live se
 MODEL = get_model_shape("llava-1.5-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
 COST = Roofline(model=MODEL, device=DEVICE)
-PACED = Paced(shape=EmulatedShape.of(MODEL), cost=COST, scale=2048)
+PACED = EmulatedModel(shape=EmulatedShape.of(MODEL), cost=COST, scale=2048)
 SLO_PACED = SLO(ttft=0.8, tbt=0.15)
 BUDGETED = SLO(ttft=0.8, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 REQUESTS = Dataset(name="photographs", sizes=((1024, 768, 1.0),), prompt=(40, 20), output=(16, 8))
@@ -105,7 +105,7 @@ async def at_rest(requests: int) -> Host:
     async with pipeline(placement) as pipe:
         return await calibrated(
             pipe,
-            lambda row, number: PacedRequest.of(row, number, "alone/"),
+            lambda row, number: EmulatedRequest.of(row, number, "alone/"),
             trace(requests, 1.0, seed=99),
             lambda host, alone: simulator(placement, host).replay(alone, placement).outcomes,
         )

@@ -27,7 +27,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Device, Roofline
 from trinity.emulation.content import expected_tokens
-from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
+from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
@@ -95,9 +95,9 @@ def slowed(device: Device, dilation: float) -> Device:
     )
 
 
-def paced(dilation: float, scale: float = SCALE) -> Paced:
+def paced(dilation: float, scale: float = SCALE) -> EmulatedModel:
     cost = Roofline(model=MODEL, device=slowed(DEVICE, dilation))
-    return Paced(shape=EmulatedShape.of(MODEL), cost=cost, scale=scale)
+    return EmulatedModel(shape=EmulatedShape.of(MODEL), cost=cost, scale=scale)
 
 
 def simulator(dataset: str, placement: str, scheduled: bool) -> Simulator:
@@ -243,7 +243,7 @@ def moves(pipe: Pipeline) -> dict[str, int]:
 async def right_tokens(pipe: Pipeline, dataset: str, count: int = 4) -> bool:
     """Whether requests like the dataset's give the tokens that follow from their content without any block."""
     rows = list(requests(dataset, count))
-    asked = [PacedRequest.of(row, number, "checked/") for number, row in enumerate(rows)]
+    asked = [EmulatedRequest.of(row, number, "checked/") for number, row in enumerate(rows)]
     outputs = await asyncio.gather(*map(pipe.complete, asked))
     vocabulary = MODEL.vocabulary
     return all(
@@ -269,7 +269,7 @@ async def _full_size(dataset: str, every: int, count: int) -> Record:
         model_of, "1E1P1D", cache=CacheConfig(pools=FULL_POOLS), verify="always", prefix_cache=False, image_cache=False
     )
     async with pipe:
-        asked = [PacedRequest.of(row, number) for number, row in enumerate(rows)]
+        asked = [EmulatedRequest.of(row, number) for number, row in enumerate(rows)]
         outputs = [await pipe.complete(each) for each in asked]
         right = [
             output.token_ids == expected_tokens(pipe.processor.process(each).work, 16, MODEL.vocabulary)

@@ -43,7 +43,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
-from trinity.emulation.paced_model import EmulatedShape, Paced
+from trinity.emulation.model import EmulatedModel, EmulatedShape
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.placement import Placement
@@ -70,7 +70,7 @@ LEAST, FEW = 60, 4  # requests of an emulated round, and of the one before them
 NEXT = get_model_shape("llava-next-7b")
 DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
 COST = Roofline(model=NEXT, device=DEVICE)
-PACED = Paced(shape=EmulatedShape.of(NEXT), cost=COST, scale=2048)
+PACED = EmulatedModel(shape=EmulatedShape.of(NEXT), cost=COST, scale=2048)
 PACED_SLO = SLO(ttft=2.0, tbt=0.15)
 BUDGETED = SLO(ttft=2.0, tbt=0.12)  # of the budgets: a step as long as the bound is late by what the host adds
 INSTANCES = 6

@@ -18,7 +18,7 @@ from trinity.bench.live_replay import replay
 from trinity.bench.lookalike import Lookalikes
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
@@ -77,10 +77,10 @@ def traffic(count: int, image_tokens: int, outputs: int, images: int = 1, text: 
 
 @asynccontextmanager
 async def opened(
-    model: Path | Paced, ways: Sequence[Way], slo: SLO | None = None, dtype: str = "bfloat16"
+    model: Path | EmulatedModel, ways: Sequence[Way], slo: SLO | None = None, dtype: str = "bfloat16"
 ) -> AsyncIterator[dict[str, Pipeline]]:
     """A pipeline for each way, all at once: those that do not serve take no CPU. Paced ones run on threads here."""
-    paced = isinstance(model, Paced)
+    paced = isinstance(model, EmulatedModel)
     where: dict[str, Any] = (
         {"cache": CacheConfig(pools=PACED_POOLS)}
         if paced

@@ -22,7 +22,7 @@ from trinity.core.instance.settings import RESERVATIONS, Reservation
 from trinity.core.scheduler import BatchRules, Order, Policy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import TraceTooShort
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -93,7 +93,7 @@ class Run:
 
 async def live(reservation: Reservation, count: int) -> Run:
     """All at once to one paced instance; every reader leaves after 100 of the 2,048 tokens that it asked for."""
-    paced = Paced(shape=LLAVA_15_7B, cost=COST, scale=2048)
+    paced = EmulatedModel(shape=LLAVA_15_7B, cost=COST, scale=2048)
     pools = {"image": 4, "kv": BLOCKS}
     async with Pipeline(
         paced, "EPD", cache=CacheConfig(pools=pools), prefix_cache=False, reservation=reservation
@@ -112,7 +112,7 @@ async def live(reservation: Reservation, count: int) -> Run:
 
 
 async def _read(pipe: Pipeline, number: int) -> tuple[list[float], list[int]]:
-    request = PacedRequest(text_tokens=600, max_tokens=ASKED, text=f"text{number}")
+    request = EmulatedRequest(text_tokens=600, max_tokens=ASKED, text=f"text{number}")
     times: list[float] = []
     tokens: list[int] = []
     async with pipe.stream(request) as stream:

@@ -18,7 +18,7 @@ from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting, prompt_of
 from trinity.core.messages import Release
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
@@ -75,13 +75,13 @@ async def reached(address: Address) -> Channel:
 
 async def paced(scale: float, connector: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of each migration, alone on the machine, of the image and the KV cache of one request at a time."""
-    model = Paced(shape=LLAVA_15_7B, cost=QUICKLY, scale=scale)
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=QUICKLY, scale=scale)
     settings: dict[str, Any] = {"hosting": "process", "connector": connector, "prefix_cache": False}
     pools = {"image": 4, "kv": 96}
     found: dict[str, list[float]] = {name: [] for name in MIGRATIONS}
     async with Pipeline(model, "E+P+D", cache=CacheConfig(pools=pools), image_cache=False, **settings) as pipe:
         for _ in range(repeats + 2):
-            request = PacedRequest(text_tokens=TEXT_TOKENS, image_tokens=(IMAGE_TOKENS,), max_tokens=4)
+            request = EmulatedRequest(text_tokens=TEXT_TOKENS, image_tokens=(IMAGE_TOKENS,), max_tokens=4)
             output = await pipe.complete(request)
             for name, span in MIGRATIONS.items():
                 found[name].append(output.spans[span])

@@ -13,7 +13,7 @@ from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_
 from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
@@ -116,13 +116,13 @@ def text_request(prompt: str) -> Request:
 
 async def paced_kv(mode: KvMode, tokens: int, rounds: int) -> Served:
     """Emulation: prefill waits, blocks of LLaVA-1.5-7B's shape and an eighth of its bytes move over shm."""
-    model = Paced(shape=LLAVA_15_7B, cost=COST, scale=SCALE)
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=COST, scale=SCALE)
     options: dict[str, Any] = {
         "hosting": "process",
         "cache": CacheConfig(pools={"image": 2, "kv": 3 * tokens // 16 + 8}),
     }
     async with Pipeline(model, "EP+D", transfers=TransferPolicy(kv=mode), prefix_cache=False, **options) as pipe:
-        asked = [PacedRequest(text_tokens=tokens, max_tokens=3) for _ in range(rounds + 2)]
+        asked = [EmulatedRequest(text_tokens=tokens, max_tokens=3) for _ in range(rounds + 2)]
         return await in_turn(pipe, asked[:2], asked[2:])
 
 
@@ -160,7 +160,7 @@ async def paced_features(chosen: TransferPolicy, rows: int, requests: int) -> Se
 
     A step holds one prompt: with several that came together in one step, the median TTFT would be that of the last.
     """
-    model = Paced(shape=FEATURES, cost=COST)
+    model = EmulatedModel(shape=FEATURES, cost=COST)
     budgets = StepBudgets(token_budget=rows + 40, image_budget=rows)
     pools = {"image": (requests + 1) * (rows // 576 + 1), "kv": (requests + 1) * (rows // 16 + 4)}
     options: dict[str, Any] = {
@@ -170,7 +170,7 @@ async def paced_features(chosen: TransferPolicy, rows: int, requests: int) -> Se
         "prefix_cache": False,
     }
     async with Pipeline(model, "E+P+D", transfers=chosen, budgets=budgets, **options) as pipe:
-        asked = [PacedRequest(text_tokens=40, image_tokens=(rows,), max_tokens=1) for _ in range(requests + 1)]
+        asked = [EmulatedRequest(text_tokens=40, image_tokens=(rows,), max_tokens=1) for _ in range(requests + 1)]
         return await at_rate(pipe, asked[:1], asked[1:], 0.0)
 
 
@@ -201,10 +201,10 @@ def hidden_share(served: Served) -> float:
 
 async def combined(chosen: TransferPolicy, requests: int) -> Served:
     """An image of 576 visual tokens and a question, at a fixed rate, prefill busy for three quarters of the time."""
-    model = Paced(shape=LLAVA_15_7B, cost=COST, scale=SCALE / 2)
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=COST, scale=SCALE / 2)
     options: dict[str, Any] = {"hosting": "process", "cache": CacheConfig(pools={"image": 8, "kv": 160})}
     async with Pipeline(model, "E+P+D", transfers=chosen, image_cache=False, prefix_cache=False, **options) as pipe:
-        asked = [PacedRequest(text_tokens=40, image_tokens=(576,), max_tokens=17) for _ in range(requests + 4)]
+        asked = [EmulatedRequest(text_tokens=40, image_tokens=(576,), max_tokens=17) for _ in range(requests + 4)]
         return await at_rate(pipe, asked[:4], asked[4:], INTERVAL_S)
 
 

@@ -129,7 +129,7 @@ class Metrics:
 
 def _tables(summary: dict[str, Any]) -> list[Table]:
     """The summary as tables without empty ones: counts, latencies, attainment, spans, migrations."""
-    emulated = {"of them emulated, by paced stages": summary["emulated"]} if summary["emulated"] else {}
+    emulated = {"of them emulated": summary["emulated"]} if summary["emulated"] else {}
     counts = {"requests": summary["requests"], **emulated, **summary["finished"], "prefix hits": summary["prefix_hits"]}
     counts |= {"preemptions": summary["preemptions"]} if summary["preemptions"] else {}
     counts.update({f"{name} tokens": number for name, number in summary["tokens"].items()})

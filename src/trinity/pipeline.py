@@ -19,7 +19,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.deploy import InstanceOptions, placed, rules_and_routing
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
@@ -48,7 +48,7 @@ TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them fo
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    - ``model``: a directory in transformers' format, or ``Paced`` (stages wait in place of computing).
+    - ``model``: a directory in transformers' format, or ``EmulatedModel`` (stages wait in place of computing).
     - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
       or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``, which is not applied.
     - ``instances`` (count, None): how many to start with under "auto".
@@ -89,7 +89,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: str | Path | Paced,
+        model: str | Path | EmulatedModel,
         placement: str | Placement | Plan | Sequence[Instance] = "EPD",
         *,
         hosting: Literal["thread", "process"] = "thread",
@@ -123,7 +123,9 @@ class Pipeline:
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (cache, observe, transfers or TransferPolicy())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
-        self.cost: CostModel | None = model.cost if isinstance(model, Paced) else None  # what profile() measured last
+        self.cost: CostModel | None = (
+            model.cost if isinstance(model, EmulatedModel) else None
+        )  # what profile() measured last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
         self._reached: dict[str, Handle] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)

@@ -90,7 +90,7 @@ class Output(msgspec.Struct, kw_only=True):
     ``finish_reason`` is stop, length, cancelled, deadline or error. ``spans`` has the eight spans of TriInfer's
     figure 11 in seconds. ``itl_s`` are the gaps between tokens. ``max_tokens`` is the limit in force after
     clipping to the context (``clipped`` says whether it was). ``emulated``: stages waited in place of computing, so
-    that tokens mean nothing and times are a cost model's (paced). ``preemptions``: how often it gave up its KV blocks
+    that tokens mean nothing and times are a cost model's. ``preemptions``: how often it gave up its KV blocks
     for an older request and was computed again (``Instance(reservation="optimistic")``).
     """
 

@@ -13,7 +13,7 @@ from trinity.adapt.auto import CACHE_BYTES, Auto, automatic
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
-from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.errors import ConfigError, TraceError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -21,8 +21,8 @@ from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 H100 = Roofline(model=LLAVA, device=msgspec.structs.replace(DEVICES["H100"], pass_s=1e-3))
-QUICK = Paced(shape=EmulatedShape.of(LLAVA), cost=LinearCost(step_s=1e-4), scale=4096)
-ROOF = Paced(shape=EmulatedShape.of(LLAVA), cost=H100, scale=4096)
+QUICK = EmulatedModel(shape=EmulatedShape.of(LLAVA), cost=LinearCost(step_s=1e-4), scale=4096)
+ROOF = EmulatedModel(shape=EmulatedShape.of(LLAVA), cost=H100, scale=4096)
 LOOSE = SLO(ttft=0.3, tbt=0.5)
 
 
@@ -134,13 +134,13 @@ def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:
         Pipeline(QUICK, "auto", **{"slo": LOOSE, "instances": 2, **options})
 
 
-def test_the_shape_of_a_paced_model_is_its_rooflines_or_a_known_one() -> None:
+def test_the_shape_of_an_emulated_model_is_its_rooflines_or_a_known_one() -> None:
     assert Auto(ROOF, 2, LOOSE).model is LLAVA
     assert Auto(QUICK, 2, LOOSE).model is LLAVA
     assert Auto(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + CACHE_BYTES
     own = msgspec.structs.replace(LLAVA_15_7B, name="mine")
     with pytest.raises(ConfigError, match="'mine' is none of MODELS"):
-        Auto(Paced(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)
+        Auto(EmulatedModel(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)
 
 
 def test_any_other_placement_is_left_as_it_is() -> None:
@@ -155,7 +155,7 @@ async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> No
     pipe.auto.requests, pipe.auto.every_s = 5, 0.01
     async with pipe:
         for _ in range(5):
-            await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
+            await pipe.complete(EmulatedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
         await asyncio.wait_for(pipe.auto.done.wait(), 60)
         assert len(pipe.trace) == 5
     assert pipe.auto.error is not None  # five requests are too few to draw others from

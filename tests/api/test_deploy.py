@@ -16,7 +16,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.deploy import InstanceOptions, placed
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
@@ -27,7 +27,7 @@ from trinity.remote.supervisor import setup_for
 from trinity.runtime.loading import Deployment, load
 from trinity.traces.trace import SLO
 
-QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
+QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
 POOLS = {"image": 8, "kv": 64}
 ALL: dict[str, Any] = {
     "lanes": ("vision", "language"),

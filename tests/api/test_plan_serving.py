@@ -14,7 +14,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.deploy import KNOBS
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import UnknownName
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -22,7 +22,7 @@ from trinity.planner import Plan, Space
 from trinity.planner.search_space import knobs_of
 from trinity.traces.trace import SLO
 
-QUICK = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
+QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
 SLOW = SLO(ttft=10, tbt=10)
 
 
@@ -33,7 +33,7 @@ def planned(placement: str, **changes: object) -> Plan:
 async def test_a_plan_is_a_placement() -> None:
     async with Pipeline(QUICK, planned("1EP1D"), cache=CacheConfig(pools={"image": 8, "kv": 64})) as pipe:
         assert str(pipe.placement) == "1EP1D"
-        output = await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
+        output = await pipe.complete(EmulatedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
         assert output.route == ["EP0", "D0"]
 
 
@@ -51,7 +51,7 @@ async def test_the_policy_order_and_routing_of_a_wider_search_are_run() -> None:
             rules = host.core.settings.rules
             assert (rules.order, rules.policy) == ("sjf", "prefill_first")
             assert isinstance(host.core.state.router.policy, LeastLoaded)
-        output = await pipe.complete(PacedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
+        output = await pipe.complete(EmulatedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3))
         assert len(output.token_ids) == 3
 
 
@@ -75,7 +75,7 @@ async def test_batch_limits_of_a_wider_search_are_run() -> None:
         ep, d = (pipe.hosts[name].core.settings.rules for name in ("EP0", "D0"))
         assert (ep.token_budget, ep.image_budget, ep.order) == (700, 2 * 576, "sjf")
         assert (d.token_budget, d.image_budget) == (64, 1)
-        output = await pipe.complete(PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3))
+        output = await pipe.complete(EmulatedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3))
         assert len(output.token_ids) == 3
         lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
         assert max(each.args.get("prefill tokens", 0) for each in lanes) == 700
@@ -111,7 +111,7 @@ async def test_the_users_own_limits_go_before_the_plans(given: Any, tokens: list
 async def test_processes_are_told_of_them() -> None:
     plan = planned("1EP1D", settings={**LIMITS, "depth": 2, "reservation": "optimistic"})
     async with Pipeline(QUICK, plan, cache=CacheConfig(pools=ROOM), hosting="process") as pipe:
-        asked = [PacedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3) for _ in range(2)]
+        asked = [EmulatedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3) for _ in range(2)]
         outputs = await asyncio.gather(*map(pipe.complete, asked))
         assert [len(output.token_ids) for output in outputs] == [3, 3]
         setups = {name: each.setup for name, each in pipe.processes.items()}

@@ -17,19 +17,19 @@ from support.pipeline_options import pipeline_options
 from trinity.bench.live_replay import live_goodput, measure_candidates, replay
 from trinity.core.scheduler import BatchRules
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import EmulatedShape, Paced, PacedRequest
+from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
 from trinity.pipeline import Pipeline
 from trinity.request import Request
 from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
 SHAPE = EmulatedShape(name="small", layers=2, kv_heads=1, head_dim=16, image_width=64, image_tokens=32)
-QUICK = Paced(shape=SHAPE, cost=LinearCost(step_s=1e-3, encode_s=1e-3, source="made up for tests"))
+QUICK = EmulatedModel(shape=SHAPE, cost=LinearCost(step_s=1e-3, encode_s=1e-3, source="made up for tests"))
 POOLS = {"image": 64, "kv": 600}
 BEFORE = 1e9  # nothing is late
 
 
-def pipeline(placement: str = "1E1P1D", model: Paced = QUICK, **options: Any) -> Pipeline:
+def pipeline(placement: str = "1E1P1D", model: EmulatedModel = QUICK, **options: Any) -> Pipeline:
     return Pipeline(model, placement, **pipeline_options({"pools": POOLS, "image_block_size": 32, **options}))
 
 
@@ -77,7 +77,7 @@ async def test_a_rate_scales_the_schedule_and_not_the_requests() -> None:
 
 
 async def test_the_loop_is_open() -> None:
-    slow = Paced(shape=SHAPE, cost=LinearCost(step_s=0.5))
+    slow = EmulatedModel(shape=SHAPE, cost=LinearCost(step_s=0.5))
     most = 0
     async with pipeline("EPD", slow, rules=BatchRules(token_budget=60)) as pipe:
         serving = asyncio.create_task(replay(pipe, rows(4, gap_ms=1.0, output_length=1)))
@@ -114,7 +114,7 @@ async def test_a_client_in_time_warns_of_nothing() -> None:
 
 async def test_what_fails_or_is_refused_is_a_row() -> None:
     def request_of(row: TraceRow, number: int) -> Request:
-        request = PacedRequest.of(row, number)
+        request = EmulatedRequest.of(row, number)
         changes: list[dict[str, Any]] = [
             {},
             {"deadline_s": 1e-9},  # passes before it is prepared
@@ -135,7 +135,7 @@ async def test_what_fails_or_is_refused_is_a_row() -> None:
 
 
 async def test_a_full_queue_refuses_and_the_others_go_on() -> None:
-    slow = Paced(shape=SHAPE, cost=LinearCost(step_s=0.2))
+    slow = EmulatedModel(shape=SHAPE, cost=LinearCost(step_s=0.2))
     async with pipeline("EPD", slow, max_waiting=1, rules=BatchRules(token_budget=1)) as pipe:
         served = await replay(pipe, rows(5, gap_ms=1.0, output_length=1, text_length=2, input_length=2, images=[]))
     reasons = [row.finish_reason for row in served]
@@ -209,7 +209,7 @@ def prefilled(pipe: Pipeline) -> int:
 
 
 async def test_live_goodput_is_the_search_over_replays() -> None:
-    one_at_a_time = Paced(shape=SHAPE, cost=OUTPUT)  # 50 prompts of 8 tokens a second
+    one_at_a_time = EmulatedModel(shape=SHAPE, cost=OUTPUT)  # 50 prompts of 8 tokens a second
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 2.0, "tolerance": 0.9}
     async with pipeline("EPD", one_at_a_time, rules=BatchRules(token_budget=8)) as pipe:
         found = await live_goodput(pipe, stream(), SLO(ttft=0.25, tbt=9.0), late_s=BEFORE, bound=30.0, **options)
@@ -225,7 +225,7 @@ async def test_each_rate_may_have_a_pipeline_of_its_own() -> None:
     made: list[Pipeline] = []
 
     def make() -> Pipeline:
-        made.append(pipeline("EPD", Paced(shape=SHAPE, cost=OUTPUT), rules=BatchRules(token_budget=8)))
+        made.append(pipeline("EPD", EmulatedModel(shape=SHAPE, cost=OUTPUT), rules=BatchRules(token_budget=8)))
         return made[-1]
 
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 4.0, "tolerance": 9.0, "deepest": 2.0}
@@ -236,7 +236,7 @@ async def test_each_rate_may_have_a_pipeline_of_its_own() -> None:
 
 
 async def test_candidates_are_started_replayed_and_measured_and_the_best_comes_first() -> None:
-    model = Paced(shape=SHAPE, cost=OUTPUT)
+    model = EmulatedModel(shape=SHAPE, cost=OUTPUT)
     options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 4.0, "tolerance": 9.0, "deepest": 2.0}
     settings = pipeline_options(
         {"pools": POOLS, "image_block_size": 32, "rules": BatchRules(token_budget=8), "slo": None}
@@ -256,9 +256,9 @@ async def test_candidates_are_started_replayed_and_measured_and_the_best_comes_f
 # ---------------------------------------------------------------- the trace that every pipeline writes
 
 
-async def test_a_paced_pipeline_writes_every_field_of_its_trace(tmp_path: Path) -> None:
+async def test_an_emulated_pipeline_writes_every_field_of_its_trace(tmp_path: Path) -> None:
     async with pipeline() as pipe:
-        requests = [PacedRequest.of(row, number) for number, row in enumerate(rows(2))]
+        requests = [EmulatedRequest.of(row, number) for number, row in enumerate(rows(2))]
         sized = msgspec.structs.replace(requests[0], request_id="sized", image_tokens=((64, 48),))
         for request in (*requests, sized):
             await pipe.complete(request)

@@ -1,4 +1,4 @@
-"""Live beside simulated: what the benchmark compares and judges, and a paced pipeline that takes what it says."""
+"""Live beside simulated: what the benchmark compares and judges, and an emulated pipeline that takes what it says."""
 
 from __future__ import annotations
 

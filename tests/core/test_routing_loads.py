@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emulation.test_paced_serving import MODEL, POOLS
+from emulation.test_emulated_serving import MODEL, POOLS
 from support.core_tables import brief, done, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
@@ -31,7 +31,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
-from trinity.emulation.paced_model import PacedRequest
+from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
@@ -273,14 +273,14 @@ def launcher() -> Iterator[None]:
 
 @pytest.mark.parametrize("hosting", ["thread", "process"])
 async def test_a_pipeline_finds_an_image_again(hosting: Any, launcher: None) -> None:
-    asked = PacedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=4)
+    asked = EmulatedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=4)
     async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS), routing="prefix_hits") as pipe:
         first = await pipe.complete(asked)
         async with asyncio.timeout(30.0):
             while "P0" not in pipe.loads or not pipe.loads["P0"].cached[IMAGE]:
                 await asyncio.sleep(0.02)
         second = await pipe.complete(
-            PacedRequest(text_tokens=30, image_tokens=(576,), contents=("cat",), max_tokens=4, text="other")
+            EmulatedRequest(text_tokens=30, image_tokens=(576,), contents=("cat",), max_tokens=4, text="other")
         )
     assert [record["outcome"] for record in first.transfers] == ["pulled", "pulled"]
     assert (first.route, second.route) == (["E0", "P0", "D0"], ["P0", "D0"])

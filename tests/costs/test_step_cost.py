@@ -16,8 +16,8 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import TableCost
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.costs.step_cost import DEVICES, INTERCONNECTS, CostTables, Device, Interconnect, Roofline, get_device
-from trinity.emulation.paced_model import LLAVA_15_7B as PACED
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import LLAVA_15_7B as PACED
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, UnknownName
 
 SLOW = Device(
@@ -152,7 +152,7 @@ def test_a_roofline_paces_a_pipeline() -> None:
     table = TableCost.from_cost_model(cost, (1, 8, 64, 512), source="roofline of H100")
     for count in (1, 8, 64, 512):
         assert table.seconds(count, 0, 0) == pytest.approx(cost.seconds(count, 0, 0))
-    assert "H100" in str(Paced(shape=PACED, cost=table))
+    assert "H100" in str(EmulatedModel(shape=PACED, cost=table))
 
 
 # ---------------------------------------------------------------- measured tables

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from emulation.test_paced_serving import MODEL, POOLS
+from emulation.test_emulated_serving import MODEL, POOLS
 from trinity.core.messages import IMAGE
-from trinity.emulation.paced_model import PacedRequest
+from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
@@ -32,8 +32,8 @@ def image_record(output: Output) -> dict[str, Any]:
 async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any], launcher: None) -> None:
     """Each encoder takes its turns from its own number on: the fourth request is where the first one's image was."""
 
-    def asked(text: str, image: str = "cat") -> PacedRequest:
-        return PacedRequest(text_tokens=18, image_tokens=(576,), contents=(image,), max_tokens=4, text=text)
+    def asked(text: str, image: str = "cat") -> EmulatedRequest:
+        return EmulatedRequest(text_tokens=18, image_tokens=(576,), contents=(image,), max_tokens=4, text=text)
 
     async with Pipeline(MODEL, "2E2P1D", cache=CacheConfig(pools=POOLS), prefix_cache=False, **settings) as pipe:
         first = await pipe.complete(asked("one"))

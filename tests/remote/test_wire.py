@@ -16,7 +16,7 @@ from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sample
 from trinity.costs.budgets import StepBudgets, StepCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import HandshakeError
 from trinity.remote.wire import Hello, Layout, Setup, decode, encode
 from trinity.request import Sampling
@@ -122,7 +122,7 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
     )
     assert decode(encode(setup)) == setup
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
-    paced = Paced(shape=LLAVA_15_7B, cost=roofline)
+    paced = EmulatedModel(shape=LLAVA_15_7B, cost=roofline)
     there = decode(encode(msgspec.structs.replace(setup, paced=paced)))
     assert isinstance(there, Setup)
     assert there.paced is not None

@@ -230,7 +230,7 @@ def test_what_was_emulated_or_simulated_is_said_to_be() -> None:
     metrics.add(Output(request_id="1", finish_reason="stop", spans={"decode": 1.0}, emulated=True))
     paced, real = Trace([{**row, "emulated": True}]), Trace([row])
     picture = plots.breakdown({"a": paced, "b": real, "c": metrics})
-    assert "Emulated by paced stages: a, c." in words(picture)
+    assert "Emulated, not computed: a, c." in words(picture)
     assert "Emulated" not in words(plots.breakdown({"b": real}))
     for draw in (plots.scatter, plots.radar):
         assert "From replays in the simulator." in words(draw({"a": {5.0: FAST}}))

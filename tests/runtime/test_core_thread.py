@@ -14,7 +14,7 @@ import pytest
 from trinity.core import InstanceCore
 from trinity.core.messages import Cancel, Close, Encode, MediaSpan, Prefill, Sampled, Step, Tick, Value
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.runtime.core_thread import CoreThread, Stop
@@ -245,7 +245,7 @@ async def test_where_no_thread_can_be_had_for_a_core_the_start_fails_and_its_lan
     with pytest.raises(RuntimeError, match="can't start new thread"):
         async with asyncio.timeout(SOON_S):
             await Pipeline(
-                Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=0.001), scale=2048),
+                EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=0.001), scale=2048),
                 cache=CacheConfig(pools={"image": 4, "kv": 64}),
             ).start()
 

@@ -18,7 +18,7 @@ from support.pipeline_driver import all_tokens, good_ones, serving, threads_of
 from support.running_instances import by_hand, pipeline, request, tcp
 from trinity.core.messages import Open, Sampled, Step, Stepped
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import ConfigError
 from trinity.instance import Instance, check_form, shares
 from trinity.memory.cache_config import CacheConfig
@@ -231,10 +231,10 @@ async def test_a_core_that_is_not_there_ends_the_start() -> None:
 
 @two_cores
 async def test_processes_are_pinned_whole(waiting: Launcher) -> None:
-    paced = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=64)
+    paced = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=64)
     placed = [Instance("EP", cores=(CORES[0],)), Instance("D", cores=(CORES[1],))]
     async with Pipeline(paced, placed, hosting="process", cache=CacheConfig(pools={"image": 4, "kv": 256})) as pipe:
-        await pipe.complete(PacedRequest(text_tokens=8, max_tokens=4))
+        await pipe.complete(EmulatedRequest(text_tokens=8, max_tokens=4))
         found = {name: affinities(member.process).values() for name, member in pipe.processes.items()}
     assert {name: set(map(frozenset, each)) for name, each in found.items()} == {
         "EP0": {frozenset({CORES[0]})},

@@ -22,7 +22,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import CostTables, Roofline, get_device, interference_of
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, TrinityWarning
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
@@ -151,7 +151,7 @@ def test_both_budgets_of_a_cost_model_shrink_and_its_table_stays() -> None:
 
 @pytest.mark.parametrize(("lanes", "factor"), [(("joint",), 1.0), (DUAL, 1.6)])
 def test_a_paced_instance_with_two_lanes_keeps_its_limit_beside(lanes: tuple[str, ...], factor: float) -> None:
-    paced = Paced(
+    paced = EmulatedModel(
         shape=LLAVA_15_7B, cost=LinearCost(step_s=0.01, prefill_s=1e-4, encode_s=0.01, media_s=1e-5), interference=1.6
     )
     instance: Any = type("Loaded", (), {"spec": Instance("EPD", lanes=lanes)})()

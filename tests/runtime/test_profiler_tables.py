@@ -14,7 +14,7 @@ from support.pipeline_options import pipeline_options
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import CostTables
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ClosedError, ConfigError
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
@@ -131,7 +131,9 @@ async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
 
 async def test_what_cannot_be_measured_is_said() -> None:
     paced = Pipeline(
-        Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048), "EPD", cache=CacheConfig(pools={"image": 2, "kv": 64})
+        EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048),
+        "EPD",
+        cache=CacheConfig(pools={"image": 2, "kv": 64}),
     )
     assert paced.cost == LinearCost()
     with pytest.raises(ClosedError):

@@ -1,4 +1,4 @@
-"""The simulator, a paced pipeline and the tests' cluster: the same core gets the same events in the same order."""
+"""The simulator, an emulated pipeline and the tests' cluster: the same core gets the same events in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -111,8 +111,8 @@ def virtual(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
 
 
 async def live(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
-    model = Paced(shape=LLAVA_15_7B, cost=cost, scale=2048)
-    requests = [PacedRequest.of(row, number) for number, row in enumerate(script(placement))]
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=cost, scale=2048)
+    requests = [EmulatedRequest.of(row, number) for number, row in enumerate(script(placement))]
     named = [msgspec.structs.replace(each, request_id=str(number)) for number, each in enumerate(requests)]
     async with (
         Pipeline(model, placement, cache=CacheConfig(pools=POOLS), budgets=budgets, transfers=WHOLE) as pipe,

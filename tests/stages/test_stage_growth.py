@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from emulation.test_paced_model import IMAGES, SOURCE, TARGET, moved, prefilled
-from emulation.test_paced_model import work_of as paced_work
+from emulation.test_emulated_model import IMAGES, SOURCE, TARGET, moved, prefilled
+from emulation.test_emulated_model import work_of as paced_work
 from stages.test_language import Solo
 from stages.test_language import work as text
 from trinity.core.messages import Grow, Open, Prefill, Step
@@ -54,7 +54,7 @@ def test_what_is_to_be_prefilled_again_is_not_decoded_before() -> None:
     assert solo.step(decodes=("a",))
 
 
-def test_a_paced_table_grows_too() -> None:
+def test_an_emulated_table_grows_too() -> None:
     work = paced_work()
     site, token = prefilled(work)
     wanted = moved(work, site, token)
@@ -68,7 +68,7 @@ def test_a_paced_table_grows_too() -> None:
     assert [there.decode() for _ in range(10)] == tokens
 
 
-def test_paced_outputs_are_prefilled_again() -> None:
+def test_emulated_outputs_are_prefilled_again() -> None:
     """With its features, as a prompt followed by outputs; the next token is the one that decoding would have given."""
     work = paced_work()
     site, token = prefilled(work)

@@ -13,7 +13,7 @@ from trinity.costs import model_config
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device, Roofline
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, TrinityError
 from trinity.planner import HybridPlanner, Plan
 from trinity.traces.goodput import LEAST_REQUESTS
@@ -46,7 +46,7 @@ class Auto:
     """
 
     def __init__(
-        self, model: Path | Paced, instances: int | None, slo: SLO | None, memory_bytes: int | None = None
+        self, model: Path | EmulatedModel, instances: int | None, slo: SLO | None, memory_bytes: int | None = None
     ) -> None:
         if slo is None:
             raise ConfigError('placement="auto" plans for an SLO: give slo=trinity.SLO(ttft, tbt)')
@@ -123,7 +123,7 @@ class Auto:
 
 
 def automatic(
-    model: Path | Paced, placement: Given, instances: int | None, slo: SLO | None, memory_bytes: int | None
+    model: Path | EmulatedModel, placement: Given, instances: int | None, slo: SLO | None, memory_bytes: int | None
 ) -> tuple[Auto | None, Given | str]:
     """What plans, where a pipeline's placement is "auto", and the placement to start with."""
     if placement != "auto":
@@ -132,8 +132,8 @@ def automatic(
     return auto, auto.placement
 
 
-def _shape(model: Path | Paced) -> ModelShape:
-    if not isinstance(model, Paced):
+def _shape(model: Path | EmulatedModel) -> ModelShape:
+    if not isinstance(model, EmulatedModel):
         return model_config.read_model_shape(model)
     if isinstance(model.cost, Roofline):
         return model.cost.model

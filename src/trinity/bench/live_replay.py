@@ -12,8 +12,8 @@ from typing import Any, TypeVar, Unpack
 import msgspec
 
 from trinity.bench.lookalike import Lookalikes
-from trinity.emulation.paced_model import Paced, PacedRequest
-from trinity.emulation.processor import PacedProcessor
+from trinity.emulation.model import EmulatedModel, EmulatedRequest
+from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, TrinityWarning
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
@@ -47,9 +47,9 @@ async def replay(
     ``finish_reason`` "refused" for one that the pipeline did not take. Warns (``TrinityWarning``) where the client
     itself was more than ``late_s`` late.
 
-    All requests are made before the first is sent: ``request_of(row, number)``, else a ``PacedRequest`` for a paced
-    pipeline and ``trinity.bench.lookalike.Lookalikes`` for others. Contents that rows share are shared; nothing is
-    shared with an earlier replay, so that its caches do not help this one.
+    All requests are made before the first is sent: ``request_of(row, number)``, else an ``EmulatedRequest`` for an
+    emulated pipeline and ``trinity.bench.lookalike.Lookalikes`` for others. Contents that rows share are shared;
+    nothing is shared with an earlier replay, so that its caches do not help this one.
 
     Raises ``TraceError`` for a trace without requests, ``ClosedError`` where the pipeline fails or is closed.
     """
@@ -67,8 +67,8 @@ async def replay(
 
 def _maker(pipe: Pipeline) -> RequestOf:
     salt = f"replay {next(_salts)}/"
-    if isinstance(pipe.processor, PacedProcessor):
-        return lambda row, number: PacedRequest.of(row, number, salt)
+    if isinstance(pipe.processor, EmulatedProcessor):
+        return lambda row, number: EmulatedRequest.of(row, number, salt)
     return Lookalikes(pipe.processor, salt)
 
 
@@ -165,7 +165,7 @@ async def _replayed(
 
 
 async def measure_candidates(
-    model: str | Paced,
+    model: str | EmulatedModel,
     placements: Iterable[str | Placement],
     trace: Trace,
     slo: SLO,

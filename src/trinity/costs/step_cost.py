@@ -305,7 +305,7 @@ class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # th
         known = sorted({min(context, probe.longest) for context in contexts if context > 0})
         if not known or repeats < 1:
             raise ConfigError(
-                f"give at least one context of 1 token or more, and at least 1 repeat, got {contexts!r} and {repeats}"
+                f"give contexts of at least 1 token and at least 1 repeat, got {contexts!r} and {repeats}"
             )
         found: dict[int, dict[str, dict[int, float]]] = {context: {} for context in known}
 

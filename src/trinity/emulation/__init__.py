@@ -1,1 +1,1 @@
-"""Stages that sleep for as long as a cost model says, in place of computing; all else is real."""
+"""Emulated stages, which sleep for the time that a cost model predicts instead of computing; all else is real."""

@@ -1,4 +1,4 @@
-"""PacedProcessor: requests given as counts become work for the cores; there is no tokenizer and nothing to read."""
+"""Request processor of emulated models: turns counts into work for the cores, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
-from trinity.emulation.paced_model import Paced, PacedRequest
+from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
 from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import Processed, RequestProcessor
@@ -15,8 +15,8 @@ from trinity.request import Request, check_request
 from trinity.simulation.workload import HASHED
 
 
-class PacedTokenizer:
-    """Text for tokens that mean nothing: ``<17>``."""
+class EmulatedTokenizer:
+    """Tokenizer stand-in: decodes token 17 as ``<17>``."""
 
     added_tokens_decoder: Mapping[int, Any] = {}
 
@@ -27,32 +27,32 @@ class PacedTokenizer:
         return f"<{ids}>"
 
 
-class PacedProcessor(RequestProcessor):
-    """What a pipeline asks of a processor, for a paced model: requests are ``PacedRequest``; nothing here blocks."""
+class EmulatedProcessor(RequestProcessor):
+    """Processor of an emulated model's ``EmulatedRequest``s; nothing here blocks."""
 
-    def __init__(self, paced: Paced, *, limits: MediaLimits | None = None) -> None:
-        self.paced, self.limits = paced, limits or MediaLimits()
+    def __init__(self, model: EmulatedModel, *, limits: MediaLimits | None = None) -> None:
+        self.model, self.limits = model, limits or MediaLimits()
         self._closed = False
-        self.model_type = f"paced {paced.shape.name}"
-        self.context_length = paced.shape.context
-        self.tokenizer = PacedTokenizer()
+        self.model_type = f"emulated {model.shape.name}"
+        self.context_length = model.shape.context
+        self.tokenizer = EmulatedTokenizer()
         self.eos_ids = frozenset()
         self.media_token_ids = frozenset({PLACEHOLDER})
-        self.media_kinds = frozenset({"image"} if paced.multimodal else ())
-        self.multimodal = paced.multimodal
+        self.media_kinds = frozenset({"image"} if model.multimodal else ())
+        self.multimodal = model.multimodal
 
     def process(self, request: Request) -> Processed:
-        """Raises ``BadMedia``, ``RequestTooLarge``, ``RequestError``, each with the request's id."""
+        """Process a request. Raises ``BadMedia``, ``RequestTooLarge`` or ``RequestError`` with the request's id."""
         check_request(request)
-        if not isinstance(request, PacedRequest):
-            text = "a paced pipeline takes counts, not text: give a trinity.emulation.paced_model.PacedRequest"
+        if not isinstance(request, EmulatedRequest):
+            text = "an emulated pipeline takes counts, not text: give a trinity.emulation.model.EmulatedRequest"
             raise RequestError(text, request.request_id)
         images = self._images(request)
         prompt = sum(images) + request.text_tokens
         if not 0 < prompt < self.context_length or request.text_tokens < 1:
             text = f"a prompt of {prompt} tokens ({sum(images)} of them visual) in a context of {self.context_length}"
             raise RequestTooLarge(
-                f"{text}: it has at least one token of text and leaves room for one", request.request_id
+                f"{text}: a prompt needs at least one token of text and room for one of output", request.request_id
             )
         room = self.context_length - prompt
         work = Work(
@@ -77,22 +77,22 @@ class PacedProcessor(RequestProcessor):
     async def aclose(self) -> None:
         self.close()
 
-    def _images(self, request: PacedRequest) -> list[int]:
+    def _images(self, request: EmulatedRequest) -> list[int]:
         """Visual tokens of each image."""
         if request.image_tokens and not self.multimodal:
-            raise BadMedia(f"{self.paced.shape.name} takes text alone", request.request_id)
+            raise BadMedia(f"{self.model.shape.name} takes text alone: give no image_tokens", request.request_id)
         if request.contents and len(request.contents) != len(request.image_tokens):
             text = f"{len(request.contents)} contents for {len(request.image_tokens)} images"
             raise BadMedia(text, request.request_id)
-        rule = self.paced.shape.visual_tokens
+        rule = self.model.shape.visual_tokens
         images = [each if isinstance(each, int) else rule(*each) for each in request.image_tokens]
         if any(count < 1 for count in images) or request.all_media():
             raise BadMedia("images are given as counts of at least 1, in image_tokens=", request.request_id)
         return images
 
-    def _prompt(self, request: PacedRequest, visual: int) -> tuple[int, ...]:
-        """Placeholders, then what the text's names stand for."""
-        vocabulary, text = self.paced.shape.vocabulary, list[int]()
+    def _prompt(self, request: EmulatedRequest, visual: int) -> tuple[int, ...]:
+        """Build the prompt: placeholders of the images, then the tokens that the text's names stand for."""
+        vocabulary, text = self.model.shape.vocabulary, list[int]()
         for at, name in enumerate(request.hash_ids):
             text += prompt_ids(name, HASHED, vocabulary)[max(0, visual - at * HASHED) :]
         rest = request.text_tokens - len(text)
@@ -101,7 +101,7 @@ class PacedProcessor(RequestProcessor):
         return (PLACEHOLDER,) * visual + tuple(text[: request.text_tokens])
 
 
-def _spans(request: PacedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
+def _spans(request: EmulatedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
     spans: list[MediaSpan] = []
     offset = 0
     for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):

@@ -30,7 +30,7 @@ _NO_LIMIT = 1 << 30
 class Processed(msgspec.Struct, frozen=True):
     """A request made ready: ``inputs[i]`` holds the model's inputs for ``work.media[i]`` as tensors by name.
 
-    ``clipped``: ``max_tokens`` was cut to what the context leaves. ``emulated``: nothing will compute it (paced).
+    ``clipped``: ``max_tokens`` was cut to what the context leaves. ``emulated``: nothing will compute it.
     """
 
     work: Work

@@ -26,7 +26,7 @@ Forked = tuple[int, concurrent.futures.Future[int]]  # an instance's process, an
 class Launcher:
     """The process that forks instances. A pipeline starts its own, or shares the one of ``kept_launcher``.
 
-    ``torch``: have it import what takes seconds; paced instances come from one that does not.
+    ``torch``: have it import what takes seconds; emulated instances come from one that does not.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -149,7 +149,7 @@ class KeptLauncher:
 
 
 def kept_launcher(torch: bool = True) -> KeptLauncher:
-    """Start instances of several pipelines from one launcher; ``torch=False``: paced ones."""
+    """Start instances of several pipelines from one launcher; ``torch=False``: emulated ones."""
     return KeptLauncher(torch)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from trinity.connector import Connector
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, TrinityError
 from trinity.instance import Instance
 from trinity.remote.channel import Address
@@ -211,8 +211,8 @@ def setup_for(spec: Instance, deployment: Deployment, connector: Connector, rout
         name=spec.name,
         epoch=0,
         roles=spec.roles,
-        model="" if isinstance(deployment.model, Paced) else str(deployment.model.resolve()),
-        paced=deployment.model if isinstance(deployment.model, Paced) else None,
+        model="" if isinstance(deployment.model, EmulatedModel) else str(deployment.model.resolve()),
+        paced=deployment.model if isinstance(deployment.model, EmulatedModel) else None,
         dtype=deployment.dtype,
         device=spec.device or deployment.device,
         transport=connector.scheme,

@@ -30,7 +30,7 @@ from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.visual_tokens import decode_rule, encode_rule
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import HandshakeError
 from trinity.memory.digests import Verify
 from trinity.traces.trace import SLO
@@ -99,7 +99,7 @@ class Setup(Value, frozen=True, kw_only=True):
     read_timeout_s: float = 30.0
     verify: Verify = "network"
     transfers: TransferPolicy = TransferPolicy()
-    paced: Paced | None = None
+    paced: EmulatedModel | None = None
 
 
 class Started(Value, frozen=True):

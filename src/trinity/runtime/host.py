@@ -18,8 +18,8 @@ from trinity.core.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp
 from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.costs.pool_sizes import check_available
-from trinity.emulation.paced_model import Paced
-from trinity.emulation.stages import paced_stages
+from trinity.emulation.model import EmulatedModel
+from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
 from trinity.instance import Instance, shares
 from trinity.memory.block_memory import BlockMemory, BlockShape
@@ -70,14 +70,14 @@ class Loaded:
     """An instance with its weights, memory and stages, ready to run."""
 
     spec: Instance
-    model: LoadedModel | Paced
+    model: LoadedModel | EmulatedModel
     memory: dict[str, BlockMemory]
     stages: list[Stage]
     settings: Settings = field(init=False)
 
 
 def block_shapes(
-    roles: str, model: LoadedModel | Paced, image_block_size: int = 576, kv_block_size: int = 16
+    roles: str, model: LoadedModel | EmulatedModel, image_block_size: int = 576, kv_block_size: int = 16
 ) -> dict[str, BlockShape]:
     """Shapes of the kinds of block that these roles have (TriInfer 3.3, 4.4: E has no KV cache, D no image cache)."""
     shapes: dict[str, BlockShape] = {}
@@ -113,7 +113,7 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
 
 def build(
     spec: Instance,
-    model: LoadedModel | Paced,
+    model: LoadedModel | EmulatedModel,
     pools: Mapping[str, int],
     rules: BatchRules,
     blocks: tuple[int, int],
@@ -152,15 +152,15 @@ def build(
 
 def _stages(
     spec: Instance,
-    model: LoadedModel | Paced,
+    model: LoadedModel | EmulatedModel,
     memory: Mapping[str, BlockMemory],
     observe: Callable[..., None] | None,
 ) -> list[Stage]:
     """What runs on the instance's lanes: its own stages, and trinity's for the other letters."""
-    if isinstance(model, Paced):
+    if isinstance(model, EmulatedModel):
         if spec.stages or observe is not None:
-            raise ConfigError("paced instances compute nothing: stages= and observe= need a checkpoint")
-        return list(paced_stages(model, spec.roles, spec.lanes, memory))
+            raise ConfigError("emulated instances compute nothing: stages= and observe= need a checkpoint")
+        return list(build_emulated_stages(model, spec.roles, spec.lanes, memory))
     setup = StageSetup(spec.roles, model, memory, observe, spec.attention)
     own = own_stages(spec, setup)
     return own + built_in_stages(setup, "".join(stage.letters for stage in own))
@@ -194,7 +194,7 @@ class InstanceHost:
                 self.post,
                 self._failed,
                 self._timeline,
-                0 if isinstance(self.loaded.model, Paced) else spec.threads,
+                0 if isinstance(self.loaded.model, EmulatedModel) else spec.threads,
                 cores,
                 stream_for(spec.device, lane),
                 self.loaded.settings.depth,

@@ -15,8 +15,8 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.pool_sizes import available_memory, size_pools
 from trinity.costs.step_cost import CostTables
-from trinity.emulation.paced_model import Paced
-from trinity.emulation.processor import PacedProcessor
+from trinity.emulation.model import EmulatedModel
+from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
@@ -43,7 +43,7 @@ DEFAULT_CACHE = CacheConfig()
 class Deployment:
     """What all instances of a pipeline share: the model and everything that they are started with."""
 
-    model: Path | Paced
+    model: Path | EmulatedModel
     dtype: str = "auto"
     device: str = "cpu"
     slo: SLO | None = None
@@ -55,9 +55,9 @@ class Deployment:
     shared: bool = False  # pools in memory files, which other processes can map
 
 
-def config_digest(model: Path | Paced) -> str:
+def config_digest(model: Path | EmulatedModel) -> str:
     """What front end and instances must agree on before weights are compared: the checkpoint's config.json."""
-    if isinstance(model, Paced):
+    if isinstance(model, EmulatedModel):
         return model.fingerprint
     try:
         return hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:16]
@@ -65,18 +65,18 @@ def config_digest(model: Path | Paced) -> str:
         raise ConfigError(f"{model} has no config.json that can be read: {error}") from error
 
 
-def model_of(model: str | Path | Paced) -> Path | Paced:
-    """A checkpoint's directory, or a paced model. Raises ``ConfigError`` where there is none."""
-    if isinstance(model, Paced):
+def model_of(model: str | Path | EmulatedModel) -> Path | EmulatedModel:
+    """A checkpoint's directory, or an emulated model. Raises ``ConfigError`` where there is none."""
+    if isinstance(model, EmulatedModel):
         return model
     check_directory(Path(model))
     return Path(model)
 
 
-def make_processor(model: Path | Paced, limits: MediaLimits | None = None) -> RequestProcessor:
+def make_processor(model: Path | EmulatedModel, limits: MediaLimits | None = None) -> RequestProcessor:
     """The model's request processor. Blocks: run it on a thread."""
-    if isinstance(model, Paced):
-        return PacedProcessor(model, limits=limits)
+    if isinstance(model, EmulatedModel):
+        return EmulatedProcessor(model, limits=limits)
     return RequestProcessor(model, limits=limits)
 
 
@@ -109,8 +109,8 @@ def profiled(
     Each stage is measured on the first instance that has it. Weights are those of ``hosts``, or loaded here. Blocks:
     run it on a thread. Raises ``ConfigError`` where costs were given by hand, or instances run elsewhere or differ.
     """
-    if isinstance(deployment.model, Paced):
-        raise ConfigError("a paced pipeline waits for given costs (Pipeline.cost): there is nothing to measure")
+    if isinstance(deployment.model, EmulatedModel):
+        raise ConfigError("an emulated pipeline waits for given costs (Pipeline.cost): there is nothing to measure")
     away = [spec.name for spec in instances if spec.address]
     devices = {spec.device or deployment.device for spec in instances}
     if away or len(devices) > 1:
@@ -137,8 +137,8 @@ def _settled(deployment: Deployment, spec: Instance, here: Sequence[Instance]) -
     return replace(spec, device=spec.device or deployment.device, pack=pack)
 
 
-def _model(deployment: Deployment, spec: Instance) -> LoadedModel | Paced:
-    if isinstance(deployment.model, Paced):
+def _model(deployment: Deployment, spec: Instance) -> LoadedModel | EmulatedModel:
+    if isinstance(deployment.model, EmulatedModel):
         return deployment.model
     from trinity.stages.models import load_model
 
@@ -158,7 +158,9 @@ def make_hosts(
     return hosts
 
 
-def _pools(deployment: Deployment, spec: Instance, model: LoadedModel | Paced, instances: int) -> dict[str, int]:
+def _pools(
+    deployment: Deployment, spec: Instance, model: LoadedModel | EmulatedModel, instances: int
+) -> dict[str, int]:
     """Blocks by kind: by hand, from a memory budget, or a share of what is free."""
     pools = spec.pools if spec.pools is not None else deployment.cache.pools if spec.memory_bytes is None else None
     if pools is not None:
@@ -192,7 +194,7 @@ def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor
     budgets = deployment.budgets
     if budgets is None and deployment.slo is not None and instance.spec.rules is None:
         limit = latency_bound(instance.spec.roles, deployment.slo.ttft, deployment.slo.tbt)
-        if isinstance(instance.model, Paced):
+        if isinstance(instance.model, EmulatedModel):
             budgets = paced_budgets(instance.model, instance, limit)
         else:
             assert processor is not None
@@ -210,9 +212,9 @@ def _rules(deployment: Deployment, instance: Loaded, processor: RequestProcessor
     return replace(rules, token_budget=tokens or rules.token_budget, image_budget=media)
 
 
-def _image_tokens(model: LoadedModel | Paced, processor: RequestProcessor | None) -> int:
+def _image_tokens(model: LoadedModel | EmulatedModel, processor: RequestProcessor | None) -> int:
     """Visual tokens of a usual image; 1 where the model has none."""
-    if isinstance(model, Paced):
+    if isinstance(model, EmulatedModel):
         return model.shape.image_tokens if model.multimodal else 1
     assert processor is not None
     return processor.dummy_inputs()[0].tokens if processor.multimodal else 1

@@ -28,7 +28,7 @@ from trinity.costs.budgets import (
     search_budget,
 )
 from trinity.costs.step_cost import CostTables
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.memory import native
@@ -123,7 +123,7 @@ def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
     import transformers
 
     model, spec = loaded.model, loaded.spec
-    assert not isinstance(model, Paced), "a paced instance has its budgets from its cost model"
+    assert not isinstance(model, EmulatedModel), "an emulated instance has its budgets from its cost model"
     return BudgetKey(
         model=model.fingerprint,
         dtype=str(model.dtype),
@@ -282,7 +282,7 @@ def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], N
             stage.close(request.work.request)
 
 
-def paced_budgets(paced: Paced, loaded: Loaded, limit_s: float) -> StepBudgets:
+def paced_budgets(paced: EmulatedModel, loaded: Loaded, limit_s: float) -> StepBudgets:
     """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
     image = paced.shape.image_tokens if paced.multimodal else 0
     beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from emulation.test_paced_serving import MODEL, POOLS
+from emulation.test_emulated_serving import MODEL, POOLS
 from support.core_tables import done, kv_offer, make_core, peer_up, sent, work
 from support.scenarios import Linear
 from trinity.core import InstanceCore
@@ -36,7 +36,7 @@ from trinity.core.messages import (
 from trinity.core.routing import LeastLoaded, RoundRobin, Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.emulation.paced_model import PacedRequest
+from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.wire import decode, encode
@@ -256,7 +256,7 @@ def test_cores_and_front_end_keep_them() -> None:
 @pytest.mark.parametrize("hosting", ["thread", "process"])
 async def test_a_pipeline_knows_how_its_instances_stand(hosting: Any) -> None:
     async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS)) as pipe:
-        await pipe.complete(PacedRequest(text_tokens=40, image_tokens=(5,), max_tokens=8))
+        await pipe.complete(EmulatedRequest(text_tokens=40, image_tokens=(5,), max_tokens=8))
         async with asyncio.timeout(LIVENESS_S):
             while set(pipe.loads) != {"E0", "P0", "D0"} or not _settled(pipe.loads):
                 await asyncio.sleep(0.02)

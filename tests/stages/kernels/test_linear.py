@@ -13,7 +13,7 @@ from torch import nn
 from support.checkpoint_files import checkpoint
 from trinity import Instance
 from trinity.connector import Connector
-from trinity.emulation.paced_model import Paced
+from trinity.emulation.model import EmulatedModel
 from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
 from trinity.remote.supervisor import setup_for
@@ -210,7 +210,7 @@ def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, as
     loaded = load(
         Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
     )
-    languages = [each.model.language for each in loaded if not isinstance(each.model, Paced)]
+    languages = [each.model.language for each in loaded if not isinstance(each.model, EmulatedModel)]
     kinds = [{type(layer) for layer in part.modules() if isinstance(layer, nn.Linear)} for part in languages if part]
     expected = {"packed": {PackedLinear}, "plain": {OneDnnLinear}}
     assert kinds == [expected[name] for name in wanted.split()][: len(kinds)]

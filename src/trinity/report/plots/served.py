@@ -318,7 +318,7 @@ def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Fi
     labelled(axes, "Where a request's time goes", "mean time of a request (ms)", "deployment")
     picture.legend(loc="outside right upper", fontsize=9)
     emulated = [name for name, each in served.items() if _emulated(each)]
-    noted(picture, [f"Emulated by paced stages: {', '.join(emulated)}."] if emulated else [])
+    noted(picture, [f"Emulated, not computed: {', '.join(emulated)}."] if emulated else [])
     return picture
 
 

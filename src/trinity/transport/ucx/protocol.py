@@ -169,7 +169,7 @@ class Bytes:
 
 
 def _flat_on_gpu(memory: BlockMemory) -> Any:
-    import torch  # paced instances have none
+    import torch  # emulated instances have none
 
     return memory.tensor.view(-1).view(torch.uint8)
 

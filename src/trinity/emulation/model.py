@@ -1,13 +1,13 @@
-"""Paced: a model that waits in place of computing. Everything that it shows is emulation, and says so.
+"""Emulated models, whose stages wait instead of computing; all that they show is emulation, and says so.
 
-Cores, sockets, leases and blocks are real; a stage sleeps for the time that a cost model gives, and blocks are smaller
-by a printed factor. No checkpoint, no tokenizer, no torch.
+Cores, sockets, leases and blocks are real. A stage sleeps for the time that a cost model predicts, and blocks are
+smaller by a printed factor. Needs no checkpoint, no tokenizer and no torch.
 
 ::
 
-    model = Paced(shape=LLAVA_15_7B, cost=LinearCost(step_s=0.02, prefill_s=1e-4), scale=1024)
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=0.02, prefill_s=1e-4), scale=1024)
     async with Pipeline(model, "1E1P1D") as pipe:
-        output = await pipe.complete(PacedRequest(text_tokens=40, image_tokens=(576,), max_tokens=16))
+        output = await pipe.complete(EmulatedRequest(text_tokens=40, image_tokens=(576,), max_tokens=16))
     output.emulated  # True
 """
 
@@ -33,10 +33,17 @@ WORD = 8  # blocks hold 64-bit words
 
 
 class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model decides how large its blocks are.
+    """Dimensions of an emulated model that determine the size of its blocks. Raises ``ConfigError``.
 
-    ``image_width``: features of a row of the image cache, 0 for a model of text alone. An image has ``image_tokens``
-    rows or, with ``image_pixels``, one for each square of so many pixels, and at most ``image_tokens``.
+    name: name of the model.
+    layers, kv_heads: layers of the language model, and its key-value heads.
+    head_dim (elements): width of a head.
+    dtype_bytes (bytes, 2): size of an element.
+    image_width (elements, 0): width of a row of the image cache; 0 for a model of text alone.
+    image_tokens (visual tokens, 576): rows of an image; with ``image_pixels``, their maximum.
+    image_pixels (pixels, 0): edge of the square that becomes one row; 0 gives every image ``image_tokens`` rows.
+    vocabulary (tokens, 32000): size of the vocabulary, at least 16.
+    context (tokens, 4096): longest sequence.
     """
 
     name: str
@@ -55,11 +62,13 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         counts |= {"dtype_bytes": self.dtype_bytes, "image_tokens": self.image_tokens, "context": self.context - 1}
         wrong = [name for name, count in counts.items() if count < 1]
         if wrong or self.image_width < 0 or self.image_pixels < 0 or self.vocabulary < 16:
-            raise ConfigError(f"{self!r}: sizes of a model are at least 1 (a vocabulary 16); check {', '.join(wrong)}")
+            raise ConfigError(
+                f"{self!r}: sizes of a model must be at least 1 (a vocabulary 16); check {', '.join(wrong)}"
+            )
 
     @classmethod
     def of(cls, model: ModelShape) -> EmulatedShape:
-        """That of a model of ``trinity.costs.model_shape``, with as many rows for every image as a usual one has."""
+        """Take the dimensions of a ``trinity.costs.model_shape.ModelShape``; every image has a typical one's rows."""
         language = model.language
         return cls(
             name=model.name,
@@ -74,14 +83,14 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def visual_tokens(self, width: int, height: int) -> int:
-        """Rows of the image cache for an image of so many pixels."""
+        """Rows of the image cache for an image of ``width`` x ``height`` pixels."""
         if not self.image_pixels:
             return self.image_tokens
         squares = math.ceil(width / self.image_pixels) * math.ceil(height / self.image_pixels)
         return max(1, min(squares, self.image_tokens))
 
     def row_bytes(self, kind: str) -> int:
-        """Bytes of one row of a block: an image's features, or one token's keys and values in one layer."""
+        """Bytes of one row of a block: a visual token's features, or a token's keys and values in one layer."""
         values = self.image_width if kind == IMAGE else 2 * self.kv_heads * self.head_dim
         return values * self.dtype_bytes
 
@@ -91,12 +100,16 @@ LLAVA_15_7B = EmulatedShape(
 )
 
 
-class Paced(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to hand to a Pipeline in place of a checkpoint. It travels to instance processes.
+class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Emulated model, given to a ``Pipeline`` in place of a checkpoint; instance processes get it too.
 
-    ``scale`` divides the bytes of blocks, as far as whole words of 8 bytes a row and layer allow: ``factor`` is what
-    came of it. ``interference``: on an instance with two lanes, how many times longer each takes while both are busy.
-    Raises ``ConfigError``.
+    shape: dimensions of the model.
+    cost: cost model that says how long steps take.
+    scale (factor, 1): divides the bytes of blocks, down to one word of 8 bytes for each row and layer; ``factor`` tells
+        the division reached.
+    interference (factor, 1): slow-down of each lane of an instance while both lanes are busy.
+
+    Raises ``ConfigError`` for values out of range.
     """
 
     shape: EmulatedShape
@@ -106,37 +119,39 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not (1 <= self.scale < math.inf and 1 <= self.interference < math.inf):
-            raise ConfigError(f"scale and interference are at least 1, got {self.scale} and {self.interference}")
+            raise ConfigError(f"scale and interference must be at least 1, got {self.scale} and {self.interference}")
 
     @property
     def multimodal(self) -> bool:
+        """True for a model with an encoder."""
         return self.shape.image_width > 0
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal models: instances that differ in it refuse each other."""
-        said = msgspec.json.encode(self, enc_hook=encode_rule)
-        travelled = msgspec.json.decode(said, type=Paced, dec_hook=decode_rule)  # 4 is 4.0 there
-        return "paced-" + hashlib.sha256(msgspec.json.encode(travelled, enc_hook=encode_rule)).hexdigest()[:24]
+        """Digest of the model, equal for equal models; instances with different digests refuse each other."""
+        sent = msgspec.json.encode(self, enc_hook=encode_rule)
+        received = msgspec.json.decode(sent, type=EmulatedModel, dec_hook=decode_rule)  # where 4 became 4.0
+        return "emulated-" + hashlib.sha256(msgspec.json.encode(received, enc_hook=encode_rule)).hexdigest()[:24]
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of weights: none."""
         return 0
 
     def words(self, kind: str) -> int:
-        """64-bit words of one row (in one layer) of a block."""
+        """Number of 64-bit words in one row (and layer) of a block."""
         return max(1, math.ceil(self.shape.row_bytes(kind) / self.scale / WORD))
 
     def factor(self, kind: str) -> float:
-        """How many times smaller blocks of this kind are than the model's."""
+        """Factor by which blocks of this kind are smaller than the model's."""
         return self.shape.row_bytes(kind) / (self.words(kind) * WORD)
 
     def image_shape(self, rows: int) -> BlockShape | None:
-        """[rows, words]; None for a model of text alone."""
+        """Shape of an image block: [rows, words] of uint64; None for a model of text alone."""
         return BlockShape(IMAGE, (rows, self.words(IMAGE)), np.dtype(np.uint64)) if self.multimodal else None
 
     def kv_shape(self, rows: int) -> BlockShape:
-        """[layers, rows, words]: a group of layers is one piece of a block, as in the model's."""
+        """Shape of a KV block: [layers, rows, words] of uint64; a group of layers is contiguous, as in a real model."""
         return BlockShape(KV, (self.shape.layers, rows, self.words(KV)), np.dtype(np.uint64))
 
     def _source(self) -> str:
@@ -149,13 +164,17 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
         return f"emulation of {self.shape.name} (stages wait: {self._source() or 'costs as given'}; payload {payload})"
 
 
-class PacedRequest(Request, frozen=True, kw_only=True):
-    """A request of a paced pipeline, as counts: its images' visual tokens come first, then ``text_tokens``.
+class EmulatedRequest(Request, frozen=True, kw_only=True):
+    """Request of an emulated pipeline, given as counts; its images come first, then its text.
 
-    An image is a count of visual tokens, or (width, height) in pixels for the model's rule. ``contents`` names the
-    images' contents (equal names are equal images), ``text`` that of the text: requests of equal names share prefixes.
-    Without names nothing is shared. ``hash_ids`` name the prompt's first pieces of 512 tokens instead, as Mooncake's
-    traces do; images keep their places. ``max_tokens`` tokens come out.
+    text_tokens (tokens, 1): text of the prompt.
+    image_tokens (()): for each image its visual tokens, or (width, height) in pixels for the model's rule.
+    contents (names, ()): contents of the images; equal names are equal images. Without names nothing is shared.
+    text (name, None): content of the text; requests with equal names share prefixes.
+    hash_ids (names, ()): contents of the prompt's first pieces of 512 tokens instead, as in Mooncake's traces; images
+        keep their places.
+
+    The output has ``max_tokens`` tokens.
     """
 
     prompt: str | None = ""
@@ -166,12 +185,12 @@ class PacedRequest(Request, frozen=True, kw_only=True):
     hash_ids: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, row: TraceRow, number: int = 0, salt: str = "") -> PacedRequest:
-        """A request like a trace's row: as many tokens of text, of each image, and of output.
+    def of(cls, row: TraceRow, number: int = 0, salt: str = "") -> EmulatedRequest:
+        """Build a request with the text, image and output tokens of a trace's row.
 
-        An image whose tokens the row does not know is given by its pixels. ``number`` names the contents that the row
-        does not; ``salt`` goes before every name, so that one serving's contents are not in caches of another's. Equal
-        ``hash_ids`` are equal text, as for a simulator.
+        An image whose tokens the row does not record is given by its pixels. ``number`` names contents that the row
+        does not name. ``salt`` precedes every name, so that a later replay finds nothing in the caches of an earlier
+        one. Equal ``hash_ids`` are equal text, as in the simulator.
         """
         images = tuple(image.tokens or (image.width or 1, image.height or 1) for image in row.images)
         named = tuple(f"{salt}{image.content or f'{number}.{at}'}" for at, image in enumerate(row.images))

@@ -1,6 +1,6 @@
 """Emulation: eight instances in processes of their own serve a hundred requests with stages that wait, not compute.
 
-python examples/paced.py [PLACEMENT]         2E3P3D unless you say otherwise
+python examples/emulation.py [PLACEMENT]         2E3P3D unless you say otherwise
 
 Cores, processes, sockets, leases and blocks are real; blocks have the shape of LLaVA-1.5-7B's and fewer bytes. Costs
 are those of a tiny model on a CPU: put your own in, and the times mean something.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
@@ -32,11 +32,11 @@ TINY = LinearCost(
 REQUESTS, PER_SECOND = 100, 40.0
 
 
-def requests(seed: int = 0) -> list[PacedRequest]:
+def requests(seed: int = 0) -> list[EmulatedRequest]:
     """None to two images, a question, an answer."""
     draw = random.Random(seed)
     return [
-        PacedRequest(
+        EmulatedRequest(
             text_tokens=draw.randint(10, 200),
             image_tokens=(576,) * draw.choice((0, 1, 1, 2)),
             max_tokens=draw.randint(8, 48),
@@ -46,7 +46,7 @@ def requests(seed: int = 0) -> list[PacedRequest]:
     ]
 
 
-async def serve(pipe: Pipeline, asked: Sequence[PacedRequest], per_second: float) -> list[Output]:
+async def serve(pipe: Pipeline, asked: Sequence[EmulatedRequest], per_second: float) -> list[Output]:
     """Requests arrive one after another, whether or not those before are done."""
     going = []
     for request in asked:
@@ -76,7 +76,7 @@ def lateness(timeline: Timeline) -> str:
 
 
 async def main(placement: str = "2E3P3D", per_second: float = PER_SECOND) -> list[Output]:
-    model = Paced(shape=LLAVA_15_7B, cost=TINY, scale=1024)
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=TINY, scale=1024)
     async with Pipeline(
         model, placement, hosting="process", cache=CacheConfig(pools={"image": 64, "kv": 2048})
     ) as pipe:

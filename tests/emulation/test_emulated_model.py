@@ -1,4 +1,4 @@
-"""Paced models and stages: what travels, what is waited for, and that wrong blocks are seen."""
+"""Emulated models and stages: what travels, what is waited for, and that wrong blocks are seen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from trinity.core.messages import IMAGE, KV, Encode, Open, Prefill, Step, Work
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.content import expected_tokens, features, identities, prefix_words, prompt_ids
-from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced, PacedRequest
-from trinity.emulation.processor import PacedProcessor
-from trinity.emulation.sleep import Pace
-from trinity.emulation.stages import PacedStage, paced_stages
+from trinity.emulation.content import expected_tokens, feature_words, identity_words, prefix_words, prompt_ids
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
+from trinity.emulation.processor import EmulatedProcessor
+from trinity.emulation.sleep import EmulatedDevice
+from trinity.emulation.stages import EmulatedStage, build_emulated_stages
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.request import Request, Sampling
@@ -27,13 +27,13 @@ from trinity.stages.base import Stage
 from trinity.traces.trace import TraceImage, TraceRow
 
 SHAPE = EmulatedShape(name="small", layers=3, kv_heads=2, head_dim=16, image_width=64, image_tokens=6, vocabulary=1000)
-MODEL = Paced(shape=SHAPE, cost=LinearCost(source="nothing takes time"), scale=8)
+MODEL = EmulatedModel(shape=SHAPE, cost=LinearCost(source="nothing takes time"), scale=8)
 ROWS, HEIGHT = 4, 4  # rows of an image block, tokens of a KV block
 
 
 def work_of(text: int = 9, images: tuple[int, ...] = (6,), tokens: int = 12, **named: Any) -> Work:
-    request = PacedRequest(text_tokens=text, image_tokens=images, max_tokens=tokens, request_id="r", **named)
-    return PacedProcessor(MODEL).process(request).work
+    request = EmulatedRequest(text_tokens=text, image_tokens=images, max_tokens=tokens, request_id="r", **named)
+    return EmulatedProcessor(MODEL).process(request).work
 
 
 @dataclass
@@ -41,15 +41,15 @@ class Site:
     """One instance's memory and stage."""
 
     letters: str
-    model: Paced = MODEL
+    model: EmulatedModel = MODEL
     memory: dict[str, BlockMemory] = field(init=False)
-    stage: PacedStage = field(init=False)
+    stage: EmulatedStage = field(init=False)
 
     def __post_init__(self) -> None:
         image = self.model.image_shape(ROWS)
         assert image is not None
         self.memory = {IMAGE: BlockMemory(image, 8), KV: BlockMemory(self.model.kv_shape(HEIGHT), 16)}
-        self.stage = paced_stages(self.model, self.letters, ("joint",), self.memory)[0]
+        self.stage = build_emulated_stages(self.model, self.letters, ("joint",), self.memory)[0]
 
     def raw(self, kind: str) -> np.ndarray:
         found = self.memory[kind].raw
@@ -182,12 +182,12 @@ def test_a_stage_is_a_stage_and_features_must_fit() -> None:
     assert isinstance(site.stage, Stage)
     with pytest.raises(StageError, match="6 rows do not fit 1 blocks of 4"):
         site.encode(work_of(), (0,))
-    lanes = paced_stages(MODEL, "EPD", ("vision", "language"), site.memory)
+    lanes = build_emulated_stages(MODEL, "EPD", ("vision", "language"), site.memory)
     assert [stage.letters for stage in lanes] == ["E", "PD"]
 
 
 def test_content_is_a_function_of_the_prefix() -> None:
-    one, two = (identities(work_of(text=each)) for each in (5, 9))
+    one, two = (identity_words(work_of(text=each)) for each in (5, 9))
     longer = prefix_words(two)[1]
     assert list(prefix_words(one)[1]) == list(longer[: len(one)])
     changed = two.copy()
@@ -195,7 +195,7 @@ def test_content_is_a_function_of_the_prefix() -> None:
     assert [bool(same) for same in prefix_words(changed)[1] == longer].index(False) == 3
     assert not (prefix_words(changed)[1][3:] == longer[3:]).any()
     assert prompt_ids("a", 4, 100) == prompt_ids("a", 9, 100)[:4] != prompt_ids("b", 4, 100)
-    assert len(set(features("cat", 50)) | set(features("dog", 50))) == 100
+    assert len(set(feature_words("cat", 50)) | set(feature_words("dog", 50))) == 100
 
 
 # ---------------------------------------------------------------- time
@@ -216,7 +216,7 @@ def test_a_step_takes_as_long_as_the_cost_model_says_and_writes_at_its_end() -> 
 
 
 def test_lanes_that_are_busy_together_slow_each_other_down() -> None:
-    pace = Pace(interference=2.0)
+    pace = EmulatedDevice(interference=2.0)
     took: dict[str, float] = {}
 
     def run(name: str, seconds: float) -> None:
@@ -241,7 +241,7 @@ def test_lanes_that_are_busy_together_slow_each_other_down() -> None:
 
 
 def test_payload_is_divided_by_what_is_printed() -> None:
-    full = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=1)
+    full = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=1)
     assert full.kv_shape(16).block_bytes == 32 * 2 * 32 * 16 * 128 * 2
     assert msgspec.structs.replace(full, scale=512).kv_shape(16).block_bytes * 512 == full.kv_shape(16).block_bytes
     image, scaled = full.image_shape(576), msgspec.structs.replace(full, scale=512).image_shape(576)
@@ -279,8 +279,8 @@ def test_a_step_costs_by_what_its_rows_look_back_on() -> None:
     [
         lambda: LinearCost(step_s=-1.0),
         lambda: LinearCost(media_s=math.nan),
-        lambda: Paced(shape=SHAPE, cost=LinearCost(), scale=0.5),
-        lambda: Paced(shape=SHAPE, cost=LinearCost(), interference=0.9),
+        lambda: EmulatedModel(shape=SHAPE, cost=LinearCost(), scale=0.5),
+        lambda: EmulatedModel(shape=SHAPE, cost=LinearCost(), interference=0.9),
         lambda: EmulatedShape(name="flat", layers=0, kv_heads=1, head_dim=1),
         lambda: EmulatedShape(name="few", layers=1, kv_heads=1, head_dim=1, vocabulary=9),
     ],
@@ -306,22 +306,22 @@ def test_counts_become_work() -> None:
         (0, 6, 6, "cat:6"),
         (6, 2, 2, "dog:2"),
     ]
-    processed = PacedProcessor(MODEL).process(PacedRequest(text_tokens=4000, max_tokens=500))
+    processed = EmulatedProcessor(MODEL).process(EmulatedRequest(text_tokens=4000, max_tokens=500))
     assert (processed.clipped, processed.emulated, processed.work.max_tokens) == (True, True, 96)
 
 
 def test_a_row_of_a_trace_becomes_a_request() -> None:
     row = TraceRow(timestamp=0, input_length=30, output_length=4, images=[TraceImage(tokens=6, content="cat")])
-    request = PacedRequest.of(row)
+    request = EmulatedRequest.of(row)
     assert (request.text_tokens, request.image_tokens, request.contents, request.max_tokens) == (24, (6,), ("cat",), 4)
-    assert PacedRequest.of(TraceRow(timestamp=0, input_length=0, output_length=0), 3).max_tokens == 1
-    assert PacedRequest.of(row, 3, "again/").contents == ("again/cat",)
+    assert EmulatedRequest.of(TraceRow(timestamp=0, input_length=0, output_length=0), 3).max_tokens == 1
+    assert EmulatedRequest.of(row, 3, "again/").contents == ("again/cat",)
     sized = [TraceImage(width=56, height=28), TraceImage()]
     row = TraceRow(timestamp=0, input_length=30, text_length=11, output_length=4, images=sized, session="s")
-    request = PacedRequest.of(row, 3)
+    request = EmulatedRequest.of(row, 3)
     assert (request.text_tokens, request.image_tokens, request.session) == (11, ((56, 28), (1, 1)), "s")
     assert request.contents == ("3.0", "3.1")
-    spans = PacedProcessor(MODEL).process(request).work.media
+    spans = EmulatedProcessor(MODEL).process(request).work.media
     assert [(span.width, span.height, span.tokens) for span in spans] == [(56, 28, 6), (1, 1, 6)]
 
 
@@ -329,17 +329,17 @@ def test_a_row_of_a_trace_becomes_a_request() -> None:
     ("request_", "error"),
     [
         (Request("text"), RequestError),
-        (PacedRequest(text_tokens=0), RequestTooLarge),
-        (PacedRequest(text_tokens=4096), RequestTooLarge),
-        (PacedRequest(text_tokens=2, image_tokens=(0,)), BadMedia),
-        (PacedRequest(text_tokens=2, image_tokens=(6,), contents=("a", "b")), BadMedia),
-        (PacedRequest(text_tokens=2, images=["cat.jpg"]), BadMedia),
-        (PacedRequest(text_tokens=2, max_tokens=0), RequestError),
+        (EmulatedRequest(text_tokens=0), RequestTooLarge),
+        (EmulatedRequest(text_tokens=4096), RequestTooLarge),
+        (EmulatedRequest(text_tokens=2, image_tokens=(0,)), BadMedia),
+        (EmulatedRequest(text_tokens=2, image_tokens=(6,), contents=("a", "b")), BadMedia),
+        (EmulatedRequest(text_tokens=2, images=["cat.jpg"]), BadMedia),
+        (EmulatedRequest(text_tokens=2, max_tokens=0), RequestError),
     ],
 )
 def test_a_bad_request_is_refused(request_: Request, error: type[Exception]) -> None:
     with pytest.raises(error):
-        PacedProcessor(MODEL).process(request_)
+        EmulatedProcessor(MODEL).process(request_)
 
 
 def test_a_model_of_text_alone_takes_no_images() -> None:
@@ -347,7 +347,7 @@ def test_a_model_of_text_alone_takes_no_images() -> None:
     assert model.image_shape(4) is None
     assert "image" not in str(model)
     with pytest.raises(BadMedia, match="text alone"):
-        PacedProcessor(model).process(PacedRequest(image_tokens=(6,)))
+        EmulatedProcessor(model).process(EmulatedRequest(image_tokens=(6,)))
 
 
 def test_hash_ids_name_pieces_of_512_tokens_at_their_places_in_the_prompt() -> None:
@@ -363,13 +363,13 @@ def test_hash_ids_name_pieces_of_512_tokens_at_their_places_in_the_prompt() -> N
 @pytest.mark.parametrize("visual", [512, 513, 1030])
 def test_pieces_that_images_cover_are_left_out(visual: int) -> None:
     shape = msgspec.structs.replace(SHAPE, image_tokens=2000)
-    request = PacedRequest(text_tokens=40, image_tokens=(visual,), hash_ids=("a", "b", "c"), text="rest")
-    prompt = PacedProcessor(msgspec.structs.replace(MODEL, shape=shape)).process(request).work.prompt
+    request = EmulatedRequest(text_tokens=40, image_tokens=(visual,), hash_ids=("a", "b", "c"), text="rest")
+    prompt = EmulatedProcessor(msgspec.structs.replace(MODEL, shape=shape)).process(request).work.prompt
     pieces = [token for name in "abc" for token in prompt_ids(name, 512, SHAPE.vocabulary)]
     assert prompt[visual:] == tuple(pieces[visual : visual + 40])
 
 
 def test_a_row_s_hash_ids_are_salted_as_its_images_are() -> None:
     row = TraceRow(timestamp=0, input_length=600, output_length=2, text_length=600, hash_ids=[7, 8])
-    assert PacedRequest.of(row, salt="x/").hash_ids == ("x/7", "x/8")
-    assert PacedRequest.of(row).hash_ids == ("7", "8")
+    assert EmulatedRequest.of(row, salt="x/").hash_ids == ("x/7", "x/8")
+    assert EmulatedRequest.of(row).hash_ids == ("7", "8")

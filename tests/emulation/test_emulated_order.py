@@ -1,4 +1,4 @@
-"""A paced pipeline and the virtual cluster: the same core gets the same events in the same order."""
+"""An emulated pipeline and the virtual cluster: the same core gets the same events in the same order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.content import expected_tokens
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
-from trinity.emulation.processor import PacedProcessor
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
+from trinity.emulation.processor import EmulatedProcessor
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
 
-MODEL = Paced(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)
+MODEL = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)
 WHOLE = TransferPolicy(kv="off")  # the cluster tells of layers at times of its own
 POOLS = {"image": 12, "kv": 400}
 LIVENESS_S = 60.0
@@ -51,13 +51,13 @@ CASES = {
 Told = dict[str, list[Any]]
 
 
-def script(placement: str) -> list[PacedRequest]:
+def script(placement: str) -> list[EmulatedRequest]:
     """All at once: a long text (chunked), two that share an image, one with another."""
-    text = [PacedRequest(text_tokens=600, max_tokens=5, request_id="d")]
+    text = [EmulatedRequest(text_tokens=600, max_tokens=5, request_id="d")]
     images = [
-        PacedRequest(text_tokens=24, image_tokens=(576,), contents=("cat",), max_tokens=4, request_id="a"),
-        PacedRequest(text_tokens=24, image_tokens=(576,), contents=("cat",), max_tokens=3, request_id="b", text="t"),
-        PacedRequest(text_tokens=24, image_tokens=(576,), contents=("dog",), max_tokens=2, request_id="c"),
+        EmulatedRequest(text_tokens=24, image_tokens=(576,), contents=("cat",), max_tokens=4, request_id="a"),
+        EmulatedRequest(text_tokens=24, image_tokens=(576,), contents=("cat",), max_tokens=3, request_id="b", text="t"),
+        EmulatedRequest(text_tokens=24, image_tokens=(576,), contents=("dog",), max_tokens=2, request_id="c"),
     ]
     return images if placement == "1E1P1D" else [*text, *images]
 
@@ -95,7 +95,7 @@ async def live(placement: str, cost: LinearCost, rules: BatchRules) -> Told:
 @pytest.mark.parametrize("placement", CASES)
 async def test_events_come_in_the_order_of_the_virtual_cluster(placement: str) -> None:
     cost, rules = CASES[placement]
-    works = [PacedProcessor(MODEL).process(request).work for request in script(placement)]
+    works = [EmulatedProcessor(MODEL).process(request).work for request in script(placement)]
     for factor in (1, 4):  # where noise has disturbed the order, once more and slower
         wanted = virtual(placement, slowed(cost, factor), rules, works)
         found = await live(placement, slowed(cost, factor), rules)
@@ -123,6 +123,6 @@ def record(core: Any) -> list[Any]:
 
 def test_the_comparison_sees_what_differs() -> None:
     assert plain(PeerUp("a", "E")) is None
-    work = PacedProcessor(MODEL).process(script("EPD")[0]).work
+    work = EmulatedProcessor(MODEL).process(script("EPD")[0]).work
     offers = [Offer(id=name, kind="kv", source="P0", work=work, parts=()) for name in ("a", "b")]
     assert plain(offers[0]) != plain(offers[1])

@@ -1,4 +1,4 @@
-"""Costs of paced models: what a step takes, and that each kind of cost travels to other processes."""
+"""Costs of emulated models: what a step takes, and that each kind of cost travels to other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import CostTables, Roofline, get_device
 from trinity.costs.visual_tokens import decode_rule, encode_rule, fixed_tokens
-from trinity.emulation.paced_model import LLAVA_15_7B, EmulatedShape, Paced
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedShape
 from trinity.errors import ConfigError
 
 LLAVA = get_model_shape("llava-1.5-7b")
@@ -34,20 +34,21 @@ COSTS = (
 
 def test_models_travel_and_tell_each_other_apart() -> None:
     for cost in COSTS:
-        model = Paced(shape=LLAVA_15_7B, cost=cost, scale=4, interference=1.5)
+        model = EmulatedModel(shape=LLAVA_15_7B, cost=cost, scale=4, interference=1.5)
         travelled = msgspec.msgpack.encode(model, enc_hook=encode_rule)
-        again = msgspec.msgpack.decode(travelled, type=Paced, dec_hook=decode_rule)
+        again = msgspec.msgpack.decode(travelled, type=EmulatedModel, dec_hook=decode_rule)
         assert again.fingerprint == model.fingerprint
         assert str(again) == str(model)
         assert again.cost.seconds(4, 3, 5) == cost.seconds(4, 3, 5)
         assert again.cost.at(4, 3, 5, context=900, prefilled=70, prefills=2) == cost.at(
             4, 3, 5, context=900, prefilled=70, prefills=2
         )
-    assert len({Paced(shape=LLAVA_15_7B, cost=cost).fingerprint for cost in COSTS}) == len(COSTS)
+    assert len({EmulatedModel(shape=LLAVA_15_7B, cost=cost).fingerprint for cost in COSTS}) == len(COSTS)
     rules = (fixed_tokens, partial(fixed_tokens, tokens=4))
     models = (msgspec.structs.replace(LLAVA, visual_tokens=rule) for rule in rules)
     said = {
-        Paced(shape=LLAVA_15_7B, cost=Roofline(model=each, device=get_device("cpu"))).fingerprint for each in models
+        EmulatedModel(shape=LLAVA_15_7B, cost=Roofline(model=each, device=get_device("cpu"))).fingerprint
+        for each in models
     }
     assert len(said) == 2
 
@@ -55,7 +56,7 @@ def test_models_travel_and_tell_each_other_apart() -> None:
 def test_a_rule_of_visual_tokens_that_is_code_does_not_travel() -> None:
     own = msgspec.structs.replace(LLAVA, visual_tokens=lambda width, height: 7)
     with pytest.raises(ConfigError, match="cannot be sent"):
-        _ = Paced(shape=LLAVA_15_7B, cost=Roofline(model=own, device=get_device("cpu"))).fingerprint
+        _ = EmulatedModel(shape=LLAVA_15_7B, cost=Roofline(model=own, device=get_device("cpu"))).fingerprint
 
 
 def test_a_named_model_has_the_shape_of_its_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Paced pipelines: all of trinity around stages that wait. No torch in their processes; what they show says so."""
+"""Emulated pipelines: all of trinity around stages that wait. No torch in their processes; what they show says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from examples import paced as example
+from examples import emulation as example
 from support.checkpoint_files import checkpoint
 from support.paths import ROOT
 from support.running_instances import SECRET, by_hand, tcp
@@ -22,8 +22,8 @@ from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.emulation.content import expected_tokens
-from trinity.emulation.paced_model import LLAVA_15_7B, Paced, PacedRequest
-from trinity.emulation.processor import PacedProcessor
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
+from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError, MigrationError, RequestError, StageError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
@@ -35,33 +35,33 @@ from trinity.runtime.host import InstanceHost
 from trinity.traces.trace import SLO, Trace
 
 QUICK = LinearCost(step_s=0.002, decode_s=1e-5, prefill_s=2e-6, encode_s=0.003, source="made up for tests")
-MODEL = Paced(shape=LLAVA_15_7B, cost=QUICK, scale=2048)
+MODEL = EmulatedModel(shape=LLAVA_15_7B, cost=QUICK, scale=2048)
 POOLS = {"image": 12, "kv": 400}
 LIVENESS_S = 60.0
 
 
-def asked() -> list[PacedRequest]:
+def asked() -> list[EmulatedRequest]:
     """Text alone, one image, two, an image that somebody else has too, a long prompt."""
     return [
-        PacedRequest(text_tokens=21, max_tokens=12),
-        PacedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=9),
-        PacedRequest(text_tokens=40, image_tokens=(576, 576), max_tokens=20),
-        PacedRequest(text_tokens=33, image_tokens=(576,), contents=("cat",), max_tokens=3, text="shared"),
-        PacedRequest(text_tokens=64, image_tokens=(576,), contents=("cat",), max_tokens=3, text="shared"),
-        PacedRequest(text_tokens=2500, max_tokens=1),
+        EmulatedRequest(text_tokens=21, max_tokens=12),
+        EmulatedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=9),
+        EmulatedRequest(text_tokens=40, image_tokens=(576, 576), max_tokens=20),
+        EmulatedRequest(text_tokens=33, image_tokens=(576,), contents=("cat",), max_tokens=3, text="shared"),
+        EmulatedRequest(text_tokens=64, image_tokens=(576,), contents=("cat",), max_tokens=3, text="shared"),
+        EmulatedRequest(text_tokens=2500, max_tokens=1),
     ]
 
 
-def right(request: PacedRequest, model: Paced = MODEL) -> list[int]:
-    return expected_tokens(PacedProcessor(model).process(request).work, 16, model.shape.vocabulary)
+def right(request: EmulatedRequest, model: EmulatedModel = MODEL) -> list[int]:
+    return expected_tokens(EmulatedProcessor(model).process(request).work, 16, model.shape.vocabulary)
 
 
-async def serve(pipe: Pipeline, requests: list[PacedRequest]) -> list[Output]:
+async def serve(pipe: Pipeline, requests: list[EmulatedRequest]) -> list[Output]:
     async with asyncio.timeout(LIVENESS_S):
         return list(await asyncio.gather(*(pipe.complete(request) for request in requests)))
 
 
-def check(outputs: list[Output], requests: list[PacedRequest]) -> None:
+def check(outputs: list[Output], requests: list[EmulatedRequest]) -> None:
     assert [output.token_ids for output in outputs] == [right(request) for request in requests]
     assert all(output.emulated for output in outputs)
 
@@ -100,7 +100,7 @@ async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:
         (output,) = await serve(pipe, asked()[1:2])
     assert "emulated=True" in repr(output)
     assert pipe.metrics.summary()["emulated"] == 1
-    assert "emulated, by paced stages" in str(pipe.metrics)
+    assert "of them emulated" in str(pipe.metrics)
     stages = [each for each in pipe.timeline.slices() if each.lane == "joint"]
     assert {each.name for each in stages} == {"emulated encode", "emulated prefill", "emulated decode"}
     assert all("late us" in each.args for each in stages)
@@ -133,7 +133,7 @@ async def test_a_block_that_is_altered_on_its_way_ends_that_request_alone() -> N
 
         pipe.connector.pull = spoil  # type: ignore[method-assign]
         good = asked()[:2]
-        victim = PacedRequest(text_tokens=50, max_tokens=5, request_id="victim")
+        victim = EmulatedRequest(text_tokens=50, max_tokens=5, request_id="victim")
         failed, outputs = await asyncio.gather(pipe.complete(victim), serve(pipe, good), return_exceptions=True)
         assert isinstance(failed, StageError)
         assert "stale, misplaced or altered" in str(failed)
@@ -174,7 +174,7 @@ async def test_what_needs_a_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match="compute nothing"):
         await Pipeline(MODEL, [Instance("EPD", stages=["mine"])], cache=CacheConfig(pools=POOLS)).start()
     async with Pipeline(MODEL, "EPD", cache=CacheConfig(pools=POOLS)) as pipe:
-        with pytest.raises(RequestError, match="PacedRequest"):
+        with pytest.raises(RequestError, match="EmulatedRequest"):
             await pipe.complete(Request("Hello"))
 
 
@@ -219,7 +219,7 @@ def test_an_import_of_torch_would_have_been_noticed() -> None:
 
 @pytest.mark.usefixtures("no_torch")
 def test_the_program_around_them_needs_no_torch_either() -> None:
-    program = "import asyncio; from examples import paced; asyncio.run(paced.main('1E1P1D', 500.0))"
+    program = "import asyncio; from examples import emulation; asyncio.run(emulation.main('1E1P1D', 500.0))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=LIVENESS_S)
     assert run.returncode == 0, run.stderr
     assert "(ms, emulated)" in run.stdout
@@ -227,7 +227,7 @@ def test_the_program_around_them_needs_no_torch_either() -> None:
 
 @pytest.mark.usefixtures("launcher")
 async def test_a_killed_instance_is_started_again() -> None:
-    long = PacedRequest(text_tokens=9, max_tokens=3000, request_id="long")
+    long = EmulatedRequest(text_tokens=9, max_tokens=3000, request_id="long")
     async with Pipeline(MODEL, "2EP1D", cache=CacheConfig(pools=POOLS), hosting="process") as pipe:
         going = asyncio.ensure_future(pipe.complete(long))
         async with asyncio.timeout(LIVENESS_S):

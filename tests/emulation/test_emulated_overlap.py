@@ -1,4 +1,4 @@
-"""Paced stages tell of their layers as they write them, so that transfers overlap with the wait as with computing."""
+"""Emulated stages report their layers as they write them, so that transfers overlap with the wait."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from emulation.test_paced_model import HEIGHT, SOURCE, Site, work_of
-from emulation.test_paced_serving import MODEL, POOLS, asked, check, serve
+from emulation.test_emulated_model import HEIGHT, SOURCE, Site, work_of
+from emulation.test_emulated_serving import MODEL, POOLS, asked, check, serve
 from trinity.core.messages import KV, Open, Prefill, Step
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.stages import groups
+from trinity.emulation.stages import iter_layer_groups
 from trinity.errors import StageError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -23,8 +23,8 @@ from trinity.stages.base import Reporting
 
 
 def test_groups() -> None:
-    assert list(groups(7, 3)) == [(0, 3), (3, 6), (6, 7)]
-    assert list(groups(4, 4)) == list(groups(4, 9)) == [(0, 4)]
+    assert list(iter_layer_groups(7, 3)) == [(0, 3), (3, 6), (6, 7)]
+    assert list(iter_layer_groups(4, 4)) == list(iter_layer_groups(4, 9)) == [(0, 4)]
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 0])
@@ -43,7 +43,7 @@ def test_layers_are_told_when_they_are_written_and_not_before(group: int) -> Non
     row = Prefill("r", 0, len(work.prompt), True)
     sampled = site.stage.forward(Step(1, "joint", prefills=(row,), group=group))
     assert list(sampled) == ["r"]
-    wanted = [(first, end, [layer < end for layer in range(3)]) for first, end in groups(3, group or 3)]
+    wanted = [(first, end, [layer < end for layer in range(3)]) for first, end in iter_layer_groups(3, group or 3)]
     assert seen == (wanted if group else [])
 
 
