@@ -43,7 +43,7 @@ def wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
         env={**os.environ, "CMAKE_ARGS": "-DTRINITY_CUDA=OFF", **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (made,) = folder.glob("*.whl")
@@ -115,6 +115,7 @@ def test_a_wheel_that_compiled_nothing_installs_in_an_empty_environment(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)  # it compiles, for 45 seconds of one processor
 def test_a_wheel_has_the_extension_and_every_module(tmp_path: Path) -> None:
     if not native.has_extension():
         pytest.skip(native.describe())
