@@ -21,7 +21,7 @@ from tools import module_list
 from tools.check_docs import LINK, documents
 
 GUIDE = ["placements", "transports", "planning", "reliability", "gpu", "benchmarks"]
-INSIDE = ["structures", "glossary", "papers"]
+INSIDE = ["structures", "glossary", "phases", "papers"]
 NOTEBOOKS = ["examples/notebook.ipynb", "examples/plan.ipynb"]
 PAGE = ".md"
 FIRST = "README"  # becomes the page "index"

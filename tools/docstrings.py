@@ -28,7 +28,8 @@ def public_names(reference: Path) -> dict[str, str]:
 
 def restructured(lines: Sequence[str], known: Mapping[str, str]) -> list[str]:
     """The same text as reStructuredText; ``known`` names become links, indented lines of prose keep their places."""
-    return [line for block in _blocks(lines) for line in _written(block, known)]
+    written = [_written(block, known, first=not at) for at, block in enumerate(_blocks(lines))]
+    return [line for block in written for line in block]
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
@@ -47,11 +48,12 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
     yield held
 
 
-def _written(block: Sequence[str], known: Mapping[str, str]) -> list[str]:
+def _written(block: Sequence[str], known: Mapping[str, str], *, first: bool) -> list[str]:
+    """One block; the ``first``, a summary, lists no keywords."""
     text = [line for line in block if line.strip()]
     if not text or all(line.startswith(" ") for line in text) or text == ["::"]:
         return [line.replace("``", "") for line in block]  # a literal block has no marks of its own
-    if all(line.startswith(" ") or KEYWORD.fullmatch(line) for line in text):
+    if not first and all(line.startswith(" ") or KEYWORD.fullmatch(line) for line in text):
         return [item for line in block for item in _keyword(line, known)]
     escaped = [_escaped(line, known) for line in block]
     if any(line.startswith(" ") for line in text) and not text[0].startswith("- "):

@@ -113,11 +113,11 @@ def test_links_lead_to_the_pages_that_documents_become(link: str, there: str) ->
         ("- one*\n- two\n  ``save``", "- one\\*\n- two\n  :py:obj:`save <trinity.report.save>`"),
         ("a table\n  of *two*", "| a table\n|   of \\*two\\*"),
         (
-            "rate (requests/s, None): of *all*,\n    see ``save``.\n**options: others.\na, b: two",
-            "- ``rate`` (requests/s, None): of \\*all\\*,\n  see :py:obj:`save <trinity.report.save>`.\n"
+            "draw: requests.\n\nrate (requests/s, None): of *all*,\n    see ``save``.\n**options: others.\na, b: two",
+            "draw: requests.\n\n- ``rate`` (requests/s, None): of \\*all\\*,\n  see :py:obj:`save <trinity.report.save>`.\n"
             "- ``**options``: others.\n- ``a``, ``b``: two",
         ),
-        ("note: a paragraph\nof two lines", "note: a paragraph\nof two lines"),
+        ("One.\n\nnote: a paragraph\nof two lines", "One.\n\nnote: a paragraph\nof two lines"),
         ("", ""),
     ],
 )
