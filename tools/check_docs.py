@@ -1,8 +1,9 @@
 """Documents that keep up: links resolve, what they name of trinity is there, docs/structures.md has a line per package.
 
-A package's line in docs/structures.md starts with "- `its/path/`:", the path counted from src/trinity; of a package
-within a package the outer line is enough. Modules are not listed by hand: tools/module_list.py does that.
-Sources are cited by the names in docs/papers.md, never by a number of a folder that only its owner has.
+A package's line in docs/structures.md starts with "- `its/path/`:", the path counted from src/trinity; packages deeper
+than two levels need none. Modules are not listed by hand: tools/module_list.py does that. What documents name between
+backticks occurs somewhere in the sources. Sources are cited by the names in docs/papers.md, never by a number of a
+folder that only its owner has.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ NUMBERED = re.compile(r"(?:\bpapers? |\b(?:TriInfer|HydraInfer|EPD-?Serve|vLLM),
 TEXT = {".cmake", ".cpp", ".cu", ".h", ".md", ".py", ".sh", ".toml", ".txt"}
 FOLDERS = ("benchmarks", "csrc", "docs", "examples", "src", "tests", "tools")
 CODE = re.compile(r"`([\w/]+(?:/|\.py))`")
-PACKAGE = re.compile(r"^- `([\w/]+)/[\w.]*`:", re.MULTILINE)
+PACKAGE = re.compile(r"^- `([\w/]+)/`:", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HISTORY = ("CHANGELOG", "house", "renames", "renamed-files")  # they name what was
+DEEP = 2
+FOREIGN = {"kv_role", "libcudart_static"}  # others' words
 NAMING = {"": ("md", "rst", "ipynb"), "src": ("py",), "benchmarks": ("py",), "examples": ("py",)}
 HIDDEN = {".venv", ".git", ".pytest_cache", ".peers", "build", "mutants"}
 
@@ -88,13 +91,26 @@ def dead_names(root: Path) -> Iterator[str]:
                 yield from (f"{document}:{line}: there is no {name}" for name in known.dead(text))
 
 
+def unknown_words(root: Path) -> Iterator[str]:
+    """Identifiers between backticks in Markdown that occur in no source, and in no example of the document itself."""
+    known = names.words(root)
+    for document in documents(root):
+        if document.stem not in HISTORY:
+            text = document.read_text(encoding="utf-8")
+            own = {word for fence in FENCE.findall(text) for word in names.WORD.findall(fence)}
+            lines = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text).splitlines()
+            found = ((line, word) for line, each in enumerate(lines, 1) for word in names.identifiers(each))
+            unknown = ((line, word) for line, word in found if word not in known | own | FOREIGN)
+            yield from (f"{document}:{line}: nothing is called {word}" for line, word in unknown)
+
+
 def package_list(root: Path) -> Iterator[str]:
     """Packages without a line in docs/structures.md, lines without a package, modules without a docstring."""
     page, source = root / "docs/structures.md", root / "src" / "trinity"
     listed = set(PACKAGE.findall(page.read_text(encoding="utf-8")))
     there = {path.parent.relative_to(source).as_posix() for path in source.rglob("__init__.py")} - {"."}
     for package in sorted(there):
-        if not {package, *map(str, Path(package).parents)} & listed:
+        if package not in listed and package.count("/") < DEEP:
             yield f"{page}: no line for {package}/"
     yield from (f"{page}: {line}/ is not there any more" for line in sorted(listed - there))
     yield from (f"{module}: no docstring says what it is" for module in module_list.undescribed(source))
@@ -102,7 +118,7 @@ def package_list(root: Path) -> Iterator[str]:
 
 def problems(root: Path) -> list[str]:
     """Everything that documents have wrong, a line each."""
-    return [*broken_links(root), *lost_sources(root), *dead_names(root), *package_list(root)]
+    return [*broken_links(root), *lost_sources(root), *dead_names(root), *unknown_words(root), *package_list(root)]
 
 
 def main(root: Path) -> int:

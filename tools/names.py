@@ -15,7 +15,26 @@ from pathlib import Path
 
 DOTTED = re.compile(r"(?<![\w./-])trinity(?:\.[A-Za-z_]\w*)+(?![\w/*{])")
 SOURCE_FILE = re.compile(r"(?<![\w./{*>-])((?:\w[\w.]*/)*\w+\.(?:py|cpp|cu|hpp))(?![\w*])")
+WORD = re.compile(r"\w+")
+CODE = re.compile(r"`([^`]+)`")
+# CamelCase, or words joined by underscores: other words may be plain English
+IDENTIFIER = re.compile(r"\b(?:[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)*|[a-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")
+SOURCES = (".py", ".pyi", ".cpp", ".cu", ".hpp", ".txt", ".toml", ".ipynb")
 FOLDERS = ("csrc", "src/trinity", "tests", "tools", "benchmarks", "examples", "docs/site")
+
+
+def words(root: Path) -> set[str]:
+    """Every word of the sources: of a document's identifiers those that are not among them are gone."""
+    texts = [path.read_text(encoding="utf-8") for path in _files(root) if path.suffix in SOURCES]
+    texts += [
+        path.read_text(encoding="utf-8") for path in (root / "pyproject.toml", root / "Makefile") if path.exists()
+    ]
+    return {word for text in texts for word in WORD.findall(text)}
+
+
+def identifiers(line: str) -> Iterator[str]:
+    """Identifiers between the backticks of a line of Markdown."""
+    yield from (word for code in CODE.findall(line) for word in IDENTIFIER.findall(code))
 
 
 class Names:
@@ -24,7 +43,7 @@ class Names:
     def __init__(self, root: Path) -> None:
         self.source = root / "src" / "trinity"
         self.groups = _entry_point_groups(root)
-        self.files = {path.as_posix() for path in _files(root)}
+        self.files = {path.relative_to(root).as_posix() for path in _files(root)}
 
     def dead(self, text: str) -> Iterator[str]:
         """What a text names and the checkout has not, in the text's order."""
@@ -58,7 +77,7 @@ def _entry_point_groups(root: Path) -> set[str]:
 
 def _files(root: Path) -> Iterator[Path]:
     for folder in FOLDERS:
-        yield from (path.relative_to(root) for path in (root / folder).rglob("*.*") if path.is_file())
+        yield from (path for path in (root / folder).rglob("*.*") if path.is_file())
 
 
 @cache

@@ -114,8 +114,8 @@ def test_links_lead_to_the_pages_that_documents_become(link: str, there: str) ->
         ("a table\n  of *two*", "| a table\n|   of \\*two\\*"),
         (
             "draw: requests.\n\nrate (requests/s, None): of *all*,\n    see ``save``.\n**options: others.\na, b: two",
-            "draw: requests.\n\n- ``rate`` (requests/s, None): of \\*all\\*,\n  see :py:obj:`save <trinity.report.save>`.\n"
-            "- ``**options``: others.\n- ``a``, ``b``: two",
+            "draw: requests.\n\n- ``rate`` (requests/s, None): of \\*all\\*,\n"
+            "  see :py:obj:`save <trinity.report.save>`.\n- ``**options``: others.\n- ``a``, ``b``: two",
         ),
         ("One.\n\nnote: a paragraph\nof two lines", "One.\n\nnote: a paragraph\nof two lines"),
         ("", ""),
