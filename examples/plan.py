@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(plan, plan.explain(), sep="\n\n")
     written = Path(asked.html)
     written.parent.mkdir(parents=True, exist_ok=True)
-    report.save(written, plan, runs=seen(plan, trace, asked.device) if plan.met else None)
+    report.save_report(written, plan, replays=seen(plan, trace, asked.device) if plan.met else None)
     plan.save(written.with_suffix(".json"))
     print(f"\nThe report is {written}, the plan itself {written.with_suffix('.json')}.")
     if asked.open:

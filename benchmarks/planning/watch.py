@@ -20,7 +20,7 @@ import msgspec
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.adapt.drift import Proposal, Redeploy, Shift, Watch
+from trinity.adapt.drift import DemandShift, DriftDetector, Proposal, Replanner
 from trinity.costs.demand import Demand, peak_load
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
@@ -77,9 +77,9 @@ class Other:
         return self
 
 
-def proposed(redeploy: Redeploy, rows: Iterable[TraceRow]) -> list[Proposal]:
+def proposed(replanner: Replanner, rows: Iterable[TraceRow]) -> list[Proposal]:
     """What comes of a trace when every plan proposes something."""
-    found = [redeploy.planned(Other()) for row in rows if redeploy.feed(row) is not None]
+    found = [replanner.propose(Other()) for row in rows if replanner.feed(row) is not None]
     return [proposal for proposal in found if proposal is not None]
 
 
@@ -116,12 +116,12 @@ class Found(NamedTuple):
 
     seconds: float
     alarms: int
-    shift: Shift | None
+    shift: DemandShift | None
 
 
 def found_in(rows: Iterable[TraceRow], shifted_s: float, change: Change, demand: Demand) -> Found:
     """Feed a trace that changes at ``shifted_s`` until that is found."""
-    watch, alarms = Watch(demand), 0
+    watch, alarms = DriftDetector(demand), 0
     for row in rows:
         after = row.timestamp / 1000 >= shifted_s
         for shift in watch.feed(change(row, after)):
@@ -142,7 +142,7 @@ def calm_alarms(hours: int, seed: int = 0) -> int:
     """Alarms in so many hours of the recorded hour's own minutes, drawn anew: nothing in them shifts for good."""
     noise, minutes = random.Random(seed), [list(hour().window(60 * n, 60 * n + 60)) for n in range(60)]
     costs = [[(row.timestamp / 1000, row) for row in minute] for minute in minutes]
-    watch, alarms = Watch(_Known(hourly())), 0  # type: ignore[arg-type]
+    watch, alarms = DriftDetector(_Known(hourly())), 0  # type: ignore[arg-type]
     for number in range(60 * hours):
         for at_s, row in noise.choice(costs):
             alarms += len(watch.feed(row, 60 * number + at_s))
@@ -182,7 +182,8 @@ def _days(quick: bool) -> dict[str, list[Proposal]]:
     if not quick:
         kinds["at its full rate, 9.4 requests/s"] = traces.densify(day(), 1 / THINNED, seed=0)
     return {
-        kind: proposed(Redeploy(Watch(at_load(trace)), PLACEMENT, cooldown_s=0), trace) for kind, trace in kinds.items()
+        kind: proposed(Replanner(DriftDetector(at_load(trace)), PLACEMENT, cooldown_s=0), trace)
+        for kind, trace in kinds.items()
     }
 
 

@@ -14,7 +14,7 @@ from benchmarks.setting import Setting
 from trinity.costs.budgets import StepCost
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
-from trinity.report.plots import saturation, svg
+from trinity.report.plots import plot_saturation, render_svg
 from trinity.report.plots.costs import ITEMS, TITLES
 from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
@@ -73,7 +73,7 @@ def run(setting: Setting) -> Result:
     if setting.kept is not None:
         setting.kept.mkdir(parents=True, exist_ok=True)
         note = f"{model.name}, one thread; a decode row looks back on {CONTEXT} tokens."
-        (setting.kept / "saturation.svg").write_bytes(svg(saturation(curves, note)))
+        (setting.kept / "saturation.svg").write_bytes(render_svg(plot_saturation(curves, note)))
     return result(curves, model.name)
 
 

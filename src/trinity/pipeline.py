@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from trinity.adapt.auto import automatic
+from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Connector, choice, make_connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.messages import Failure, PeerLoad, PeerLost, Send, Submit, Tick, Value
@@ -111,7 +111,7 @@ class Pipeline:
         **options: Unpack[InstanceOptions],
     ) -> None:
         cache, processes = cache or CacheConfig(), processes or ProcessConfig()
-        self.auto, placement = automatic(model_of(model), placement, instances, slo, cache.memory_bytes)
+        self.auto, placement = resolve_auto_placement(model_of(model), placement, instances, slo, cache.memory_bytes)
         self.instances = named(placed(placement, options, limited=rules is not None or budgets is not None))
         rules, routing = rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from trinity.adapt.auto import CACHE_BYTES, Auto, automatic
+from trinity.adapt.auto import DEFAULT_CACHE_BYTES, AutoPlanner, resolve_auto_placement
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
@@ -45,8 +45,8 @@ class Recorded:
         return CostTables.from_samples({1: found}, model="llava", device="cpu", dtype="float32")
 
 
-def auto(requests: int = 120, instances: int = 2) -> Auto:
-    made = Auto(ROOF, instances, LOOSE, 60 << 30)
+def auto(requests: int = 120, instances: int = 2) -> AutoPlanner:
+    made = AutoPlanner(ROOF, instances, LOOSE, 60 << 30)
     made.requests, made.every_s = requests, 0.01
     return made
 
@@ -85,11 +85,11 @@ async def test_a_plan_that_cannot_be_made_is_told_and_no_failure(
         raise TraceError("too short for anything")
 
     made = auto()
-    monkeypatch.setattr(made, "_planned", fails)
+    monkeypatch.setattr(made, "_plan_on", fails)
     await made.begin(Recorded(120))
     await asyncio.wait_for(made.done.wait(), 60)
     assert isinstance(made.error, TraceError)
-    assert "no plan could be made of 120 requests: too short for anything" in caplog.text
+    assert "no plan could be made from 120 requests: too short for anything" in caplog.text
     await made.aclose()
 
 
@@ -100,7 +100,7 @@ async def test_a_fault_of_the_planner_is_told_too(
         raise ZeroDivisionError
 
     made = auto()
-    monkeypatch.setattr(made, "_planned", fails)
+    monkeypatch.setattr(made, "_plan_on", fails)
     await made.begin(Recorded(120))
     await asyncio.wait_for(made.done.wait(), 60)
     assert "ZeroDivisionError" in str(made.error)
@@ -135,17 +135,17 @@ def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:
 
 
 def test_the_shape_of_an_emulated_model_is_its_rooflines_or_a_known_one() -> None:
-    assert Auto(ROOF, 2, LOOSE).model is LLAVA
-    assert Auto(QUICK, 2, LOOSE).model is LLAVA
-    assert Auto(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + CACHE_BYTES
+    assert AutoPlanner(ROOF, 2, LOOSE).model is LLAVA
+    assert AutoPlanner(QUICK, 2, LOOSE).model is LLAVA
+    assert AutoPlanner(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + DEFAULT_CACHE_BYTES
     own = msgspec.structs.replace(LLAVA_15_7B, name="mine")
-    with pytest.raises(ConfigError, match="'mine' is none of MODELS"):
-        Auto(EmulatedModel(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)
+    with pytest.raises(ConfigError, match=r"'mine' is not one of .*MODELS"):
+        AutoPlanner(EmulatedModel(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)
 
 
 def test_any_other_placement_is_left_as_it_is() -> None:
-    assert automatic(QUICK, "2EPD", None, None, None) == (None, "2EPD")
-    assert automatic(QUICK, ["x"], 3, None, None) == (None, ["x"])
+    assert resolve_auto_placement(QUICK, "2EPD", None, None, None) == (None, "2EPD")
+    assert resolve_auto_placement(QUICK, ["x"], 3, None, None) == (None, ["x"])
 
 
 async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> None:

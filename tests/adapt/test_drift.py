@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.adapt.drift import NEGLIGIBLE, PageHinkley, Proposal, Redeploy, Shift, Watch
+from trinity.adapt.drift import NEGLIGIBLE, DemandShift, DriftDetector, PageHinkley, Proposal, Replanner
 from trinity.costs.demand import Demand
 from trinity.errors import ConfigError, TraceError, TrinityError
 from trinity.traces.trace import Trace, TraceImage, TraceRow
@@ -138,12 +138,12 @@ def steady(start: float, end: float, every: float = 1.0, **fields: Any) -> list[
     return [row(start + n * every, **fields) for n in range(round((end - start) / every))]
 
 
-def shifts(watch: Watch, rows: list[TraceRow]) -> list[Shift]:
+def shifts(watch: DriftDetector, rows: list[TraceRow]) -> list[DemandShift]:
     return [shift for each in rows for shift in watch.feed(each)]
 
 
 def test_a_doubled_output_is_a_shift_of_d_by_hand() -> None:
-    watch = Watch(FLAT)
+    watch = DriftDetector(FLAT)
     found = shifts(watch, [*steady(0, 300), *steady(300, 400, out=21)])
     assert len(found) == 1
     (shift,) = found
@@ -160,31 +160,31 @@ def test_a_doubled_output_is_a_shift_of_d_by_hand() -> None:
 
 def test_the_first_images_are_a_shift_of_e_from_next_to_nothing() -> None:
     pictured = steady(300, 360, images=[TraceImage(tokens=50)])
-    (shift,) = shifts(Watch(FLAT), [*steady(0, 300), *pictured])
+    (shift,) = shifts(DriftDetector(FLAT), [*steady(0, 300), *pictured])
     assert shift.stage == "E"
     assert shift.before["E"] == 0
     assert shift.factor == pytest.approx(0.5 / NEGLIGIBLE)
 
 
 def test_twice_the_requests_are_a_shift_and_silence_is_one() -> None:
-    watch = Watch(FLAT)
+    watch = DriftDetector(FLAT)
     (busy,) = shifts(watch, [*steady(0, 300), *steady(300, 400, every=0.5)])
     assert busy.after == pytest.approx({stage: 2 * seconds for stage, seconds in busy.before.items()})
-    quiet = watch.until(700)
+    quiet = watch.advance(700)
     assert [shift.stage in "PD" and shift.after[shift.stage] == 0 for shift in quiet] == [True]
-    assert watch.until(700) == []
+    assert watch.advance(700) == []
 
 
 def test_after_a_shift_the_new_demand_is_the_usual_one() -> None:
-    watch = Watch(FLAT)
+    watch = DriftDetector(FLAT)
     found = shifts(watch, [*steady(0, 300), *steady(300, 1500, out=21), *steady(1500, 2000)])
     assert [(shift.since_s, round(shift.factor, 2)) for shift in found] == [(300, 2), (1500, 0.5)]
 
 
 def test_a_row_counts_when_it_is_known() -> None:
     served = [row(n, latency_s=600.0, finish_reason="length") for n in range(300)]
-    assert shifts(Watch(FLAT), [*served, *(row(900 + n, out=21) for n in range(60))])[0].since_s == 900
-    watch = Watch(FLAT, tick_s=1)
+    assert shifts(DriftDetector(FLAT), [*served, *(row(900 + n, out=21) for n in range(60))])[0].since_s == 900
+    watch = DriftDetector(FLAT, tick_s=1)
     watch.feed(row(50), at_s=0)
     watch.feed(row(0), at_s=5)
     assert watch.now == 5
@@ -193,18 +193,18 @@ def test_a_row_counts_when_it_is_known() -> None:
 
 
 def test_after_more_than_an_hour_of_silence_all_starts_anew() -> None:
-    watch = Watch(FLAT)
+    watch = DriftDetector(FLAT)
     assert shifts(watch, [*steady(0, 300), *steady(300 + 3700, 4400, out=210)]) == []
 
 
 def test_bad_times_and_ticks() -> None:
-    watch = Watch(FLAT)
+    watch = DriftDetector(FLAT)
     for wrong in (math.nan, math.inf):
         with pytest.raises(TraceError, match="number of seconds"):
             watch.feed(row(0), at_s=wrong)
     for wrong in (0, 0.01, 3600, math.nan):
         with pytest.raises(ConfigError, match="tick"):
-            Watch(FLAT, tick_s=wrong)
+            DriftDetector(FLAT, tick_s=wrong)
 
 
 # ---------------------------------------------------------------- from a shift to a proposal
@@ -223,95 +223,97 @@ class Plan:
         self.candidates = [self.best, Best("1P1D", present)]
 
 
-def due(redeploy: Redeploy, rows: list[TraceRow]) -> list[Trace]:
-    return [trace for each in rows if (trace := redeploy.feed(each)) is not None]
+def due(replanner: Replanner, rows: list[TraceRow]) -> list[Trace]:
+    return [trace for each in rows if (trace := replanner.feed(each)) is not None]
 
 
-def redeploy_at(placement: str = "1P1D", **fields: Any) -> Redeploy:
-    return Redeploy(Watch(FLAT), placement, **{"least": 5, "requests": 20, **fields})
+def redeploy_at(placement: str = "1P1D", **fields: Any) -> Replanner:
+    return Replanner(DriftDetector(FLAT), placement, **{"least": 5, "requests": 20, **fields})
 
 
 def test_a_shift_is_planned_for_on_what_came_since() -> None:
-    redeploy = redeploy_at()
-    (trace,) = due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    replanner = redeploy_at()
+    (trace,) = due(replanner, [*steady(0, 300), *steady(300, 400, out=21)])
     assert {each.output_length for each in trace} == {21}
-    assert len(trace) == redeploy.shifts[0].at_s - 300 + 1
+    assert len(trace) == replanner.shifts[0].at_s - 300 + 1
     assert trace[0].timestamp == 300_000
     plan = Plan("1P2D")
-    proposal = redeploy.planned(plan)
+    proposal = replanner.propose(plan)
     assert proposal == Proposal(
-        at_s=399, placement="1P2D", instead_of="1P1D", shift=redeploy.shifts[0], requests=len(trace), plan=plan
+        at_s=399, placement="1P2D", instead_of="1P1D", shift=replanner.shifts[0], requests=len(trace), plan=plan
     )
-    assert str(proposal).startswith("run 1P2D instead of 1P1D (by how much it is better was not searched), planned on ")
+    assert str(proposal).startswith(
+        "run 1P2D instead of 1P1D (gain unknown: the present placement was not searched to the end), planned on "
+    )
 
 
 @pytest.mark.parametrize(("present", "gain"), [(1.0, 2.0), (1.8, 2 / 1.8), (1.95, None), (2.0, None), (0.0, math.inf)])
 def test_a_small_gain_is_not_worth_a_proposal(present: float, gain: float | None) -> None:
-    redeploy = redeploy_at()
-    due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
-    proposal = redeploy.planned(Plan("1P2D", present=present))
+    replanner = redeploy_at()
+    due(replanner, [*steady(0, 300), *steady(300, 400, out=21)])
+    proposal = replanner.propose(Plan("1P2D", present=present))
     assert (proposal.gain if proposal else None) == gain
     if proposal and present == 1:
         assert "(2.00 times as good)" in str(proposal)
 
 
 def test_few_requests_are_drawn_again_and_too_few_waited_for() -> None:
-    redeploy = redeploy_at(least=60, requests=500)
-    (trace,) = due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
+    replanner = redeploy_at(least=60, requests=500)
+    (trace,) = due(replanner, [*steady(0, 300), *steady(300, 400, out=21)])
     assert len(trace) == 500
     assert {each.output_length for each in trace} == {21}
-    proposal = redeploy.planned(Plan("1P2D"))
+    proposal = replanner.propose(Plan("1P2D"))
     assert proposal is not None
     assert proposal.requests == 60
 
 
 def test_one_plan_at_a_time_and_none_in_the_cooldown() -> None:
-    redeploy = redeploy_at(cooldown_s=600)
+    replanner = redeploy_at(cooldown_s=600)
     outputs = [11, 21, 11, 21, 11, 21, 11]  # 300 s each: shifts at 300, 600, ... s
     rows = [each for n, out in enumerate(outputs) for each in steady(300 * n, 300 * n + 300, out=out)]
     asked, made = [], []
     for each in rows:
-        if redeploy.feed(each) is not None:
-            asked.append(redeploy.watch.now)
-            proposal = redeploy.planned(Plan("1P2D"))
+        if replanner.feed(each) is not None:
+            asked.append(replanner.watch.now)
+            proposal = replanner.propose(Plan("1P2D"))
             made.append(proposal)
-    assert len(redeploy.shifts) == 6
+    assert len(replanner.shifts) == 6
     assert 330 < asked[0] < 350
     assert asked[1] == asked[0] + 600  # for the shift at 600 s, found in the cooldown
     assert len(made) == 3
-    redeploy = redeploy_at(cooldown_s=0)
-    assert len(due(redeploy, rows)) == 1  # the first plan is still being made
+    replanner = redeploy_at(cooldown_s=0)
+    assert len(due(replanner, rows)) == 1  # the first plan is still being made
 
 
 def test_a_plan_for_the_present_placement_proposes_nothing_and_costs_no_cooldown() -> None:
-    redeploy = redeploy_at(cooldown_s=600)
+    replanner = redeploy_at(cooldown_s=600)
     for placement, start, out in (("1P1D", 0, 21), ("1P2D", 400, 11)):
         assert len(
-            due(redeploy, [*steady(start, start + 300, out=32 - out), *steady(start + 300, start + 400, out=out)])
+            due(replanner, [*steady(start, start + 300, out=32 - out), *steady(start + 300, start + 400, out=out)])
         )
-        proposal = redeploy.planned(Plan(placement))
+        proposal = replanner.propose(Plan(placement))
         assert (proposal is None) == (placement == "1P1D")
 
 
 def test_what_was_applied_is_the_present_placement() -> None:
-    redeploy = redeploy_at()
-    redeploy.applied("1P2D")
-    due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
-    assert redeploy.planned(Plan("1P2D")) is None
+    replanner = redeploy_at()
+    replanner.set_placement("1P2D")
+    due(replanner, [*steady(0, 300), *steady(300, 400, out=21)])
+    assert replanner.propose(Plan("1P2D")) is None
 
 
 def test_a_planner_that_fails_is_told_of_and_asked_again() -> None:
-    redeploy = redeploy_at()
-    assert due(redeploy, [*steady(0, 300), *steady(300, 400, out=21)])
-    redeploy.failed(TrinityError("too short"))
-    assert str(redeploy.error) == "too short"
-    assert due(redeploy, [*steady(400, 700, out=21), *steady(700, 800)])
+    replanner = redeploy_at()
+    assert due(replanner, [*steady(0, 300), *steady(300, 400, out=21)])
+    replanner.record_failure(TrinityError("too short"))
+    assert str(replanner.error) == "too short"
+    assert due(replanner, [*steady(400, 700, out=21), *steady(700, 800)])
 
 
 def test_plans_that_nobody_asked_for_and_bad_settings() -> None:
-    redeploy = redeploy_at()
-    for answer in (lambda: redeploy.planned(Plan("1P1D")), lambda: redeploy.failed(TrinityError())):
-        with pytest.raises(ConfigError, match="no plan was asked for"):
+    replanner = redeploy_at()
+    for answer in (lambda: replanner.propose(Plan("1P1D")), lambda: replanner.record_failure(TrinityError())):
+        with pytest.raises(ConfigError, match="no plan is due"):
             answer()
     for wrong in ({"cooldown_s": -1}, {"cooldown_s": math.nan}, {"least": 0}, {"least": 30, "requests": 20}):
         with pytest.raises(ConfigError, match="cooldown_s"):
@@ -319,6 +321,6 @@ def test_plans_that_nobody_asked_for_and_bad_settings() -> None:
 
 
 def test_rows_of_more_than_an_hour_ago_are_let_go() -> None:
-    redeploy = redeploy_at()
-    assert due(redeploy, steady(0, 8000)) == []
-    assert 3500 < len(redeploy._rows) <= 3601
+    replanner = redeploy_at()
+    assert due(replanner, steady(0, 8000)) == []
+    assert 3500 < len(replanner._rows) <= 3601

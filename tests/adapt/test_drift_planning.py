@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.planning.watch import BOUND, QWEN, hour, hourly, longer
-from trinity.adapt.drift import Redeploy, Watch
-from trinity.adapt.proposals import proposals
+from trinity.adapt.drift import DriftDetector, Replanner
+from trinity.adapt.proposals import iter_proposals
 from trinity.planner import HybridPlanner, Plan
 from trinity.simulation import compiled
 from trinity.traces.trace import Trace, TraceRow
@@ -33,12 +33,12 @@ async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> No
         made.append((trace, planner.plan(trace)))
         return made[-1][1]
 
-    redeploy = Redeploy(Watch(hourly()), "3EPD")
-    found = [proposal async for proposal in proposals(shifted(), redeploy, plan)]
-    (shift,) = redeploy.shifts
+    replanner = Replanner(DriftDetector(hourly()), "3EPD")
+    found = [proposal async for proposal in iter_proposals(shifted(), replanner, plan)]
+    (shift,) = replanner.shifts
     assert shift.stage == "D"
     assert SHIFTED_S <= shift.at_s <= SHIFTED_S + 120
-    assert redeploy.error is None
+    assert replanner.error is None
     ((trace, answer),) = made
     assert len(trace) == 4000
     usual, since = hour().statistics().output_tokens, trace.statistics().output_tokens

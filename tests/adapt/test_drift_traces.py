@@ -22,14 +22,14 @@ from benchmarks.planning.watch import (
 )
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.adapt.drift import Redeploy, Watch
+from trinity.adapt.drift import DriftDetector, Replanner
 from trinity.costs.demand import peak_load
 
 
 def test_the_day_as_recorded_at_60_percent_load() -> None:
     demand = at_load(day())
     assert peak_load(demand.rate(day()), PLACEMENT) == pytest.approx(LOAD)
-    found = proposed(Redeploy(Watch(demand), PLACEMENT), day())
+    found = proposed(Replanner(DriftDetector(demand), PLACEMENT), day())
     assert 1 <= len(found) <= 20  # of 144 spells of ten minutes
     assert spacing(found) >= 600
 
@@ -47,7 +47,7 @@ def test_the_benchmark_states_its_predicates_and_they_hold() -> None:
 @pytest.mark.slow
 def test_the_day_at_its_full_rate() -> None:
     full = traces.densify(day(), 1 / bench.THINNED, seed=1)
-    found = proposed(Redeploy(Watch(at_load(full)), PLACEMENT, cooldown_s=0), full)
+    found = proposed(Replanner(DriftDetector(at_load(full)), PLACEMENT, cooldown_s=0), full)
     assert 1 <= len(found) <= 20
     assert spacing(found) >= 600
 
@@ -85,6 +85,6 @@ def test_hours_of_calm_traffic_have_no_shift() -> None:
     bursty = traces.resample(hour(), 74_000, seed=4)
     poisson = traces.synthesise("TextVQA", 36_000, visual_tokens=QWEN.visual_tokens, rate=5, seed=4)
     for trace in (bursty, poisson):
-        watch = Watch(hourly())
+        watch = DriftDetector(hourly())
         assert trace[-1].timestamp > 1.9 * 3_600_000
         assert [shift for row in trace for shift in watch.feed(row)] == []

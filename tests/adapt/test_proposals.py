@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 
 from adapt.test_drift import FLAT, Plan, row, steady
-from trinity.adapt.drift import Proposal, Redeploy, Watch
-from trinity.adapt.proposals import follow, proposals
+from trinity.adapt.drift import DriftDetector, Proposal, Replanner
+from trinity.adapt.proposals import follow, iter_proposals
 from trinity.errors import ConfigError, TraceTooShort
 from trinity.traces.trace import Trace, TraceRow
 
 SHIFTED = [*steady(0, 300), *steady(300, 400, out=21)]
 
 
-def redeploy() -> Redeploy:
-    return Redeploy(Watch(FLAT), "1P1D", least=5, requests=20)
+def replanner() -> Replanner:
+    return Replanner(DriftDetector(FLAT), "1P1D", least=5, requests=20)
 
 
 async def given(rows: Iterable[TraceRow]) -> AsyncIterator[TraceRow]:
@@ -27,7 +27,7 @@ async def given(rows: Iterable[TraceRow]) -> AsyncIterator[TraceRow]:
 
 
 async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
-    made, release, threads = redeploy(), threading.Event(), []
+    made, release, threads = replanner(), threading.Event(), []
 
     def plan(trace: Trace) -> Plan:
         threads.append(threading.current_thread())
@@ -41,7 +41,7 @@ async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
         assert threads
         release.set()
 
-    found = [proposal async for proposal in proposals(rows(), made, plan)]
+    found = [proposal async for proposal in iter_proposals(rows(), made, plan)]
     assert [(proposal.placement, proposal.at_s) for proposal in found] == [("1P2D", 399)]
     assert threads != [threading.current_thread()]
 
@@ -54,7 +54,7 @@ async def test_a_proposal_comes_when_its_plan_is_ready_though_no_row_does() -> N
             yield each
         await waiting.wait()
 
-    coming = proposals(rows(), redeploy(), lambda trace: Plan("1P2D"))
+    coming = iter_proposals(rows(), replanner(), lambda trace: Plan("1P2D"))
     proposal = await asyncio.wait_for(anext(coming), 30)
     assert isinstance(proposal, Proposal)
     waiting.set()
@@ -62,7 +62,7 @@ async def test_a_proposal_comes_when_its_plan_is_ready_though_no_row_does() -> N
 
 
 async def test_a_planner_without_an_answer_is_told_of_and_watching_goes_on() -> None:
-    made, answers = redeploy(), iter([None, Plan("2P2D")])
+    made, answers = replanner(), iter([None, Plan("2P2D")])
 
     def plan(trace: Trace) -> Plan:
         answer = next(answers)
@@ -78,7 +78,7 @@ async def test_a_planner_without_an_answer_is_told_of_and_watching_goes_on() -> 
         for each in (*steady(400, 700, out=21), *steady(700, 800)):
             yield each
 
-    found = [proposal async for proposal in proposals(rows(), made, plan)]
+    found = [proposal async for proposal in iter_proposals(rows(), made, plan)]
     assert isinstance(made.error, TraceTooShort)
     assert [(proposal.placement, proposal.shift.since_s) for proposal in found] == [("2P2D", 700)]
 
@@ -88,7 +88,7 @@ async def test_what_is_no_error_of_trinity_comes_out() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        [proposal async for proposal in proposals(given(SHIFTED), redeploy(), plan)]
+        [proposal async for proposal in iter_proposals(given(SHIFTED), replanner(), plan)]
 
 
 async def test_an_error_of_the_rows_comes_out_too() -> None:
@@ -97,7 +97,7 @@ async def test_an_error_of_the_rows_comes_out_too() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        [proposal async for proposal in proposals(rows(), redeploy(), lambda trace: Plan("1P2D"))]
+        [proposal async for proposal in iter_proposals(rows(), replanner(), lambda trace: Plan("1P2D"))]
 
 
 async def test_closed_while_a_plan_is_made() -> None:
@@ -110,7 +110,7 @@ async def test_closed_while_a_plan_is_made() -> None:
         return Plan("1P2D")
 
     async def watching() -> None:
-        async for proposal in proposals(given([*SHIFTED, *steady(400, 500, out=21)]), redeploy(), plan):
+        async for proposal in iter_proposals(given([*SHIFTED, *steady(400, 500, out=21)]), replanner(), plan):
             raise AssertionError(proposal)
 
     task = asyncio.create_task(watching())

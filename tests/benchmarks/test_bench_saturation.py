@@ -33,7 +33,7 @@ def test_a_stage_saturates_where_more_only_takes_longer() -> None:
 
 def test_the_picture_has_a_panel_for_each_stage_and_a_curve_for_each_dtype() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'trinity-epd[plot]'")
-    from trinity.report.plots.costs import saturation as drawing
+    from trinity.report.plots.costs import plot_saturation as drawing
 
     picture = drawing(CURVES, "A note.")
     assert [axes(picture, place).get_title() for place in range(3)] == ["Encode", "Prefill", "Decode"]

@@ -16,7 +16,7 @@ from support.paths import ROOT
 from tools import build_site, check_docs, docstrings
 
 REFERENCE = ROOT / "docs" / "site" / "reference"
-KNOWN = {"Pipeline": "trinity.Pipeline", "save": "trinity.report.save"}
+KNOWN = {"Pipeline": "trinity.Pipeline", "save": "trinity.report.save_report"}
 
 
 def test_the_reference_has_each_public_name_once() -> None:
@@ -110,12 +110,12 @@ def test_links_lead_to_the_pages_that_documents_become(link: str, there: str) ->
         ("*args, `x`, a|b, end_ and in_between", r"\*args, \`x\`, a\|b, end\_ and in_between"),
         ("As so::\n\n    a * b_\n\n    | c\n\nAnd *so*.", "As so::\n\n    a * b_\n\n    | c\n\nAnd \\*so\\*."),
         ("::\n\n    run(*args)", "::\n\n    run(*args)"),
-        ("- one*\n- two\n  ``save``", "- one\\*\n- two\n  :py:obj:`save <trinity.report.save>`"),
+        ("- one*\n- two\n  ``save``", "- one\\*\n- two\n  :py:obj:`save <trinity.report.save_report>`"),
         ("a table\n  of *two*", "| a table\n|   of \\*two\\*"),
         (
             "draw: requests.\n\nrate (requests/s, None): of *all*,\n    see ``save``.\n**options: others.\na, b: two",
             "draw: requests.\n\n- ``rate`` (requests/s, None): of \\*all\\*,\n"
-            "  see :py:obj:`save <trinity.report.save>`.\n- ``**options``: others.\n- ``a``, ``b``: two",
+            "  see :py:obj:`save <trinity.report.save_report>`.\n- ``**options``: others.\n- ``a``, ``b``: two",
         ),
         ("One.\n\nnote: a paragraph\nof two lines", "One.\n\nnote: a paragraph\nof two lines"),
         ("", ""),

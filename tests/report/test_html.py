@@ -58,7 +58,7 @@ class Page(HTMLParser):
 def content(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "plan.html"
     spans = {"2EP2D": {"encode": 0.1, "decode": 0.4}}
-    report.save(path, plan(), runs=RUNS, plans=[plan(), plan(slo=SLO(9, 9))], served=spans)
+    report.save_report(path, plan(), replays=RUNS, plans=[plan(), plan(slo=SLO(9, 9))], served=spans)
     assert [each.name for each in path.parent.iterdir()] == ["plan.html"]
     return path.read_text(encoding="utf-8")
 
@@ -111,7 +111,7 @@ def test_names_are_escaped_and_a_plan_that_nothing_meets_says_so() -> None:
     evil = "<script>alert('x')</script>&\"me\"$\\frac$"
     best = msgspec.structs.replace(BEST, memory={evil: {"kv": 1e9}})
     runs = {evil: {8.0: replay(outcome(), timeline=STEPS)}}
-    named = Page(report.html(plan(model=evil, notes=(evil,), best=best, met=False), runs=runs))
+    named = Page(report.render_html(plan(model=evil, notes=(evil,), best=best, met=False), replays=runs))
     assert "script" not in named.tags
     assert f"\nPlan for {evil}\n" in named.text
     assert f"\nnote: {evil}\n" in named.text
@@ -124,7 +124,7 @@ def test_names_are_escaped_and_a_plan_that_nothing_meets_says_so() -> None:
 
 def test_a_plan_without_more_has_no_empty_sections() -> None:
     bare = msgspec.structs.replace(BEST, memory={}, utilisation={}, attainment=())
-    found = Page(report.html(plan(best=bare, candidates=(bare,), paper=None)))
+    found = Page(report.render_html(plan(best=bare, candidates=(bare,), paper=None)))
     assert len(found.values("src")) == 3
     for heading in ("Other SLOs", "Replays", "Where the time goes", "GB"):
         assert heading not in found.text
@@ -133,5 +133,5 @@ def test_a_plan_without_more_has_no_empty_sections() -> None:
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="trinity"):
-        report.save(tmp_path / "plan.html", plan())
+        report.save_report(tmp_path / "plan.html", plan())
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ from trinity.report import plots
 
 
 def test_attainment_has_every_point_in_percent_and_the_line_that_must_be_reached() -> None:
-    picture = plots.attainment(plan())
+    picture = plots.plot_attainment(plan())
     found = lines(axes(picture))
     assert found["2EP2D"] == ([10, 12.5, 12.75], [99, 91, 88])
     assert found["90% must be in time"][1] == [90, 90]
@@ -39,25 +39,25 @@ def test_attainment_has_every_point_in_percent_and_the_line_that_must_be_reached
 def test_rates_that_were_not_kept_up_with_are_hollow() -> None:
     shaky = RatePoint(rate=2, duration_s=9, attainment={"p90": 1.0, "guard": 0.5}, completed=0.9)
     sure = RatePoint(rate=1, duration_s=9, attainment={"p90": 0.95, "guard": 0.6}, completed=1.0)
-    picture = plots.attainment({"mine": [shaky, sure]}, rule="p90")
+    picture = plots.plot_attainment({"mine": [shaky, sure]}, rule="p90")
     drawn = axes(picture).lines
     assert lines(axes(picture))["mine"] == ([1, 2], [95, 100])
     (hollow,) = [line for line in drawn if line.get_markerfacecolor() == "white"]
     assert (list(hollow.get_xdata()), list(hollow.get_ydata())) == ([2], [100])
     assert "Hollow: completions did not keep up" in words(picture)
-    assert "Below 90% at every rate tried: mine." in words(plots.attainment({"mine": [shaky, sure]}))
+    assert "Below 90% at every rate tried: mine." in words(plots.plot_attainment({"mine": [shaky, sure]}))
 
 
 def test_algorithm_2s_own_choice_is_shown_however_far_down_it_is() -> None:
     many = tuple(msgspec.structs.replace(BEST, placement=f"{n}EP1D", attainment=(point(n, 0.95),)) for n in range(1, 9))
     paper = msgspec.structs.replace(PAPER, attainment=(point(3, 0.5),))
-    picture = plots.attainment(plan(best=many[0], candidates=(*many, paper), paper=paper), most=2)
+    picture = plots.plot_attainment(plan(best=many[0], candidates=(*many, paper), paper=paper), most=2)
     assert legend(axes(picture)) == ["1EP1D", "2EP1D", "1E1P2D (Algorithm 2)", "90% must be in time"]
     assert "Below 90% at every rate tried: 1E1P2D (Algorithm 2)." in words(picture)
 
 
 def test_long_notes_fit_below_the_picture() -> None:
-    picture = plots.attainment({f"{n}EP{n}D with=a-knob": [point(n, 0.5)] for n in range(1, 12)})
+    picture = plots.plot_attainment({f"{n}EP{n}D with=a-knob": [point(n, 0.5)] for n in range(1, 12)})
     looks = {(line.get_color(), line.get_marker()) for line in axes(picture).lines[:11]}
     assert len(looks) == 11
     note = picture.get_supxlabel()
@@ -69,23 +69,23 @@ def test_long_notes_fit_below_the_picture() -> None:
 
 
 def test_where_no_rate_was_tried_it_is_said() -> None:
-    assert "No rate was tried." in words(plots.attainment({}))
-    assert "No rate was tried." in words(plots.attainment(plan(candidates=(LOWER,), paper=None)))
+    assert "No rate was tried." in words(plots.plot_attainment({}))
+    assert "No rate was tried." in words(plots.plot_attainment(plan(candidates=(LOWER,), paper=None)))
 
 
 def test_low_rates_at_which_all_held_are_left_out_and_it_is_said() -> None:
-    picture = plots.attainment({"x": [point(1, 1), point(9, 1), point(40, 0.95), point(50, 0.1)]})
+    picture = plots.plot_attainment({"x": [point(1, 1), point(9, 1), point(40, 0.95), point(50, 0.1)]})
     assert axes(picture).get_xlim()[0] == 10
     assert axes(picture).get_xscale() == "linear"
     assert "Left out: rates below 10 requests/s, all at 90% or more." in words(picture)
     for points in ([point(1, 0.8), point(40, 0.95)], [point(10, 1), point(40, 0.95)], [point(1, 0.1), point(9, 0.1)]):
-        whole = plots.attainment({"x": points})
+        whole = plots.plot_attainment({"x": points})
         assert axes(whole).get_xlim()[0] < points[0].rate
         assert "Left out" not in words(whole)
 
 
 def test_rates_far_apart_are_on_a_logarithmic_axis() -> None:
-    near, far = (axes(plots.attainment({"x": [point(1, 0), point(high, 1)]})) for high in (19, 21))
+    near, far = (axes(plots.plot_attainment({"x": [point(1, 0), point(high, 1)]})) for high in (19, 21))
     assert (near.get_xscale(), far.get_xscale()) == ("linear", "log")
     assert {"1", "2", "5", "10", "20"} <= {far.xaxis.get_major_formatter()(at) for at in far.get_xticks()}
 
@@ -105,7 +105,7 @@ def searched(count: int, **changes: Any) -> tuple[Candidate, ...]:
 
 def test_every_ratio_has_a_cell_at_its_counts() -> None:
     candidates = searched(5)
-    picture = plots.ratios(plan(best=candidates[0], candidates=candidates, paper=candidates[3]))
+    picture = plots.plot_ratios(plan(best=candidates[0], candidates=candidates, paper=candidates[3]))
     triangle, rows = axes(picture, 0), axes(picture, 1)
     three = cells(triangle)
     assert three["1E1P3D"] == (1, 1)
@@ -126,7 +126,7 @@ def test_every_ratio_has_a_cell_at_its_counts() -> None:
 
 def test_a_darker_cell_is_a_lower_goodput() -> None:
     candidates = searched(4)
-    picture = plots.ratios(plan(best=candidates[0], candidates=candidates, paper=None))
+    picture = plots.plot_ratios(plan(best=candidates[0], candidates=candidates, paper=None))
     faces: dict[str | None, Any] = {
         patch.get_gid(): patch.get_facecolor() for each in picture.axes for patch in each.patches if patch.get_gid()
     }
@@ -135,42 +135,42 @@ def test_a_darker_cell_is_a_lower_goodput() -> None:
 
 
 def test_the_choices_are_outlined_and_what_was_not_searched_is_grey_with_its_bound() -> None:
-    picture = plots.ratios(plan())
+    picture = plots.plot_ratios(plan())
     outlines = [patch for each in picture.axes for patch in each.patches if patch.get_linewidth() == 2.5]
     assert sorted(patch.get_linestyle() for patch in outlines) == ["-", ":"]
     assert "Outlined: the plan's choice, 2EP2D; dotted: Algorithm 2's own, 1E1P2D." in words(picture)
     assert "≤ 12.5" in words(picture)
     assert "Grey: not searched to the end" in words(picture)
     unknown = msgspec.structs.replace(LOWER, bound=None)
-    assert "\n?" in words(plots.ratios(plan(candidates=(BEST, unknown))))
+    assert "\n?" in words(plots.plot_ratios(plan(candidates=(BEST, unknown))))
 
 
 def test_of_several_candidates_for_a_placement_the_best_is_shown() -> None:
     worse = msgspec.structs.replace(BEST, score=3.0, devices=("L40S",) * 4)
-    picture = plots.ratios(plan(candidates=(BEST, worse), paper=None))
+    picture = plots.plot_ratios(plan(candidates=(BEST, worse), paper=None))
     assert [text.get_text() for text in axes(picture).texts] == ["12.5"]
 
 
 def test_goodput_by_another_rule() -> None:
     candidates = searched(3)
-    picture = plots.ratios(plan(best=candidates[0], candidates=candidates, paper=None), rule="p90")
+    picture = plots.plot_ratios(plan(best=candidates[0], candidates=candidates, paper=None), rule="p90")
     assert "Goodput, rule p90" in words(picture)
     written = {text.get_text() for each in picture.axes[:2] for text in each.texts}
     assert written == {"none", *(f"{2 * n}" for n in range(1, len(candidates)))}
 
 
 def test_another_objective_is_named_with_its_unit_and_bounds_of_goodput_are_left_out() -> None:
-    picture = plots.ratios(plan(objective="goodput_per_cost"))
+    picture = plots.plot_ratios(plan(objective="goodput_per_cost"))
     assert "requests per unit of price" in picture.axes[-1].get_ylabel()
     assert "≤ 12.5" not in words(picture)
-    offline = plots.ratios(plan(objective="throughput", slo=None))
+    offline = plots.plot_ratios(plan(objective="throughput", slo=None))
     assert "Throughput, over ratios" in words(offline)
     assert "rule" not in words(offline)
 
 
 def test_many_instances_have_cells_without_figures_and_other_sizes_are_left_out() -> None:
     candidates = (*searched(20), *searched(4))
-    picture = plots.ratios(plan(best=candidates[0], candidates=candidates, paper=None))
+    picture = plots.plot_ratios(plan(best=candidates[0], candidates=candidates, paper=None))
     assert len(cells(axes(picture))) == 19 * 18 // 2
     assert not axes(picture).texts
     assert "4EPD" not in cells(axes(picture, 1))
@@ -182,7 +182,7 @@ def test_one_instance_and_text_alone() -> None:
             Candidate(placement=str(each), method=each.method, exact=True, score=1.0, goodput={"guard": 1.0})
             for each in placements(count, methods)
         )
-        picture = plots.ratios(plan(best=found[0], candidates=found, paper=None))
+        picture = plots.plot_ratios(plan(best=found[0], candidates=found, paper=None))
         assert set(cells(axes(picture))) == {each.placement for each in found}
 
 
@@ -195,7 +195,7 @@ def under(ttft: float, tbt: float, best: Candidate = BEST, **changes: Any) -> An
 
 def test_the_best_method_of_each_slo() -> None:
     found = [under(0.5, 0.05), under(1, 0.05, PAPER), under(1, 0.1), under(0.5, 0.1, met=False)]
-    picture = plots.best_method(found)
+    picture = plots.plot_best_method(found)
     drawn = axes(picture)
     assert [label.get_text() for label in drawn.get_xticklabels()] == ["0.05", "0.1"]
     assert [label.get_text() for label in drawn.get_yticklabels()] == ["0.5", "1"]
@@ -214,19 +214,19 @@ def test_plans_that_have_no_place_in_it() -> None:
         ([under(1, 1), under(1, 1)], "two plans"),
     ):
         with pytest.raises(ConfigError, match=why):
-            plots.best_method(wrong)
+            plots.plot_best_method(wrong)
 
 
 # ---------------------------------------------------------------- utilisation
 
 
 def test_time_at_work_is_stacked_by_stage() -> None:
-    drawn = axes(plots.utilisation(BEST))
+    drawn = axes(plots.plot_utilisation(BEST))
     bars = {(round(bar.get_x(), 6), round(bar.get_width(), 6), bar.get_y() + 0.4) for bar in drawn.patches}
     assert {(0, 10, 0), (10, 50, 0), (10, 40, 1), (0, 90, 2), (0, 80, 3)} <= bars
     assert [label.get_text() for label in drawn.get_yticklabels()] == ["EP0", "EP1", "D0", "D1"]
     assert legend(drawn) == ["encode (E)", "prefill (P)", "decode (D)"]
-    assert "nothing is known" in words(plots.utilisation(LOWER))
+    assert "nothing is known" in words(plots.plot_utilisation(LOWER))
 
 
 # ---------------------------------------------------------------- without matplotlib; files
@@ -234,7 +234,11 @@ def test_time_at_work_is_stacked_by_stage() -> None:
 
 def test_without_matplotlib_a_typed_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (lambda: plots.attainment({}), lambda: plots.ratios(plan()), lambda: plots.best_method([])):
+    for draw in (
+        lambda: plots.plot_attainment({}),
+        lambda: plots.plot_ratios(plan()),
+        lambda: plots.plot_best_method([]),
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'trinity-epd\[plot\]'"):
             draw()
 
@@ -242,7 +246,7 @@ def test_without_matplotlib_a_typed_error_names_the_extra(monkeypatch: pytest.Mo
 def test_pictures_leave_matplotlib_alone_until_asked_and_its_settings_as_they_were() -> None:
     script = (
         "import sys; from trinity.report import plots; assert 'matplotlib' not in sys.modules\n"
-        "import matplotlib; matplotlib.rcParams['font.size'] = 7; plots.attainment({})\n"
+        "import matplotlib; matplotlib.rcParams['font.size'] = 7; plots.plot_attainment({})\n"
         "assert 'matplotlib.pyplot' not in sys.modules; print(matplotlib.rcParams['font.size'])\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -252,12 +256,12 @@ def test_pictures_leave_matplotlib_alone_until_asked_and_its_settings_as_they_we
 def test_all_of_them_can_be_rendered() -> None:
     candidates = searched(4)
     found = plan(best=candidates[0], candidates=(*candidates, LOWER))
-    for picture in (plots.ratios(found), plots.best_method([plan()]), plots.utilisation(BEST)):
-        assert plots.png(picture, dpi=20).startswith(b"\x89PNG")
+    for picture in (plots.plot_ratios(found), plots.plot_best_method([plan()]), plots.plot_utilisation(BEST)):
+        assert plots.render_png(picture, dpi=20).startswith(b"\x89PNG")
 
 
 def test_equal_plans_give_equal_files() -> None:
-    first, second = (plots.svg(plots.attainment(plan())) for _ in range(2))
+    first, second = (plots.render_svg(plots.plot_attainment(plan())) for _ in range(2))
     assert first == second
     assert first.startswith(b"<?xml")
     assert b"<script" not in first

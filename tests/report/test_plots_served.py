@@ -33,7 +33,7 @@ def bars(of: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_every_step_is_a_bar_from_the_first_one_on() -> None:
-    picture = plots.timeline(replay(timeline=STEPS))
+    picture = plots.plot_timeline(replay(timeline=STEPS))
     drawn = axes(picture)
     assert bars(drawn) == {
         "EP0 encode": [(0, 0.25)],
@@ -49,7 +49,7 @@ def test_every_step_is_a_bar_from_the_first_one_on() -> None:
 
 
 def test_an_instances_lanes_lie_below_each_other_within_its_row() -> None:
-    drawn = axes(plots.timeline(STEPS))
+    drawn = axes(plots.plot_timeline(STEPS))
     heights = {each.get_gid(): each.get_paths()[0].vertices[:, 1] for each in drawn.collections}
     assert heights["D0 decode"].max() <= heights["D0 migration"].min() + 1e-9
     for name, row in (("D0 decode", 0), ("D0 migration", 0), ("EP0 encode", 1)):
@@ -57,7 +57,7 @@ def test_an_instances_lanes_lie_below_each_other_within_its_row() -> None:
 
 
 def test_a_part_of_a_timeline_says_so() -> None:
-    picture = plots.timeline(Timeline.of(STEPS), start_s=0.5, end_s=0.9, title="1EP1D")
+    picture = plots.plot_timeline(Timeline.of(STEPS), start_s=0.5, end_s=0.9, title="1EP1D")
     assert set(bars(axes(picture))) == {"EP0 several stages in one step", "D0 migration"}
     assert axes(picture).get_xlim() == (0.5, 0.9)
     assert "Shown are 0.5 s to 0.9 s of 2 s." in words(picture)
@@ -66,23 +66,23 @@ def test_a_part_of_a_timeline_says_so() -> None:
 
 def test_ten_instances_are_in_their_order() -> None:
     slices = [Slice(f"D{n}", "joint", "decode", float(n), 1.0, {}) for n in (10, 2, 0)]
-    picture = plots.timeline(slices)
+    picture = plots.plot_timeline(slices)
     assert [label.get_text() for label in axes(picture).get_yticklabels()] == ["D0", "D2", "D10"]
     assert "computed" not in words(picture)  # nothing was simulated
 
 
 def test_many_steps_are_drawn_in_pixels() -> None:
     slices = [Slice("D0", "joint", "decode", 0.01 * n, 0.01, {}) for n in range(600)]
-    (many,), (few,) = (axes(plots.timeline(slices[:count])).collections for count in (600, 400))
+    (many,), (few,) = (axes(plots.plot_timeline(slices[:count])).collections for count in (600, 400))
     assert many.get_rasterized()
     assert not few.get_rasterized()
 
 
 def test_nothing_recorded_and_nothing_in_a_window() -> None:
-    assert "replay with record=True" in words(plots.timeline(replay()))
-    assert "Nothing ran in this time" in words(plots.timeline(STEPS, start_s=50))
-    with pytest.raises(ConfigError, match="to a later one"):
-        plots.timeline(STEPS, start_s=2, end_s=1)
+    assert "replay with record=True" in words(plots.plot_timeline(replay()))
+    assert "Nothing ran in this time" in words(plots.plot_timeline(STEPS, start_s=50))
+    with pytest.raises(ConfigError, match="start_s must be before end_s"):
+        plots.plot_timeline(STEPS, start_s=2, end_s=1)
 
 
 def test_a_replays_timeline_can_be_had_for_perfetto() -> None:
@@ -105,7 +105,7 @@ def dots(of: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_a_dot_for_every_request_at_its_rate_and_deployment() -> None:
-    picture = plots.scatter({"a": {5: FAST, 9: SLOW}, "b": {9: FAST}}, SLO(0.5, 0.05))
+    picture = plots.plot_scatter({"a": {5: FAST, 9: SLOW}, "b": {9: FAST}}, SLO(0.5, 0.05))
     upper, lower = axes(picture, 0), axes(picture, 1)
     found = dots(upper)
     assert [y for _, y in found["a"]] == pytest.approx([0.1, 0.2, 0.3, 0.45, 0.9, 0.7])
@@ -127,7 +127,7 @@ def bounds(of: Any) -> list[float]:
 
 
 def test_bounds_are_lines_where_there_is_an_slo() -> None:
-    with_slo, without = (plots.scatter({"a": {5: FAST}}, slo) for slo in (SLO(0.5, 0.05), None))
+    with_slo, without = (plots.plot_scatter({"a": {5: FAST}}, slo) for slo in (SLO(0.5, 0.05), None))
     assert [bounds(each) for each in with_slo.axes] == [[0.5], [0.05]]
     assert [bounds(each) for each in without.axes] == [[], []]
     assert "Dashed" not in words(without)
@@ -135,7 +135,7 @@ def test_bounds_are_lines_where_there_is_an_slo() -> None:
 
 def test_of_very_many_requests_some_are_drawn_and_that_is_said() -> None:
     many = replay(*[outcome(0.001 * (n + 1)) for n in range(4000)])
-    picture = plots.scatter({"a": {5: many}})
+    picture = plots.plot_scatter({"a": {5: many}})
     assert 1000 < len(dots(axes(picture))["a"]) <= 1500
     assert "every second, third" in words(picture)
     assert axes(picture).get_yscale() == "log"
@@ -155,7 +155,7 @@ def test_ranks_by_hand() -> None:
     even = replay(outcome(0.3, (0.05,)), duration_s=1.0)
     same = replay(outcome(0.302, (0.02,)), duration_s=1.005)  # within 1 % of the one before
     runs = {"x": {4.0: best_first}, "y": {4.0: even}, "z": {4.0: same}}
-    picture = plots.radar(runs)
+    picture = plots.plot_radar(runs)
     assert ranks(axes(picture), 3) == {"x": [1, 3, 3], "y": [2, 2, 1], "z": [2, 1, 1]}
     assert [label.get_text() for label in axes(picture).get_xticklabels()] == ["mean TTFT", "mean TPOT", "throughput"]
     angles = axes(picture).lines[0].get_xdata()
@@ -166,7 +166,7 @@ def test_ranks_by_hand() -> None:
 
 def test_who_served_nothing_has_no_rank_and_it_is_said() -> None:
     nothing = replay(outcome(None, (), "error"))
-    picture = plots.radar({"x": {2: FAST, 4: FAST}, "y": {2: FAST, 4: nothing}, "z": {4: SLOW}})
+    picture = plots.plot_radar({"x": {2: FAST, 4: FAST}, "y": {2: FAST, 4: nothing}, "z": {4: SLOW}})
     assert [axes(picture, n).get_title() for n in (0, 1)] == ["2 requests/s", "4 requests/s"]
     assert set(ranks(axes(picture, 0), 3)) == {"x", "y"}
     assert set(ranks(axes(picture, 1), 3)) == {"x", "z"}
@@ -174,13 +174,13 @@ def test_who_served_nothing_has_no_rank_and_it_is_said() -> None:
 
 
 def test_panels_without_a_rate_are_empty() -> None:
-    picture = plots.radar({"x": dict.fromkeys((1, 2, 3, 4), FAST)})
+    picture = plots.plot_radar({"x": dict.fromkeys((1, 2, 3, 4), FAST)})
     assert [each.get_visible() and each.axison for each in picture.axes] == [True] * 4 + [False] * 2
 
 
 def test_no_replays_are_no_picture() -> None:
     nothings: tuple[dict[str, dict[float, Replay]], ...] = ({}, {"x": {}})
-    for draw in (plots.scatter, plots.radar):
+    for draw in (plots.plot_scatter, plots.plot_radar):
         for nothing in nothings:
             with pytest.raises(ConfigError, match="nothing to show"):
                 draw(nothing)
@@ -195,7 +195,7 @@ def widths(picture: Any) -> dict[str, list[float]]:
 
 def test_spans_are_stacked_in_milliseconds_and_migrations_told() -> None:
     spans = {"encode": 0.1, "ep_migration": 0.002, "pd_migration": 0.003, "decode": 0.395}
-    picture = plots.breakdown({"1E1P1D": spans, "3EPD": {"decode": 1.0}})
+    picture = plots.plot_breakdown({"1E1P1D": spans, "3EPD": {"decode": 1.0}})
     found = widths(picture)
     assert found["encode"] == [100, 0]
     assert found["EP migration"] == [2, 0]
@@ -220,7 +220,7 @@ def test_spans_of_a_trace_and_of_metrics_are_means_over_what_was_served() -> Non
     )
     metrics = Metrics()
     metrics.add(Output(request_id="1", finish_reason="stop", spans={"prefill": 0.25}))
-    found = widths(plots.breakdown({"traced": trace, "measured": metrics}))
+    found = widths(plots.plot_breakdown({"traced": trace, "measured": metrics}))
     assert (found["decode"], found["encode"], found["prefill"]) == ([2000, 0], [500, 0], [0, 250])
 
 
@@ -229,10 +229,10 @@ def test_what_was_emulated_or_simulated_is_said_to_be() -> None:
     metrics = Metrics()
     metrics.add(Output(request_id="1", finish_reason="stop", spans={"decode": 1.0}, emulated=True))
     paced, real = Trace([{**row, "emulated": True}]), Trace([row])
-    picture = plots.breakdown({"a": paced, "b": real, "c": metrics})
+    picture = plots.plot_breakdown({"a": paced, "b": real, "c": metrics})
     assert "Emulated, not computed: a, c." in words(picture)
-    assert "Emulated" not in words(plots.breakdown({"b": real}))
-    for draw in (plots.scatter, plots.radar):
+    assert "Emulated" not in words(plots.plot_breakdown({"b": real}))
+    for draw in (plots.plot_scatter, plots.plot_radar):
         assert "From replays in the simulator." in words(draw({"a": {5.0: FAST}}))
 
 
@@ -240,15 +240,15 @@ def test_nothing_served_and_spans_that_are_none() -> None:
     nothings: tuple[Trace | Metrics | dict[str, float], ...] = (Trace(), Metrics(), {})
     for nothing in nothings:
         with pytest.raises(ConfigError, match="nothing was served by mine"):
-            plots.breakdown({"mine": nothing})
+            plots.plot_breakdown({"mine": nothing})
     with pytest.raises(ConfigError, match="nothing to show"):
-        plots.breakdown({})
+        plots.plot_breakdown({})
     with pytest.raises(ConfigError, match=f"spans of mine that are none: sleep; they are {SPANS[0]}"):
-        plots.breakdown({"mine": {"sleep": 1.0}})
+        plots.plot_breakdown({"mine": {"sleep": 1.0}})
 
 
 def test_all_of_them_can_be_rendered() -> None:
     runs = {"a": {5.0: FAST, 9.0: SLOW}, "b": {9.0: FAST}}
-    for picture in (plots.timeline(STEPS), plots.scatter(runs, SLO(1, 1)), plots.radar(runs)):
-        assert plots.png(picture, dpi=20).startswith(b"\x89PNG")
-    assert plots.svg(plots.breakdown({"a": {"decode": 1.0}})).startswith(b"<?xml")
+    for picture in (plots.plot_timeline(STEPS), plots.plot_scatter(runs, SLO(1, 1)), plots.plot_radar(runs)):
+        assert plots.render_png(picture, dpi=20).startswith(b"\x89PNG")
+    assert plots.render_svg(plots.plot_breakdown({"a": {"decode": 1.0}})).startswith(b"<?xml")

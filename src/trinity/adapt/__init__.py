@@ -1,1 +1,1 @@
-"""Traffic watched beside a pipeline: shifts of demand, and proposals of another placement."""
+"""Detection of shifts in a pipeline's traffic, and proposals of a better placement."""

@@ -1,4 +1,4 @@
-"""placement="auto": general instances at first, requests recorded, then a plan, and what it says (TriInfer 4.4)."""
+"""placement="auto": starts with general instances, records requests, plans on them and logs the plan (TriInfer 4.4)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trinity.traces.trace import SLO, Trace
 
 Given = TypeVar("Given")
 logger = logging.getLogger("trinity")
-CACHE_BYTES = 1 << 30  # of an instance's pools where nobody says
+DEFAULT_CACHE_BYTES = 1 << 30  # of an instance's pools where memory_bytes is not given
 
 
-class Profiled(Protocol):
-    """What is asked of a pipeline."""
+class RecordingPipeline(Protocol):
+    """Pipeline that records a trace and can measure its costs."""
 
     trace: Trace
     cost: CostModel | None
@@ -34,15 +34,20 @@ class Profiled(Protocol):
 
 
 class _ClosedError(Exception):
-    """Nobody waits for the plan any more."""
+    """Raised to stop planning once the pipeline closes."""
 
 
-class Auto:
-    """Plans once ``requests`` were recorded, with costs measured at start, and tells by the log "trinity".
+class AutoPlanner:
+    """Plans once ``requests`` requests were recorded, with costs measured at start, and logs the plan to "trinity".
 
-    ``plan`` is what was found, ``error`` why nothing was; ``done`` is set then. Nothing is moved: the next pipeline can
-    start with the plan. An instance may use ``memory_bytes``, weights included; None: 1 GiB beside its weights.
-    Raises ``ConfigError`` without an SLO, for fewer than one instance, and for a model whose shape is not known.
+    model: checkpoint directory or emulated model.
+    instances: number of instances to start with, at least 1.
+    slo: latency bounds to plan for.
+    memory_bytes (bytes, None): memory of an instance, weights included; None: 1 GiB beside its weights.
+
+    Sets ``done`` together with ``plan``, or with ``error`` where planning failed. Moves nothing: the next pipeline can
+    start with the plan. Raises ``ConfigError`` without an SLO, for fewer than one instance, and for a model of unknown
+    shape.
     """
 
     def __init__(
@@ -51,11 +56,11 @@ class Auto:
         if slo is None:
             raise ConfigError('placement="auto" plans for an SLO: give slo=trinity.SLO(ttft, tbt)')
         if instances is None or instances < 1:
-            raise ConfigError(f'placement="auto" needs instances=, how many to start with, got {instances!r}')
+            raise ConfigError(f'placement="auto" needs instances=, the number to start with, got {instances!r}')
         self.instances, self.slo = instances, slo
         self.requests, self.every_s = LEAST_REQUESTS, 1.0
-        self.model = _shape(model)
-        self.memory = memory_bytes or self.model.weight_bytes("EPD") + CACHE_BYTES
+        self.model = _known_shape(model)
+        self.memory = memory_bytes or self.model.weight_bytes("EPD") + DEFAULT_CACHE_BYTES
         self.plan: Plan | None = None
         self.error: TrinityError | None = None
         self.done = asyncio.Event()
@@ -64,16 +69,16 @@ class Auto:
 
     @property
     def placement(self) -> str:
-        """What the pipeline starts as: N x EPD, or N x PD for a model of text alone."""
+        """Placement to start with: N x EPD, or N x PD for a model of text alone."""
         return f"{self.instances}{'EPD' if self.model.vision else 'PD'}"
 
-    async def begin(self, pipe: Profiled) -> None:
-        """Measure what steps cost, unless that is known, and wait for requests from now on."""
+    async def begin(self, pipe: RecordingPipeline) -> None:
+        """Measure costs unless the pipeline has some, then start to wait for requests."""
         cost = pipe.cost or await pipe.profile()
         self._task = asyncio.create_task(self._run(pipe.trace, cost), name="trinity-auto")
 
     async def aclose(self) -> None:
-        """Plan no more. A plan that is being made ends after the replay it is at."""
+        """Stop planning. A plan in progress ends after its current replay."""
         self._closed = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -85,19 +90,19 @@ class Auto:
                 return
         recorded = Trace(row.request_at(row.timestamp) for row in trace)
         try:
-            self.plan = await asyncio.to_thread(self._planned, recorded, cost)
-            self._tell(self.plan)
+            self.plan = await asyncio.to_thread(self._plan_on, recorded, cost)
+            self._log_plan(self.plan)
         except _ClosedError:
             return
         except TrinityError as error:
             self.error = error
-            logger.warning("no plan could be made of %d requests: %s", len(recorded), error)
-        except Exception as error:  # a fault of trinity: serving goes on, and it is told
+            logger.warning("no plan could be made from %d requests: %s", len(recorded), error)
+        except Exception as error:  # a fault of trinity: log it, and serving goes on
             self.error = TrinityError(f"planning failed: {error!r}")
             logger.exception("planning failed on %d requests", len(recorded))
         self.done.set()
 
-    def _planned(self, recorded: Trace, cost: CostModel) -> Plan:
+    def _plan_on(self, recorded: Trace, cost: CostModel) -> Plan:
         device = msgspec.structs.replace(_device(cost), memory=self.memory)
         planner = HybridPlanner(
             self.model,
@@ -107,42 +112,44 @@ class Auto:
             memory_share=1.0,
             least_requests=min(LEAST_REQUESTS, self.requests),
             seeds=0,
-            progress=self._go_on,
+            progress=self._stop_if_closed,
         )
         return planner.plan(recorded)
 
-    def _go_on(self, *_: Any) -> None:
+    def _stop_if_closed(self, *_: Any) -> None:
         if self._closed:
             raise _ClosedError
 
-    def _tell(self, plan: Plan) -> None:
+    def _log_plan(self, plan: Plan) -> None:
         if plan.met and plan.placement != self.placement:
             logger.warning("another placement serves this traffic better than %s: %s", self.placement, plan.explain())
         else:
             logger.info("%s", plan.explain())
 
 
-def automatic(
+def resolve_auto_placement(
     model: Path | EmulatedModel, placement: Given, instances: int | None, slo: SLO | None, memory_bytes: int | None
-) -> tuple[Auto | None, Given | str]:
-    """What plans, where a pipeline's placement is "auto", and the placement to start with."""
+) -> tuple[AutoPlanner | None, Given | str]:
+    """Make the planner of a pipeline whose placement is "auto", and the placement to start with."""
     if placement != "auto":
         return None, placement
-    auto = Auto(model, instances, slo, memory_bytes)
+    auto = AutoPlanner(model, instances, slo, memory_bytes)
     return auto, auto.placement
 
 
-def _shape(model: Path | EmulatedModel) -> ModelShape:
+def _known_shape(model: Path | EmulatedModel) -> ModelShape:
     if not isinstance(model, EmulatedModel):
-        return model_config.read_model_shape(model)
+        return model_config.read_model_known_shape(model)
     if isinstance(model.cost, Roofline):
         return model.cost.model
     known = model.shape.name.lower()
     if known not in MODELS:
-        raise ConfigError(f'placement="auto" needs the shape of a known model, and {known!r} is none of MODELS')
+        raise ConfigError(
+            f'placement="auto" needs a known model shape, but {known!r} is not one of trinity.costs.model_shape.MODELS'
+        )
     return MODELS[known]
 
 
 def _device(cost: CostModel) -> Device:
-    """The device of a roofline; else one whose figures are not used, for its costs are given."""
+    """Device of a roofline; for measured costs any device, since its figures are not used."""
     return cost.device if isinstance(cost, Roofline) else DEVICES["cpu"]

@@ -1,7 +1,7 @@
-"""Watch traffic for a shift of stage demand, plan again on what came since, and propose another placement.
+"""Detects shifts of stage demand in traffic, replans on the requests since, and proposes another placement.
 
-Nothing here has a clock or waits: rows go in with their times, what is to be done comes out.
-``trinity.adapt.proposals`` runs it beside a pipeline.
+Has no clock and never waits: takes rows with their times, returns what to do. ``trinity.adapt.proposals`` runs it
+beside a pipeline.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from trinity.placement import STAGES
 from trinity.traces import resample
 from trinity.traces.trace import Trace, TraceRow
 
-NEGLIGIBLE = 1e-3  # stage seconds a second, a thousandth of one device: less counts as this much
-_KEEP_S = 3600.0  # of traffic that is looked back on; after a longer silence all starts anew
+NEGLIGIBLE = 1e-3  # stage seconds a second, a thousandth of one device; smaller demands count as this
+_KEEP_S = 3600.0  # of traffic that is remembered; after a longer silence all starts anew
 _NOISE_TICKS = 60  # over which the noise is averaged
 _KEEP_ROWS = 100_000
 
 
 class PageHinkley:
-    """Page-Hinkley test of the mean of logarithms, both ways (Page 1954, Hinkley 1971).
+    """Page-Hinkley test for a change of the mean of logarithms, up or down (Page 1954, Hinkley 1971).
 
-    Sums how far each value lies from the mean since the start, beyond half of log ``ratio``: a lasting change by less
-    than the square root of ``ratio`` never sums up, one by ``ratio`` does at half of log ``ratio`` a value. A change
-    is found when a sum exceeds what ``least`` values after such a change sum up to, or ``certainty`` · noise² /
-    log ``ratio`` where that is more: with independent normal values a false alarm then takes in the order of
-    e^certainty of them, with bursts that last fewer. ``noise`` is their standard deviation, taken from the differences
-    of neighbours. One value counts as no further from the mean than twice log ``ratio``. No change is found in the
-    first ``warm``.
+    Sums each value's distance from the mean since the start, beyond half of log ``ratio``: a lasting change by less
+    than the square root of ``ratio`` never accumulates, a change by ``ratio`` adds half of log ``ratio`` a value. A
+    change is detected when a sum exceeds the larger of what ``least`` values after such a change add up to, and
+    ``certainty`` · noise² / log ``ratio``. With independent normal values a false alarm then takes in the order of
+    e^certainty values; with lasting bursts, fewer. A value counts as at most twice log ``ratio`` from the mean.
 
-    With the defaults and ticks of 10 s, image traffic as the shipped hour's gave no alarm in 200 hours of its own ticks
-    drawn anew; a doubled output length was found within 90 s. Traffic of one request in two seconds is noisier: there a
-    doubling takes minutes.
+    ratio (factor, 2): change to detect, above 1.
+    certainty (12): exponent of the values between false alarms.
+    least (values, 3): fewest values after a change until it is detected.
+    warm (values, 12): no change is detected in the first ones.
+    noise (0): initial standard deviation of the values; estimated from the differences of neighbours.
+
+    With the defaults and ticks of 10 s, image traffic like the shipped hour's gave no alarm in 200 hours of its own
+    resampled ticks; a doubled output length was detected within 90 s. Traffic of one request in two seconds is noisier:
+    there a doubling takes minutes. Raises ``ConfigError`` for values out of range.
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class PageHinkley:
 
     @property
     def noise(self) -> float:
+        """Standard deviation of the values, as estimated so far."""
         return math.sqrt(self._noise2)
 
     @property
     def threshold(self) -> float:
+        """Sum above which a change is certain."""
         return max(self.least * self.drift, self.certainty * self._noise2 / (2 * self.drift))
 
     @property
@@ -71,30 +77,31 @@ class PageHinkley:
         return max(self._sums) / self.threshold
 
     def add(self, value: float) -> int:
-        """How many values ago a change began that is now certain, this one included; 0 where there is none."""
+        """Add a value. Returns the number of values since a change that is now certain, this one included, or 0."""
         self.count += 1
         if self._last is None:
             self.mean = self._last = value
-        half = self._clipped(value - self._last) ** 2 / 2
+        half = self._clip(value - self._last) ** 2 / 2
         self._noise2 += (half - self._noise2) / min(self.count, _NOISE_TICKS) if self.count > 1 else 0.0
         self._last = value
-        self.mean += self._clipped(value - self.mean) / self.count
-        off = self._clipped(value - self.mean)
+        self.mean += self._clip(value - self.mean) / self.count
+        off = self._clip(value - self.mean)
         for side, sign in enumerate((1, -1)):
             self._sums[side] = max(0.0, self._sums[side] + sign * off - self.drift)
             self._since[side] = self._since[side] + 1 if self._sums[side] else 0
         found = self.count > self.warm and self.strength > 1
         return self._since[self._sums.index(max(self._sums))] if found else 0
 
-    def _clipped(self, off: float) -> float:
+    def _clip(self, off: float) -> float:
         most = 4 * self.drift
         return min(most, max(-most, off))
 
 
-class Shift(msgspec.Struct, frozen=True, kw_only=True):
-    """A lasting change of demand, found at ``at_s`` in stage ``stage``; it began about ``since_s``.
+class DemandShift(msgspec.Struct, frozen=True, kw_only=True):
+    """Lasting change of the demand of ``stage``.
 
-    ``before`` and ``after``: stage seconds a second by letter, up to then and since. Seconds of the rows' own clock.
+    ``at_s`` (s): when it was detected. ``since_s`` (s): about when it began. ``before`` and ``after``: stage seconds a
+    second by letter, until then and since. Times are of the rows' own clock.
     """
 
     at_s: float
@@ -105,7 +112,7 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def factor(self) -> float:
-        """How many times as much its stage is asked for, less than ``NEGLIGIBLE`` counted as that."""
+        """Demand of the stage after the change over that before; demands below ``NEGLIGIBLE`` count as that."""
         return max(NEGLIGIBLE, self.after[self.stage]) / max(NEGLIGIBLE, self.before[self.stage])
 
     def __str__(self) -> str:
@@ -113,16 +120,22 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True):
         return f"at {self.at_s:,.0f} s: demand of {self.stage} x {self.factor:.2f} (stage seconds a second: {figures})"
 
 
-class Watch:
-    """Finds shifts of stage demand in rows fed one after the other.
+class DriftDetector:
+    """Detects shifts of stage demand in rows fed one after the other.
 
-    Demand is summed over ticks of ``tick_s`` seconds; ``test`` makes the test that each stage's logarithms go through,
-    with the noise known so far. After a shift in one stage all start anew from where it began.
+    Sums demand over ticks and tests the logarithms of each stage. After a shift in one stage, all tests restart from
+    its beginning.
+
+    demand: predicts the stage seconds of a request.
+    tick_s (s, 10): length of a tick, from 0.1 s to an hour.
+    test (PageHinkley): makes the test of a stage, given the noise known so far.
+
+    Raises ``ConfigError`` for a tick out of range.
     """
 
     def __init__(self, demand: Demand, *, tick_s: float = 10.0, test: Callable[..., PageHinkley] = PageHinkley) -> None:
         if not 0.1 <= tick_s < _KEEP_S:
-            raise ConfigError(f"a tick lasts at least 0.1 s and less than an hour, got {tick_s!r} s")
+            raise ConfigError(f"tick_s must be at least 0.1 s and less than an hour, got {tick_s!r} s")
         self.demand, self.tick_s, self._new = demand, tick_s, test
         self.now = -math.inf
         self._open: dict[str, float] = {}
@@ -133,18 +146,18 @@ class Watch:
         self._tests = {stage: self._new() for stage in STAGES}
         self._ticks: deque[dict[str, float]] = deque(maxlen=int(_KEEP_S / self.tick_s))
 
-    def feed(self, row: TraceRow, at_s: float | None = None) -> list[Shift]:
-        """A row that became known at ``at_s``: when it ended or, where it was not served, when it arrived.
+    def feed(self, row: TraceRow, at_s: float | None = None) -> list[DemandShift]:
+        """Add a row that became known at ``at_s`` (s; default: its end or, where it was not served, its arrival).
 
-        Times must not fall; one that does counts as the latest. Gives the shifts found in ticks that are over now.
-        Raises ``TraceError`` where a time is not a number.
+        Times must not fall; an earlier time counts as the latest one. Returns the shifts detected in ticks that have
+        ended. Raises ``TraceError`` for a time that is not a finite number.
         """
-        found = self.until(known_at(row) if at_s is None else at_s)
+        found = self.advance(known_at(row) if at_s is None else at_s)
         self._open = sum_by_stage((self._open, self.demand.of(row))) if self._open else self.demand.of(row)
         return found
 
-    def until(self, at_s: float) -> list[Shift]:
-        """Nothing more came before ``at_s``."""
+    def advance(self, at_s: float) -> list[DemandShift]:
+        """Advance the clock to ``at_s`` (s) without a row. Returns and raises as ``feed`` does."""
         if not math.isfinite(at_s):
             raise TraceError(f"a row's time must be a number of seconds, got {at_s!r}")
         if at_s - self.now > _KEEP_S:  # the start, or a silence that outlasts all that is known
@@ -158,16 +171,16 @@ class Watch:
             self._open = {}
         return found
 
-    def _close(self) -> list[Shift]:
+    def _close(self) -> list[DemandShift]:
         seconds = {stage: self._open.get(stage, 0.0) / self.tick_s for stage in STAGES}
         self._ticks.append(seconds)
         began = {stage: self._tests[stage].add(_log(value)) for stage, value in seconds.items()}
         if not any(began.values()):
             return []
         stage = max(began, key=lambda each: self._tests[each].strength)
-        return [self._shifted(stage, began[stage])]
+        return [self._restart_after_shift(stage, began[stage])]
 
-    def _shifted(self, stage: str, ticks: int) -> Shift:
+    def _restart_after_shift(self, stage: str, ticks: int) -> DemandShift:
         known = list(self._ticks)
         before, after = known[:-ticks] or known[:1], known[-ticks:]
         self._tests = {each: self._new(noise=test.noise) for each, test in self._tests.items()}
@@ -176,7 +189,7 @@ class Watch:
             self._ticks.append(tick)
             for each, seconds in tick.items():
                 self._tests[each].add(_log(seconds))
-        return Shift(
+        return DemandShift(
             at_s=self._opened,
             since_s=self._opened - ticks * self.tick_s,
             stage=stage,
@@ -186,7 +199,7 @@ class Watch:
 
 
 def known_at(row: TraceRow) -> float:
-    """Seconds at which all of a row was known: its end or, where it was not served, its arrival."""
+    """Time in s at which all of a row is known: its end or, where it was not served, its arrival."""
     return row.timestamp / 1000 + (row.latency_s or 0.0)
 
 
@@ -198,8 +211,8 @@ def _mean(ticks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {stage: seconds / len(ticks) for stage, seconds in sum_by_stage(ticks).items()}
 
 
-class Candidate(Protocol):
-    """A ``trinity.planner.Candidate``: ``score`` is None where it was not searched to the end."""
+class ScoredPlacement(Protocol):
+    """Placement with its score, such as a ``trinity.planner.Candidate``; None where not searched to the end."""
 
     @property
     def placement(self) -> str: ...
@@ -207,61 +220,73 @@ class Candidate(Protocol):
     def score(self) -> float | None: ...
 
 
-class Planned(Protocol):
-    """What a planner gives: a ``trinity.planner.Plan``."""
+class PlanResult(Protocol):
+    """Result of a planner, such as a ``trinity.planner.Plan``."""
 
     @property
-    def best(self) -> Candidate: ...
+    def best(self) -> ScoredPlacement: ...
     @property
-    def candidates(self) -> Sequence[Candidate]: ...
+    def candidates(self) -> Sequence[ScoredPlacement]: ...
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """To run ``placement`` instead of ``instead_of``, as ``plan`` says, because of ``shift``.
+    """Proposal to run ``placement`` instead of ``instead_of``, because of ``shift``.
 
-    ``at_s``: when it was made. ``requests``: how many had come since the shift, from which it was planned. ``gain``:
-    how many times the present placement's score it reaches; None where the plan does not say, because the present
-    placement was not searched to the end (``strategy="exhaustive"`` does).
+    ``at_s`` (s): when it was made. ``requests``: number of requests since the shift, on which ``plan`` is based.
+    ``gain`` (factor): score over that of the present placement; None where the present placement was not searched to
+    the end (``strategy="exhaustive"`` does).
     """
 
     at_s: float
     placement: str
     instead_of: str
-    shift: Shift
+    shift: DemandShift
     requests: int
     plan: Any
     gain: float | None = None
 
     def __str__(self) -> str:
-        better = "by how much it is better was not searched" if self.gain is None else f"{self.gain:.2f} times as good"
+        better = (
+            "gain unknown: the present placement was not searched to the end"
+            if self.gain is None
+            else f"{self.gain:.2f} times as good"
+        )
         return (
             f"run {self.placement} instead of {self.instead_of} ({better}), planned on {self.requests:,} requests; "
             f"{self.shift}"
         )
 
 
-def _gain(plan: Planned, present: str) -> float | None:
-    """Of the best over the present placement, where both scores are known; infinite over one that reaches nothing."""
+def _gain(plan: PlanResult, present: str) -> float | None:
+    """Gain of the best over the present placement; None where a score is unknown, infinite over a score of 0."""
     score = next((each.score for each in plan.candidates if each.placement == present), None)
     if score is None or plan.best.score is None:
         return None
     return plan.best.score / score if score else math.inf
 
 
-class Redeploy:
-    """When to plan again, and on what; whether that is a proposal.
+class Replanner:
+    """Decides when to plan again and on which requests, and turns plans into proposals.
 
-    ``feed`` gives a trace when one is to be planned on; then ``planned`` takes the plan, or ``failed`` the error. One
-    plan is made at a time, and none for ``cooldown_s`` after a proposal: shifts found meanwhile are planned for
-    together, on the requests since the last of them. ``requests`` is how many a plan needs (of 1,000 long ones the
-    last end so late that completions seem not to keep up): where fewer have come, they are drawn again
-    (``traces.resample``), once ``least`` are there. A plan for the present placement proposes nothing, nor does one
-    that is known to gain less than ``least_gain``. ``applied`` says that another placement runs now.
+    ``feed`` returns a trace when a plan is due; give the plan to ``propose``, or the error to ``record_failure``. Makes
+    one plan at a time. Shifts during a plan or cool-down are planned for together, on the requests since the last of
+    them. Plans for the present placement propose nothing. Tell ``set_placement`` when another placement runs.
+
+    watch: detects shifts.
+    placement: the placement that runs.
+    cooldown_s (s, 600): no plan is made for this long after a proposal.
+    requests (requests, 4000): requests that a plan needs (of 1,000 long ones the last end so late that completions seem
+        not to keep up); fewer are resampled (``traces.resample``).
+    least (requests, 50): fewest requests since a shift to plan on.
+    least_gain (factor, 1.05): proposals known to gain less are dropped.
+    seed (0): seed of resampling.
+
+    Raises ``ConfigError`` for values out of range.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        watch: DriftDetector,
         placement: str,
         *,
         cooldown_s: float = 600.0,
@@ -272,29 +297,29 @@ class Redeploy:
     ) -> None:
         if not 0 <= cooldown_s < math.inf or not 1 <= least <= requests:
             raise ConfigError(
-                f"cooldown_s is at least 0 and least lies between 1 and requests, got {cooldown_s}, {least}, {requests}"
+                f"cooldown_s must be at least 0 and least between 1 and requests, got {cooldown_s}, {least}, {requests}"
             )
         self.watch, self.placement = watch, placement
         self.cooldown_s, self.requests, self.least, self.seed = cooldown_s, requests, least, seed
         self.least_gain = least_gain
-        self.shifts: deque[Shift] = deque(maxlen=1000)
+        self.shifts: deque[DemandShift] = deque(maxlen=1000)
         self.error: TrinityError | None = None
         self._rows: deque[tuple[float, TraceRow]] = deque(maxlen=_KEEP_ROWS)
-        self._pending: Shift | None = None
-        self._planning: tuple[Shift, int] | None = None
+        self._pending: DemandShift | None = None
+        self._planning: tuple[DemandShift, int] | None = None
         self._quiet_until = -math.inf
 
     def feed(self, row: TraceRow, at_s: float | None = None) -> Trace | None:
-        """See ``Watch.feed``. Gives a trace when a plan is due."""
+        """Add a row, as ``DriftDetector.feed`` does. Returns a trace when a plan is due, else None."""
         for shift in self.watch.feed(row, at_s):
             self.shifts.append(shift)
             self._pending = shift
         self._rows.append((self.watch.now, row))
         while self._rows[0][0] < self.watch.now - _KEEP_S:
             self._rows.popleft()
-        return self._due()
+        return self._trace_to_plan_on()
 
-    def _due(self) -> Trace | None:
+    def _trace_to_plan_on(self) -> Trace | None:
         if self._pending is None or self._planning is not None or self.watch.now < self._quiet_until:
             return None
         since = self._pending.since_s
@@ -305,9 +330,9 @@ class Redeploy:
         seen = Trace(row.request_at(row.timestamp) for row in rows)
         return seen if len(rows) >= self.requests else resample(seen, self.requests, seed=self.seed)
 
-    def planned(self, plan: Planned) -> Proposal | None:
-        """The plan for the trace that was given; a proposal where it is for another placement, and worth it."""
-        shift, requests = self._done()
+    def propose(self, plan: PlanResult) -> Proposal | None:
+        """Turn the plan for the last trace into a proposal; None where the placement stays or the gain is too small."""
+        shift, requests = self._end_planning()
         gain = _gain(plan, self.placement)
         if plan.best.placement == self.placement or (gain is not None and gain < self.least_gain):
             return None
@@ -322,16 +347,17 @@ class Redeploy:
             gain=gain,
         )
 
-    def failed(self, error: TrinityError) -> None:
-        """No plan could be made; ``self.error`` keeps why. The next shift is planned for all the same."""
-        self._done()
+    def record_failure(self, error: TrinityError) -> None:
+        """Record in ``error`` why no plan could be made. The next shift is planned for all the same."""
+        self._end_planning()
         self.error = error
 
-    def applied(self, placement: str) -> None:
+    def set_placement(self, placement: str) -> None:
+        """Record that another placement runs now."""
         self.placement = placement
 
-    def _done(self) -> tuple[Shift, int]:
+    def _end_planning(self) -> tuple[DemandShift, int]:
         if self._planning is None:
-            raise ConfigError("no plan was asked for: give feed() rows until it returns a trace to plan on")
+            raise ConfigError("no plan is due: give feed() rows until it returns a trace to plan on")
         done, self._planning = self._planning, None
         return done

@@ -1,10 +1,10 @@
-"""Watching beside a pipeline: rows as they come, plans made in a thread, proposals as they are ready.
+"""Runs drift detection beside a pipeline: follows its trace, plans in a thread, yields proposals.
 
 ::
 
-    watch = Watch(Demand.for_slo(Roofline(model=model("qwen2-vl-7b"), device=DEVICES["H100"]), slo))
-    redeploy = Redeploy(watch, "2EP6D")
-    async for proposal in proposals(follow(pipe.trace), redeploy, planner.plan):
+    watch = DriftDetector(Demand.for_slo(Roofline(model=get_model_shape("qwen2-vl-7b"), device=DEVICES["H100"]), slo))
+    replanner = Replanner(watch, "2EP6D")
+    async for proposal in iter_proposals(follow(pipe.trace), replanner, planner.plan):
         print(proposal)
 """
 
@@ -13,18 +13,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from trinity.adapt.drift import Planned, Proposal, Redeploy
+from trinity.adapt.drift import PlanResult, Proposal, Replanner
 from trinity.errors import ConfigError, TrinityError
 from trinity.traces.trace import Trace, TraceRow
 
 
 async def follow(trace: Trace, every_s: float = 1.0) -> AsyncGenerator[TraceRow, None]:
-    """Every row that is appended to a trace from now on; looked for every so many seconds, without end.
+    """Yield every row that is appended to a trace from now on; polls every ``every_s`` seconds, without end.
 
-    Rows that a trace's limit dropped between two looks are missed.
+    Misses rows that the trace's limit drops between two polls. Raises ``ConfigError`` unless ``every_s`` is positive.
     """
     if not every_s > 0:
-        raise ConfigError(f"seconds between two looks at a trace must be positive, got {every_s!r}")
+        raise ConfigError(f"every_s, the seconds between two polls of a trace, must be positive, got {every_s!r}")
     seen = len(trace) + trace.dropped
     while True:
         new = min(len(trace), len(trace) + trace.dropped - seen)
@@ -34,30 +34,30 @@ async def follow(trace: Trace, every_s: float = 1.0) -> AsyncGenerator[TraceRow,
         await asyncio.sleep(every_s)
 
 
-async def proposals(
-    rows: AsyncIterator[TraceRow], redeploy: Redeploy, plan: Callable[[Trace], Planned]
+async def iter_proposals(
+    rows: AsyncIterator[TraceRow], replanner: Replanner, plan: Callable[[Trace], PlanResult]
 ) -> AsyncGenerator[Proposal, None]:
-    """Feed rows to ``redeploy`` and give its proposals; ends with the rows.
+    """Feed rows to ``replanner`` and yield its proposals; ends with the rows.
 
-    ``plan`` runs in a thread and must not touch the pipeline. What it raises of ``TrinityError`` goes to
-    ``redeploy.error`` and watching goes on; any other exception comes out of here. When this is closed while a plan is
-    made, the thread runs to its end and what it found is dropped.
+    ``plan`` runs in a thread and must not touch the pipeline. A ``TrinityError`` of it goes to ``replanner.error`` and
+    watching goes on; any other exception is raised here. If the generator is closed while a plan is made, the thread
+    runs to its end and its plan is dropped.
     """
     reading: asyncio.Future[TraceRow | None] | None = asyncio.ensure_future(_next(rows))
-    planning: asyncio.Task[Planned] | None = None
+    planning: asyncio.Task[PlanResult] | None = None
     try:
         while reading is not None or planning is not None:
             waited = [each for each in (reading, planning) if each is not None]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if planning is not None and planning.done():
                 done, planning = planning, None
-                proposal = _proposal(done, redeploy)
+                proposal = _take_proposal(done, replanner)
                 if proposal is not None:
                     yield proposal
             if reading is not None and reading.done():
                 row = reading.result()
                 reading = asyncio.ensure_future(_next(rows)) if row is not None else None
-                trace = redeploy.feed(row) if row is not None else None
+                trace = replanner.feed(row) if row is not None else None
                 if trace is not None:
                     planning = asyncio.create_task(asyncio.to_thread(plan, trace), name="trinity-plan")
     finally:
@@ -71,9 +71,9 @@ async def _next(rows: AsyncIterator[TraceRow]) -> TraceRow | None:
     return await anext(rows, None)
 
 
-def _proposal(planning: asyncio.Task[Planned], redeploy: Redeploy) -> Proposal | None:
+def _take_proposal(planning: asyncio.Task[PlanResult], replanner: Replanner) -> Proposal | None:
     try:
-        return redeploy.planned(planning.result())
+        return replanner.propose(planning.result())
     except TrinityError as error:
-        redeploy.failed(error)
+        replanner.record_failure(error)
         return None

@@ -11,7 +11,7 @@ from trinity.bench.machine import FOREIGN
 from trinity.bench.measure import Burst, Swept, calm, paired
 from trinity.bench.search import Found, Goal, Trial, counted, ratios
 from trinity.bench.servers import Engine
-from trinity.report.plots.drawing import MARKERS, SERIES, drawn
+from trinity.report.plots.drawing import MARKERS, SERIES, use_style
 from trinity.tables import Table, as_text, distribution
 
 
@@ -112,7 +112,7 @@ def save(path: str | Path, content: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-@drawn
+@use_style
 def picture(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
     """Attainment over the rate, an axis for each goal, a line for each engine; points are trials that count."""
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""Reports: a plan, its plots and replays on one page of HTML; plots of plans and of what was served.
+"""Reports of plans as one page of HTML, and plots of plans, replays and served requests.
 
-``report.save("plan.html", plan)`` writes the page; ``trinity.report.plots`` draws.
+``report.save_report("plan.html", plan)`` writes the page; ``trinity.report.plots`` draws.
 """
 
-from trinity.report.page import html as html
-from trinity.report.page import save as save
+from trinity.report.page import render_html as render_html
+from trinity.report.page import save_report as save_report

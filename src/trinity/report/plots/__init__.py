@@ -1,25 +1,25 @@
-"""Pictures of plans, replays and what was served (matplotlib, the extra ``plot``).
+"""Plots of plans, replays and served requests (matplotlib, the extra ``plot``).
 
 ::
 
-    pictures.attainment(plan).savefig("attainment.svg")
-    pictures.ratios(plan)
-    pictures.timeline(simulator.replay(trace, plan.placement, record=True), end_s=5)
+    plots.plot_attainment(plan).savefig("attainment.svg")
+    plots.plot_ratios(plan)
+    plots.plot_timeline(simulator.replay(trace, plan.placement, record=True), end_s=5)
 
-Each gives a matplotlib ``Figure`` that belongs to no window. It draws what it is given and no more: what failed, was
-not tried or met no SLO is said in words. All raise ``ConfigError`` where matplotlib is not installed.
+Each returns a matplotlib ``Figure`` that belongs to no window. It draws only what it is given: failures, rates not
+tried and SLOs not met are stated in words. All raise ``ConfigError`` where matplotlib is not installed.
 """
 
 from __future__ import annotations
 
-from trinity.report.plots.costs import saturation as saturation
-from trinity.report.plots.drawing import png as png
-from trinity.report.plots.drawing import svg as svg
-from trinity.report.plots.plans import attainment as attainment
-from trinity.report.plots.plans import best_method as best_method
-from trinity.report.plots.plans import ratios as ratios
-from trinity.report.plots.plans import utilisation as utilisation
-from trinity.report.plots.served import breakdown as breakdown
-from trinity.report.plots.served import radar as radar
-from trinity.report.plots.served import scatter as scatter
-from trinity.report.plots.served import timeline as timeline
+from trinity.report.plots.costs import plot_saturation as plot_saturation
+from trinity.report.plots.drawing import render_png as render_png
+from trinity.report.plots.drawing import render_svg as render_svg
+from trinity.report.plots.plans import plot_attainment as plot_attainment
+from trinity.report.plots.plans import plot_best_method as plot_best_method
+from trinity.report.plots.plans import plot_ratios as plot_ratios
+from trinity.report.plots.plans import plot_utilisation as plot_utilisation
+from trinity.report.plots.served import plot_breakdown as plot_breakdown
+from trinity.report.plots.served import plot_radar as plot_radar
+from trinity.report.plots.served import plot_scatter as plot_scatter
+from trinity.report.plots.served import plot_timeline as plot_timeline

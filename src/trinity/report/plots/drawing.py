@@ -1,4 +1,4 @@
-"""What pictures are drawn with: matplotlib loaded when first needed, colours that can be told apart, files."""
+"""Drawing helpers: matplotlib loaded when first needed, colours for colour-blind readers, files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers tell apart too; black is left for what is said about data.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black is left for annotations.
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 RED, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
 SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, GREY)
-MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in one or the other
-STAGES = {"E": ORANGE, "P": BLUE, "D": GREEN}
+MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in colour or marker
+STAGE_COLOURS = {"E": ORANGE, "P": BLUE, "D": GREEN}
 _STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -34,40 +34,40 @@ _STYLE: Any = {
     "svg.fonttype": "path",
     "svg.hashsalt": "trinity",  # equal pictures are equal files
 }
-_LETTERS = 14  # of a note, in an inch
-_WIDE = 20  # times the lowest rate from which on an axis is logarithmic
+_LETTERS_PER_INCH = 14  # of a note
+_WIDE_RANGE = 20  # factor between extremes above which an axis is logarithmic
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _styled() -> AbstractContextManager[None]:
+def _style_context() -> AbstractContextManager[None]:
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise ConfigError(f"pictures need matplotlib: {pip_install('plot')}") from error
+        raise ConfigError(f"plots need matplotlib: {pip_install('plot')}") from error
     return rc_context(_STYLE)
 
 
-def drawn(function: Callable[P, T]) -> Callable[P, T]:
-    """With matplotlib there and in this style. Raises ``ConfigError`` that names the extra where it is not."""
+def use_style(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function to draw in this style. Raises ``ConfigError`` where matplotlib is not installed."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _styled():
+        with _style_context():
             return function(*args, **kwargs)
 
     return wrapped
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """In inches. It belongs to no window and no list of figures."""
+    """Create a figure of this size in inches; it belongs to no window and no list of figures."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def said(figure: Figure, title: str, text: str) -> Figure:
-    """A picture of what there is nothing to draw of: words."""
+def draw_message(figure: Figure, title: str, text: str) -> Figure:
+    """Draw a message in place of a plot without data."""
     axes = figure.add_subplot()
     axes.set_axis_off()
     axes.set_title(title)
@@ -75,57 +75,60 @@ def said(figure: Figure, title: str, text: str) -> Figure:
     return figure
 
 
-def noted(figure: Figure, lines: Iterable[str]) -> None:
-    """Words below a picture, for what it cannot show, in lines that it has the width for."""
-    width = int(figure.get_figwidth() * _LETTERS)
+def add_notes(figure: Figure, lines: Iterable[str]) -> None:
+    """Add notes below a plot, wrapped to its width."""
+    width = int(figure.get_figwidth() * _LETTERS_PER_INCH)
     text = "\n".join(row for line in lines for row in wrap(line, width))
     if text:
         figure.supxlabel(text, fontsize=9, x=0.01, ha="left")
 
 
-def colour(place: int) -> str:
+def series_colour(place: int) -> str:
+    """Colour of the series with this index."""
     return SERIES[place % len(SERIES)]
 
 
-def marker(place: int) -> str:
+def series_marker(place: int) -> str:
+    """Marker of the series with this index."""
     return MARKERS[place % len(MARKERS)]
 
 
-def labelled(axes: Axes, title: str, x: str, y: str) -> None:
+def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Set the title and the labels of both axes."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
 
 
-def swatches(axes: Axes, colours: dict[str, str], **placed: Any) -> None:
-    """A legend of colours."""
+def add_colour_legend(axes: Axes, colours: dict[str, str], **placed: Any) -> None:
+    """Add a legend of colours."""
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=shade, edgecolor="none", label=name) for name, shade in colours.items()]
     axes.legend(handles=patches, **placed)
 
 
-@drawn
-def svg(figure: Figure) -> bytes:
-    """A figure as a file that scales."""
-    return _saved(figure, format="svg", metadata={"Date": None, "Creator": None})
+@use_style
+def render_svg(figure: Figure) -> bytes:
+    """Render a figure as SVG; equal figures give equal bytes."""
+    return _render(figure, format="svg", metadata={"Date": None, "Creator": None})
 
 
-@drawn
-def png(figure: Figure, dpi: float = 150) -> bytes:
-    """A figure as a file of pixels, small however much is drawn."""
-    return _saved(figure, format="png", dpi=dpi, metadata={"Software": None})
+@use_style
+def render_png(figure: Figure, dpi: float = 150) -> bytes:
+    """Render a figure as PNG, which stays small however much is drawn."""
+    return _render(figure, format="png", dpi=dpi, metadata={"Software": None})
 
 
-def _saved(figure: Figure, **how: Any) -> bytes:
+def _render(figure: Figure, **options: Any) -> bytes:
     target = BytesIO()
-    figure.savefig(target, **how)
+    figure.savefig(target, **options)
     return target.getvalue()
 
 
 def log_if_wide(axes: Axes, along: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Values of very different size are shown by their logarithm."""
-    if values and min(values) > 0 and max(values) > _WIDE * min(values):
+    """Make an axis logarithmic where its values differ by more than a factor of 20."""
+    if values and min(values) > 0 and max(values) > _WIDE_RANGE * min(values):
         from matplotlib.ticker import LogLocator, NullLocator
 
         axis = {"x": axes.xaxis, "y": axes.yaxis}[along]

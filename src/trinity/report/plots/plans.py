@@ -1,4 +1,4 @@
-"""Pictures of plans: what each candidate reaches, over ratios and over SLOs."""
+"""Plots of plans: attainment, goodput over ratios, best methods over SLOs, utilisation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trinity.planner.explain import STAGE_NAMES, UNITS, devices_in_words, figure
 from trinity.report.plots.drawing import (
     RED,
     SERIES,
-    STAGES,
-    colour,
-    drawn,
-    labelled,
+    STAGE_COLOURS,
+    add_colour_legend,
+    add_notes,
+    draw_message,
+    label_axes,
     log_if_wide,
-    marker,
     new_figure,
-    noted,
-    said,
-    swatches,
+    series_colour,
+    series_marker,
+    use_style,
 )
 from trinity.traces.goodput import SHARE, RatePoint
 from trinity.traces.trace import SLORule
@@ -30,24 +30,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_CELLS = 16  # instances up to which each cell of a heat map has its figure written in it
+_MOST_CELLS = 16  # instances up to which the cells of a heat map show their values
 _METHOD_COLOURS = dict(zip((*METHODS, "P+D", "PD"), (*SERIES[:5], SERIES[1], SERIES[0]), strict=True))
 _UNKNOWN = "#EEEEEE"
-_FEW_CURVES = 7  # up to which their legend has room among them
-_ZOOM = 0.25  # of the highest rate that held, below which rates that held too are left out
+_FEW_CURVES = 7  # number of curves up to which the legend fits inside the axes
+_ZOOM = 0.25  # of the highest rate that held; lower rates are left out where they all held
 
 
 # ---------------------------------------------------------------- attainment against rate
 
 
-@drawn
-def attainment(
+@use_style
+def plot_attainment(
     shown: Plan | Mapping[str, Sequence[RatePoint]], *, rule: SLORule | None = None, share: float = SHARE, most: int = 6
 ) -> Figure:
-    """Attainment against rate, with the share that must be reached (TriInfer figure 9).
+    """Plot attainment against rate, with the share that must be reached (TriInfer figure 9).
 
-    Of a plan the ``most`` best candidates that rates were tried of, and Algorithm 2's own choice; or of points by name.
-    ``rule``: None is the plan's, or "guard". Hollow points did not keep up with the arrivals.
+    shown: a plan, of which the ``most`` best candidates and Algorithm 2's choice are drawn, or points by name.
+    rule (SLO rule, None): None takes the plan's, or "guard".
+    share (0.9): share of requests that must be in time.
+    most (candidates, 6): number of candidates drawn.
+
+    Hollow points are rates at which completions did not keep up with arrivals.
     """
     if isinstance(shown, Plan):
         rule, title, named = rule or shown.rule, f"Attainment against rate\n{_of(shown)}", _curves(shown, most)
@@ -56,12 +60,12 @@ def attainment(
     curves = {name: sorted(points, key=lambda point: point.rate) for name, points in named.items() if points}
     picture = new_figure(7.5, 4.8)
     if not curves:
-        return said(picture, title, "No rate was tried.")
+        return draw_message(picture, title, "No rate was tried.")
     axes = picture.add_subplot()
     for place, (name, points) in enumerate(curves.items()):
         _curve(axes, name, points, rule, place)
     axes.axhline(100 * share, color="black", linestyle="--", linewidth=1, label=f"{share:.0%} must be in time")
-    labelled(axes, title, "request rate (requests/s)", f"attainment (% of requests, rule {rule})")
+    label_axes(axes, title, "request rate (requests/s)", f"attainment (% of requests, rule {rule})")
     axes.set_ylim(-2, 103)
     every = [point for points in curves.values() for point in points]
     least = _least_shown(every, rule, share)
@@ -74,12 +78,12 @@ def attainment(
     else:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
     left_out = [f"Left out: rates below {least:.3g} requests/s, all at {share:.0%} or more."] if least else []
-    noted(picture, [*_attained(curves, rule, share), *left_out])
+    add_notes(picture, [*_attainment_notes(curves, rule, share), *left_out])
     return picture
 
 
 def _least_shown(points: Sequence[RatePoint], rule: SLORule, share: float) -> float:
-    """The rate from which a picture shows all that matters; 0 for all of them."""
+    """Lowest rate that needs to be shown; 0 for all of them."""
     held = [point.rate for point in points if point.attainment[rule] >= share]
     least = _ZOOM * max(held, default=0.0)
     lower = [point for point in points if point.rate < least]
@@ -90,12 +94,12 @@ def _curves(plan: Plan, most: int) -> dict[str, Sequence[RatePoint]]:
     listed = [each for each in plan.candidates if each.attainment][:most]
     if plan.paper is not None and plan.paper.attainment and all(_name(each) != _name(plan.paper) for each in listed):
         listed.append(plan.paper)
-    return {_marked(plan, each): each.attainment for each in listed}
+    return {_label_candidate(plan, each): each.attainment for each in listed}
 
 
 def _curve(axes: Axes, name: str, points: Sequence[RatePoint], rule: SLORule, place: int) -> None:
     rates, shares = [point.rate for point in points], [100 * point.attainment[rule] for point in points]
-    shade, sign = colour(place), marker(place)
+    shade, sign = series_colour(place), series_marker(place)
     axes.plot(rates, shares, color=shade, linewidth=1.5, marker=sign, markersize=5, label=name)
     shaky = [at for at, point in enumerate(points) if not point.stable]
     if shaky:
@@ -103,7 +107,7 @@ def _curve(axes: Axes, name: str, points: Sequence[RatePoint], rule: SLORule, pl
         axes.plot(*where, linestyle="none", marker=sign, markersize=5, markerfacecolor="white", markeredgecolor=shade)
 
 
-def _attained(curves: Mapping[str, Sequence[RatePoint]], rule: SLORule, share: float) -> list[str]:
+def _attainment_notes(curves: Mapping[str, Sequence[RatePoint]], rule: SLORule, share: float) -> list[str]:
     lines = []
     below = [name for name, points in curves.items() if max(point.attainment[rule] for point in points) < share]
     if below:
@@ -117,9 +121,9 @@ def _name(each: Candidate) -> str:
     return each.placement + "".join(f" {name}={value}" for name, value in each.settings.items())
 
 
-def _marked(plan: Plan, each: Candidate) -> str:
-    own = plan.paper is not None and _name(plan.paper) == _name(each)
-    return _name(each) + (" (Algorithm 2)" if own else "")
+def _label_candidate(plan: Plan, each: Candidate) -> str:
+    is_paper = plan.paper is not None and _name(plan.paper) == _name(each)
+    return _name(each) + (" (Algorithm 2)" if is_paper else "")
 
 
 def _of(plan: Plan) -> str:
@@ -134,13 +138,13 @@ def _bounds(ttft: float, tbt: float) -> str:
 # ---------------------------------------------------------------- goodput over ratios
 
 
-@drawn
-def ratios(plan: Plan, *, rule: SLORule | None = None) -> Figure:
-    """Score of every method and ratio of as many instances as the best one has, or its goodput by a ``rule``.
+@use_style
+def plot_ratios(plan: Plan, *, rule: SLORule | None = None) -> Figure:
+    """Plot heat maps of the score, or the goodput by ``rule``, of every method and ratio with the best one's instances.
 
-    Heat maps of one scale: three groups (E+P+D) as a triangle over the counts of the first two; of other methods a row
-    each, over the count of the first group. Grey cells were not searched to the end: what they cannot exceed is written
-    there. Of several candidates for one placement the best is shown.
+    Placements with three groups (E+P+D) form a triangle over the counts of the first two groups; each other method has
+    a row over the count of its first group. Grey cells were not searched to the end and show an upper bound. Of several
+    candidates for one placement the best is shown.
     """
     count = plan.best.instances
     cells: dict[str, Candidate] = {}
@@ -163,7 +167,7 @@ def ratios(plan: Plan, *, rule: SLORule | None = None) -> Figure:
 
 
 class _Heat:
-    """Cells of one colour scale: of the plan's score, or of the goodput by a rule."""
+    """Cells of a heat map with one colour scale, for the plan's score or the goodput by a rule."""
 
     def __init__(self, plan: Plan, cells: Mapping[str, Candidate], rule: SLORule | None) -> None:
         from matplotlib.cm import ScalarMappable
@@ -212,7 +216,7 @@ class _Heat:
             )
         if not all(self.values.values()):
             lines.append('"none": at no rate were enough requests in time')
-        noted(picture, [f"{line}." for line in lines])
+        add_notes(picture, [f"{line}." for line in lines])
 
 
 def _triangle(heat: _Heat, axes: Axes, shown: Mapping[str, Placement]) -> None:
@@ -220,8 +224,8 @@ def _triangle(heat: _Heat, axes: Axes, shown: Mapping[str, Placement]) -> None:
         heat.cell(axes, placement.groups[1].count, placement.groups[0].count, name)
     first, second, third = next(iter(shown.values())).groups
     method = "+".join(group.roles for group in (first, second, third))
-    _framed(axes, heat.count, heat.count - 2, heat.count - 2)
-    labelled(axes, "", f"{second.roles} instances", f"{first.roles} instances")
+    _set_frame(axes, heat.count, heat.count - 2, heat.count - 2)
+    label_axes(axes, "", f"{second.roles} instances", f"{first.roles} instances")
     axes.set_title(f"{method}, the other instances are {third.roles}", fontsize=10, loc="left")
 
 
@@ -229,13 +233,13 @@ def _rows(heat: _Heat, axes: Axes, shown: Mapping[str, Placement]) -> None:
     methods = sorted({each.method for each in shown.values()}, key=[*_METHOD_COLOURS].index)
     for name, placement in shown.items():
         heat.cell(axes, placement.groups[0].count, methods.index(placement.method) + 1, name)
-    _framed(axes, heat.count, heat.count, len(methods))
+    _set_frame(axes, heat.count, heat.count, len(methods))
     axes.set_yticks(range(1, len(methods) + 1), methods)
-    labelled(axes, "", "instances of the first group", "method")
+    label_axes(axes, "", "instances of the first group", "method")
 
 
-def _framed(axes: Axes, width: int, columns: int, rows: int) -> None:
-    """As wide as the other panel; numbers along the cells that there are."""
+def _set_frame(axes: Axes, width: int, columns: int, rows: int) -> None:
+    """Make panels equally wide, with ticks along their cells."""
     step = 1 + (width - 1) // _MOST_CELLS
     axes.set_xlim(0.4, width + 0.6)
     axes.set_ylim(rows + 0.6, 0.4)
@@ -246,22 +250,22 @@ def _framed(axes: Axes, width: int, columns: int, rows: int) -> None:
 # ---------------------------------------------------------------- the best method over SLOs
 
 
-@drawn
-def best_method(plans: Iterable[Plan]) -> Figure:
-    """Which method is best under which SLO: a cell for each plan, over TBT and TTFT bounds (TriInfer figure 6).
+@use_style
+def plot_best_method(plans: Iterable[Plan]) -> Figure:
+    """Plot the best method under each SLO: a cell for each plan, over TBT and TTFT bounds (TriInfer figure 6).
 
-    Each says the placement and its goodput by the plan's rule, or that none met the SLO. Raises ``ConfigError`` where
-    there is no plan, one has no SLO, or two have the same.
+    A cell shows the placement and its goodput by the plan's rule, or that none met the SLO. Raises ``ConfigError``
+    where there is no plan, one has no SLO, or two have the same.
     """
     found: dict[tuple[float, float], Plan] = {}
     for plan in plans:
         if plan.slo is None:
-            raise ConfigError("a plan without an SLO has no place in a picture over SLOs: leave it out")
+            raise ConfigError("a plan without an SLO has no place in a plot over SLOs: leave it out")
         if (plan.slo.ttft, plan.slo.tbt) in found:
             raise ConfigError(f"two plans have the SLO {_bounds(plan.slo.ttft, plan.slo.tbt)}: give one for each SLO")
         found[plan.slo.ttft, plan.slo.tbt] = plan
     if not found:
-        raise ConfigError("a picture of the best method over SLOs needs at least one plan")
+        raise ConfigError("a plot of the best method over SLOs needs at least one plan")
     ttfts, tbts = sorted({ttft for ttft, _ in found}), sorted({tbt for _, tbt in found})
     picture = new_figure(2.4 + 1.15 * max(3, len(tbts)), 2.2 + 0.62 * len(ttfts))
     axes = picture.add_subplot()
@@ -274,9 +278,9 @@ def best_method(plans: Iterable[Plan]) -> Figure:
     axes.set_yticks(range(len(ttfts)), [f"{ttft:g}" for ttft in ttfts])
     first = next(iter(found.values()))
     title = f"Best method by SLO\n{first.model} on {devices_in_words(first.devices)}"
-    labelled(axes, title, "TBT bound (s)", "TTFT bound (s)")
-    swatches(axes, used, loc="center left", bbox_to_anchor=(1.01, 0.5), title="method")
-    noted(picture, ["In each cell: placement, and goodput in requests/s. Blank: not planned."])
+    label_axes(axes, title, "TBT bound (s)", "TTFT bound (s)")
+    add_colour_legend(axes, used, loc="center left", bbox_to_anchor=(1.01, 0.5), title="method")
+    add_notes(picture, ["In each cell: placement, and goodput in requests/s. Blank: not planned."])
     return picture
 
 
@@ -299,20 +303,20 @@ def _choice(axes: Axes, x: int, y: int, plan: Plan, used: dict[str, str]) -> Non
     axes.text(x, y, words, ha="center", va="center", fontsize=8)
 
 
-# ---------------------------------------------------------------- who works how much
+# ---------------------------------------------------------------- utilisation
 
 
-@drawn
-def utilisation(each: Candidate) -> Figure:
-    """The share of the time that every instance of a candidate works at each of its stages, at its goodput."""
+@use_style
+def plot_utilisation(each: Candidate) -> Figure:
+    """Plot the share of the time that each instance of a candidate spends in its stages, at its goodput."""
     title = f"Time at work, {each.placement}"
     names = list(each.utilisation)
     picture = new_figure(7.5, 1.6 + 0.28 * max(2, len(names)))
     if not names:
-        return said(picture, title, "No replay at a goodput: nothing is known of it.")
+        return draw_message(picture, title, "No replay at a goodput: nothing is known of it.")
     axes = picture.add_subplot()
     left = [0.0] * len(names)
-    for stage, shade in STAGES.items():
+    for stage, shade in STAGE_COLOURS.items():
         shares = [100 * each.utilisation[name].get(stage, 0.0) for name in names]
         if any(shares):
             label = f"{STAGE_NAMES[stage]} ({stage})"
@@ -321,6 +325,6 @@ def utilisation(each: Candidate) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, max(100.0, *left))
-    labelled(axes, title, "share of the time at work (%)", "instance")
+    label_axes(axes, title, "share of the time at work (%)", "instance")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return picture

@@ -1,4 +1,4 @@
-"""Pictures of what was served: what ran when, latencies of every request, ranks, where the time went."""
+"""Plots of served requests: timelines, latencies, ranks of deployments, time by span."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trinity.report.plots.drawing import (
     GREY,
     ORANGE,
     PINK,
-    STAGES,
-    colour,
-    drawn,
-    labelled,
+    STAGE_COLOURS,
+    add_colour_legend,
+    add_notes,
+    draw_message,
+    label_axes,
     log_if_wide,
-    marker,
     new_figure,
-    noted,
-    said,
-    swatches,
+    series_colour,
+    series_marker,
+    use_style,
 )
 from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice, Timeline
@@ -33,31 +33,38 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Runs = Mapping[str, Mapping[float, Replay]]  # by deployment and rate (requests/s)
+Replays = Mapping[str, Mapping[float, Replay]]  # by deployment and rate (requests/s)
+ServedTraffic = Mapping[str, Metrics | Trace | Mapping[str, float]]  # by deployment; spans in seconds by name
 
 _SEVERAL = "several stages in one step"
-_KINDS = {"encode": STAGES["E"], "prefill": STAGES["P"], "decode": STAGES["D"], _SEVERAL: PINK, "migration": GREY}
-_SHADES = ("#F7D9A0", ORANGE, "#F3C9DF", "#A6CDE6", STAGES["P"], PINK, "#A3DCCB", STAGES["D"])
+_KINDS = {
+    "encode": STAGE_COLOURS["E"],
+    "prefill": STAGE_COLOURS["P"],
+    "decode": STAGE_COLOURS["D"],
+    _SEVERAL: PINK,
+    "migration": GREY,
+}
+_SHADES = ("#F7D9A0", ORANGE, "#F3C9DF", "#A6CDE6", STAGE_COLOURS["P"], PINK, "#A3DCCB", STAGE_COLOURS["D"])
 _SPAN_COLOURS = dict(zip(SPANS, _SHADES, strict=True))
 _SIMULATED = "From replays in the simulator."
-_MOST_DOTS = 1500  # of one deployment at one rate
-_FEW_SLICES = 500  # up to which they are drawn as lines that scale
-_GOLDEN = (math.sqrt(5) - 1) / 2  # spreads dots evenly however many there are
+_MOST_DOTS = 1500  # dots of one deployment at one rate
+_FEW_SLICES = 500  # slices or dots up to which they are drawn as vectors
+_GOLDEN = (math.sqrt(5) - 1) / 2  # spreads any number of dots evenly
 
 
-# ---------------------------------------------------------------- what ran when
+# ---------------------------------------------------------------- timeline
 
 
-@drawn
-def timeline(
+@use_style
+def plot_timeline(
     shown: Replay | Timeline | Iterable[Slice], *, start_s: float = 0.0, end_s: float = math.inf, title: str = ""
 ) -> Figure:
-    """What every instance did when: a bar for each step and migration, from ``start_s`` to ``end_s``.
+    """Plot a timeline of every instance, with a bar for each step and migration, from ``start_s`` to ``end_s``.
 
     Seconds count from the first slice. ``Timeline.of(replay.timeline).save(path)`` writes the same for Perfetto.
     """
     if not start_s < end_s:
-        raise ConfigError(f"a timeline is shown from a time to a later one, got {start_s} to {end_s}")
+        raise ConfigError(f"start_s must be before end_s, got {start_s} to {end_s}")
     slices = _slices(shown)
     origin = min((each.start_s for each in slices), default=0.0)
     seen = [each for each in slices if each.start_s + each.duration_s - origin > start_s]
@@ -65,7 +72,7 @@ def timeline(
     title = title or "Timeline of instances"
     if not seen:
         why = "Nothing ran in this time." if slices else "Nothing was recorded: replay with record=True."
-        return said(new_figure(7.5, 2.0), title, why)
+        return draw_message(new_figure(7.5, 2.0), title, why)
     instances = sorted({each.instance for each in slices}, key=[each.instance for each in slices].index)
     instances.sort(key=lambda name: (name.rstrip("0123456789"), len(name), name))
     picture = new_figure(10, 1.7 + 0.42 * len(instances))
@@ -75,9 +82,9 @@ def timeline(
     axes.set_xlim(max(0.0, start_s), min(end_s, last))
     axes.set_ylim(len(instances) - 0.5, -0.5)
     axes.set_yticks(range(len(instances)), instances)
-    labelled(axes, title, "time since the first step (s)", "instance")
-    swatches(axes, {kind: shade for kind, shade in _KINDS.items() if kind in used}, **_BESIDE)
-    noted(picture, _told(slices, last, start_s, end_s))
+    label_axes(axes, title, "time since the first step (s)", "instance")
+    add_colour_legend(axes, {kind: shade for kind, shade in _KINDS.items() if kind in used}, **_BESIDE)
+    add_notes(picture, _timeline_notes(slices, last, start_s, end_s))
     return picture
 
 
@@ -91,7 +98,7 @@ def _slices(shown: Replay | Timeline | Iterable[Slice]) -> list[Slice]:
 
 
 def _bars(axes: Axes, seen: Sequence[Slice], instances: Sequence[str], origin: float) -> set[str]:
-    """One collection for every instance, lane and kind; the lanes of an instance lie below each other."""
+    """Draw one collection for each instance, lane and kind, with an instance's lanes below each other."""
     lanes: dict[str, list[str]] = {}
     spans: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for each in seen:
@@ -116,7 +123,7 @@ def _kind(each: Slice) -> str:
     return name if name in _KINDS else _SEVERAL
 
 
-def _told(slices: Sequence[Slice], last: float, start_s: float, end_s: float) -> list[str]:
+def _timeline_notes(slices: Sequence[Slice], last: float, start_s: float, end_s: float) -> list[str]:
     made = {each.name.partition(" ")[0] for each in slices} & {"simulated", "emulated"}
     lines = [f"All steps are {' or '.join(sorted(made))}, none was computed by a model."] if made else []
     if start_s > 0 or end_s < last:
@@ -124,15 +131,15 @@ def _told(slices: Sequence[Slice], last: float, start_s: float, end_s: float) ->
     return lines
 
 
-# ---------------------------------------------------------------- every request's latencies
+# ---------------------------------------------------------------- latencies
 
 
-@drawn
-def scatter(runs: Runs, slo: SLO | None = None) -> Figure:
-    """TTFT and TPOT of every request, by rate and deployment, medians as bars (EPD-Serve figure 16).
+@use_style
+def plot_scatter(runs: Replays, slo: SLO | None = None) -> Figure:
+    """Plot TTFT and TPOT of every request by rate and deployment, with medians as bars (EPD-Serve figure 16).
 
-    TPOT is the mean gap between the tokens of a request; an output of one token has none. What was not served is
-    counted below the picture. Raises ``ConfigError`` where there is nothing to show.
+    TPOT is the mean gap between the tokens of a request; an output of one token has none. A note counts the requests
+    that were not served. Raises ``ConfigError`` where there is nothing to show.
     """
     rates = _rates(runs)
     picture = new_figure(max(7.5, 1.5 + 0.45 * len(runs) * len(rates)), 6.2)
@@ -140,16 +147,16 @@ def scatter(runs: Runs, slo: SLO | None = None) -> Figure:
     bounds = (None, None) if slo is None else (slo.ttft, slo.tbt)
     _dots(upper, runs, rates, _ttft, bounds[0])
     _dots(lower, runs, rates, _tpot, bounds[1])
-    labelled(upper, "TTFT and TPOT of every request", "", "TTFT (s)")
-    labelled(lower, "", "request rate (requests/s)", "TPOT (s)")
+    label_axes(upper, "TTFT and TPOT of every request", "", "TTFT (s)")
+    label_axes(lower, "", "request rate (requests/s)", "TPOT (s)")
     lower.set_xticks(range(len(rates)), [f"{rate:.4g}" for rate in rates])
-    swatches(upper, {name: colour(place) for place, name in enumerate(runs)}, **_BESIDE)
+    add_colour_legend(upper, {name: series_colour(place) for place, name in enumerate(runs)}, **_BESIDE)
     dashed = [] if slo is None else [f"Dashed: the SLO's bounds, TTFT {slo.ttft:g} s and TBT {slo.tbt:g} s."]
-    noted(picture, [f"{_SIMULATED} Black bars: medians.", *dashed, *_missing(runs), *_thinned(runs)])
+    add_notes(picture, [f"{_SIMULATED} Black bars: medians.", *dashed, *_missing(runs), *_thinned(runs)])
     return picture
 
 
-def _rates(runs: Runs) -> list[float]:
+def _rates(runs: Replays) -> list[float]:
     rates = sorted({rate for each in runs.values() for rate in each})
     if not rates:
         raise ConfigError("there is nothing to show: give replays by deployment and rate")
@@ -157,7 +164,11 @@ def _rates(runs: Runs) -> list[float]:
 
 
 def _dots(
-    axes: Axes, runs: Runs, rates: Sequence[float], value: Callable[[ServedRequest], float | None], bound: float | None
+    axes: Axes,
+    runs: Replays,
+    rates: Sequence[float],
+    value: Callable[[ServedRequest], float | None],
+    bound: float | None,
 ) -> None:
     width = 0.8 / len(runs)
     everything = []
@@ -173,7 +184,7 @@ def _dots(
             if values:
                 axes.plot([left + 0.05 * width, left + 0.95 * width], [median(values)] * 2, color="black", linewidth=2)
         dots: Any = {"s": 5, "alpha": 0.4, "linewidths": 0, "rasterized": len(xs) > _FEW_SLICES}
-        axes.scatter(xs, ys, color=colour(place), gid=name, **dots)
+        axes.scatter(xs, ys, color=series_colour(place), gid=name, **dots)
         everything += ys
     if bound is not None:
         axes.axhline(bound, color="black", linestyle="--", linewidth=1)
@@ -192,7 +203,7 @@ def _tpot(each: ServedRequest) -> float | None:
     return mean(each.itl_s) if each.finish_reason in COMPLETE and each.itl_s else None
 
 
-def _missing(runs: Runs) -> list[str]:
+def _missing(runs: Replays) -> list[str]:
     lines = []
     for name, by_rate in runs.items():
         for rate, replay in sorted(by_rate.items()):
@@ -203,7 +214,7 @@ def _missing(runs: Runs) -> list[str]:
     return lines
 
 
-def _thinned(runs: Runs) -> list[str]:
+def _thinned(runs: Replays) -> list[str]:
     most = max(len(replay.outcomes) for by_rate in runs.values() for replay in by_rate.values())
     return [] if most <= _MOST_DOTS else [f"Of more than {_MOST_DOTS:,} requests every second, third, ... is drawn."]
 
@@ -211,7 +222,7 @@ def _thinned(runs: Runs) -> list[str]:
 # ---------------------------------------------------------------- ranks
 
 
-_SAME = 1.01  # times a value that still count as equal to it
+_SAME = 1.01  # factor within which values count as equal
 
 
 def _mean(replay: Replay, value: Callable[[ServedRequest], float | None]) -> float:
@@ -226,12 +237,12 @@ _AXES: dict[str, Callable[[Replay], float]] = {  # lower is better
 }
 
 
-@drawn
-def radar(runs: Runs) -> Figure:
-    """Ranks of deployments by mean TTFT, mean TPOT and throughput, a radar for each rate (EPD-Serve figure 17).
+@use_style
+def plot_radar(runs: Replays) -> Figure:
+    """Plot ranks of deployments by mean TTFT, mean TPOT and throughput, a radar for each rate (EPD-Serve figure 17).
 
-    The outermost ring is rank 1, the best; values within 1 % of each other share it. Throughput is completions a
-    second until the last one. A deployment that served nothing at a rate has no rank there, which is said.
+    The outermost ring is rank 1, the best; values within 1 % of each other share a rank. Throughput is completions a
+    second until the last one. A deployment that served nothing at a rate has no rank there, as a note says.
     """
     rates = _rates(runs)
     across = min(3, len(rates))
@@ -240,7 +251,7 @@ def radar(runs: Runs) -> Figure:
     panels = list(picture.subplots(down, across, squeeze=False, subplot_kw={"projection": "polar"}).flat)
     unranked = []
     for axes, rate in zip(panels, rates, strict=False):
-        served = {name: each[rate] for name, each in runs.items() if rate in each and _served(each[rate])}
+        served = {name: each[rate] for name, each in runs.items() if rate in each and _has_completed(each[rate])}
         unranked += [f"{name} at {rate:.4g}" for name, each in runs.items() if rate in each and name not in served]
         _radar(axes, {name: _ranks(served)[name] for name in served}, list(runs), len(runs))
         axes.set_title(f"{rate:.4g} requests/s", pad=12)
@@ -249,16 +260,16 @@ def radar(runs: Runs) -> Figure:
     picture.suptitle("Rank by TTFT, TPOT and throughput: 1, outermost, is best\n", fontsize=11)
     _radar_legend(picture, list(runs))
     without = [f"Served nothing, so without a rank: {', '.join(unranked)}."] if unranked else []
-    noted(picture, [_SIMULATED, *without])
+    add_notes(picture, [_SIMULATED, *without])
     return picture
 
 
-def _served(replay: Replay) -> bool:
+def _has_completed(replay: Replay) -> bool:
     return any(each.finish_reason in COMPLETE for each in replay.outcomes)
 
 
 def _ranks(served: Mapping[str, Replay]) -> dict[str, list[int]]:
-    """For each deployment its ranks by each axis."""
+    """Rank the deployments by each axis."""
     values = {name: [value(replay) for value in _AXES.values()] for name, replay in served.items()}
     return {
         name: [1 + sum(_SAME * other[place] < own[place] for other in values.values()) for place in range(len(own))]
@@ -271,7 +282,13 @@ def _radar(axes: Axes, ranks: Mapping[str, Sequence[int]], names: Sequence[str],
     for name, found in ranks.items():
         place = names.index(name)
         away = [worst + 1 - rank for rank in found]
-        style: Any = {"color": colour(place), "marker": marker(place), "alpha": 0.8, "linewidth": 1.6, "markersize": 6}
+        style: Any = {
+            "color": series_colour(place),
+            "marker": series_marker(place),
+            "alpha": 0.8,
+            "linewidth": 1.6,
+            "markersize": 6,
+        }
         axes.plot([*angles, angles[0]], [*away, away[0]], label=name, **style)
     axes.set_theta_offset(math.pi / 2)  # type: ignore[attr-defined]
     axes.set_rlabel_position(60)  # type: ignore[attr-defined]
@@ -284,20 +301,22 @@ def _radar(axes: Axes, ranks: Mapping[str, Sequence[int]], names: Sequence[str],
 def _radar_legend(picture: Figure, names: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour(n), marker=marker(n), label=name) for n, name in enumerate(names)]
+    lines = [
+        Line2D([], [], color=series_colour(n), marker=series_marker(n), label=name) for n, name in enumerate(names)
+    ]
     picture.legend(handles=lines, loc="outside right upper", fontsize=9)
 
 
-# ---------------------------------------------------------------- where the time went
+# ---------------------------------------------------------------- time by span
 
 
-@drawn
-def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Figure:
-    """Mean seconds of a request in each of its eight spans, a bar for each deployment (TriInfer figure 11).
+@use_style
+def plot_breakdown(served: ServedTraffic) -> Figure:
+    """Plot the mean time of a request in each of its eight spans, a bar for each deployment (TriInfer figure 11).
 
-    Over requests served to their end, of a pipeline's ``metrics`` or ``trace``; or spans in seconds by name. What the
-    two migrations come to is said, since it is often too little to see. Raises ``ConfigError`` where nothing was
-    served.
+    ``served``: by deployment, a pipeline's ``metrics`` or ``trace``, of which completed requests count, or spans in
+    seconds by name. Labels state the share of the two migrations, which are often too short to see. Raises
+    ``ConfigError`` where nothing was served.
     """
     found = {name: _spans(name, each) for name, each in served.items()}
     if not found:
@@ -315,10 +334,10 @@ def breakdown(served: Mapping[str, Metrics | Trace | Mapping[str, float]]) -> Fi
     axes.set_yticks(range(len(found)), list(found))
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, 1.35 * max(*left, 1e-9))
-    labelled(axes, "Where a request's time goes", "mean time of a request (ms)", "deployment")
+    label_axes(axes, "Where a request's time goes", "mean time of a request (ms)", "deployment")
     picture.legend(loc="outside right upper", fontsize=9)
     emulated = [name for name, each in served.items() if _emulated(each)]
-    noted(picture, [f"Emulated, not computed: {', '.join(emulated)}."] if emulated else [])
+    add_notes(picture, [f"Emulated, not computed: {', '.join(emulated)}."] if emulated else [])
     return picture
 
 
