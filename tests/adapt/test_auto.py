@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from trinity.adapt.auto import DEFAULT_CACHE_BYTES, AutoPlanner, resolve_auto_placement
+from trinity.adapt.auto import AUTO_CACHE_BYTES, AutoPlanner, resolve_auto_placement
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
@@ -137,7 +137,7 @@ def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:
 def test_the_shape_of_an_emulated_model_is_its_rooflines_or_a_known_one() -> None:
     assert AutoPlanner(ROOF, 2, LOOSE).model is LLAVA
     assert AutoPlanner(QUICK, 2, LOOSE).model is LLAVA
-    assert AutoPlanner(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + DEFAULT_CACHE_BYTES
+    assert AutoPlanner(QUICK, 2, LOOSE).memory == LLAVA.weight_bytes("EPD") + AUTO_CACHE_BYTES
     own = msgspec.structs.replace(LLAVA_15_7B, name="mine")
     with pytest.raises(ConfigError, match=r"'mine' is not one of .*MODELS"):
         AutoPlanner(EmulatedModel(shape=own, cost=LinearCost(), scale=4096), 2, LOOSE)

@@ -21,7 +21,7 @@ from trinity.traces.trace import SLO, Trace
 
 Given = TypeVar("Given")
 logger = logging.getLogger("trinity")
-DEFAULT_CACHE_BYTES = 1 << 30  # of an instance's pools where memory_bytes is not given
+AUTO_CACHE_BYTES = 1 << 30  # of an instance's pools where memory_bytes is not given
 
 
 class RecordingPipeline(Protocol):
@@ -60,7 +60,7 @@ class AutoPlanner:
         self.instances, self.slo = instances, slo
         self.requests, self.every_s = LEAST_REQUESTS, 1.0
         self.model = _known_shape(model)
-        self.memory = memory_bytes or self.model.weight_bytes("EPD") + DEFAULT_CACHE_BYTES
+        self.memory = memory_bytes or self.model.weight_bytes("EPD") + AUTO_CACHE_BYTES
         self.plan: Plan | None = None
         self.error: TrinityError | None = None
         self.done = asyncio.Event()
@@ -139,7 +139,7 @@ def resolve_auto_placement(
 
 def _known_shape(model: Path | EmulatedModel) -> ModelShape:
     if not isinstance(model, EmulatedModel):
-        return model_config.read_model_known_shape(model)
+        return model_config.read_model_shape(model)
     if isinstance(model.cost, Roofline):
         return model.cost.model
     known = model.shape.name.lower()
