@@ -34,7 +34,7 @@ from trinity.runtime.loading import Deployment, load, make_processor
 from trinity.runtime.profiler import Probe
 from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
 from trinity.stages.base import Stage
-from trinity.stages.encode import FEW
+from trinity.stages.encode import MOST_GRAPH_ITEMS
 from trinity.stages.models import load_model
 
 NAME, TITLE = "gpu", "On a GPU"
@@ -176,7 +176,9 @@ def steps(work: Work) -> list[dict[str, Any]]:
                 rows.append(_step("decode", n, graphs, limit, partial(probe.decode, n, sizes.context), sizes))
             for n in sizes.images:
                 limit = cost.seconds(0, 0, n * probe.image_tokens)
-                rows.append(_step("encode", n, graphs and n <= FEW, limit, partial(probe.encode, n), sizes))
+                rows.append(
+                    _step("encode", n, graphs and n <= MOST_GRAPH_ITEMS, limit, partial(probe.encode, n), sizes)
+                )
         for n in sizes.prefills:
             rows.append(_step("prefill", n, False, cost.seconds(0, n, 0), partial(probe.prefill, n), sizes))
     finally:

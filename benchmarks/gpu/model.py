@@ -14,9 +14,9 @@ import torch
 
 from trinity.costs.step_cost import Device
 from trinity.stages.attention.interface import PAGED_ATTENTION
-from trinity.stages.models import loading
+from trinity.stages.models import loader
 from trinity.stages.models.checks import set_attention
-from trinity.stages.models.registry import adapter_for
+from trinity.stages.models.registry import find_adapter
 from trinity.testing import checkpoints_llava
 
 MIB = 1 << 20
@@ -36,16 +36,18 @@ def random_weights(device: str) -> Iterator[None]:
     """Checkpoints that are loaded meanwhile get weights by transformers' own initialisation, made on ``device``."""
 
     def make(directory: Path, name: str, dtype: torch.dtype) -> Any:
-        config = loading._read_config(directory)
-        adapter, _ = adapter_for(config)
+        config = loader._read_config(directory)
+        adapter, _ = find_adapter(config)
         torch.manual_seed(0)
         with torch.device(device):
-            model = loading._partial_class(loading.model_class(config), adapter, name)._from_config(config, dtype=dtype)
+            model = loader._partial_class(loader.find_model_class(config), adapter, name)._from_config(
+                config, dtype=dtype
+            )
         if name == "language":
             set_attention(model, adapter, PAGED_ATTENTION)
         return model
 
-    with patch.object(loading, "_load_part", make):
+    with patch.object(loader, "_load_part", make):
         yield
 
 

@@ -19,7 +19,7 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
-from trinity.stages.models import load_model, loading
+from trinity.stages.models import load_model, loader
 
 DUAL = ("vision", "language")
 
@@ -49,7 +49,7 @@ class GenerateBatch:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         held = load_model(model, "PD", dtype=dtype, device=device)
-        own = loading._load_part(model, "language", held.dtype).to(held.device).eval()
+        own = loader._load_part(model, "language", held.dtype).to(held.device).eval()
         text = held.adapter.language(own)
         with torch.device("meta"):
             self._model = LlamaForCausalLM(text.config)

@@ -13,8 +13,8 @@ from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.request import Sampling
 from trinity.stages.attention.backends import CacheKind, pick_backend
-from trinity.stages.graphs import Graphs, graphs_for
-from trinity.stages.sampling import SamplerRow, sample
+from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
+from trinity.stages.sampler import SamplerRow, sample
 
 DEVICE = "cuda"
 pytestmark = [
@@ -53,7 +53,7 @@ async def test_two_lanes_serve_the_same() -> None:
 
 
 def test_a_graph_follows_its_inputs() -> None:
-    made: Graphs | None = graphs_for(torch.device(DEVICE))
+    made: GraphCache | None = make_graph_cache(torch.device(DEVICE))
     assert made is not None
     weight = torch.randn(64, 64, device=DEVICE)
     for seed in range(3):

@@ -19,7 +19,7 @@ from trinity.emulation.stages import iter_layer_groups
 from trinity.errors import StageError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.stages.base import Reporting
+from trinity.stages.base import LayerReporter
 
 
 def test_groups() -> None:
@@ -37,7 +37,7 @@ def test_layers_are_told_when_they_are_written_and_not_before(group: int) -> Non
         written = [bool(layers[SOURCE[0], layer].all()) for layer in range(3)]
         seen.append((first, end, written))
 
-    assert isinstance(site.stage, Reporting)
+    assert isinstance(site.stage, LayerReporter)
     site.stage.on_layers = told
     site.stage.open(Open(work=work, blocks=SOURCE))
     row = Prefill("r", 0, len(work.prompt), True)

@@ -13,7 +13,7 @@ import pytest
 from trinity.core.messages import Close, Encode, MediaSpan, Open, Sampled, Step, Stepped, Value, Work
 from trinity.errors import StageError
 from trinity.runtime.lane import Lane
-from trinity.stages.base import Launching, Stage
+from trinity.stages.base import LaunchableStage, Stage
 from trinity.timeline import Timeline
 
 SOON_S = 20.0
@@ -147,8 +147,8 @@ def until(reached: Callable[[], bool]) -> None:
 
 def test_the_protocol_is_seen() -> None:
     assert isinstance(Device(), Stage)
-    assert isinstance(Device(), Launching)
-    assert not isinstance(Encoder([]), Launching)
+    assert isinstance(Device(), LaunchableStage)
+    assert not isinstance(Encoder([]), LaunchableStage)
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> None:

@@ -92,7 +92,7 @@ def test_probes_leave_nothing_behind(processor: RequestProcessor) -> None:
     assert probe.prefill(100) > 0
     assert probe.decode(5) > 0
     stage = cast(LanguageStage, instance.stages[-1])
-    assert not stage._rows.rows
+    assert not stage._requests.rows
     assert instance.memory[KV].tensor.isfinite().all()
 
 

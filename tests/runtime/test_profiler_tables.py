@@ -82,7 +82,7 @@ def test_rows_have_blocks_of_their_own_while_there_are_some(
     forward = LanguageStage.forward
 
     def seen(stage: LanguageStage, step: Step) -> dict[str, Sampled]:
-        opened.extend(stage._rows.row(name).opened for name in step.decodes)
+        opened.extend(stage._requests.find(name).opening for name in step.decodes)
         return forward(stage, step)
 
     monkeypatch.setattr(LanguageStage, "forward", seen)

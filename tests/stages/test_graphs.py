@@ -16,18 +16,18 @@ from trinity.stages import decode_graphs
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
-from trinity.stages.decode_graphs import DecodeGraphs, pack, static_rows
-from trinity.stages.encode import recorded_as
-from trinity.stages.graphs import Graphs, graphs_for
+from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
+from trinity.stages.decode_graphs import DecodeGraphs, make_static_rows, pack_decodes
+from trinity.stages.encode import make_graph_key
 
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 
 
-def graphs(most: int = 64, memory: int = 1000) -> tuple[Graphs, TapeRecorder]:
+def graphs(most: int = 64, memory: int = 1000) -> tuple[GraphCache, TapeRecorder]:
     recorder = TapeRecorder(memory)
-    return Graphs(recorder, CPU, most), recorder
+    return GraphCache(recorder, CPU, most), recorder
 
 
 def double(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -82,13 +82,13 @@ def test_recordings_are_bounded_by_number_and_by_memory() -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert graphs_for(CPU) is None
+    assert make_graph_cache(CPU) is None
 
 
 class StaticTorch(TorchAttention):
     """Decode rows of static tables in plain torch, as a kernel reads them: on the device, padding left out."""
 
-    graphs = True
+    supports_graphs = True
 
     def attend(
         self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
@@ -112,19 +112,19 @@ class StaticTorch(TorchAttention):
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "LEAST_WIDTH", 4)
+    monkeypatch.setattr(decode_graphs, "LEAST_TABLE_WIDTH", 4)
 
 
 def test_a_batch_as_one_array() -> None:
     decodes = Decodes(
         np.array([7, 8]), np.array([20, 31]), np.array([17, 32]), np.array([[5, 3], [9, 2]]), np.array([6, 1])
     )
-    flat = torch.from_numpy(pack(decodes, 4, 3, 16))
+    flat = torch.from_numpy(pack_decodes(decodes, 4, 3, 16))
     columns, tables = flat[:24].view(6, 4), flat[24:].view(4, 3)
     assert columns[:, :2].T.tolist() == [[7, 20, 3, 0, 17, 6], [8, 31, 2, 15, 32, 1]]
     assert columns[:, 2:].T.tolist() == [[0, 0, -1, 0, 0, 0]] * 2
     assert tables.tolist() == [[5, 3, 0], [9, 2, 0], [0, 0, 0], [0, 0, 0]]
-    rows = static_rows(columns[2], columns[3], tables, columns[4], 16)
+    rows = make_static_rows(columns[2], columns[3], tables, columns[4], 16)
     assert (rows.decodes, rows.lengths.max(), rows.memo["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])
 
 
@@ -160,11 +160,11 @@ def test_decodes_are_recorded_and_their_tokens_the_same(name: str, narrow: None)
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_a_warm_stage_records_nothing_more(name: str, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sizes that the cache has blocks for, largest first, of rows that are compared; nothing stays."""
-    monkeypatch.setattr(decode_graphs, "SIZES", (1, 2, 4, 8, 1 << 20))
+    monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8, 1 << 20))
     eager, taped = Solo(name), Solo(name, backend=StaticTorch())
     made, recorder = graphs()
     taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
-    taped.stage.warm()
+    taped.stage.warm_up()
     assert list(made._calls) == [("decode", size, 4) for size in (8, 4, 2, 1)]
     assert not taped.pool.memory.tensor.any()
     assert serve(taped, 8) == serve(eager, 8)
@@ -186,12 +186,12 @@ def test_a_stage_of_one_letter_warms_that(
         return own(decodes, asked, group)
 
     monkeypatch.setattr(solo.stage, "_eager", eager)
-    solo.stage.warm()
+    solo.stage.warm_up()
     assert (recorder.recordings, chunks) == (recorded, [1] * prefilled)
 
 
 def test_a_batch_beyond_the_sizes_runs_as_it_is(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "SIZES", (1, 2))
+    monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2))
     eager, taped = Solo(), Solo(backend=StaticTorch())
     made, recorder = graphs()
     taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
@@ -227,15 +227,15 @@ def test_what_encodes_must_have_in_common() -> None:
     def item(height: int = 4, grid: tuple[int, ...] = (1, 2, 3)) -> dict[str, Tensor]:
         return {"pixel_values": torch.rand(1, 3, height, 4), "image_grid_thw": torch.tensor([grid])}
 
-    one = recorded_as("image", [item()], [6])
-    assert one == recorded_as("image", [item()], [6])
+    one = make_graph_key("image", [item()], [6])
+    assert one == make_graph_key("image", [item()], [6])
     others = [
-        recorded_as("video", [item()], [6]),
-        recorded_as("image", [item()], [7]),
-        recorded_as("image", [item(8)], [6]),
-        recorded_as("image", [item(grid=(1, 3, 2))], [6]),
-        recorded_as("image", [item()] * 2, [6, 6]),
+        make_graph_key("video", [item()], [6]),
+        make_graph_key("image", [item()], [7]),
+        make_graph_key("image", [item(8)], [6]),
+        make_graph_key("image", [item(grid=(1, 3, 2))], [6]),
+        make_graph_key("image", [item()] * 2, [6, 6]),
     ]
     assert len({one, *others}) == 6
-    assert recorded_as("image", [item()] * 5, [6] * 5) is None, "many items are work enough for a GPU"
-    assert recorded_as("image", [{"ids": torch.zeros(65, dtype=torch.long)}], [6]) is None
+    assert make_graph_key("image", [item()] * 5, [6] * 5) is None, "many items are work enough for a GPU"
+    assert make_graph_key("image", [{"ids": torch.zeros(65, dtype=torch.long)}], [6]) is None

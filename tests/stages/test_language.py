@@ -195,7 +195,7 @@ def test_slots_are_used_again_and_tables_grow() -> None:
     solo.open(long)
     solo.fill(long)
     assert set(solo.step(decodes=("r3", "long", "r0"))) == {"r3", "long", "r0"}
-    assert len(solo.stage._rows.token) <= 16
+    assert len(solo.stage._requests.token) <= 16
     assert before["r0"] == before["r27"], "equal prompts"
 
 

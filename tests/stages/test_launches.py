@@ -19,11 +19,11 @@ from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.errors import StageError
 from trinity.request import Sampling
 from trinity.stages import decode_graphs
-from trinity.stages.base import Launching, Pending, StageSetup
+from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep
+from trinity.stages.base import LaunchableStage, PendingStep, StageSetup
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
-from trinity.stages.launches import DeviceTokens, Done, Launch
-from trinity.stages.sampling import SamplerRow, draw, drawn_on_device, sample
+from trinity.stages.sampler import SamplerRow, can_sample_on_device, sample, sample_on_device
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 WAYS: list[dict[str, Any]] = [
@@ -53,7 +53,7 @@ def chunk(each: Work) -> Prefill:
 def launched(solo: Solo, works: list[Work], depth: int, steps: int = 10) -> dict[str, list[int]]:
     """Prefill all at once, then decode all, ``depth`` steps in flight."""
     tokens: dict[str, list[int]] = {each.request: [] for each in works}
-    flight: deque[Pending] = deque()
+    flight: deque[PendingStep] = deque()
 
     def read() -> None:
         for name, one in flight.popleft().wait().items():
@@ -80,12 +80,12 @@ def alone(works: list[Work], steps: int = 10) -> dict[str, list[int]]:
 def test_tokens_that_stay_on_the_device_are_fed_from_there(depth: int) -> None:
     solo, works = silent(), asked()
     assert launched(solo, works, depth) == alone(works)
-    table = solo.stage._rows
-    assert (table.flying, table.flown.max(), table.suspects) == (0, 0, set())
+    table = solo.stage._requests
+    assert (table.steps_in_flight, table.in_flight.max(), table.suspects) == (0, 0, set())
 
 
 def test_recorded_decodes_read_them_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "LEAST_WIDTH", 4)
+    monkeypatch.setattr(decode_graphs, "LEAST_TABLE_WIDTH", 4)
     solo, works = silent(backend=StaticTorch()), asked()
     made, recorder = graphs()
     kv = solo.pool.memory.tensor
@@ -99,13 +99,13 @@ def test_the_host_knows_none_of_them_meanwhile() -> None:
     solo.open(each)
     first = solo.stage.launch_on_device(Step(0, "joint", prefills=(chunk(each),)))
     second = solo.stage.launch_on_device(Step(1, "joint", decodes=(each.request,)))
-    row = solo.stage._rows.row(each.request)
-    assert (row.held, int(solo.stage._rows.token[row.slot])) == (len(each.prompt) + 2, -1)
-    assert isinstance(first, Launch)
+    row = solo.stage._requests.find(each.request)
+    assert (row.token_count, int(solo.stage._requests.token[row.slot])) == (len(each.prompt) + 2, -1)
+    assert isinstance(first, LaunchedStep)
     assert first.ready()
     tokens = [pending.wait()[each.request].token for pending in (first, second)]
     assert tokens == Solo().serve(each, 2)
-    assert int(solo.stage._rows.token[row.slot]) == tokens[1]
+    assert int(solo.stage._requests.token[row.slot]) == tokens[1]
 
 
 def test_dropped_steps_leave_nothing() -> None:
@@ -129,7 +129,7 @@ def test_rows_that_need_the_host_run_at_once() -> None:
     names = tuple(each.request for each in works)
     first = solo.stage.launch_on_device(Step(20, "joint", decodes=names[:2]))
     second = solo.stage.launch_on_device(Step(21, "joint", decodes=names))
-    assert (type(first), type(second)) == (Launch, Done)
+    assert (type(first), type(second)) == (LaunchedStep, FinishedStep)
     assert second.ready()
     again = {name: [one.token] for name, one in first.wait().items()}
     for name, one in second.wait().items():
@@ -142,8 +142,8 @@ def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
     solo, works = silent(), asked()[:2]
     launched(solo, works, 1, steps=1)
     names = tuple(each.request for each in works)
-    row = solo.stage._rows.row("r0")
-    held, kept = row.held, solo.pool.memory.tensor[row.table[0]].clone()
+    row = solo.stage._requests.find("r0")
+    held, kept = row.token_count, solo.pool.memory.tensor[row.table[0]].clone()
     solo.pool.memory.tensor[row.table[0]] = torch.nan
     first = solo.stage.launch_on_device(Step(1, "joint", decodes=names))
     second = solo.stage.launch_on_device(Step(2, "joint", decodes=names))
@@ -151,11 +151,11 @@ def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
         first.wait()
     third = Step(3, "joint", prefills=(Prefill("r9", 0, 3, True),))
     solo.open(work("r9", PROMPT[:3], repetition_penalty=1.5))
-    with pytest.raises(StageError, match="a step before it has failed"):
+    with pytest.raises(StageError, match="an earlier step has failed"):
         solo.stage.launch_on_device(third)
     second.drop()
     first.drop()
-    assert (row.held, solo.stage._rows.flying) == (held, 0)
+    assert (row.token_count, solo.stage._requests.steps_in_flight) == (held, 0)
     solo.pool.memory.tensor[row.table[0]] = kept
     solo.stage.close("r9")
     found = solo.step(decodes=names)
@@ -165,9 +165,9 @@ def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
 def test_a_token_that_is_none_is_never_looked_up() -> None:
     tokens = DeviceTokens(torch.device("cpu"))
     slots = torch.tensor([4, 2])
-    tokens.keep(slots.numpy(), torch.tensor([-1, 9]))
-    assert tokens.fed(torch.tensor([-1, -1]), slots).tolist() == [0, 9]
-    assert tokens.fed(torch.tensor([5, -1]), slots).tolist() == [5, 9]
+    tokens.store(slots.numpy(), torch.tensor([-1, 9]))
+    assert tokens.fill_unknown(torch.tensor([-1, -1]), slots).tolist() == [0, 9]
+    assert tokens.fill_unknown(torch.tensor([5, -1]), slots).tolist() == [5, 9]
 
 
 def test_draws_on_the_device_are_those_of_sample() -> None:
@@ -175,11 +175,13 @@ def test_draws_on_the_device_are_those_of_sample() -> None:
     logits[5] = torch.nan
     ways = [Sampling(**WAYS[n % 4]) for n in range(24)]
     rows = [SamplerRow(way, n, torch.arange(3).numpy()) for n, way in enumerate(ways)]
-    found = draw(logits, rows).tolist()
+    found = sample_on_device(logits, rows).tolist()
     assert found[5] == -1
     sound = [n for n in range(24) if n != 5]
     assert [found[n] for n in sound] == [one.token for one in sample(logits[sound], [rows[n] for n in sound])]
-    assert [drawn_on_device(each) for each in (Sampling(), Sampling(repetition_penalty=1.1), Sampling(logprobs=0))] == [
+    assert [
+        can_sample_on_device(each) for each in (Sampling(), Sampling(repetition_penalty=1.1), Sampling(logprobs=0))
+    ] == [
         True,
         False,
         False,
@@ -194,8 +196,8 @@ class OnDevice(LanguageStage):
 
 def test_it_is_offered_on_a_gpu_alone() -> None:
     solo = Solo()
-    assert not isinstance(solo.stage, Launching)
-    assert isinstance(OnDevice(solo.model, solo.pool.memory, None), Launching)
+    assert not isinstance(solo.stage, LaunchableStage)
+    assert isinstance(OnDevice(solo.model, solo.pool.memory, None), LaunchableStage)
 
 
 def on_device(setup: StageSetup) -> LanguageStage:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trinity.core.messages import Open, Sampled, Work
 from trinity.errors import StageError
 from trinity.request import Sampling
-from trinity.stages.models import Positions
-from trinity.stages.rows import RowTable
+from trinity.stages.models import RotaryPositions
+from trinity.stages.request_table import RequestTable
 
 BLOCK, BLOCKS = 4, 8
 
@@ -28,8 +28,8 @@ class Bare:
         whole_media = False
 
         @staticmethod
-        def positions(*_: Any) -> Positions:
-            return Positions(None, 0)
+        def positions(*_: Any) -> RotaryPositions:
+            return RotaryPositions(None, 0)
 
 
 def opened(name: str, length: int, **sampling: Any) -> Open:
@@ -38,13 +38,13 @@ def opened(name: str, length: int, **sampling: Any) -> Open:
     return Open(work=work, blocks=tuple(range(first, first + BLOCKS)), tokens=(7,))
 
 
-def table() -> RowTable:
-    made: Any = RowTable(Bare(), BLOCK, 1)  # type: ignore[arg-type]
+def table() -> RequestTable:
+    made: Any = RequestTable(Bare(), BLOCK, 1)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 
 
-def told(rows: RowTable, names: tuple[str, ...]) -> list[Any]:
-    ordered, decodes = rows.decodes(names)
+def told(rows: RequestTable, names: tuple[str, ...]) -> list[Any]:
+    ordered, decodes = rows.select_decodes(names)
     arrays = [decodes.ids, decodes.rope, decodes.lengths, decodes.tables]
     return [{row.request: tuple(array[at].tolist() for array in arrays[:3]) for at, row in enumerate(ordered)}, *arrays]
 
@@ -72,16 +72,16 @@ def test_a_batch_picked_before_is_as_one_picked_now(ops: list[tuple[str, int]]) 
         names = tuple(there) if op != "part" else tuple(there[number:])
         if op in ("open", "close") or not names or max(fresh.length[row.slot] for row in fresh.rows.values()) > 28:
             continue
-        fresh.picked = None
+        fresh.selection = None
         one, other = told(kept, names), told(fresh, names)
         assert one[0] == other[0]
         assert all(np.array_equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
         if op != "fail":
             for rows in (kept, fresh):
-                ordered, _ = rows.decodes(names)
+                ordered, _ = rows.select_decodes(names)
                 rows.commit(ordered, [Sampled(int(row.request) + at) for row in ordered])
-    assert {row.request: row.held for row in kept.rows.values()} == {
-        row.request: row.held for row in fresh.rows.values()
+    assert {row.request: row.token_count for row in kept.rows.values()} == {
+        row.request: row.token_count for row in fresh.rows.values()
     }
 
 
@@ -92,7 +92,7 @@ def test_a_closed_row_is_not_picked_again() -> None:
     told(rows, ("0", "1"))
     rows.close("0")
     with pytest.raises(StageError, match="not open on this stage"):
-        rows.decodes(("0", "1"))
+        rows.select_decodes(("0", "1"))
     rows.open(opened("0", 5))
     assert told(rows, ("0", "1"))[0]["0"] == (7, 5, 6)
 
@@ -102,7 +102,7 @@ def test_a_sampler_that_looks_back_sees_all_tokens_and_one_that_does_not_keeps_n
     rows.open(opened("0", 2, repetition_penalty=1.5))
     rows.open(opened("1", 2))
     for token in (8, 9):
-        ordered, _ = rows.decodes(("0", "1"))
+        ordered, _ = rows.select_decodes(("0", "1"))
         rows.commit(ordered, [Sampled(token)] * 2)
     back, plain = rows.rows["0"].sampler(), rows.rows["1"]
     assert back.ids.tolist() == [0, 1, 7, 8, 9]

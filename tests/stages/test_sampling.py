@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
 from trinity.request import Sampling
-from trinity.stages import sampling as module
-from trinity.stages.sampling import SamplerRow, _argmax, sample, truncate, warp
+from trinity.stages import sampler as module
+from trinity.stages.sampler import SamplerRow, _argmax, sample, truncate, warp
 
 NO_IDS = np.zeros(0, dtype=np.int64)
 
@@ -218,7 +218,7 @@ def test_no_more_logprobs_than_tokens_and_none_unasked() -> None:
 def test_noise_is_splitmix64() -> None:
     assert module._scramble(module._STRIDE) == 0xE220A8397B1DCDAF  # published: seed 0, first output
     first, last = (0xE220A8397B1DCDAF >> 12), module._scramble(module._STRIDE * 1000) >> 12
-    noise = module._gumbel(torch.tensor([0, 0]), torch.tensor([0, 999]))
+    noise = module._gumbel_noise(torch.tensor([0, 0]), torch.tensor([0, 999]))
     expected = [-math.log(-math.log((bits + 0.5) * 2.0**-52)) for bits in (first, last)]
     assert noise.tolist() == pytest.approx(expected, rel=1e-14)
 

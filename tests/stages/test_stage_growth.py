@@ -10,13 +10,13 @@ from stages.test_language import Solo
 from stages.test_language import work as text
 from trinity.core.messages import Grow, Open, Prefill, Step
 from trinity.errors import StageError
-from trinity.stages.base import Growing
+from trinity.stages.base import GrowableStage
 
 
 def test_a_table_may_grow_a_block_at_a_time() -> None:
     """A prompt of 37 in blocks of 16, one beyond the prompt's when there is need, and others open beside it."""
     whole, solo = Solo(), Solo()
-    assert isinstance(solo.stage, Growing)
+    assert isinstance(solo.stage, GrowableStage)
     wanted = whole.serve(text(), 40)
     beside = text("b", max_tokens=100)
     solo.open(beside)
@@ -64,7 +64,7 @@ def test_an_emulated_table_grows_too() -> None:
     there.stage.open(Open(work=work, blocks=TARGET[: len(SOURCE)], tokens=(token,)))
     there.stage.grow(Grow({"r": TARGET[len(SOURCE) : -1], "nobody": (0,)}))
     there.stage.grow(Grow({"r": TARGET[-1:]}))
-    assert isinstance(there.stage, Growing)
+    assert isinstance(there.stage, GrowableStage)
     assert [there.decode() for _ in range(10)] == tokens
 
 

@@ -68,7 +68,7 @@ def test_placeholders_are_never_looked_up() -> None:
     """Their ids may lie beyond the embedding's rows (Gemma 3's first release)."""
     driver, made = Driver("llava"), processed("llava", 1)
     driver.add(made)
-    row = driver.prefill._rows.row(made.work.request)
+    row = driver.prefill._requests.find(made.work.request)
     chunk = row.chunk(Prefill(made.work.request, 0, len(made.work.prompt), True))
     assert set(np.flatnonzero(chunk.ids != np.array(made.work.prompt))) == set(chunk.feature_at)
     assert not chunk.ids[chunk.feature_at].any()

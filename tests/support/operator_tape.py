@@ -49,13 +49,13 @@ class _Recording(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """``graphs.Recorder``. ``recordings`` and ``replays`` count; ``memory``: how many recordings there is room for."""
+    """``GraphRecorder`` that counts ``recordings`` and ``replays``; ``memory``: recordings that it has room for."""
 
     def __init__(self, memory: int = 1000) -> None:
         self.recordings = self.replays = 0
         self.memory = memory
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return self.recordings < self.memory
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:

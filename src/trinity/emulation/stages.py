@@ -74,7 +74,7 @@ class EmulatedStage:
 
     Image blocks are [rows, words], KV blocks [layers, rows, words], uint64 (``EmulatedModel.image_shape``,
     ``kv_shape``). A step's inputs are read and checked at its start, its results written at its end, or one group of
-    layers after the other (``stages.base.Reporting``). Raises ``StageError`` where a block does not hold what it
+    layers after the other (``stages.base.LayerReporter``). Raises ``StageError`` where a block does not hold what it
     should; a block that goes wrong later shows as a wrong token.
     """
 

@@ -65,10 +65,10 @@ def preload_model(directory: str) -> None:
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-        from trinity.stages.models.loading import model_class
+        from trinity.stages.models.loader import find_model_class
 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        model_class(config)
+        find_model_class(config)
         for name in config.sub_configs:
             MODEL_MAPPING.get(type(getattr(config, name)), None)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trinity.errors import ConfigError, TrinityError
 from trinity.plugins import find
-from trinity.stages.base import Growing, Stage
+from trinity.stages.base import GrowableStage, Stage
 
 if TYPE_CHECKING:
     from trinity.instance import Instance
@@ -21,9 +21,11 @@ def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
         raise ConfigError(f"own stages with letters {letters!r} do not fit the roles {spec.roles} of {spec.name}")
     if {"P", "D"} <= set(spec.roles) and any(len({"P", "D"} & set(stage.letters)) == 1 for stage in made):
         raise ConfigError(f"{spec.name} ({spec.roles}) prefills and decodes: one stage with letters 'PD' does both")
-    if spec.reservation == "optimistic" and any("D" in each.letters and not isinstance(each, Growing) for each in made):
+    if spec.reservation == "optimistic" and any(
+        "D" in each.letters and not isinstance(each, GrowableStage) for each in made
+    ):
         raise ConfigError(
-            f'{spec.name} has a stage without grow(): give it one (stages.base.Growing), or reserve "full"'
+            f'{spec.name} has a stage without grow(): give it one (trinity.stages.GrowableStage), or reserve "full"'
         )
     return made
 

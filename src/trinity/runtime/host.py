@@ -91,22 +91,22 @@ def block_shapes(
 
 def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     """The stages of trinity for every letter of the roles that no own stage serves."""
+    from trinity.stages.cuda_graphs import make_graph_cache
     from trinity.stages.encode import EncodeStage
-    from trinity.stages.graphs import graphs_for
     from trinity.stages.language import LanguageStage
 
     letters = "".join(letter for letter in setup.roles if letter not in taken)
     made: list[Stage] = []
     if "E" in letters and IMAGE in setup.memory:
-        made.append(EncodeStage(setup.model, setup.memory[IMAGE], graphs_for(setup.model.device)))
+        made.append(EncodeStage(setup.model, setup.memory[IMAGE], make_graph_cache(setup.model.device)))
     language = letters.replace("E", "")
     if language:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
         backend = make_backend(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
-        graphs = graphs_for(setup.model.device)
+        graphs = make_graph_cache(setup.model.device)
         stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
         if graphs is not None:
-            stage.warm()
+            stage.warm_up()
         made.append(stage)
     return made
 

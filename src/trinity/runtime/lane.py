@@ -14,7 +14,7 @@ from typing import Any
 from trinity.core.messages import Close, Failure, Grow, Open, Progress, Sampled, Step, Stepped, Value
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
-from trinity.stages.base import Growing, Launching, Pending, Reporting, Stage
+from trinity.stages.base import GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -27,7 +27,7 @@ class Launched:
     """A step that a stage has begun and whose tokens nobody has read; ``since`` its launch."""
 
     step: Step
-    pending: Pending
+    pending: PendingStep
     since: float
 
 
@@ -63,12 +63,12 @@ class Lane:
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
         self._decide = decide or post
         self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
-        self._launching = [stage for stage in self.stages if isinstance(stage, Launching)]
+        self._launching = [stage for stage in self.stages if isinstance(stage, LaunchableStage)]
         self._remarking: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
         self._telling: Step | None = None  # whose progress is told
         self._told = False
         for stage in self.stages:
-            if isinstance(stage, Reporting):
+            if isinstance(stage, LayerReporter):
                 stage.on_layers = self._progress
         self._queue: SimpleQueue[Value | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
@@ -167,7 +167,7 @@ class Lane:
             try:
                 if isinstance(command, Open):
                     stage.open(command)
-                elif isinstance(command, Grow) and isinstance(stage, Growing):
+                elif isinstance(command, Grow) and isinstance(stage, GrowableStage):
                     stage.grow(command)
                 elif isinstance(command, Close):
                     stage.close(command.request)

@@ -1,4 +1,4 @@
-"""Stage: what runs a part of a model on one instance. Bring your own by writing an object with these members."""
+"""Stage: the interface of an object that runs one part of a model on an instance."""
 
 from __future__ import annotations
 
@@ -16,86 +16,96 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Stage(Protocol):
-    """A stage of a model, run by an instance on one of its lanes.
+    """Part of a model that an instance runs on one of its lanes. Any object with these members is a stage.
 
-    ``letters`` are the roles it serves: "E", or "P", "D" or "PD" for a language stage (prefill chunks and decodes of
-    one step are then one ragged batch). All calls come from the lane's thread, one at a time.
+    ``letters`` are the roles it serves: "E", or "P", "D" or "PD" for a language stage, which then runs prefill chunks
+    and decodes of one step as one ragged batch. All calls come from the lane's thread, one at a time.
 
-    A stage that writes KV layer by layer may have an attribute ``on_layers`` besides (``Reporting``), and one whose
-    requests get blocks as they decode a method ``grow`` (``Growing``). One that can start a step without waiting for it
-    may have ``launch`` (``Launching``).
+    Optional members: ``on_layers`` to report KV layer by layer (``LayerReporter``), ``grow`` for requests that get
+    blocks as they decode (``GrowableStage``), and ``launch`` to begin a step without waiting for its end
+    (``LaunchableStage``).
     """
 
     letters: str
 
     def open(self, request: Open) -> None:
-        """A request's rows will follow (language stages; an encode stage ignores it)."""
+        """Take in a request whose rows will follow (language stages; an encode stage ignores it)."""
 
     def close(self, request: str) -> None:
-        """Nothing of the request is in flight; drop what is kept of it."""
+        """Drop the state of a request. None of its rows is in flight."""
 
     def forward(self, step: Step) -> dict[str, Sampled]:
-        """Run the rows of ``step`` that are this stage's: blocks are written, sampled tokens returned by request.
+        """Run this stage's rows of ``step``: write their blocks and return sampled tokens by request id.
 
-        Must be repeatable: after an exception the instance runs each request's rows alone, to find whose fault it is.
+        Must be repeatable: after an exception the instance runs each request's rows alone, to find the one at fault.
         """
         ...
 
 
 @runtime_checkable
-class Reporting(Protocol):
-    """A stage that tells of its progress. The lane sets ``on_layers``; without it whole chunks are moved.
+class LayerReporter(Protocol):
+    """Stage that reports its progress by layers. The lane sets ``on_layers``; without it only whole chunks move.
 
-    During ``forward`` of a step with ``group`` > 0 it is called with (first, end) whenever ``group`` more layers of the
-    KV of *all* the step's prefill rows are in their blocks, in ascending order and without gaps: kernels that write
-    them have ended, and what they wrote is finite, for a decode instance may read it before the step is over.
+    During ``forward`` of a step with ``group`` > 0, the stage calls it with (first, end) whenever ``group`` more layers
+    of the KV of *all* the step's prefill rows are in their blocks, in ascending order without gaps. The kernels that
+    write them must have ended and the values must be finite: a decode instance may read them before the step ends.
     """
 
     on_layers: Callable[[int, int], None] | None
 
 
 @runtime_checkable
-class Growing(Protocol):
-    """A stage whose requests get blocks as they decode: what ``Instance(reservation="optimistic")`` asks for."""
+class GrowableStage(Protocol):
+    """Stage whose requests get KV blocks as they decode; ``Instance(reservation="optimistic")`` needs it."""
 
     def grow(self, more: Grow) -> None:
-        """Append blocks to the tables of open requests; those that are not open are left out."""
+        """Append blocks to the block tables of open requests; ignore requests that are not open."""
         ...
 
 
-class Pending(Protocol):
-    """A step that was launched. Calls come from the lane's thread; of several steps in the order of their launches."""
+class PendingStep(Protocol):
+    """Step that was launched. Calls come from the lane's thread, in the order of the launches."""
 
     def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Tell if ``wait`` would return at once."""
         ...
 
     def wait(self) -> dict[str, Sampled]:
-        """What ``forward`` would have returned or raised, once the device has ended the step."""
+        """Wait until the device has ended the step; return or raise what ``forward`` would have."""
         ...
 
     def drop(self) -> None:
-        """In place of ``wait``, or after it has raised: the step counts as never launched, and nothing of it runs any
-        more. Steps that were launched after it were dropped before it."""
+        """Undo the launch, in place of ``wait`` or after it raised. On return nothing of the step runs any more.
+
+        Steps launched later have been dropped before.
+        """
         ...
 
 
 @runtime_checkable
-class Launching(Protocol):
-    """A stage whose steps run on a device of their own: with ``Instance(depth=2)`` a step is launched behind one whose
-    tokens nobody has read. A row that decodes then feeds the token that its row of that step samples, on the device.
+class LaunchableStage(Protocol):
+    """Stage whose steps run on a device of their own, for async scheduling (``Instance(depth=2)``).
 
-    Between a launch and its end other requests may be opened, grown and closed; never one that has a row in it.
+    A step is then launched before the tokens of the previous one have been read. Its decode rows take their input token
+    from the previous step on the device. Between a launch and its end other requests may be opened, grown and closed,
+    but none that has a row in the step.
     """
 
-    def launch(self, step: Step) -> Pending:
-        """Begin what ``forward`` does. May raise as that does; then nothing was begun."""
+    def launch(self, step: Step) -> PendingStep:
+        """Begin what ``forward`` does. May raise the same errors; then nothing was begun."""
         ...
 
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What a stage is made from: the loaded weights, the instance's roles and its block memory by kind."""
+    """Arguments of a stage factory.
+
+    - ``roles``: the letters that the instance serves.
+    - ``model``: the loaded weights.
+    - ``memory``: the instance's block memory by kind ("image", "kv").
+    - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
+    - ``attention`` ("auto"): name of the attention backend.
+    """
 
     roles: str
     model: LoadedModel

@@ -1,7 +1,6 @@
-"""The ragged batch: decode rows and prefill chunks of many requests as one row of T tokens.
+"""Ragged batches: decode rows and prefill chunks of many requests joined into one row of T tokens.
 
-Everything is put together in numpy and handed to torch in one piece per array: a decode batch of 64 rows costs some
-tens of microseconds.
+Arrays are joined in numpy and passed to torch in one piece each: a decode batch of 64 rows costs some tens of µs.
 """
 
 from __future__ import annotations
@@ -13,63 +12,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.attention.interface import ChunkRows, PagedRows
+from trinity.stages.attention.interface import ChunkRows, Int64Array, PagedRows
 from trinity.stages.uploads import upload
 
-Ints = np.ndarray  # int64 throughout
-UNSEEN = 32  # rows of a batch without a token to sample, from which the last layer does without them
+LEAST_UNSAMPLED_ROWS = 32  # unsampled rows of a batch from which the last layer skips them
 
 
-def _none() -> Ints:
+def _empty() -> Int64Array:
     return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A prefill chunk on the host: prompt positions [start, start + len(ids)).
+    """Prefill chunk on the host: positions [start, start + len(ids)) of one request (chunked prefill).
 
-    ``rope`` is [length] or [3, length]. ``feature_rows`` are rows of the image cache seen as [blocks * rows, width];
-    ``feature_at`` says which of the chunk's tokens they replace. ``groups``: see ``ChunkRows``. ``wanted``: the last
-    token's logits are asked for.
+    - ``ids``: input token ids.
+    - ``rope``: rotary positions, [length] or [3, length].
+    - ``table``: block table.
+    - ``feature_rows``: rows of the image cache seen as [blocks * rows, width].
+    - ``feature_at``: indices of the chunk's tokens that they replace.
+    - ``groups`` (None): see ``ChunkRows``.
+    - ``needs_logits`` (True): the last token is sampled.
     """
 
-    ids: Ints
-    rope: Ints
+    ids: Int64Array
+    rope: Int64Array
     start: int
-    table: Ints
-    feature_rows: Ints = field(default_factory=_none)
-    feature_at: Ints = field(default_factory=_none)
-    groups: Ints | None = None
-    wanted: bool = True
+    table: Int64Array
+    feature_rows: Int64Array = field(default_factory=_empty)
+    feature_at: Int64Array = field(default_factory=_empty)
+    groups: Int64Array | None = None
+    needs_logits: bool = True
 
     @property
-    def positions(self) -> Ints:
+    def positions(self) -> Int64Array:
         return np.arange(self.start, self.start + len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Decode rows on the host, by ascending ``lengths`` (KV positions, the row's own included).
+    """Decode rows on the host, ordered by length.
 
-    ``ids``, ``rope`` [n]: the token fed (-1: it is on the device alone) and its rotary position; ``tables`` [n, width]:
-    see ``PagedRows``; ``slots`` [n]: where a row's newest token lies on the device.
+    - ``ids`` ([n]): input tokens; -1 if only the device knows it.
+    - ``rope`` ([n]): rotary positions.
+    - ``lengths`` ([n]): KV positions, the row's own included; ascending.
+    - ``tables`` ([n, width]): see ``PagedRows``.
+    - ``slots`` ([n]): places of the rows' newest tokens on the device.
     """
 
-    ids: Ints
-    rope: Ints
-    lengths: Ints
-    tables: Ints
-    slots: Ints = field(default_factory=_none)
+    ids: Int64Array
+    rope: Int64Array
+    lengths: Int64Array
+    tables: Int64Array
+    slots: Int64Array = field(default_factory=_empty)
 
 
-NO_DECODES = Decodes(_none(), _none(), _none(), np.empty((0, 0), dtype=np.int64))
+NO_DECODES = Decodes(_empty(), _empty(), _empty(), np.empty((0, 0), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """What a model's forward takes. ``last``: the rows whose logits are wanted (None: all, in order).
+    """Arguments of a model's forward over T tokens.
 
-    ``sampled``: these rows as decode rows, where ``UNSEEN`` more are in the batch.
+    - ``ids``, ``position_ids``: [T] and [1, T], or [3, 1, T] with three rotary axes.
+    - ``rows``: cache places of the rows.
+    - ``last``: indices of the rows whose logits are needed; None: all, in order.
+    - ``feature_rows``, ``feature_at``: image-cache rows and the tokens that they replace.
+    - ``sampled``: the rows of ``last`` as decode rows, if the batch has at least ``LEAST_UNSAMPLED_ROWS`` others.
     """
 
     ids: Tensor
@@ -84,18 +93,18 @@ class RaggedBatch:
 def build_batch(
     decodes: Decodes, chunks: Sequence[Chunk], block_rows: int, axes: int, device: torch.device
 ) -> RaggedBatch:
-    """Join ``decodes`` and ``chunks``. ``axes`` is 3 where the model's rotary positions have three axes, else 1.
+    """Join ``decodes`` and ``chunks``; ``axes`` is 3 if the model's rotary positions have three axes, else 1.
 
-    Logits come first for the decodes, then for the chunks that want them, in order.
+    Logits come first for the decodes, then for the chunks that need them, in order.
     """
 
-    def put(array: Ints) -> Tensor:
+    def put(array: Int64Array) -> Tensor:
         return upload(array, device)
 
     blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
     if len(blocks):
         blocks = decodes.tables[np.arange(len(blocks)), blocks]
-    if not chunks:  # most steps: no time for what only chunks need
+    if not chunks:  # most steps; skip what only chunks need
         rope = decodes.rope[None] if axes == 1 else np.tile(decodes.rope, (axes, 1, 1))
         rows = PagedRows(put(blocks), put(offsets), decodes.tables, decodes.lengths)
         return RaggedBatch(put(decodes.ids), put(rope), rows, None)
@@ -105,11 +114,11 @@ def build_batch(
         offsets=put(np.concatenate([offsets, *(chunk.positions % block_rows for chunk in chunks)])),
         tables=decodes.tables,
         lengths=decodes.lengths,
-        chunks=tuple(_chunk_rows(chunk, first, put) for chunk, first in zip(chunks, firsts, strict=False)),
+        chunks=tuple(_make_chunk_rows(chunk, first, put) for chunk, first in zip(chunks, firsts, strict=False)),
     )
     ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
-    last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.wanted)]
-    feature_rows, feature_at = _features(chunks, firsts, put)
+    last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.needs_logits)]
+    feature_rows, feature_at = _join_features(chunks, firsts, put)
     return RaggedBatch(
         ids,
         put(_join_rope(decodes, chunks, axes)),
@@ -117,43 +126,43 @@ def build_batch(
         put(np.array(last, dtype=np.int64)),
         feature_rows,
         feature_at,
-        _sampled(rows, chunks, last) if firsts[-1] - len(last) >= UNSEEN else None,
+        _sampled_rows(rows, chunks, last) if firsts[-1] - len(last) >= LEAST_UNSAMPLED_ROWS else None,
     )
 
 
-def _sampled(rows: PagedRows, chunks: Sequence[Chunk], last: Sequence[int]) -> PagedRows:
-    """The decode rows, and the last row of every chunk that wants its logits as one more."""
-    ends = [chunk for chunk in chunks if chunk.wanted]
+def _sampled_rows(rows: PagedRows, chunks: Sequence[Chunk], last: Sequence[int]) -> PagedRows:
+    """Return the decode rows and, as further decode rows, the last row of every chunk that needs logits."""
+    ends = [chunk for chunk in chunks if chunk.needs_logits]
     width = max([rows.tables.shape[1], *(len(chunk.table) for chunk in ends)])
     parts = [rows.tables, *(chunk.table[None] for chunk in ends)]
     return PagedRows(
         rows.blocks[last],
         rows.offsets[last],
-        np.concatenate([_widened(part, width) for part in parts if len(part)] or [rows.tables]),
+        np.concatenate([_pad_tables(part, width) for part in parts if len(part)] or [rows.tables]),
         np.append(rows.lengths, [chunk.start + len(chunk.ids) for chunk in ends]).astype(np.int64),
     )
 
 
-def _widened(tables: Ints, width: int) -> Ints:
-    """Each padded with its own last block."""
+def _pad_tables(tables: Int64Array, width: int) -> Int64Array:
+    """Pad each table with its own last block."""
     return np.pad(tables, ((0, 0), (0, width - tables.shape[1])), mode="edge")
 
 
-def _chunk_rows(chunk: Chunk, first: int, put: Callable[[Ints], Tensor]) -> ChunkRows:
+def _make_chunk_rows(chunk: Chunk, first: int, put: Callable[[Int64Array], Tensor]) -> ChunkRows:
     groups = None if chunk.groups is None else put(chunk.groups)
     return ChunkRows(first, len(chunk.ids), chunk.start, put(chunk.table), groups)
 
 
-def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Ints:
-    """[1, T], or [3, 1, T] with three axes."""
+def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Int64Array:
+    """Join rotary positions to [1, T], or [3, 1, T] with three axes."""
     if axes == 1:
         return np.concatenate([decodes.rope, *(chunk.rope for chunk in chunks)])[None]
     parts = [decodes.rope, *(chunk.rope for chunk in chunks)]
     return np.concatenate([np.broadcast_to(part, (axes, part.shape[-1])) for part in parts], axis=1)[:, None]
 
 
-def _features(
-    chunks: Sequence[Chunk], firsts: Sequence[int], put: Callable[[Ints], Tensor]
+def _join_features(
+    chunks: Sequence[Chunk], firsts: Sequence[int], put: Callable[[Int64Array], Tensor]
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     if not any(len(chunk.feature_at) for chunk in chunks):
         return None, None

@@ -1,4 +1,4 @@
-"""EncodeStage: media items in, rows of the image cache out (the E of E-P-D)."""
+"""EncodeStage: runs the vision encoder and writes features to the image cache, the E of E-P-D."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from torch import Tensor
 from trinity.core.messages import Encode, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages.graphs import Graphs, Tensors
+from trinity.stages.cuda_graphs import GraphCache, Tensors
 from trinity.stages.models import LoadedModel
-from trinity.stages.models.base import Inputs
+from trinity.stages.models.base import MediaInputs
 
-FEW = 4  # items of a step that are recorded
-MOST_NUMBERS = 64
+MOST_GRAPH_ITEMS = 4  # items of one CUDA graph
+MOST_KEY_NUMBERS = 64  # host numbers (grids, sizes) in the key of a CUDA graph
 
 
 class EncodeStage:
     """Encodes the media of a step into ``image``, whose blocks are [rows, width]; implements ``stages.base.Stage``.
 
-    An item's features fill its blocks in order, the last one partly. Items go through the encoder together where
-    their shapes allow.
+    - ``model``: the loaded vision part.
+    - ``image``: the image cache.
+    - ``graphs`` (None): CUDA graphs, for encodes of few items.
+
+    An item's features fill its blocks in order, the last one partly. Items are batched if their shapes allow it.
     """
 
     letters = "E"
 
-    def __init__(self, model: LoadedModel, image: BlockMemory, graphs: Graphs | None = None) -> None:
+    def __init__(self, model: LoadedModel, image: BlockMemory, graphs: GraphCache | None = None) -> None:
         self.model, self.image, self._graphs = model, image, graphs
 
     def open(self, request: Open) -> None:
-        """Nothing is kept of a request here."""
+        """Do nothing: this stage keeps no state of requests."""
 
     def close(self, request: str) -> None:
-        """Nothing is kept of a request here."""
+        """Do nothing: this stage keeps no state of requests."""
 
     def forward(self, step: Step) -> dict[str, Sampled]:
-        """Encode ``step.encodes``. Raises ``StageError`` where features do not fit placeholders or blocks."""
+        """Encode ``step.encodes``. Raises ``StageError`` if features do not fit the placeholders or blocks."""
         kinds: dict[str, list[Encode]] = defaultdict(list)
         for item in step.encodes:
             kinds[item.span.kind].append(item)
@@ -50,8 +53,8 @@ class EncodeStage:
         return {}
 
     @torch.inference_mode()
-    def _encode(self, kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> Sequence[Tensor]:
-        key = None if self._graphs is None else recorded_as(kind, items, counts)
+    def _encode(self, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> Sequence[Tensor]:
+        key = None if self._graphs is None else make_graph_key(kind, items, counts)
         if self._graphs is None or key is None:
             return self.model.encode(kind, items, counts)
         places = [
@@ -77,14 +80,14 @@ class EncodeStage:
             self.image.tensor[block, : len(rows)] = rows
 
 
-def recorded_as(kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> Hashable | None:
-    """What items must have in common to be one recorded call; None where they are not to be recorded.
+def make_graph_key(kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> Hashable | None:
+    """Make the key that items of one CUDA graph share; None if they should not be recorded.
 
-    Numbers that are no pixels (grids, sizes) are part of it by value: encoders look at them on the host.
+    Numbers that are no pixels (grids, sizes) enter it by value, because encoders read them on the host.
     """
     tensors = [(name, value) for item in items for name, value in item.items() if isinstance(value, Tensor)]
     numbers = [value for _, value in tensors if not value.is_floating_point()]
-    if len(items) > FEW or sum(value.numel() for value in numbers) > MOST_NUMBERS:
+    if len(items) > MOST_GRAPH_ITEMS or sum(value.numel() for value in numbers) > MOST_KEY_NUMBERS:
         return None
     shapes = tuple((name, value.shape, value.dtype) for name, value in tensors)
     return ("encode", kind, tuple(counts), shapes, tuple(str(value.tolist()) for value in numbers))

@@ -1,4 +1,4 @@
-"""LanguageStage: prefill chunks and decodes of many requests as one ragged batch (the P and D of E-P-D)."""
+"""LanguageStage: runs prefill chunks and decodes of many requests as one ragged batch, the P and D of E-P-D."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ from torch import Tensor
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
+from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, LaunchedStep
 from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
-from trinity.stages.base import Pending
+from trinity.stages.base import PendingStep
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
+from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
-from trinity.stages.graphs import Graphs
-from trinity.stages.launches import MOST_SLOTS, DeviceTokens, Done, Launch
 from trinity.stages.models import LoadedModel
-from trinity.stages.rows import Row, RowTable
-from trinity.stages.sampling import draw, drawn_on_device, greedy, sample
+from trinity.stages.request_table import OpenRequest, RequestTable
+from trinity.stages.sampler import can_sample_on_device, sample, sample_greedy, sample_on_device
 from trinity.stages.uploads import upload
 
-Observe = Callable[[str, int, Tensor], None]
+LogitsObserver = Callable[[str, int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A step's rows: ``wanted`` get a token, ``ran`` are the requests of all."""
+class StepRows:
+    """Rows of one step: ``sampled`` get a token, ``requests`` are the ids of all."""
 
     decodes: Decodes
     chunks: list[Chunk]
-    wanted: list[Row]
-    ran: set[str]
+    sampled: list[OpenRequest]
+    requests: set[str]
 
 
 class LanguageStage:
     """Runs the language part over paged KV blocks; implements ``stages.base.Stage``.
 
-    ``letters``: "P" runs prefill chunks, "D" decodes, "PD" both in one batch. ``kv`` holds blocks
-    [layers, 2, kv_heads, rows, head_dim]; ``image`` (None where nothing is prefilled or the model is text only)
-    [rows, width]. ``observe`` is called with (request, output index, logits [vocabulary]) of every sampled token.
-    ``graphs``: recorded calls, for steps of decodes alone, where the backend can run in them.
-    What is kept of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
+    - ``model``: the loaded language part.
+    - ``kv``: KV cache, blocks [layers, 2, kv_heads, rows, head_dim].
+    - ``image``: image cache, blocks [rows, width]; None if nothing is prefilled or the model is text only.
+    - ``letters`` ("PD"): "P" runs prefill chunks, "D" decodes, "PD" both in one batch.
+    - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
+    - ``backend`` (None): attention backend; None takes the best one for ``kv``.
+    - ``graphs`` (None): CUDA graphs, for steps of decodes alone, if the backend can run in them.
+
+    State of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
     """
 
     def __init__(
@@ -55,48 +59,48 @@ class LanguageStage:
         kv: BlockMemory,
         image: BlockMemory | None,
         letters: str = "PD",
-        observe: Observe | None = None,
+        observe: LogitsObserver | None = None,
         backend: AttentionBackend | None = None,
-        graphs: Graphs | None = None,
+        graphs: GraphCache | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
         self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
-        self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[Launch]()
+        self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[LaunchedStep]()
         if kv.tensor.is_cuda:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
-        if graphs is not None and getattr(self._backend, "graphs", False):
+        if graphs is not None and getattr(self._backend, "supports_graphs", False):
             self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
         self.on_layers: LayersCallback | None = None
         self._block_rows = kv.shape.shape[3]
-        self._rows = RowTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
+        self._requests = RequestTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
 
     @torch.inference_mode()
-    def warm(self) -> None:
-        """Compile and record what the first requests would wait for. No request may be open."""
+    def warm_up(self) -> None:
+        """Compile kernels and record CUDA graphs, so that the first requests do not wait. No request may be open."""
         if "P" in self.letters:
             ids = np.arange(self._block_rows)
             rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
             self._eager(NO_DECODES, [Chunk(ids, rope, 0, np.zeros(1, dtype=np.int64))], 0)
         if self._graphs is not None and "D" in self.letters:
-            self._graphs.warm()
+            self._graphs.warm_up()
         self.kv.tensor.zero_()
         if self.kv.tensor.is_cuda:
-            torch.cuda.synchronize(self.kv.tensor.device)  # the lane has a stream of its own
+            torch.cuda.synchronize(self.kv.tensor.device)  # the lane runs on another stream
 
     def open(self, request: Open) -> None:
-        """Take a request in. Raises ``StageError`` where it is open already or its media do not fit its prompt."""
-        self._rows.open(request)
+        """Take in a request. Raises ``StageError`` if it is open already or its media do not fit its prompt."""
+        self._requests.open(request)
 
     def grow(self, more: Grow) -> None:
-        """Append blocks to the tables of open requests."""
+        """Append blocks to the block tables of open requests."""
         for request, blocks in more.blocks.items():
-            self._rows.grow(request, blocks)
+            self._requests.grow(request, blocks)
 
     @torch.inference_mode()
     def close(self, request: str) -> None:
-        """Drop a request. Blocks that a failed step left with NaN are zeroed: a mask does not stop NaN."""
-        row = self._rows.close(request)
+        """Drop a request. Zeroes blocks that a failed step left with NaN, because a mask does not stop NaN."""
+        row = self._requests.close(request)
         if row is not None and row.suspect:
             table = torch.from_numpy(row.table).to(self.kv.tensor.device)
             spoilt = ~self.kv.tensor[table].flatten(1).isfinite().all(1)
@@ -105,67 +109,68 @@ class LanguageStage:
     def forward(self, step: Step) -> dict[str, Sampled]:
         """Run this stage's rows of ``step``; returns the sampled token of each decode and of each last chunk.
 
-        Raises ``StageError`` where a row cannot be run as asked or its logits hold NaN.
+        Raises ``StageError`` if a row cannot run or its logits hold NaN.
         """
-        asked = self._asked(step)
-        if not asked.ran:
+        rows = self._collect_rows(step)
+        if not rows.requests:
             return {}
-        ran = asked.ran - self._rows.suspects  # they stay so: a later chunk may go well behind one that left NaN
-        self._rows.suspects |= ran
-        sampled = self._finish(asked.wanted, self._logits(asked, step.group))
-        self._rows.suspects -= ran
+        # Earlier suspects stay: a chunk may succeed after one that left NaN.
+        suspects = rows.requests - self._requests.suspects
+        self._requests.suspects |= suspects
+        sampled = self._sample_rows(rows.sampled, self._logits(rows, step.group))
+        self._requests.suspects -= suspects
         return sampled
 
     @torch.inference_mode()
-    def launch_on_device(self, step: Step) -> Pending:
-        """``stages.base.Launching.launch``, offered as such on a GPU alone.
+    def launch_on_device(self, step: Step) -> PendingStep:
+        """Launch a step (``LaunchableStage.launch``, which this stage has only on a GPU).
 
-        Where the host must know tokens to sample the next, or logits are observed, the step is run at once.
+        The step runs at once if the host must know tokens to sample the next ones, or if logits are observed.
         """
-        while self._flight and self._flight[0].over:
+        while self._flight and self._flight[0].is_over:
             self._flight.popleft()
-        asked = self._asked(step)
-        near = all(row.slot < MOST_SLOTS and drawn_on_device(row.opened.work.sampling) for row in asked.wanted)
-        if not near or self.observe is not None or not asked.ran:
+        rows = self._collect_rows(step)
+        near = all(row.slot < MOST_SLOTS and can_sample_on_device(row.opening.work.sampling) for row in rows.sampled)
+        if not near or self.observe is not None or not rows.requests:
             for each in self._flight:
                 each.settle()
-            if not all(each.over for each in self._flight):
-                raise StageError("a step before it has failed")
-            return Done(self.forward(step))
-        ran = asked.ran - self._rows.suspects
-        self._rows.suspects |= ran
-        logits = self._logits(asked, 0)
-        tokens = draw(logits, [row.sampler() for row in asked.wanted])
-        self._tokens.keep(np.array([row.slot for row in asked.wanted], dtype=np.int64), tokens)
-        launch = Launch(self._rows, asked.wanted, tokens, ran)
+            if not all(each.is_over for each in self._flight):
+                raise StageError("an earlier step has failed, and this one needs its tokens")
+            return FinishedStep(self.forward(step))
+        suspects = rows.requests - self._requests.suspects
+        self._requests.suspects |= suspects
+        logits = self._logits(rows, 0)
+        tokens = sample_on_device(logits, [row.sampler() for row in rows.sampled])
+        self._tokens.store(np.array([row.slot for row in rows.sampled], dtype=np.int64), tokens)
+        launch = LaunchedStep(self._requests, rows.sampled, tokens, suspects)
         self._flight.append(launch)
         return launch
 
-    def _asked(self, step: Step) -> Asked:
-        """This stage's rows of the step. Raises ``StageError`` where one cannot be run as asked."""
-        decoded, decodes = list[Row](), NO_DECODES
+    def _collect_rows(self, step: Step) -> StepRows:
+        """Collect this stage's rows of the step. Raises ``StageError`` if one cannot run."""
+        decoded, decodes = list[OpenRequest](), NO_DECODES
         if step.decodes and "D" in self.letters:
-            decoded, decodes = self._rows.decodes(step.decodes)
+            decoded, decodes = self._requests.select_decodes(step.decodes)
         prefills = step.prefills if "P" in self.letters else ()
-        filled = [self._rows.row(prefill.request) for prefill in prefills]
+        filled = [self._requests.find(prefill.request) for prefill in prefills]
         chunks = [row.chunk(prefill) for row, prefill in zip(filled, prefills, strict=True)]
-        wanted = decoded
+        sampled = decoded
         if filled:
-            wanted = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.wanted]
-        ran = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
-        return Asked(decodes, chunks, wanted, ran)
+            sampled = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.needs_logits]
+        requests = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
+        return StepRows(decodes, chunks, sampled, requests)
 
-    def _logits(self, asked: Asked, group: int) -> Tensor:
-        logits = None if self._graphs is None or asked.chunks else self._graphs.run(asked.decodes)
+    def _logits(self, rows: StepRows, group: int) -> Tensor:
+        logits = None if self._graphs is None or rows.chunks else self._graphs.run(rows.decodes)
         if logits is None:
-            return self._eager(asked.decodes, asked.chunks, group)
+            return self._eager(rows.decodes, rows.chunks, group)
         return logits if self.observe is None else logits.clone()  # the next step writes into the same memory
 
     def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
-        if self._rows.flying and len(decodes.ids):
+        if self._requests.steps_in_flight and len(decodes.ids):
             own, slots = len(decodes.ids), upload(decodes.slots, batch.ids.device)
-            fed = torch.cat((self._tokens.fed(batch.ids[:own], slots), batch.ids[own:]))
+            fed = torch.cat((self._tokens.fill_unknown(batch.ids[:own], slots), batch.ids[own:]))
             batch = replace(batch, ids=fed)
         image = None if self.image is None else self.image.tensor
         backend = self._backend
@@ -177,15 +182,15 @@ class LanguageStage:
         return logits
 
     @torch.inference_mode()
-    def _finish(self, wanted: Sequence[Row], logits: Tensor) -> dict[str, Sampled]:
-        if not wanted:
+    def _sample_rows(self, sampled_rows: Sequence[OpenRequest], logits: Tensor) -> dict[str, Sampled]:
+        if not sampled_rows:
             return {}
-        if all(row.fixed_sampler is not None for row in wanted):
-            sampled = greedy(logits)
+        if all(row.fixed_sampler is not None for row in sampled_rows):
+            sampled = sample_greedy(logits)
         else:
-            sampled = sample(logits, [row.sampler() for row in wanted])
+            sampled = sample(logits, [row.sampler() for row in sampled_rows])
         if self.observe is not None:
-            for row, scores in zip(wanted, logits, strict=True):
+            for row, scores in zip(sampled_rows, logits, strict=True):
                 self.observe(row.request, row.index, scores)
-        self._rows.commit(wanted, sampled)
-        return {row.request: one for row, one in zip(wanted, sampled, strict=True)}
+        self._requests.commit(sampled_rows, sampled)
+        return {row.request: one for row, one in zip(sampled_rows, sampled, strict=True)}

@@ -1,4 +1,4 @@
-"""Arrays and tensors of the host to a device, without waiting for it."""
+"""Copies arrays and tensors from the host to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import Tensor
 
 
 def upload(values: np.ndarray | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``values`` on ``device``. To a GPU by way of pinned memory, which torch keeps until the copy has ended: the host
-    goes on at once, and may change ``values``.
+    """Return ``values`` on ``device``.
+
+    Copies to a GPU go through pinned memory, which torch keeps until the copy has ended: the call returns at once, and
+    the caller may change ``values``.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
     if device.type != "cuda" or tensor.is_cuda:

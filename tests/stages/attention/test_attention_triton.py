@@ -26,8 +26,8 @@ from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.attention.triton import TritonAttention, make_triton_rows, next_power_of_two
 from trinity.stages.attention.varlen import make_varlen_rows
+from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
-from trinity.stages.graphs import Graphs
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,7 +230,7 @@ def test_the_probe_accepts_it(dtype: torch.dtype) -> None:
 class Again:
     """A recorder that runs the call again at each replay: kernels of the interpreter cannot be taped."""
 
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         return True
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
@@ -248,11 +248,11 @@ class Again:
 )
 def test_a_stage_prefills_and_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests in a padded batch of four rows; the same logits as with torch."""
-    monkeypatch.setattr(decode_graphs, "SIZES", (4,))
-    monkeypatch.setattr(decode_graphs, "LEAST_WIDTH", 2)
+    monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (4,))
+    monkeypatch.setattr(decode_graphs, "LEAST_TABLE_WIDTH", 2)
     plain, ours = Solo(), Solo(backend=TritonAttention(MANY))
     ours.stage._graphs = DecodeGraphs(
-        ours.model, ours.pool.memory.tensor, TritonAttention(MANY), Graphs(Again(), DEVICE)
+        ours.model, ours.pool.memory.tensor, TritonAttention(MANY), GraphCache(Again(), DEVICE)
     )
     asked = [work("a", PROMPT[:5], 8), work("b", PROMPT[5:22], 8)]
     for solo in (plain, ours):

@@ -16,7 +16,7 @@ from trinity.runtime.lane import Lane
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.layer_progress import LayerProgressAttention
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.base import Reporting, Stage
+from trinity.stages.base import LayerReporter, Stage
 from trinity.timeline import Timeline
 
 ROWS = PagedRows(torch.zeros(1), torch.zeros(1), torch.zeros(0, 0).numpy(), torch.zeros(0).numpy())
@@ -95,7 +95,7 @@ def test_on_an_accelerator_a_group_is_reported_when_its_event_is_reached_and_in_
 
 def test_a_language_stage_tells_of_layers_whose_bytes_do_not_change_any_more() -> None:
     solo = Solo("llama", letters="P")
-    assert isinstance(solo.stage, Reporting)
+    assert isinstance(solo.stage, LayerReporter)
     assert prefilled_and_told(solo) == Solo("llama", letters="P").serve(work("a", max_tokens=1), 1)[0]
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_fails_in_its_middle_takes_back_what_it_said_and_says_no_mor
 
 
 def test_a_stage_without_the_hook_serves_all_the_same() -> None:
-    assert not isinstance(Silent(), Reporting)
+    assert not isinstance(Silent(), LayerReporter)
     (stepped,) = run(Silent(), Step(7, "joint", prefills=BOTH, group=1))
     assert isinstance(stepped, Stepped)
 

@@ -20,7 +20,7 @@ from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.kernels import last_layer
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
-from trinity.stages.models import load_model, loading
+from trinity.stages.models import load_model, loader
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")
@@ -62,7 +62,7 @@ def counting(solo: Solo) -> Counting:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few rows are not sampled: tiny prompts come in chunks of seven."""
-    monkeypatch.setattr(batch, "UNSEEN", 1)
+    monkeypatch.setattr(batch, "LEAST_UNSAMPLED_ROWS", 1)
 
 
 # ---------------------------------------------------------------- the language part
@@ -115,7 +115,7 @@ def test_rows_of_the_last_layer_that_nobody_samples_are_only_written() -> None:
 def test_logits_are_those_of_the_whole_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for unseen in (1, 1 << 30):
-        monkeypatch.setattr(batch, "UNSEEN", unseen)
+        monkeypatch.setattr(batch, "LEAST_UNSAMPLED_ROWS", unseen)
         solo = Solo()
         counted = counting(solo)
         solo.serve(work(), 4)
@@ -197,8 +197,8 @@ def features(directory: Path) -> Tensor:
 def test_features_are_those_of_the_whole_encoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = checkpoint(name)
     found = features(directory)
-    monkeypatch.setattr(loading, "_parts", {})
-    monkeypatch.setattr(loading, "drop_unused_layers", lambda tower, taken: 0)
+    monkeypatch.setattr(loader, "_parts", {})
+    monkeypatch.setattr(loader, "drop_unused_layers", lambda tower, taken: 0)
     assert torch.equal(found, features(directory))
 
 

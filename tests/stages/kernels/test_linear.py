@@ -21,7 +21,7 @@ from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.loading import Deployment, load
 from trinity.stages.kernels import linear
 from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, count_packed_bytes, pack_weights, use_onednn
-from trinity.stages.models import LoadedModel, load_model, loading
+from trinity.stages.models import LoadedModel, load_model, loader
 
 
 class Named(nn.Linear):
@@ -32,7 +32,7 @@ class Named(nn.Linear):
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
     monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
-    monkeypatch.setattr(loading, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
+    monkeypatch.setattr(loader, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
 
 @pytest.mark.usefixtures("always")

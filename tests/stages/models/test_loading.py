@@ -98,9 +98,9 @@ def test_parts_are_dropped_with_the_last_instance() -> None:
     assert id(again.language) == kept
     del model, again
     gc.collect()
-    from trinity.stages.models import loading
+    from trinity.stages.models import loader
 
-    assert not [key for key in loading._parts if torch.float16 in key]
+    assert not [key for key in loader._parts if torch.float16 in key]
 
 
 def test_shapes_of_blocks() -> None:
@@ -223,9 +223,9 @@ def test_unknown_types_that_pass_their_self_check(
     directory = build(tmp_path, model_type, **fields)
     model = load_model(directory, "PD", dtype="float32")
     assert model.language.trinity_checked
-    from trinity.stages.models import loading
+    from trinity.stages.models import loader
 
-    monkeypatch.setattr(loading, "self_check", lambda model: pytest.fail("checked once is enough"))
+    monkeypatch.setattr(loader, "self_check", lambda model: pytest.fail("checked once is enough"))
     assert load_model(directory, "D", dtype="float32").language is model.language
     monkeypatch.undo()
     half = load_model(directory, "PD", dtype="bfloat16")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
 from trinity.request import Request
-from trinity.stages.models import load_model, loaded
-from trinity.stages.models.loaded import pieces
+from trinity.stages.models import load_model, loaded_model
+from trinity.stages.models.loaded_model import split_items
 from trinity.testing.checkpoints import ARCHITECTURES
 
 sizes = st.lists(st.integers(0, 40), max_size=20)
@@ -27,13 +27,13 @@ def item(size: int) -> dict[str, Any]:
 
 @given(sizes, st.integers(1, 60))
 def test_pieces_hold_every_item_once_in_order_and_as_many_as_fit(held: list[int], most: int) -> None:
-    found = list(pieces([item(size) for size in held], most))
+    found = list(split_items([item(size) for size in held], most))
     assert list(itertools.chain.from_iterable(range(len(held))[some] for some in found)) == list(range(len(held)))
     parts = [held[some] for some in found]
     assert all(parts) or not held
     assert all(sum(part) <= most or len(part) == 1 for part in parts)
     assert all(sum(part) + after[0] > most for part, after in itertools.pairwise(parts))
-    assert list(pieces([item(size) for size in held], None)) == [slice(0, len(held))]
+    assert list(split_items([item(size) for size in held], None)) == [slice(0, len(held))]
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "mistral")])
@@ -52,7 +52,7 @@ def test_features_do_not_hang_on_the_pieces(name: str, monkeypatch: pytest.Monke
     together = model.encode("image", made.inputs, counts)
     assert calls == [5], "small images stay together"
     one = made.inputs[0]["pixel_values"].numel()
-    monkeypatch.setattr(loaded, "PIECE", 2 * one)
+    monkeypatch.setattr(loaded_model, "ENCODE_PIECE", 2 * one)
     apart = model.encode("image", made.inputs, counts)
     assert len(calls) > 2
     assert sum(calls) == 10

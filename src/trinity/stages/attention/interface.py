@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 
+Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from trinity.memory import native
-from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
+from trinity.stages.attention.interface import AttentionParams, ChunkRows, Int64Array, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 
-Int64Array = np.ndarray
 LONG_CHUNK = 32  # rows of a bfloat16 chunk from which torch's oneDNN products are faster than all but AMX tiles
 TILE_KERNELS = ("best", "many")  # kernels that use tiles if there are any
 

@@ -48,11 +48,11 @@ class TritonRows:
 class TritonAttention:
     """``AttentionBackend`` in Triton; ``processors``: multiprocessors to keep busy (None: all of the device).
 
-    Rows whose block is negative are not written, and sequences of length 0 give zeros. CUDA graphs (``graphs``) pad
-    their batches with both.
+    Rows whose block is negative are not written, and sequences of length 0 give zeros. CUDA graphs
+    (``supports_graphs``) pad their batches with both.
     """
 
-    graphs = True
+    supports_graphs = True
 
     def __init__(self, processors: int | None = None) -> None:
         self._processors = processors

@@ -1,16 +1,16 @@
-"""Models: adapters over unmodified transformers models, and the loading of the parts that a role needs."""
+"""Models: adapters over unmodified transformers models, and loading of the parts that a role needs."""
 
-from trinity.stages.models.base import Inputs, ModelAdapter, Positions
-from trinity.stages.models.loaded import LoadedModel
-from trinity.stages.models.loading import load_model
-from trinity.stages.models.registry import adapter_for, known_models, register_adapter
+from trinity.stages.models.base import MediaInputs, ModelAdapter, RotaryPositions
+from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.loader import load_model
+from trinity.stages.models.registry import find_adapter, known_models, register_adapter
 
 __all__ = [
-    "Inputs",
     "LoadedModel",
+    "MediaInputs",
     "ModelAdapter",
-    "Positions",
-    "adapter_for",
+    "RotaryPositions",
+    "find_adapter",
     "known_models",
     "load_model",
     "register_adapter",

@@ -1,8 +1,8 @@
-"""ModelAdapter: all that trinity must know of a family of transformers models, whose own code stays as it is.
+"""ModelAdapter: the facts that trinity needs about a family of unmodified transformers models.
 
-The class below is both the interface and the default: it fits every model that transformers' conventions fit (LLaVA,
-InternVL, the Qwen-VL line with its three rotary axes and deepstack, Llama, Mistral, and most text models). A family
-that differs overrides what differs; see ``registry`` for how to make it known.
+The class is both the interface and the default. It fits every model that follows transformers' conventions (LLaVA,
+InternVL, the Qwen-VL models with three rotary axes and deepstack, Llama, Mistral, and most text models). A family that
+differs overrides only the methods that differ; ``registry`` says how to register it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from torch import Tensor
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
 
-Inputs = Mapping[str, Tensor]
-MEDIA = ("image", "video", "audio")  # in the order of transformers' token type ids, from 1
+MediaInputs = Mapping[str, Tensor]
+MEDIA_KINDS = ("image", "video", "audio")  # in the order of transformers' token type ids, which begin at 1
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
-    """Rotary positions: ``prompt`` int64 [3, length] (None: 0, 1, 2, ...); after it, position + ``delta``."""
+class RotaryPositions:
+    """Rotary positions of a prompt: int64 [3, length], None for 0, 1, 2, ...; later tokens get position + ``delta``."""
 
     prompt: np.ndarray | None = None
     delta: int = 0
 
 
 class ModelAdapter:
-    """One model family. ``config`` is the checkpoint's; one adapter serves one ``LoadedModel``.
+    """Adapter of one model family; one object serves one ``LoadedModel``.
 
-    ``language_names``: where a multimodal model keeps its text model; all other parts are the encode stage's.
-    ``whole_media``: a run of placeholders attends to itself in both directions, so that no chunk may cut it.
+    - ``config``: the checkpoint's config.
+    - ``language_names``: attribute names under which a multimodal model may keep its text model. All other parts belong
+      to the encode stage.
+    - ``whole_media`` (False): a run of placeholders attends to itself in both directions, so that no chunk may cut it.
     """
 
     language_names: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
@@ -46,7 +48,7 @@ class ModelAdapter:
         self.config = config
         self.text_config = config.get_text_config(decoder=True)
 
-    # ------------------------------------------------------------ what the config says
+    # ------------------------------------------------------------ config
 
     @property
     def multimodal(self) -> bool:
@@ -55,37 +57,40 @@ class ModelAdapter:
     @property
     def media_tokens(self) -> dict[str, int]:
         """Placeholder token id of each kind of media."""
-        found = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in MEDIA}
+        found = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in MEDIA_KINDS}
         return {kind: token for kind, token in found.items() if token is not None}
 
     @property
     def deepstack(self) -> int:
-        """Feature rows hold this many further parts of hidden size, one for each of the first layers (Qwen3-VL)."""
+        """Number of further parts of hidden size in a feature row, one for each of the first layers (Qwen3-VL)."""
         vision = getattr(self.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @property
     def axes(self) -> int:
-        """Axes of a rotary position: 3 with M-RoPE, else 1."""
+        """Number of axes of a rotary position: 3 with M-RoPE, else 1."""
         rope = getattr(self.text_config, "rope_parameters", None) or {}
         return 3 if self.multimodal and rope.get("mrope_section") else 1
 
     @property
     def kv_heads(self) -> tuple[int, int]:
-        """Key-value heads and their width."""
+        """Number of KV heads and their width."""
         text = self.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
     @property
-    def states_taken(self) -> int | Sequence[int] | None:
-        """Which hidden states of ``vision_tower`` features are made of, where nothing else of it is used; else None."""
+    def vision_states(self) -> int | Sequence[int] | None:
+        """Hidden states of ``vision_tower`` that features are made of; None if they need its other outputs."""
         return None
 
     # ------------------------------------------------------------ parts of the model
 
     def language_name(self, model: Any) -> str | None:
-        """Name of the text model within ``model.base_model``; None where that is the text model itself."""
+        """Return the name of the text model within ``model.base_model``; None if that is the text model itself.
+
+        Raises ``UnsupportedModel`` if there is none of ``language_names``.
+        """
         if not self.multimodal:
             return None
         for name in self.language_names:
@@ -97,16 +102,17 @@ class ModelAdapter:
         )
 
     def language(self, model: Any) -> Any:
-        """The text model: embeddings in, hidden states out."""
+        """Return the text model: embeddings in, hidden states out."""
         name = self.language_name(model)
         return model.base_model if name is None else getattr(model.base_model, name)
 
     # ------------------------------------------------------------ encode
 
-    def encode(self, model: Any, kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> list[Tensor]:
-        """Features [counts[i], width] of each item, batched where the items' shapes allow.
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        """Compute features [counts[i], width] of each item, batched if the items' shapes allow it.
 
-        Raises ``StageError`` where the model makes another number of rows than the prompt has placeholders.
+        ``kind`` is "image", "video" or "audio". Raises ``StageError`` if the model gives another number of rows than
+        the prompt has placeholders, ``UnsupportedModel`` if it takes no such media.
         """
         method = getattr(model.base_model, f"get_{kind}_features", None)
         if method is None:
@@ -117,26 +123,30 @@ class ModelAdapter:
             output = method(**{name: value for name, value in joined.items() if name in accepted}, return_dict=True)
             rows, wanted = self.feature_rows(output), [counts[i] for i in chosen]
             if len(rows) != sum(wanted):
-                raise StageError(f"{len(rows)} {kind} features for {sum(wanted)} placeholders", stage="E")
+                raise StageError(
+                    f"the model gives {len(rows)} {kind} features for {sum(wanted)} placeholders", stage="E"
+                )
             found.update(zip(chosen, torch.split(rows, wanted), strict=True))
         return [found[i] for i in range(len(items))]
 
-    def collate(self, items: Sequence[Inputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Items that go through the encoder together, by index, and their joined inputs."""
-        for chosen in alike(items, lambda name, value: value.shape[1:]):
-            yield chosen, join([items[i] for i in chosen])
+    def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """Yield groups of items to encode together: their indices and their joined inputs."""
+        for chosen in group_alike(items, lambda name, value: value.shape[1:]):
+            yield chosen, join_inputs([items[i] for i in chosen])
 
     def feature_rows(self, output: Any) -> Tensor:
-        """[rows of all items, hidden * (1 + deepstack)] from what ``get_*_features`` returned."""
+        """Convert the output of ``get_*_features`` to [rows of all items, hidden * (1 + deepstack)]."""
         parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        return torch.cat([flatten(part) for part in parts], dim=-1)
+        return torch.cat([flatten_features(part) for part in parts], dim=-1)
 
     # ------------------------------------------------------------ prefill and decode
 
-    def positions(self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray) -> Positions:
-        """Rotary positions of a prompt. ``kinds`` [len(prompt)]: 0 for text, else 1 + the index in ``MEDIA``."""
+    def positions(
+        self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
+    ) -> RotaryPositions:
+        """Compute a prompt's rotary positions; ``kinds`` [length]: 0 for text, else 1 + index in ``MEDIA_KINDS``."""
         if self.axes == 1 or not spans:
-            return Positions()
+            return RotaryPositions()
         grids = defaultdict(list)
         for span in spans:
             for name, value in span.meta.items():
@@ -146,12 +156,13 @@ class ModelAdapter:
         given = {name: torch.tensor(values) for name, values in grids.items() if name in accepted}
         types = torch.from_numpy(kinds)[None]
         found, delta = method(torch.from_numpy(prompt)[None], mm_token_type_ids=types, **given)
-        return Positions(found[:, 0].numpy(), int(delta))
+        return RotaryPositions(found[:, 0].numpy(), int(delta))
 
     def language_inputs(self, further: Tensor, at: Tensor, total: int) -> dict[str, Any]:
-        """Keywords of the text model for feature columns beyond the first hidden size, [rows, hidden * deepstack].
+        """Make keywords of the text model from feature columns beyond the first hidden size.
 
-        ``at`` [rows]: the places of these rows among the batch's ``total``, ascending.
+        - ``further``: [rows, hidden * deepstack].
+        - ``at`` ([rows]): indices of these rows among the batch's ``total`` rows, ascending.
         """
         if not self.deepstack:
             return {}
@@ -160,7 +171,7 @@ class ModelAdapter:
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(further.chunk(self.deepstack, -1))}
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward makes them."""
+        """Compute logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward does."""
         logits: Tensor = model.get_output_embeddings()(hidden)
         factor, divisor, cap = (getattr(self.config, name, None) for name in _HEAD_FIELDS)
         if factor is not None:
@@ -173,21 +184,23 @@ class ModelAdapter:
 _HEAD_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # Cohere, Granite, Gemma 2
 
 
-def alike(items: Sequence[Inputs], shape: Any) -> list[list[int]]:
-    """Indices of items whose inputs have equal names and equal ``shape(name, value)``."""
+def group_alike(items: Sequence[MediaInputs], shape: Any) -> list[list[int]]:
+    """Group the indices of items whose inputs have equal names and equal ``shape(name, value)``."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, item in enumerate(items):
         groups[tuple((name, *shape(name, item[name])) for name in sorted(item))].append(index)
     return list(groups.values())
 
 
-def join(items: Sequence[Inputs], axis: int = 0, axes: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-    """One dict of inputs, each joined along ``axes[name]`` or ``axis``."""
+def join_inputs(
+    items: Sequence[MediaInputs], axis: int = 0, axes: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Join the items' inputs, each along ``axes[name]`` or else ``axis``."""
     return {name: torch.cat([item[name] for item in items], (axes or {}).get(name, axis)) for name in items[0]}
 
 
-def flatten(features: Any) -> Tensor:
-    """A tensor, or tensors in lists and tuples, as rows [rows, hidden]."""
+def flatten_features(features: Any) -> Tensor:
+    """Flatten a tensor, or nested lists and tuples of tensors, to [rows, hidden]."""
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1])
-    return torch.cat([flatten(part) for part in features])
+    return torch.cat([flatten_features(part) for part in features])

@@ -1,4 +1,4 @@
-"""What a model must pass before it serves: layers that a paged cache can hold, and its own forward as oracle."""
+"""Checks of a model before it serves: layers that a paged cache can hold, and logits equal to its own forward's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trinity.stages.attention.interface import LAYER_KINDS, PAGED_ATTENTION
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.loaded import LoadedModel
+from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 
 _LENGTH, _CUT = 23, 9
-_TOLERANCE = 1e-3  # of the largest logit, where float32 is exact to about 1e-6
+_TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
 _LENGTH_DEPENDENT_ROPE = "longrope"
 
 
 def refuse_layers(adapter: ModelAdapter) -> None:
-    """Raise ``UnsupportedModel`` where the config names layers or positions that a ragged paged batch cannot serve."""
+    """Raise ``UnsupportedModel`` if the config names layers or positions that a ragged paged batch cannot serve."""
     text = adapter.text_config
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     beyond = sorted({kind for kind in kinds if kind not in (*LAYER_KINDS, "attention")})
@@ -39,7 +39,7 @@ def refuse_layers(adapter: ModelAdapter) -> None:
 
 
 def _rope_types(rope: dict[str, Any]) -> set[str]:
-    """All of a config's, which may nest them by kind of layer."""
+    """Collect all rope types of a config, which may nest them by kind of layer."""
     nested = [_rope_types(value) for value in rope.values() if isinstance(value, dict)]
     return set().union({rope.get("rope_type", "default")}, *nested)
 
@@ -47,7 +47,7 @@ def _rope_types(rope: dict[str, Any]) -> set[str]:
 def self_check(model: LoadedModel) -> None:
     """Compare chunked prefill and a decode through the paged cache with the model's own forward on a tiny prompt.
 
-    Raises ``UnsupportedModel`` where logits differ by more than 1e-3 of the largest (more in half precision).
+    Raises ``UnsupportedModel`` if logits differ by more than 1e-3 of the largest (more in half precision).
     """
     named = f"{model.config.model_type!r} (text model {model.adapter.text_config.model_type!r})"
     try:
@@ -56,13 +56,13 @@ def self_check(model: LoadedModel) -> None:
         found = _paged_logits(model, ids)
     except Exception as exc:
         raise UnsupportedModel(
-            f"{named} is not known here, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
+            f"{named} has no adapter, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
         ) from exc
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     coarser = max(1.0, torch.finfo(model.dtype).eps / torch.finfo(torch.float32).eps)
     if not error < _TOLERANCE * coarser**0.5:
         raise UnsupportedModel(
-            f"{named} is not known here, and through a paged cache its logits are {error:.2g} off. {_advice()}"
+            f"{named} has no adapter, and through a paged cache its logits are {error:.2g} off. {_advice()}"
         )
 
 
@@ -104,5 +104,5 @@ _CUTS = ((0, _CUT), (_CUT, _LENGTH))
 
 
 def set_attention(model: Any, adapter: ModelAdapter, name: str) -> None:
-    """Switch the text model's attention, and only that."""
+    """Set the attention implementation of the text model only."""
     model.set_attn_implementation({"text_config": name} if adapter.multimodal else name)

@@ -1,4 +1,4 @@
-"""Which adapter serves which ``config.model_type``: built in, from entry points ``trinity.models``, or registered."""
+"""Adapters by ``config.model_type``: built in, from entry points ``trinity.models``, or registered at run time."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ _adapters: dict[str, type[ModelAdapter]] = {
     "llama": ModelAdapter,
     "mistral": ModelAdapter,
 }
-# Text models known to be served exactly inside or without a multimodal model; others prove it when they are loaded.
+# Text models known to be exact, alone or in a multimodal model; others must pass the self-check when loaded.
 _TEXT_MODELS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 )
 
 
-def known_text(adapter: ModelAdapter) -> bool:
-    """Whether the text model is one that was looked at, whatever it is part of."""
+def is_known_text(adapter: ModelAdapter) -> bool:
+    """Tell if the text model is known to be exact, whichever model it is part of."""
     return adapter.text_config.model_type in _TEXT_MODELS
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
-    """Serve ``model_type`` with ``adapter`` in this process, without a self-check."""
+    """Register ``adapter`` for ``model_type`` in this process; its models skip the self-check."""
     _adapters[model_type] = adapter
 
 
 def known_models() -> list[str]:
-    """Every ``model_type`` that has an adapter, sorted."""
+    """List every ``model_type`` that has an adapter, sorted."""
     return sorted({*_adapters, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
-def adapter_for(config: Any) -> tuple[ModelAdapter, bool]:
-    """The adapter for ``config``, and whether it is known to fit (else the model must pass a self-check).
+def find_adapter(config: Any) -> tuple[ModelAdapter, bool]:
+    """Find the adapter for ``config``; the second result is False if the model must pass the self-check.
 
-    Raises ``UnsupportedModel`` where a multimodal type has no adapter (a check on text would not show how its media
-    are laid out and attended to), or where an entry point names something that is no ModelAdapter.
+    Raises ``UnsupportedModel`` if a multimodal type has no adapter, because a check on text would not show how its
+    media are laid out and attended to, or if an entry point names something that is no ModelAdapter.
     """
     kind = _adapters.get(config.model_type) or _from_entry_point(config.model_type)
     adapter = (kind or ModelAdapter)(config)

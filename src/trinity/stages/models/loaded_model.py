@@ -1,4 +1,4 @@
-"""LoadedModel: the parts of a model that one instance holds, and the two calls that stages make on it."""
+"""LoadedModel: the parts of a model that one instance holds, and the calls that stages make: encode and forward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trinity.memory.block_memory import BlockShape
 from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.kernels.linear import count_packed_bytes
-from trinity.stages.models.base import Inputs, ModelAdapter
+from trinity.stages.models.base import MediaInputs, ModelAdapter
 from trinity.stages.uploads import upload
 
-PIECE = 3 << 19  # numbers of pixel values that a CPU encodes together: four images of 336 pixels
+ENCODE_PIECE = 3 << 19  # pixel values that a CPU encodes together: four images of 336 x 336
 
 
-def pieces(items: Sequence[Inputs], most: int | None) -> Iterator[slice]:
-    """Runs of ``items``, as long as they hold ``most`` floating-point numbers or fewer; at least one each.
+def split_items(items: Sequence[MediaInputs], most: int | None) -> Iterator[slice]:
+    """Split ``items`` into runs of at most ``most`` floating-point numbers, each of at least one item.
 
-    A processor gains nothing from more rows than these in a product, and what a layer makes of them leaves its caches
-    and, at some 32 MB, the memory that the C library keeps: at each layer its pages would be the system's again.
+    A CPU's products do not gain from more rows. A layer's output would leave the caches and, from some 32 MB, be
+    returned to the system by the C library, so that each layer would touch fresh pages.
     """
     first = held = 0
     for index, item in enumerate(items):
@@ -40,11 +40,17 @@ def pieces(items: Sequence[Inputs], most: int | None) -> Iterator[slice]:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """Parts of the checkpoint in ``directory``: ``vision`` for the letter E, ``language`` for P and D.
+    """Parts of one checkpoint that an instance needs.
 
-    Each part is a transformers model of the checkpoint's own class that lacks the other parts' weights, or None.
-    Parts may be shared by several LoadedModels of one process and may be called from several threads.
-    ``fingerprint`` is equal wherever config, dtype and weight files are.
+    - ``directory``, ``config``, ``dtype``, ``device``: where and how the checkpoint was loaded.
+    - ``letters``: roles that it was loaded for.
+    - ``adapter``: the adapter of its family.
+    - ``fingerprint``: equal if config, dtype and weight files are equal.
+    - ``vision`` (None): part for the letter E.
+    - ``language`` (None): part for P and D.
+
+    Each part is a transformers model of the checkpoint's own class without the other parts' weights. Parts may be
+    shared by several LoadedModels of one process and called from several threads.
     """
 
     directory: Path
@@ -63,12 +69,12 @@ class LoadedModel:
 
     @property
     def media_token_ids(self) -> frozenset[int]:
-        """Placeholder ids; a prompt position that holds one of them within a media span takes a feature row."""
+        """Placeholder token ids; such a position within a media span takes a feature row."""
         return frozenset(self.adapter.media_tokens.values()) if self.multimodal else frozenset()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of this instance's weights, shared ones included, each tensor once."""
+        """Bytes of this instance's weights, each tensor once, shared ones included."""
         tensors: dict[tuple[int, torch.Size], int] = {}
         packed = 0
         for part in (self.vision, self.language):
@@ -80,27 +86,29 @@ class LoadedModel:
         return packed + sum(tensors.values())
 
     def image_shape(self, rows: int = 576) -> BlockShape | None:
-        """An image-cache block: ``rows`` feature rows of hidden * (1 + deepstack layers); None for text only."""
+        """Return the image-cache block of ``rows`` feature rows of hidden * (1 + deepstack); None for text only."""
         if not self.multimodal:
             return None
         width = self.adapter.text_config.hidden_size * (1 + self.adapter.deepstack)
         return BlockShape(IMAGE, (rows, width), self.dtype)
 
     def kv_shape(self, block: int = 16) -> BlockShape:
-        """A KV-cache block of ``block`` tokens: [layers, 2, kv_heads, block, head_dim]."""
+        """Return the KV block of ``block`` tokens: [layers, 2, kv_heads, block, head_dim]."""
         heads, width = self.adapter.kv_heads
         return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, 2, heads, block, width), self.dtype)
 
     @torch.inference_mode()
-    def encode(self, kind: str, items: Sequence[Inputs], counts: Sequence[int]) -> list[Tensor]:
-        """Features [counts[i], width] of media items of one kind; see ``ModelAdapter.encode``."""
-        most = PIECE if self.device.type == "cpu" else None
+    def encode(self, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        """Compute features [counts[i], width] of media items of one kind; see ``ModelAdapter.encode``."""
+        most = ENCODE_PIECE if self.device.type == "cpu" else None
         found = []
-        for some in pieces(items, most):
-            found += self.adapter.encode(self.vision, kind, [self._placed(item) for item in items[some]], counts[some])
+        for some in split_items(items, most):
+            found += self.adapter.encode(
+                self.vision, kind, [self._upload_item(item) for item in items[some]], counts[some]
+            )
         return found
 
-    def _placed(self, item: Inputs) -> dict[str, Tensor]:
+    def _upload_item(self, item: MediaInputs) -> dict[str, Tensor]:
         return {
             name: upload(value, self.device, self.dtype if value.is_floating_point() else value.dtype)
             for name, value in item.items()
@@ -109,8 +117,9 @@ class LoadedModel:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: Tensor, image: Tensor | None, backend: AttentionBackend) -> Tensor:
-        """Logits [wanted rows, vocabulary] of a ragged batch; no row, of any width, where none is wanted.
+        """Run a ragged batch; returns logits [rows of ``batch.last``, vocabulary].
 
+        If no row is needed, the result has no row, of any width.
         Writes the batch's keys and values into ``kv`` [blocks, layers, 2, kv_heads, block_rows, head_dim] and reads
         features from ``image`` [blocks, rows, width].
         """

@@ -1,9 +1,9 @@
-"""Sampling: the next token of each row of logits, the same whatever else is in the batch.
+"""Sampler: draws the next token of each row of logits, independent of the rest of the batch.
 
 Noise is a counter-based function of (seed, output index, token id), so a row's token depends on its own logits and
-nothing else: not on the batch, the placement, or how often a step is repeated. Every decision is made with
-elementwise operations, integer sums and order-free comparisons, because a float sum over a row may be grouped
-differently on a GPU when the number or the alignment of the rows changes.
+nothing else: not on the batch, the placement, or the repetition of a step. Every decision is made with elementwise
+operations, integer sums and order-free comparisons, because a float sum over a row may be grouped differently on a GPU
+when the number or the alignment of the rows changes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd and close to 2**64 / golden ratio: successiv
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _WEIGHT_ONE = 1 << 40  # fixed point of exp(0) in top-p sums: 2**22 such weights stay far below 2**63
-_COLDEST = 1e-6  # below it float32 scores overflow; the draw is the largest logit long before
-_ELEMENTS = {"cpu": 1 << 18}  # logits worked on at once: what stays in a CPU's cache
-_MOST_ELEMENTS = 1 << 22  # elsewhere; bounds the float64 and int64 temporaries to about 200 MB
+_COLDEST = 1e-6  # below it float32 scores overflow; well above it the draw already is the largest logit
+_ELEMENTS = {"cpu": 1 << 18}  # logits per pass, so that they stay in a CPU's cache
+_MOST_ELEMENTS = 1 << 22  # logits per pass on other devices; bounds the float64 and int64 temporaries to about 200 MB
 
 
 class SamplerRow(msgspec.Struct, frozen=True, gc=False):
-    """One row: how to sample, which output token this is (from 0), and the ids so far (prompt + outputs, int64)."""
+    """Sampling parameters of one row, the index of its output token (from 0), and its ids so far (int64)."""
 
     sampling: Sampling
     index: int
@@ -38,9 +38,9 @@ class SamplerRow(msgspec.Struct, frozen=True, gc=False):
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """The next token of each row; ``logits`` is [n, vocab] of any float type, on any device.
+    """Draw the next token of each row; ``logits`` is [n, vocab] of any float type, on any device.
 
-    Rows that sample need ``sampling.seed``. Raises ``StageError`` where a row of logits has no largest value (it
+    Rows that are not greedy need ``sampling.seed``. Raises ``StageError`` if a row of logits has no largest value (it
     holds NaN, or nothing but -inf).
     """
     if len(rows) != logits.shape[0]:
@@ -48,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     slow = [i for i, row in enumerate(rows) if _needs_scores(row.sampling)]
     if len(slow) == len(rows):
         return _sample_parts(logits, rows)
-    chosen = greedy(logits)
+    chosen = sample_greedy(logits)
     if slow:
         picked = logits[torch.tensor(slow, device=logits.device)]
         for i, sampled in zip(slow, _sample_parts(picked, [rows[i] for i in slow]), strict=True):
@@ -56,36 +56,41 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     return chosen
 
 
-def greedy(logits: Tensor) -> list[Sampled]:
-    """As ``sample``, of rows of which each asks for its largest logit and nothing else."""
+def sample_greedy(logits: Tensor) -> list[Sampled]:
+    """Take the largest logit of each row, as ``sample`` does for greedy rows without penalty or logprobs."""
     return [Sampled(token) for token in _argmax(logits)]
 
 
-def draw(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """As ``sample``, of rows that are ``drawn_on_device``: tokens [n] where the logits are, -1 for none."""
+def sample_on_device(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Draw as ``sample`` does, but leave the tokens [n] on the logits' device; -1 if a row has no largest value.
+
+    Each row must pass ``can_sample_on_device``.
+    """
     if all(row.sampling.greedy for row in rows):
-        return _best(logits)
+        return _argmax_on_device(logits)
     size = max(1, _MOST_ELEMENTS // logits.shape[1])
-    return torch.cat([_draw(logits[i : i + size], rows[i : i + size]) for i in range(0, len(rows), size)])
+    return torch.cat(
+        [_sample_part_on_device(logits[i : i + size], rows[i : i + size]) for i in range(0, len(rows), size)]
+    )
 
 
-def drawn_on_device(sampling: Sampling) -> bool:
-    """Whether the next token hangs on nothing that the host must know: no penalty on what was said, no logprobs."""
+def can_sample_on_device(sampling: Sampling) -> bool:
+    """Tell if drawing needs nothing from the host: no repetition penalty and no logprobs."""
     return sampling.repetition_penalty == 1.0 and sampling.logprobs is None
 
 
-def _draw(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+def _sample_part_on_device(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     scores = warp(logits, rows)
-    best = _best(scores)
+    best = _argmax_on_device(scores)
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     if not drawn:
         return best
     at, some = _upload(np.array(drawn), scores), [rows[i] for i in drawn]
-    found = _best(_perturb(truncate(scores[at], some), some))
+    found = _argmax_on_device(_perturb(truncate(scores[at], some), some))
     return best.index_copy(0, at, torch.where(best[at] < 0, best[at], found))
 
 
-def _best(scores: Tensor) -> Tensor:
+def _argmax_on_device(scores: Tensor) -> Tensor:
     tokens = scores.argmax(dim=-1, keepdim=True)
     return torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten()
 
@@ -95,15 +100,15 @@ def _needs_scores(sampling: Sampling) -> bool:
 
 
 def _argmax(scores: Tensor) -> list[int]:
-    """Largest token of each row, the first of those that tie; in one copy from the device."""
-    found = _argmax_cpu(scores) if scores.device.type == "cpu" else _best(scores).tolist()
+    """Return the token with the largest score of each row, the first of ties; one copy from the device."""
+    found = _argmax_cpu(scores) if scores.device.type == "cpu" else _argmax_on_device(scores).tolist()
     if -1 in found:
         raise StageError(f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights")
     return found
 
 
 def _argmax_cpu(scores: Tensor) -> list[int]:
-    """As on any device. numpy's argmax takes a tenth of torch's time: with a large vocabulary that is milliseconds."""
+    """Take the argmax with numpy, in a tenth of torch's time: with a large vocabulary that saves milliseconds."""
     wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
     values = wide.detach().numpy()
     tokens = values.argmax(axis=1)
@@ -131,7 +136,7 @@ def _sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 
 def warp(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Repetition penalty, then temperature, as transformers orders them; float32 [n, vocab]."""
+    """Apply repetition penalty, then temperature, as transformers' logits warpers do; float32 [n, vocab]."""
     scores = logits.float()
     penalised = [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1.0]
     if penalised:
@@ -146,7 +151,7 @@ def _divisor(sampling: Sampling) -> float:
 
 
 def _penalise(scores: Tensor, rows: Sequence[SamplerRow], penalised: Sequence[int]) -> Tensor:
-    """Each token that the row holds is made less likely once, however often; ids beyond the logits are ignored."""
+    """Make each token that the row holds less likely, once however often it occurs; ignore ids beyond the logits."""
     held = [ids[(ids >= 0) & (ids < scores.shape[1])] for ids in (rows[i].ids for i in penalised)]
     lengths = [len(ids) for ids in held]
     penalties = np.asarray([rows[i].sampling.repetition_penalty for i in penalised], dtype=np.float32)
@@ -158,7 +163,7 @@ def _penalise(scores: Tensor, rows: Sequence[SamplerRow], penalised: Sequence[in
 
 
 def truncate(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Top-k, then top-p, then min-p of ``scores`` [n, vocab] with -inf where a token is dropped.
+    """Apply top-k, then top-p, then min-p to ``scores`` [n, vocab]; dropped tokens become -inf.
 
     Order and meaning are those of transformers' logits processors, except that top-p never splits tokens that tie.
     """
@@ -180,10 +185,10 @@ def _top_k(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 
 def _top_p(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Keeps tokens that tie with the last one kept, so that the outcome does not hang on the order of a sort."""
+    """Apply top-p. Tokens that tie with the last one kept stay, so that the result does not depend on sort order."""
     total = _weights(scores).sum(dim=-1, keepdim=True)
     limit = total * _column(rows, lambda sampling: 1.0 - sampling.top_p, total.double())
-    for size in _sizes(scores.shape[1]):
+    for size in _candidate_counts(scores.shape[1]):
         best = scores.topk(size, dim=-1).values
         weights = _weights(best)
         left = total - (weights.cumsum(dim=-1) - weights)  # weight of this token and of all below it
@@ -194,13 +199,13 @@ def _top_p(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """exp(score − largest score) in fixed point, int64, so that sums are exact in any order."""
+    """Compute exp(score − largest score) in fixed point, int64, so that sums are exact in any order."""
     exponent = (scores - scores.amax(dim=-1, keepdim=True)).double()
     return exponent.exp_().mul_(_WEIGHT_ONE).round_().long()
 
 
-def _sizes(vocab: int) -> Iterator[int]:
-    """How many of the largest to look at: few hold most of the weight as a rule, and a full sort is slow."""
+def _candidate_counts(vocab: int) -> Iterator[int]:
+    """Yield growing numbers of largest scores to sort: few usually hold most of the weight, and a full sort is slow."""
     size = 256
     while size < vocab:
         yield size
@@ -214,13 +219,13 @@ def _min_p(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 
 def _perturb(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Scores plus Gumbel noise, float64: its argmax is a draw from softmax(scores)."""
-    keys = torch.tensor([_key(row) for row in rows], device=scores.device)
+    """Add Gumbel noise, float64: the argmax of the result is a draw from softmax(scores)."""
+    keys = torch.tensor([_hash_key(row) for row in rows], device=scores.device)
     if not any(_truncates(row.sampling) for row in rows):
-        return _gumbel(keys[:, None], torch.arange(scores.shape[1], device=scores.device)).add_(scores)
-    at, tokens = torch.nonzero(scores > -torch.inf, as_tuple=True)  # few are left: only these need noise
+        return _gumbel_noise(keys[:, None], torch.arange(scores.shape[1], device=scores.device)).add_(scores)
+    at, tokens = torch.nonzero(scores > -torch.inf, as_tuple=True)  # only the few tokens left need noise
     noisy = torch.full(scores.shape, -torch.inf, dtype=torch.float64, device=scores.device)
-    noisy[at, tokens] = scores[at, tokens].double() + _gumbel(keys[at], tokens)
+    noisy[at, tokens] = scores[at, tokens].double() + _gumbel_noise(keys[at], tokens)
     return noisy
 
 
@@ -228,8 +233,8 @@ def _truncates(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def _key(row: SamplerRow) -> int:
-    """64 bits for (seed, index), as a signed number."""
+def _hash_key(row: SamplerRow) -> int:
+    """Hash (seed, index) to 64 bits, as a signed number."""
     if row.sampling.seed is None:
         raise ValueError("a row that samples needs a seed: set sampling.seed when the request is submitted")
     key = _scramble(_scramble(row.sampling.seed & _MASK) + (row.index + 1) * _STRIDE)
@@ -237,7 +242,7 @@ def _key(row: SamplerRow) -> int:
 
 
 def _scramble(value: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit moves half of the output bits."""
+    """Apply SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit flips half of the output bits."""
     value &= _MASK
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         value = (value ^ (value >> shift)) * factor & _MASK
@@ -248,8 +253,8 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel noise, float64, of each token under its key (the two are broadcast): ``_scramble`` in wrapping int64."""
+def _gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Make float64 Gumbel noise of each token under its key (broadcast), by ``_scramble`` in wrapping int64."""
     value = keys + (tokens + 1) * _signed(_STRIDE)
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         value = (value ^ _logical_shift(value, shift)) * _signed(factor)

@@ -1,4 +1,4 @@
-"""Loading: only the weights that a role needs, once per process however many instances share them."""
+"""Loads only the weights that a role needs, once per process however many instances share them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled
 from trinity.stages.kernels.linear import pack_weights, use_onednn
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
-from trinity.stages.models.loaded import LoadedModel
-from trinity.stages.models.registry import HOW_TO_ADD, adapter_for, known_models, known_text
+from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text, known_models
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _lock = threading.RLock()
@@ -39,13 +39,19 @@ def load_model(
     threads: int | None = None,
     packed: bool = False,
 ) -> LoadedModel:
-    """Load what an instance with the roles ``letters`` ("E", "P", "D" or any mix) needs, and no other weight.
+    """Load the weights that an instance with the roles ``letters`` needs, and no others.
 
-    ``dtype`` None or "auto" is the checkpoint's own; with it, CPU weights are memory-mapped and shared by all
-    processes of a host. ``packed``: linear layers get a copy of their weights, of this process alone, where decode
-    steps on its CPU are faster so; prefill and encode are too, by less. ``threads`` sets torch's threads for this
-    process. Raises ``ConfigError`` where there is no such checkpoint or it lacks weights, ``UnsupportedModel`` where no
-    adapter fits it or a paged cache cannot serve it.
+    - ``model_dir``: checkpoint in transformers' layout.
+    - ``letters``: any of "E", "P" and "D".
+    - ``dtype`` (None): None or "auto" is the checkpoint's own; CPU weights are then memory-mapped and shared by all
+      processes of a host.
+    - ``device`` ("cpu"): torch device.
+    - ``threads`` (None): torch's threads for this process; None leaves them.
+    - ``packed`` (False): give linear layers a packed copy of their weights, owned by this process, if decode steps on
+      its CPU are then faster (prefill and encode gain less).
+
+    Raises ``ConfigError`` if there is no such checkpoint or it lacks weights, ``UnsupportedModel`` if no adapter fits
+    it or a paged cache cannot serve it.
     """
     directory = Path(model_dir)
     if not letters or set(letters) - set("EPD"):
@@ -53,7 +59,7 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     config = _read_config(directory)
-    adapter, known = adapter_for(config)
+    adapter, known = find_adapter(config)
     refuse_layers(adapter)
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
@@ -93,7 +99,7 @@ def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     if dtype not in (None, "auto"):
         named = getattr(torch, str(dtype).removeprefix("torch."), None)
         if not isinstance(named, torch.dtype):
-            raise ConfigError(f"dtype {dtype!r} is none of torch's; give one such as 'bfloat16' or 'float32'")
+            raise ConfigError(f"dtype {dtype!r} is not a torch dtype; give one such as 'bfloat16' or 'float32'")
         return named
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
@@ -115,7 +121,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
 
 
 def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """Changes when a file of the checkpoint does."""
+    """Return names, sizes and times of the checkpoint's files; changes when a file changes."""
     files = sorted({directory / "config.json", *(path for glob in _WEIGHTS for path in directory.glob(glob))})
     return tuple((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files)
 
@@ -129,12 +135,12 @@ def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
 
 
 def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
-    """A model of the checkpoint's class with the weights of one part; its config is its own."""
+    """Load a model of the checkpoint's class with the weights of one part and its own copy of the config."""
     config = _read_config(directory)
-    adapter, _ = adapter_for(config)
+    adapter, _ = find_adapter(config)
     with _quiet():
         try:
-            model, report = _partial_class(model_class(config), adapter, name).from_pretrained(
+            model, report = _partial_class(find_model_class(config), adapter, name).from_pretrained(
                 directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, ImportError) as exc:
@@ -144,14 +150,14 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
     if name == "language":
         set_attention(model, adapter, PAGED_ATTENTION)
-        if known_text(adapter):
+        if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
-    elif adapter.states_taken is not None:
-        drop_unused_layers(model.base_model.vision_tower, adapter.states_taken)
+    elif adapter.vision_states is not None:
+        drop_unused_layers(model.base_model.vision_tower, adapter.vision_states)
     return model
 
 
-def model_class(config: Any) -> Any:
+def find_model_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -168,7 +174,7 @@ def model_class(config: Any) -> Any:
 
 
 def _partial_class(whole: Any, adapter: ModelAdapter, part: str) -> Any:
-    """``whole`` without the other part's modules: from_pretrained then reads what is left, and maps names as ever."""
+    """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest."""
 
     class Part(whole):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
