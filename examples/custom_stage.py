@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import trinity
-from trinity.core.messages import IMAGE, Encode, Open, Sampled, Step
-from trinity.stages.base import StageSetup
+from trinity.stages import IMAGE, Encode, Open, Sampled, StageSetup, Step
 
 PHOTO = Path(__file__).parent / "photos" / "cat.jpg"
 
