@@ -15,6 +15,7 @@ from pathlib import Path
 
 DOTTED = re.compile(r"(?<![\w./-])trinity(?:\.[A-Za-z_]\w*)+(?![\w/*{])")
 SOURCE_FILE = re.compile(r"(?<![\w./{*>-])((?:\w[\w.]*/)*\w+\.(?:py|cpp|cu|hpp))(?![\w*])")
+IMPORT = re.compile(r"\bfrom (trinity[\w.]*) import ([\w, ]+)")
 WORD = re.compile(r"\w+")
 CODE = re.compile(r"`([^`]+)`")
 # CamelCase, or words joined by underscores: other words may be plain English
@@ -47,7 +48,9 @@ class Names:
 
     def dead(self, text: str) -> Iterator[str]:
         """What a text names and the checkout has not, in the text's order."""
-        yield from (name for name in DOTTED.findall(text) if name not in self.groups and not self.has(name))
+        imported = (f"{module}.{name.split()[0]}" for module, said in IMPORT.findall(text) for name in _listed(said))
+        named = (*DOTTED.findall(text), *imported)
+        yield from (name for name in named if name not in self.groups and not self.has(name))
         yield from (path for path in SOURCE_FILE.findall(text) if not self.has_file(path))
 
     def has_file(self, path: str) -> bool:
@@ -64,7 +67,11 @@ class Names:
             return True
         if parts and (place / f"{parts[0]}.py").exists():
             module = place / f"{parts.pop(0)}.py"
-        return not parts or _member(module, tuple(parts))
+        return not parts or parts[0].startswith("__") or _member(module, tuple(parts))
+
+
+def _listed(names: str) -> list[str]:
+    return [name for name in names.split(",") if name.strip()]
 
 
 def _entry_point_groups(root: Path) -> set[str]:

@@ -89,6 +89,7 @@ def test_documents_that_fell_behind_are_named(
         ("trinity.a.Public.lost and trinity.a.limit", ["trinity.a.Public.lost", "trinity.a.limit"]),
         ("trinity.p.b.serve_{name}, trinity.p.* and pytrinity.x", []),
         ("trinity.b", ["trinity.b"]),
+        ("from trinity.a import LIMIT, Gone as Here, Public\nfrom trinity import Public, p", ["trinity.a.Gone"]),
         ("b.py in p/b.py, ../p/b.py, https://example.org/c.py, test_*.py", []),
         ("src/trinity/p/c.py, c.hpp", ["src/trinity/p/c.py", "c.hpp"]),
     ],
