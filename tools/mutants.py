@@ -36,7 +36,7 @@ class Reason(NamedTuple):
 
 
 def pretty(name: str) -> str:
-    """``trinity.core.instance.steps.x__fill__mutmut_7`` is "core.steps._fill 7", a method "blocks.BlockPool.fits 7"."""
+    """``trinity.core.instance.steps.x__fill__mutmut_7`` is "core.instance.steps._fill 7"."""
     function, _, number = name.removeprefix("trinity.").rpartition("__mutmut_")
     module, _, function = function.rpartition(".")
     return f"{module}.{function.removeprefix('x').removeprefix('_').strip('ǁ').replace('ǁ', '.')} {number}"

@@ -123,9 +123,7 @@ async def test_a_pipeline_is_profiled_between_requests_and_its_caches_stay(place
 
 async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
     options: dict[str, Any] = {"hosting": "process", "dtype": "float32", "pools": {"image": 8, "kv": 32}}
-    async with Pipeline(
-        checkpoint("llava"), "EP+D", cache=CacheConfig(image_block_size=64), **pipeline_options(options)
-    ) as pipe:
+    async with Pipeline(checkpoint("llava"), "EP+D", **pipeline_options({**options, "image_block_size": 64})) as pipe:
         check(await pipe.profile(**FEW), "EPD")
 
 

@@ -35,9 +35,34 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
 
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Tell if oneDNN multiplies this type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT, which not every CPU has."""
+    weight = torch.ones(8, 8, dtype=dtype)
+    try:
+        linear._run_onednn(weight, linear._pack_weight(weight), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(not _has_onednn(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor"),
+)
+
+
+def test_where_onednn_lacks_a_type_nothing_is_packed() -> None:
+    layer = nn.Linear(24, 40, dtype=torch.bfloat16).requires_grad_(False)
+    if _has_onednn(torch.bfloat16):
+        pytest.skip("oneDNN has bfloat16 on this processor")
+    pack_weights(nn.Sequential(layer))
+    use_onednn(nn.Sequential(layer))
+    assert type(layer) is nn.Linear
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("shape", [(5, 24), (1, 7, 24), (2, 3, 4, 24), (1, 24)])
 @pytest.mark.parametrize(("change", "kind"), [(use_onednn, OneDnnLinear), (pack_weights, PackedLinear)])
 def test_equals_the_plain_layer(
