@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.steady_traffic import FLAT, Plan, row, steady
 from trinity.adapt.drift import NEGLIGIBLE, DemandShift, DriftDetector, PageHinkley, Proposal, Replanner
-from trinity.costs.demand import Demand
 from trinity.errors import ConfigError, TraceError, TrinityError
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
@@ -108,36 +108,6 @@ def test_a_test_needs_bounds_with_a_meaning(wrong: dict[str, float]) -> None:
 # ---------------------------------------------------------------- ticks of demand
 
 
-class Flat:
-    """E takes 0.01 s a visual token, P 0.001 s a token, D 0.1 s a token after the first."""
-
-    def at(
-        self,
-        decodes: int,
-        prefill_tokens: int,
-        media_tokens: int,
-        *,
-        context: float,
-        prefilled: float = 0.0,
-        prefills: int = 1,
-    ) -> float:
-        return 0.1 * decodes + 0.001 * prefill_tokens + 0.01 * media_tokens
-
-    def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
-        return self.at(decodes, prefill_tokens, media_tokens, context=0)
-
-
-FLAT = Demand(cost=Flat(), media=1, tokens=1, decodes=1)
-
-
-def row(at: float, out: int = 11, tokens: int = 100, **fields: Any) -> TraceRow:
-    return TraceRow(timestamp=1000 * at, input_length=tokens, output_length=out, **fields)
-
-
-def steady(start: float, end: float, every: float = 1.0, **fields: Any) -> list[TraceRow]:
-    return [row(start + n * every, **fields) for n in range(round((end - start) / every))]
-
-
 def shifts(watch: DriftDetector, rows: list[TraceRow]) -> list[DemandShift]:
     return [shift for each in rows for shift in watch.feed(each)]
 
@@ -208,19 +178,6 @@ def test_bad_times_and_ticks() -> None:
 
 
 # ---------------------------------------------------------------- from a shift to a proposal
-
-
-class Best:
-    def __init__(self, placement: str, score: float | None) -> None:
-        self.placement, self.score = placement, score
-
-
-class Plan:
-    """``present``: the score of 1P1D, None where it was not searched to the end."""
-
-    def __init__(self, placement: str, score: float = 2.0, present: float | None = None) -> None:
-        self.best = Best(placement, score)
-        self.candidates = [self.best, Best("1P1D", present)]
 
 
 def due(replanner: Replanner, rows: list[TraceRow]) -> list[Trace]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from adapt.test_drift import FLAT, Plan, row, steady
+from support.steady_traffic import FLAT, Plan, row, steady
 from trinity.adapt.drift import DriftDetector, Proposal, Replanner
 from trinity.adapt.proposals import follow, iter_proposals
 from trinity.errors import ConfigError, TraceTooShort

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from core.test_interleavings import flood
 from support.core_tables import work
 from support.scenarios import random_cluster
+from support.tight_pools import flood
 from trinity.core.block_pool import prefix_keys
 from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from support.core_tables import Row, brief, emitted, peer_up, sent, work
+from support.core_tables import Row, brief, emitted, make_frontend, peer_up, sent, work
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.messages import (
     Emit,
@@ -18,14 +18,6 @@ from trinity.core.messages import (
     Tick,
     Value,
 )
-from trinity.core.routing import RoundRobin
-
-
-def make_frontend(peers: str = "E0 P0 D0", **fields: int) -> FrontendCore:
-    core = FrontendCore(RoundRobin(), **fields)
-    for peer in peers.split():
-        core.handle(peer_up(peer), 0.0)
-    return core
 
 
 def table(core: FrontendCore, rows: Iterable[Row], now: float = 0.0) -> None:

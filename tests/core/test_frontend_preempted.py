@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from core.test_frontend import make_frontend
-from support.core_tables import brief, emitted, peer_up, sent, work
+from support.core_tables import brief, emitted, make_frontend, peer_up, sent, work
 from trinity.core.frontend import Abort, End, FrontendCore
 from trinity.core.messages import (
     PREEMPTED,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from emulation.test_emulated_serving import MODEL, POOLS
-from support.core_tables import brief, done, emptied, image_offer, make_core, peer_up, sent, table, work
+from support.core_tables import brief, done, emptied, holding, image_offer, make_core, peer_up, sent, table, work
+from support.emulated_pipelines import MODEL, POOLS
 from trinity.core import InstanceCore
-from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
+from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.messages import (
     IMAGE,
     KV,
@@ -45,16 +45,6 @@ def make_router(peers: str, policy: RoutingPolicy, *loads: PeerLoad) -> Router:
     for load in loads:
         router.take(load)
     return router
-
-
-def holding(name: str, of: Work, *kinds: str) -> PeerLoad:
-    """It says that it has the media, the prompt, or both cached."""
-    cached = {}
-    if IMAGE in kinds:
-        cached[IMAGE] = b"".join(key[:DIGEST] for span in of.media for key in media_keys(span, 4))
-    if KV in kinds:
-        cached[KV] = b"".join(key[:DIGEST] for key in prefix_keys(of.prompt, of.media, 4))
-    return PeerLoad(name, cached=cached)
 
 
 # ---------------------------------------------------------------- least_loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulation.test_emulated_serving import MODEL, POOLS
+from support.emulated_pipelines import MODEL, POOLS
 from trinity.core.messages import IMAGE
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from emulation.test_emulated_model import HEIGHT, SOURCE, Site, work_of
-from emulation.test_emulated_serving import MODEL, POOLS, asked, check, serve
+from support.emulated_instances import HEIGHT, SOURCE, Site, work_of
+from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
 from trinity.core.messages import KV, Open, Prefill, Step
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy

@@ -9,25 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.test_language import PROMPT, Solo, work
-from support.operator_tape import TapeRecorder, every_operator_is_torchs
+from support.language_stage import PROMPT, Solo, work
+from support.operator_tape import CPU, StaticTorch, every_operator_is_torchs, graphs
 from support.stage_driver import Driver, generated, processed
 from trinity.stages import decode_graphs
-from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
-from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
+from trinity.stages.cuda_graphs import make_graph_cache
 from trinity.stages.decode_graphs import DecodeGraphs, make_static_rows, pack_decodes
 from trinity.stages.encode import make_graph_key
 
-CPU = torch.device("cpu")
-
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
-
-
-def graphs(most: int = 64, memory: int = 1000) -> tuple[GraphCache, TapeRecorder]:
-    recorder = TapeRecorder(memory)
-    return GraphCache(recorder, CPU, most), recorder
 
 
 def double(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -83,31 +75,6 @@ def test_recordings_are_bounded_by_number_and_by_memory() -> None:
 
 def test_a_cpu_has_none() -> None:
     assert make_graph_cache(CPU) is None
-
-
-class StaticTorch(TorchAttention):
-    """Decode rows of static tables in plain torch, as a kernel reads them: on the device, padding left out."""
-
-    supports_graphs = True
-
-    def attend(
-        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
-    ) -> Tensor:
-        if "varlen" not in rows.memo:
-            return super().attend(rows, cache, qkv, params)
-        query, key, value = qkv
-        varlen, real = rows.memo["varlen"], rows.blocks >= 0
-        blocks, height = torch.where(real, rows.blocks, cache.shape[0] - 1), cache.shape[4]  # the last block is spare
-        cache[blocks, params.layer, 0, :, rows.offsets] = key
-        cache[blocks, params.layer, 1, :, rows.offsets] = value
-        held = (
-            cache[varlen.tables, params.layer].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-        )  # [2, n, heads, positions, width]
-        keys, values = held.repeat_interleave(query.shape[1] // key.shape[1], 2)
-        scores = torch.einsum("nhd,nhpd->nhp", query, keys) * params.scale
-        beyond = torch.arange(varlen.tables.shape[1] * height) >= varlen.lengths[:, None]
-        weights = scores.masked_fill(beyond[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-        return torch.einsum("nhp,nhpd->nhd", weights, values)
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from stages.test_graphs import StaticTorch, graphs
-from stages.test_language import PROMPT, Solo, work
 from support.checkpoint_files import checkpoint
-from support.operator_tape import every_operator_is_torchs
+from support.language_stage import PROMPT, Solo, work
+from support.operator_tape import StaticTorch, every_operator_is_torchs, graphs
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.core.messages import IMAGE, KV, Prefill, Step, Work

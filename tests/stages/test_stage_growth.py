@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from emulation.test_emulated_model import IMAGES, SOURCE, TARGET, moved, prefilled
-from emulation.test_emulated_model import work_of as paced_work
-from stages.test_language import Solo
-from stages.test_language import work as text
+from support.emulated_instances import IMAGES, SOURCE, TARGET, moved, prefilled
+from support.emulated_instances import work_of as paced_work
+from support.language_stage import Solo
+from support.language_stage import work as text
 from trinity.core.messages import Grow, Open, Prefill, Step
 from trinity.errors import StageError
 from trinity.stages.base import GrowableStage

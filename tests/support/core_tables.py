@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from trinity.core import InstanceCore
-from trinity.core.frontend import Deliver, End
+from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
+from trinity.core.frontend import Deliver, End, FrontendCore
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
+    IMAGE,
+    KV,
     Cancel,
     Close,
     Commit,
@@ -26,6 +29,7 @@ from trinity.core.messages import (
     Offer,
     Open,
     Part,
+    PeerLoad,
     PeerUp,
     Pull,
     Pulled,
@@ -40,7 +44,7 @@ from trinity.core.messages import (
     Withdraw,
     Work,
 )
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.testing.checks import check_forgotten, check_state
@@ -202,3 +206,20 @@ def _step(step: Step) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     return ",".join(str(number) for number in numbers)
+
+
+def holding(name: str, of: Work, *kinds: str) -> PeerLoad:
+    """It says that it has the media, the prompt, or both cached."""
+    cached = {}
+    if IMAGE in kinds:
+        cached[IMAGE] = b"".join(key[:DIGEST] for span in of.media for key in media_keys(span, 4))
+    if KV in kinds:
+        cached[KV] = b"".join(key[:DIGEST] for key in prefix_keys(of.prompt, of.media, 4))
+    return PeerLoad(name, cached=cached)
+
+
+def make_frontend(peers: str = "E0 P0 D0", **fields: int) -> FrontendCore:
+    core = FrontendCore(RoundRobin(), **fields)
+    for peer in peers.split():
+        core.handle(peer_up(peer), 0.0)
+    return core

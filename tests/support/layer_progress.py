@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stages.test_language import PROMPT, Solo, work
+from support.language_stage import PROMPT, Solo, work
 from trinity.core.messages import Prefill, Step
 
 

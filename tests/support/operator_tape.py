@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trinity.stages.attention.interface import AttentionParams, PagedRows
+from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.kernels import (
     decoder_layers,
     encoder_attention,
@@ -74,3 +77,36 @@ class TapeRecorder:
                             old.copy_(new)
 
         return replay, outputs
+
+
+CPU = torch.device("cpu")
+
+
+def graphs(most: int = 64, memory: int = 1000) -> tuple[GraphCache, TapeRecorder]:
+    recorder = TapeRecorder(memory)
+    return GraphCache(recorder, CPU, most), recorder
+
+
+class StaticTorch(TorchAttention):
+    """Decode rows of static tables in plain torch, as a kernel reads them: on the device, padding left out."""
+
+    supports_graphs = True
+
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
+        if "varlen" not in rows.memo:
+            return super().attend(rows, cache, qkv, params)
+        query, key, value = qkv
+        varlen, real = rows.memo["varlen"], rows.blocks >= 0
+        blocks, height = torch.where(real, rows.blocks, cache.shape[0] - 1), cache.shape[4]  # the last block is spare
+        cache[blocks, params.layer, 0, :, rows.offsets] = key
+        cache[blocks, params.layer, 1, :, rows.offsets] = value
+        held = (
+            cache[varlen.tables, params.layer].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        )  # [2, n, heads, positions, width]
+        keys, values = held.repeat_interleave(query.shape[1] // key.shape[1], 2)
+        scores = torch.einsum("nhd,nhpd->nhp", query, keys) * params.scale
+        beyond = torch.arange(varlen.tables.shape[1] * height) >= varlen.lengths[:, None]
+        weights = scores.masked_fill(beyond[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        return torch.einsum("nhp,nhpd->nhd", weights, values)

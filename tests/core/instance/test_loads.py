@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emulation.test_emulated_serving import MODEL, POOLS
 from support.core_tables import done, kv_offer, make_core, peer_up, sent, work
+from support.emulated_pipelines import MODEL, POOLS
 from support.scenarios import Linear
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, BlockPool, media_keys, prefix_keys

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from core.test_routing_loads import holding
-from support.core_tables import brief, done, emptied, image_offer, lost, make_core, sent, table, work
+from support.core_tables import brief, done, emptied, holding, image_offer, lost, make_core, sent, table, work
 from support.scenarios import random_durations, random_faults
 from trinity.core import InstanceCore
 from trinity.core.block_pool import media_keys

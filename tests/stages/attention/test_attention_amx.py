@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stages.attention.test_attention import LAYER, Scene, Text, asks
+from support.attention_scenes import LAYER, WIDTHS, Layer, Scene, Text, asks, of_chunk
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
 from trinity.memory import native
 from trinity.request import Request
-from trinity.stages.attention.interface import AttentionParams, build_mask
+from trinity.stages.attention.interface import AttentionParams
 from trinity.stages.attention.native import NativeAttention, uses_amx_tiles
 from trinity.stages.kernels import encoder_attention
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, attend_all, pick_attention_functions
@@ -31,7 +31,6 @@ from trinity.testing.checkpoints import build_checkpoint
 
 here = pytest.mark.skipif(not uses_amx_tiles(64), reason=f"no AMX tiles for bfloat16: {native.describe()}")
 NEAR: Any = {"rtol": 8e-3, "atol": 8e-3}  # of values of size 1: results are rounded by 4e-3, weights by as much
-WIDTHS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 160)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,24 +51,6 @@ def halved(scene: Scene) -> Scene:
 
 
 # ---------------------------------------------------------------- over the cache
-
-
-def of_chunk(query: Tensor, keys: Tensor, values: Tensor, start: int, params: AttentionParams) -> Tensor:
-    """[rows, heads, width] of rows from position ``start`` on, all at once, in float64."""
-    group = query.shape[1] // keys.shape[1]
-    wide = (
-        part.double().transpose(0, 1)
-        for part in (query, *(each.repeat_interleave(group, 1) for each in (keys, values)))
-    )
-    rows, held, weighed = wide
-    scores = rows @ held.transpose(1, 2) * params.scale
-    if params.softcap is not None:
-        scores = torch.tanh(scores / params.softcap) * params.softcap
-    at = torch.arange(len(keys))
-    weights = scores.masked_fill(~build_mask(at[start:], at, params), -torch.inf)
-    sinks = torch.full((len(rows), 1, 1), -torch.inf) if params.sinks is None else params.sinks[:, None, None]
-    joined = torch.cat((weights, sinks.double().expand(-1, len(query), 1)), 2).softmax(2)
-    return (joined[..., :-1] @ weighed).transpose(0, 1).float()
 
 
 def checked(scene: Scene, params: AttentionParams, kernel: str = "many") -> None:
@@ -216,14 +197,6 @@ def test_what_there_are_no_tiles_for_is_refused(changed: dict[str, Any], why: st
 
 
 # ---------------------------------------------------------------- in models
-
-
-class Layer(nn.Module):
-    is_causal = False
-
-    def forward(self, name: str, *given: Any, **named: Any) -> Any:
-        default: Any = None
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, default)(self, *given, **named)
 
 
 def interface(name: str = "sdpa") -> Any:

@@ -15,8 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stages.attention.test_attention import LAYER, Scene, Text, asks
-from stages.attention.test_attention_amx import WIDTHS, Layer, of_chunk
+from support.attention_scenes import LAYER, WIDTHS, Layer, Scene, Text, asks, of_chunk
 from trinity.memory import native
 from trinity.stages.attention.interface import AttentionParams
 from trinity.stages.attention.native import NativeAttention

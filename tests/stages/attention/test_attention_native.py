@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.attention.test_attention import LAYER, Scene, Text, asks, texts
+from support.attention_scenes import LAYER, Scene, Text, asks, texts
 from trinity.errors import ConfigError
 from trinity.memory import native
 from trinity.stages.attention.backends import CacheKind, pick_backend

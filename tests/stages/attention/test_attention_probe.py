@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.attention.test_attention import LAYER, LAYERS, Scene, Text
+from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends
 from trinity.stages.attention import flash as attention_flash

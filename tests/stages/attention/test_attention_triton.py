@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, at the imports below
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from stages.attention.test_attention import LAYER, LAYERS, Scene, Text, asks, texts
-from stages.test_language import PROMPT, Solo, work
+from support.attention_scenes import LAYER, LAYERS, Scene, Text, asks, texts
+from support.language_stage import PROMPT, Solo, work
 from trinity.stages import decode_graphs
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault

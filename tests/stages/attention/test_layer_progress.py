@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.test_language import Solo, work
+from support.language_stage import Solo, work
 from support.layer_progress import prefilled_and_told
 from trinity.core.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
 from trinity.errors import StageError

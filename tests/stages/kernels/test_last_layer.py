@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stages.test_language import Solo, work
 from support.checkpoint_files import checkpoint
+from support.language_stage import Solo, work
 from support.layer_progress import prefilled_and_told
 from support.stage_driver import OUTPUTS, Driver, generated, processed
 from trinity.core.messages import Prefill
