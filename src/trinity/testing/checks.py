@@ -169,6 +169,7 @@ def check_state(s: State) -> None:
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
     assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
+    _check_counts(s)
     for offer, request in s.incoming.items():
         incoming = s.requests[request].incoming
         assert incoming is not None, f"{request} is no target of {offer}"
@@ -210,6 +211,15 @@ def _check_places(s: State) -> None:
         _check_history(state)
     for batch in (s.encoding, s.prefilling, s.decoding):
         assert all(s.requests[request] is state for request, state in batch.items()), f"{name}: {batch} is not of here"
+
+
+def _check_counts(s: State) -> None:
+    """The counts that spare a step the look at every place are those of the places."""
+    queued = sum(len(queue) for queue in (s.encode_queue, s.prefill_queue, s.migrated_queue, s.preempted))
+    before = queued + len(s.encoding) + len(s.prefilling)
+    assert s.before_decode == before, f"{s.settings.name}: {s.before_decode} before decode are counted, not {before}"
+    offers = len(s.image_offers) + len(s.kv_offers)
+    assert s.waiting_offers == offers, f"{s.settings.name}: {s.waiting_offers} offers are counted, not {offers}"
 
 
 def _check_history(state: RequestState) -> None:

@@ -34,6 +34,8 @@ class Phase(Enum):
     DECODING = "decodes"
     GONE = "is not here any more"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and a move looks up six times
+
 
 ENDED = "ended: cancelled, failed or complete"
 
@@ -108,6 +110,11 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     },
     Phase.GONE: {},
 }
+
+# Two counts of requests spare a decode step the look at eight places (``State.waiting_offers``, ``before_decode``).
+OFFERED = frozenset({Phase.IMAGE_OFFER, Phase.KV_OFFER})
+QUEUED = frozenset({Phase.IMAGE_QUEUE, Phase.KV_QUEUE, Phase.MIGRATED_QUEUE, Phase.PREEMPTED_QUEUE})
+BEFORE_DECODE = QUEUED | {Phase.ENCODING, Phase.PREFILLING}
 
 # The span of TriInfer's figure 11 that the time in each phase belongs to.
 SPAN = {

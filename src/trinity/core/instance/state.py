@@ -10,8 +10,8 @@ from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.instance.columns import Columns
-from trinity.core.instance.lanes import Flights
-from trinity.core.instance.phases import MOVES, Phase
+from trinity.core.instance.lanes import Flights, Running
+from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import Fetching, MediaSlot, Outgoing, PendingMedia, RequestState, Spared
@@ -40,6 +40,7 @@ class State:
         self.decoding: dict[str, RequestState] = {}
         self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
         self._queues, self._batches = self._places()
+        self.waiting_offers = self.before_decode = 0  # requests in ``OFFERED`` and in ``BEFORE_DECODE``
         self.columns = Columns()
         self.fresh: list[str] = []  # decode from the next step on
         self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
@@ -130,6 +131,22 @@ class State:
             self._take_place(state, phase, ahead)
         state.phase = phase
 
+    def start(self, running: Running, now: float) -> None:
+        """Run a step on its lane."""
+        step = running.step
+        if self.fresh and step.decodes:
+            self._begin_to_decode(now)
+        self.steps += 1
+        self.lanes[step.lane].append(running)
+        self.out.append(step)
+
+    def _begin_to_decode(self, now: float) -> None:
+        for request in self.fresh:
+            state = self.decoding.get(request)
+            if state is not None:
+                state.begin_to_decode(now)
+        self.fresh.clear()
+
     def start_decoding(self, state: RequestState, now: float) -> None:
         """Give it a row in every decode step from now on."""
         self.move(state, Phase.DECODING, now)
@@ -148,6 +165,7 @@ class State:
 
     def _take_place(self, state: RequestState, phase: Phase, ahead: bool) -> None:
         request = state.work.request
+        self._count(phase, 1)
         if phase in self._queues:
             queue = self._queues[phase]
             queue.appendleft(request) if ahead else queue.append(request)
@@ -156,7 +174,14 @@ class State:
         elif phase in self.arriving:
             self.arriving[phase] += 1
 
+    def _count(self, phase: Phase, change: int) -> None:
+        if phase in BEFORE_DECODE:
+            self.before_decode += change
+        elif phase in OFFERED:
+            self.waiting_offers += change
+
     def _leave_place(self, state: RequestState) -> None:
+        self._count(state.phase, -1)
         if state.phase in self._queues:
             self._queues[state.phase].remove(state.work.request)
         elif state.phase in self._batches:

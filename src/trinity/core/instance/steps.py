@@ -20,7 +20,7 @@ def pump(s: State, now: float) -> None:
     """Admit migrations and fill lanes until nothing more can start."""
     again = True
     while again:
-        if s.image_offers or s.kv_offers:
+        if s.waiting_offers:
             admit_offers(s, now)
         again = False
         for lane, flight in s.lanes.items():
@@ -39,33 +39,23 @@ def _fill(s: State, lane: str, now: float) -> bool:
         rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
         if s.grows:
             rows = placed(s, rows, now)
-    if not (s.prefilling or s.encoding or s.encode_queue or s.prefill_queue or s.migrated_queue or s.preempted):
+    if not s.before_decode:
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
         if rows:
-            _start(s, lane, Step(s.steps + 1, lane, (), (), rows), now)
+            s.start(Running(Step(s.steps + 1, lane, (), (), rows), rows), now)
         return False  # a step lets nothing more be admitted
     candidates = Candidates(s, lane, rows, now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
     scheduled = _build(s, lane, batch)
     if scheduled is not None:
-        _start(s, lane, scheduled, now)
+        s.start(Running.of(scheduled), now)
     for state in admitted:
         _media_progress(s, state, now)
     if scheduled is not None:
         _announce_media(s, scheduled, now)
         open_streams(s, scheduled, now)
     return bool(admitted or candidates.uncovered or s.preemptions > preempted)
-
-
-def _start(s: State, lane: str, step: Step, now: float) -> None:
-    """Run the step on the lane."""
-    if s.fresh and step.decodes:
-        _first_decodes(s, now)
-    s.steps += 1
-    running = Running.of(step) if step.encodes or step.prefills else Running(step, step.decodes)
-    s.lanes[lane].append(running)
-    s.command(step)
 
 
 def _build(s: State, lane: str, batch: Batch) -> Step | None:
@@ -76,14 +66,6 @@ def _build(s: State, lane: str, batch: Batch) -> Step | None:
     if not (encodes or prefills or decodes):
         return None
     return Step(s.steps + 1, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
-
-
-def _first_decodes(s: State, now: float) -> None:
-    for request in s.fresh:
-        state = s.decoding.get(request)
-        if state is not None:
-            state.begin_to_decode(now)
-    s.fresh.clear()
 
 
 def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
