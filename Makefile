@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.?
 	@$(PIP) -e '.[plan,plot]' --group dev
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps nixl-cu13
-	@$(PY) -c 'from trinity.memory import native; native.available() or print("no native code:", native.describe())'
+	@$(PY) -c 'from trinity.memory import native; native.has_extension() or print("no native code:", native.describe())'
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) ucxx-cu13
 	@touch $@
 
@@ -86,7 +86,7 @@ asan: $(STAMP)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \
 		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
-	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.available() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
+	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.has_extension() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
 	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/memory/test_native.py tests/simulation/test_compiled.py $(ARGS)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).

@@ -13,6 +13,7 @@ from PIL import Image
 
 from support.paths import ROOT
 from tools import check_docs, check_imports, check_sizes
+from trinity.memory import native
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -30,6 +31,14 @@ def test_make_knows_the_target_and_what_it_runs_is_there(target: str) -> None:
     assert run.returncode == 0, run.stderr
     for script in re.findall(r"\b((?:tools|examples|benchmarks)/[\w/]+\.py)", run.stdout):
         assert (ROOT / script).is_file(), f"make {target} runs {script}, which is not there"
+
+
+@pytest.mark.parametrize("file", ["Makefile", ".github/workflows/release.yml"])
+def test_what_is_asked_of_the_native_code_is_there(file: str) -> None:
+    """No type checker sees the names in a line of make or of a workflow."""
+    names = set(re.findall(r"\b(?:native|n)\.([a-z_]+)\(", (ROOT / file).read_text(encoding="utf-8")))
+    assert names >= {"has_extension", "describe"}
+    assert [name for name in names if not hasattr(native, name)] == []
 
 
 @pytest.mark.parametrize("target", TARGETS[1:])
