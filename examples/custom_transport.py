@@ -17,8 +17,7 @@ import torch
 
 import trinity
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
-from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import Within, check_numbers, check_read
+from trinity.transport import BlockMemory, ByteRange, check_block_numbers, check_read
 
 
 class TcpTransport:
@@ -66,7 +65,7 @@ class TcpRemote:
     def __init__(self, port: int, secret: str, blocks: int, into: BlockMemory) -> None:
         self._port, self._secret, self._blocks, self._into = port, secret, blocks, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         piece = check_read("tcp", source, self._blocks, target, self._into, within)
         _, data = await self._ask(list(source), *piece)
         if data:  # all at once: a cancelled read writes nothing later
@@ -75,7 +74,7 @@ class TcpRemote:
         return len(data)
 
     async def generation(self, source: Sequence[int]) -> int:
-        check_numbers("tcp", "source", source, self._blocks)
+        check_block_numbers("tcp", "source", source, self._blocks)
         return (await self._ask(list(source), 0, 0))[0]
 
     async def _ask(self, numbers: list[int], offset: int, length: int) -> tuple[int, bytearray]:

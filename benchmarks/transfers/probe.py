@@ -24,7 +24,7 @@ import torch
 from trinity.memory import native
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport import Remote, Transport, make_transport
-from trinity.transport.shm import Descriptor, mapped
+from trinity.transport.shm import ShmDescriptor, map_pool
 
 LEAST, MOST = 5, 200  # rounds of a case
 Copy = Callable[[int], Awaitable[Any]]  # of so many bytes in one piece
@@ -69,8 +69,8 @@ class Reader:
     async def _one_piece(self, descriptors: Sequence[bytes], own: BlockMemory | None) -> Copy:
         """The limit: on this host one pass of csrc over the same memory, elsewhere one piece by the same transport."""
         if own is not None or self.scheme == "shm":
-            peer = msgspec.msgpack.decode(descriptors[0], type=Descriptor) if own is None else None
-            theirs = own.raw if own is not None else mapped(peer) if peer is not None else None
+            peer = msgspec.msgpack.decode(descriptors[0], type=ShmDescriptor) if own is None else None
+            theirs = own.raw if own is not None else map_pool(peer) if peer is not None else None
             ours = self.ours.raw
             assert theirs is not None
             assert ours is not None

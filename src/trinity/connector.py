@@ -21,7 +21,7 @@ from trinity.errors import (
 )
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.digests import Verify, check_verify, layer_byte_range, should_verify, verify_pull
-from trinity.transport.base import Remote, Transport, runs
+from trinity.transport.base import Remote, Transport, find_runs
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
@@ -119,7 +119,9 @@ class Connector:
         record = self._record(instance, pull, "pulled", moved, time.perf_counter() - ready)
         if self.verifies and pull.digests is not None:
             record["digest_s"] = pull.digest_s + await self._check_arrived(instance, pull, moved, pull.digests)
-        pieces = len(pull.source_blocks) if within else sum(1 for _ in runs(pull.source_blocks, pull.target_blocks))
+        pieces = (
+            len(pull.source_blocks) if within else sum(1 for _ in find_runs(pull.source_blocks, pull.target_blocks))
+        )
         return {**record, "pieces": pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
 
     async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:

@@ -42,7 +42,7 @@ from trinity.stages.base import Stage, StageFactory, StageSetup
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.testing.transports import WrappedTransport
-from trinity.transport.base import Remote, Within
+from trinity.transport.base import ByteRange, Remote
 from trinity.transport.inproc import InprocTransport
 
 Break = Callable[[Step], Any]
@@ -255,7 +255,7 @@ class Unreadable:
     def __init__(self, inner: Remote) -> None:
         self.inner = inner
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         raise OSError(113, "No route to host")
 
     async def generation(self, source: Sequence[int]) -> int:

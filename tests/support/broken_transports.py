@@ -10,7 +10,7 @@ from typing import Any
 from trinity.errors import HandshakeError, OfferRefused, TransportError
 from trinity.memory.block_memory import BlockMemory
 from trinity.testing.transports import WrappedTransport, zeroing
-from trinity.transport.base import Remote, Transport, Within
+from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.inproc import InprocTransport
 
 
@@ -39,7 +39,7 @@ class Plain:
     def __init__(self, inner: Remote) -> None:
         self.inner = inner
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         return await self.inner.read(source, target, within)
 
     async def generation(self, source: Sequence[int]) -> int:
@@ -52,7 +52,7 @@ class Plain:
 class WholeBlocks(Plain):
     """Ignores ``within``, and says what was asked for."""
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         moved = await self.inner.read(source, target)
         return moved if within is None else len(source) * within[1]
 
@@ -60,7 +60,7 @@ class WholeBlocks(Plain):
 class FirstPiece(Plain):
     """Ignores the offset of ``within``."""
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         return await self.inner.read(source, target, within and (0, within[1]))
 
 
@@ -93,7 +93,7 @@ class FirstGeneration(Plain):
 class Swallowing(Plain):
     """Whatever goes wrong, it says that all went well."""
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         try:
             return await self.inner.read(source, target, within)
         except (OfferRefused, TransportError):
@@ -103,10 +103,10 @@ class Swallowing(Plain):
 class Leaving(Plain):
     """A cancelled reader leaves while the copy goes on."""
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         return await asyncio.shield(asyncio.ensure_future(self._later(source, target, within)))
 
-    async def _later(self, source: Sequence[int], target: Sequence[int], within: Within) -> int:
+    async def _later(self, source: Sequence[int], target: Sequence[int], within: ByteRange) -> int:
         await asyncio.sleep(0.001)
         return await self.inner.read(source, target, within)
 

@@ -24,8 +24,8 @@ from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing import transport_contract
 from trinity.testing.transport_contract import check_transport
 from trinity.transport.cuda_ipc import transport as cuda_ipc
-from trinity.transport.cuda_ipc.driver import Driver, failed
-from trinity.transport.cuda_ipc.transport import CudaIpcTransport, Descriptor, parts
+from trinity.transport.cuda_ipc.driver import CudaDriver, make_driver_error
+from trinity.transport.cuda_ipc.transport import CudaIpcDescriptor, CudaIpcTransport, plan_copies
 
 BLOCKS, BLOCK_BYTES = 32, 16 << 10
 SIZE = (BLOCKS, BLOCK_BYTES)
@@ -167,7 +167,9 @@ async def test_a_forgotten_peer_is_closed(fake: Fake) -> None:
 
 async def test_a_wrong_secret_gets_no_answer(fake: Fake) -> None:
     async with source(fake) as peer:
-        wrong = msgspec.structs.replace(msgspec.msgpack.decode(peer.descriptor, type=Descriptor), secret=b"guessed")
+        wrong = msgspec.structs.replace(
+            msgspec.msgpack.decode(peer.descriptor, type=CudaIpcDescriptor), secret=b"guessed"
+        )
         transport = fake.transport()
         with pytest.raises(PeerLost):
             await transport.attach(msgspec.msgpack.encode(wrong), fake.pool(*SIZE))
@@ -221,21 +223,21 @@ def test_a_pool_of_the_host_is_refused() -> None:
 
 def test_no_driver_is_said() -> None:
     with pytest.raises(TransportUnavailable, match="NVIDIA"):
-        Driver("libno-such-driver.so.1")
+        CudaDriver("libno-such-driver.so.1")
 
 
 @pytest.mark.parametrize(
     ("code", "error"), [(201, HandshakeError), (100, TransportUnavailable), (700, PeerLost), (12345, TransportError)]
 )
 def test_codes(code: int, error: type[TransportError]) -> None:
-    made = failed("cuCall", code, "CUDA_ERROR_SOMETHING")
+    made = make_driver_error("cuCall", code, "CUDA_ERROR_SOMETHING")
     assert type(made) is error
     assert str(made) == f"cuCall failed: CUDA_ERROR_SOMETHING ({code})"
 
 
 def test_runs_of_whole_blocks_are_one_copy() -> None:
-    assert parts([1, 2, 5], [3, 4, 0], (0, 8), 8) == [(1, 3, 16), (5, 0, 8)]
-    assert parts([1, 2, 5], [3, 4, 0], (4, 4), 8) == [(1, 3, 4), (2, 4, 4), (5, 0, 4)]
+    assert plan_copies([1, 2, 5], [3, 4, 0], (0, 8), 8) == [(1, 3, 16), (5, 0, 8)]
+    assert plan_copies([1, 2, 5], [3, 4, 0], (4, 4), 8) == [(1, 3, 4), (2, 4, 4), (5, 0, 4)]
 
 
 # ------------------------------------------------------------ the real thing

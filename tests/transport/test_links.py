@@ -19,13 +19,13 @@ from support.paths import PYTHON_PATH
 from trinity.errors import PeerLost, TransferTimeout
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport import link
-from trinity.transport.link import LinkedRemote
+from trinity.transport.link import LinkRemote
 from trinity.transport.nixl.transport import NixlPushTransport
 from trinity.transport.ucx.transport import UcxTransport
 
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
 MADE: dict[str, Any] = {"nixl-push": NixlPushTransport, "ucx": UcxTransport}
-Attached = tuple[Any, LinkedRemote, BlockMemory]
+Attached = tuple[Any, LinkRemote, BlockMemory]
 
 
 @pytest.fixture(params=["nixl-push", "nixl-push over tcp", pytest.param("ucx", marks=pytest.mark.ucx_alone)])
@@ -85,7 +85,7 @@ async def test_nothing_is_written_after_a_timeout(scheme: str) -> None:
 
 
 async def test_nothing_is_written_after_a_cancel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GRACE_S", 0.4)
+    monkeypatch.setattr(link, "CANCEL_GRACE_S", 0.4)
     async with lending(scheme, *LARGE) as peer:
         transport, remote, memory = await attached(scheme, peer, LARGE)
         reading = asyncio.ensure_future(remote.read(shuffled(LARGE[0]), range(LARGE[0])))

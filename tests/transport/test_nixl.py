@@ -25,10 +25,10 @@ from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.remote.supervisor import kept_launcher
-from trinity.transport import link, make_transport
-from trinity.transport.link import LinkedRemote
+from trinity.transport import link, make_transport, ucx_environment
+from trinity.transport.link import LinkRemote
 from trinity.transport.nixl import agent
-from trinity.transport.nixl.agent import Descriptor
+from trinity.transport.nixl.agent import NixlDescriptor
 from trinity.transport.nixl.transport import NixlTransport
 
 LANES = {"default": None, "tcp": "tcp"}
@@ -60,9 +60,7 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "tcp")
 
 
-async def attached(
-    peer: Lending, size: tuple[int, int], **named: Any
-) -> tuple[NixlTransport, LinkedRemote, BlockMemory]:
+async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> tuple[NixlTransport, LinkRemote, BlockMemory]:
     transport, memory = NixlTransport(**named), pool(*size)
     return transport, await transport.attach(peer.descriptor, memory), memory
 
@@ -156,7 +154,7 @@ async def test_nothing_is_written_after_a_timeout(tcp: None) -> None:
 
 
 async def test_nothing_is_written_after_a_cancel(tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GRACE_S", 0.4)
+    monkeypatch.setattr(link, "CANCEL_GRACE_S", 0.4)
     async with lending("nixl", *LARGE) as peer:
         transport, remote, memory = await attached(peer, LARGE)
         reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
@@ -240,14 +238,14 @@ async def test_a_forgotten_peer_leaves_nothing_behind(tcp: None) -> None:
 
 def altered(descriptor: bytes, **changed: Any) -> bytes:
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=Descriptor), **changed)
+        msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=NixlDescriptor), **changed)
     )
 
 
 async def test_a_descriptor_that_does_not_fit_its_agent_is_refused() -> None:
     transport, memory = NixlTransport(), pool(*SMALL)
     descriptor = transport.publish(memory)
-    region = msgspec.msgpack.decode(descriptor, type=Descriptor).pool
+    region = msgspec.msgpack.decode(descriptor, type=NixlDescriptor).pool
     elsewhere = msgspec.structs.replace(region, address=region.address + (1 << 30))
     larger = msgspec.structs.replace(region, blocks=region.blocks + 1)
     for wrong in ({"metadata": b"garbage"}, {"agent": "another"}, {"pool": elsewhere}, {"pool": larger}):
@@ -259,7 +257,7 @@ async def test_a_descriptor_that_does_not_fit_its_agent_is_refused() -> None:
 
 async def test_two_transports_never_share_a_name() -> None:
     transports = [NixlTransport() for _ in range(2)]
-    names = {msgspec.msgpack.decode(each.publish(pool(*SMALL)), type=Descriptor).agent for each in transports}
+    names = {msgspec.msgpack.decode(each.publish(pool(*SMALL)), type=NixlDescriptor).agent for each in transports}
     assert len(names) == 2
     for each in transports:
         await each.aclose()
@@ -282,13 +280,13 @@ async def test_lanes_that_are_not_there_are_reported(monkeypatch: pytest.MonkeyP
 def test_settings_of_ucx_are_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("UCX_NET_DEVICES", "UCX_MODULES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(agent, "RDMA", tmp_path)
-    agent.load_api()
+    monkeypatch.setattr(ucx_environment, "INFINIBAND", tmp_path)
+    agent.load_nixl()
     assert os.environ.get("UCX_NET_DEVICES") == "lo"
     assert "UCX_MODULES" not in os.environ, "a host with RDMA needs its module"
-    monkeypatch.setattr(agent, "RDMA", tmp_path / "none")
+    monkeypatch.setattr(ucx_environment, "INFINIBAND", tmp_path / "none")
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
-    agent.load_api()
+    agent.load_nixl()
     assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_MODULES"]) == ("eth7", "^ib")
 
 

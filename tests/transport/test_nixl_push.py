@@ -14,8 +14,8 @@ from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, pool, ready
 from trinity.errors import OfferRefused
 from trinity.transport.nixl import push
-from trinity.transport.nixl.agent import Descriptor
-from trinity.transport.nixl.push import Stage
+from trinity.transport.nixl.agent import NixlDescriptor
+from trinity.transport.nixl.push import StagingArea
 from trinity.transport.nixl.transport import NixlPushTransport
 
 SIZE = (32, 16 << 10)
@@ -35,7 +35,7 @@ def written(address: int, data: bytes) -> bool:
 
 def test_a_stage_is_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = pool(*SIZE)
-    stage = Stage(memory)
+    stage = StagingArea(memory)
     assert written(stage.address, torch.arange(4).numpy().tobytes())
     stage.copy([7, 3], 8, 16)
     wanted = torch.full_like(memory.tensor, EMPTY)
@@ -43,16 +43,16 @@ def test_a_stage_is_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(memory.tensor, wanted)
 
 
-def test_nobody_writes_to_a_stage_that_was_given_up() -> None:
-    stage = Stage(pool(*SIZE))
+def test_nobody_writes_to_a_stage_that_was_abandoned() -> None:
+    stage = StagingArea(pool(*SIZE))
     assert written(stage.address + 4096, b"before")
-    stage.give_up()
+    stage.abandon()
     assert not written(stage.address + 4096, b"after")
 
 
 async def test_reads_larger_than_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     ready("nixl-push")
-    monkeypatch.setattr(push, "STAGE_BYTES", 3 * SIZE[1])
+    monkeypatch.setattr(push, "STAGING_BYTES", 3 * SIZE[1])
     transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
     source.tensor.copy_(torch.arange(source.tensor.numel()).view_as(source.tensor))
     remote = await transport.attach(transport.publish(source), memory)
@@ -64,7 +64,7 @@ async def test_reads_larger_than_the_stage(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_source_says_why_it_refuses() -> None:
     ready("nixl-push")
     transport, memory = NixlPushTransport(), pool(*SIZE)
-    descriptor = msgspec.msgpack.decode(transport.publish(pool(*SIZE)), type=Descriptor)
+    descriptor = msgspec.msgpack.decode(transport.publish(pool(*SIZE)), type=NixlDescriptor)
     remote = await transport.attach(msgspec.msgpack.encode(descriptor), memory)
     link: Any = await remote.link()
     with pytest.raises(OfferRefused) as caught:

@@ -92,15 +92,15 @@ async def test_the_life_of_a_process(by_entry: bool, monkeypatch: pytest.MonkeyP
     if by_entry:
         monkeypatch.setattr(os, "pidfd_open", refuse)
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    peer = shm.Descriptor(process.pid, shm.start_time(process.pid), 0, 8, 1)
-    life, another = shm.Life(peer), shm.Life(msgspec.structs.replace(peer, started=1))
+    peer = shm.ShmDescriptor(process.pid, shm.read_start_time(process.pid), 0, 8, 1)
+    life, another = shm.ProcessWatch(peer), shm.ProcessWatch(msgspec.structs.replace(peer, started=1))
     assert (life._poll is None) is by_entry
-    assert life.lasts()
-    assert not another.lasts()
+    assert life.is_alive()
+    assert not another.is_alive()
     process.kill()
     await process.wait()
-    assert not life.lasts()
-    assert not shm.Life(peer).lasts()
+    assert not life.is_alive()
+    assert not shm.ProcessWatch(peer).is_alive()
     for each in (life, another, life):
         each.close()
 

@@ -50,7 +50,7 @@ async def test_a_target_that_is_gone_harms_nobody(source: Lent, how: signal.Sign
 
 async def nothing_kept(transport: Any) -> None:
     """What the source keeps of peers and of transfers goes with them."""
-    while isinstance(transport, UcxTransport) and transport._lender is not None and transport._lender._peers:
+    while isinstance(transport, UcxTransport) and transport._source is not None and transport._source._peers:
         await asyncio.sleep(0.01)
-    while isinstance(transport, NixlTransport) and transport._lender is not None and transport._lender.writing:
+    while isinstance(transport, NixlTransport) and transport._source is not None and transport._source.writing:
         await asyncio.sleep(0.01)

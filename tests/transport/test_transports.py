@@ -19,7 +19,7 @@ from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing.transport_contract import check_transport
 from trinity.testing.transports import WrappedTransport
 from trinity.transport import base, inproc, make_transport
-from trinity.transport.base import Transport, runs
+from trinity.transport.base import Transport, find_runs
 from trinity.transport.registry import known_transports
 
 SHAPE = BlockShape("kv", (2, 3, 4), torch.float32)
@@ -34,12 +34,12 @@ async def test_contract(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["inproc", "shm"])
 async def test_contract_where_copies_leave_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "INLINE_BYTES", 1)
+    monkeypatch.setattr(base, "INLINE_COPY_BYTES", 1)
     await check_transport(lambda: make_transport(name))
 
 
 def test_sizes_of_the_contract_are_of_every_way_to_copy() -> None:
-    assert base.INLINE_BYTES > 2 * 4096 * 8 * 4 * 32 > base.TURN_BYTES
+    assert base.INLINE_COPY_BYTES > 2 * 4096 * 8 * 4 * 32 > base.TURN_BYTES
     assert base.TURN_BYTES > 2 * 16 * 8 * 4 * 32
 
 
@@ -54,7 +54,7 @@ async def test_the_loop_turns_while_much_is_copied(
     turns = asyncio.ensure_future(count_turns())
     piece = (margin, block_bytes - 2 * margin)
     order = list(range(blocks))
-    assert await base.copy(target, source, order[::-1], order, piece) == blocks * piece[1]
+    assert await base.copy_pieces(target, source, order[::-1], order, piece) == blocks * piece[1]
     turns.cancel()
     wanted = np.zeros_like(source)
     wanted[:, margin : block_bytes - margin] = source[::-1, margin : block_bytes - margin]
@@ -75,7 +75,7 @@ async def count_turns() -> int:
 async def test_a_cancelled_copy_ends_at_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "TURN_BYTES", 1 << 20)
     source, target = np.ones((8, 1 << 20), np.uint8), np.zeros((8, 1 << 20), np.uint8)
-    copying = asyncio.ensure_future(base.copy(target, source, range(8), range(8), (0, 1 << 20)))
+    copying = asyncio.ensure_future(base.copy_pieces(target, source, range(8), range(8), (0, 1 << 20)))
     await asyncio.sleep(0)
     copying.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -107,7 +107,7 @@ async def test_contract_catches_a_hang() -> None:
     ],
 )
 def test_runs(source: list[int], target: list[int], pieces: list[tuple[int, int, int]]) -> None:
-    assert list(runs(source, target)) == pieces
+    assert list(find_runs(source, target)) == pieces
 
 
 def test_unknown_transport_lists_those_known() -> None:

@@ -15,9 +15,9 @@ from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, sh
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport import link, make_transport
-from trinity.transport.link import LinkedRemote
+from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import source
-from trinity.transport.ucx.protocol import Descriptor, pieces
+from trinity.transport.ucx.protocol import UcxDescriptor, split_pieces
 from trinity.transport.ucx.transport import UcxTransport
 
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
@@ -28,7 +28,7 @@ def _ready() -> None:
     ready("ucx")
 
 
-Attached = tuple[UcxTransport, LinkedRemote, BlockMemory]
+Attached = tuple[UcxTransport, LinkRemote, BlockMemory]
 
 
 async def attached(peer: Lending, size: tuple[int, int], **named: Any) -> Attached:
@@ -57,7 +57,7 @@ async def test_many_reads_at_once() -> None:
 
 def altered(descriptor: bytes, **changed: Any) -> bytes:
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=Descriptor), **changed)
+        msgspec.structs.replace(msgspec.msgpack.decode(descriptor, type=UcxDescriptor), **changed)
     )
 
 
@@ -77,7 +77,7 @@ async def test_a_source_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> 
         await transport.attach(altered(descriptor, pool=7), memory)
     assert caught.value.reason == "missing"
     assert await refused(transport, altered(descriptor, blocks=64), memory, 40) == "incompatible"
-    monkeypatch.setattr(source, "MOST_SENDS", 0)
+    monkeypatch.setattr(source, "MAX_SENDS", 0)
     assert await refused(transport, descriptor, memory, 1) == "busy"
     monkeypatch.undo()
     remote = await transport.attach(descriptor, memory)
@@ -86,7 +86,7 @@ async def test_a_source_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_who_lacks_the_secret_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "OPEN_S", 0.3)
+    monkeypatch.setattr(link, "CONNECT_S", 0.3)
     transport, memory = UcxTransport(), pool(*SMALL)
     descriptor = transport.publish(pool(*SMALL))
     with pytest.raises(TransferTimeout):
@@ -95,9 +95,9 @@ async def test_who_lacks_the_secret_gets_no_answer(monkeypatch: pytest.MonkeyPat
 
 
 def test_whole_blocks_travel_as_runs() -> None:
-    assert pieces([(3, 2), (9, 1)], (0, 64), 64) == [(3, 2), (9, 1)]
+    assert split_pieces([(3, 2), (9, 1)], (0, 64), 64) == [(3, 2), (9, 1)]
     for piece in ((0, 32), (32, 32)):
-        assert pieces([(3, 2), (9, 1)], piece, 64) == [(3, 1), (4, 1), (9, 1)]
+        assert split_pieces([(3, 2), (9, 1)], piece, 64) == [(3, 1), (4, 1), (9, 1)]
 
 
 # ------------------------------------------------------------ in pipelines, beside others, and where it is not

@@ -27,7 +27,7 @@ from trinity.remote.instance_client import InstanceProcess, Watcher
 from trinity.remote.wire import Dropped, Setup, Started
 from trinity.runtime.loading import Deployment, config_digest
 from trinity.timeline import Timeline
-from trinity.transport.auto import reaching
+from trinity.transport.auto import pick_scheme
 
 logger = logging.getLogger("trinity")
 SECRET = "TRINITY_SECRET"
@@ -196,7 +196,7 @@ def setups_for(
     """What the instances of one pipeline are told."""
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
-    transport = reaching(connector.scheme, [each.address for each in instances])
+    transport = pick_scheme(connector.scheme, [each.address for each in instances])
     setups = [setup_for(each, deployment, connector, routing) for each in instances]
     return [msgspec.structs.replace(each, pipeline=pipeline, config=config, transport=transport) for each in setups]
 

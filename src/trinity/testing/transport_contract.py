@@ -13,7 +13,7 @@ import torch
 
 from trinity.errors import HandshakeError, LayoutMismatch, TransportError
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.transport.base import Remote, Transport, Within
+from trinity.transport.base import ByteRange, Remote, Transport
 
 BLOCKS = 32
 Check = Callable[["Pair"], Awaitable[None]]
@@ -36,7 +36,7 @@ class Pair:
     async def attach(self) -> Remote:
         return await self.transport.attach(self.descriptor, self.target)
 
-    def expect(self, source: Sequence[int], target: Sequence[int], what: str, within: Within = None) -> None:
+    def expect(self, source: Sequence[int], target: Sequence[int], what: str, within: ByteRange = None) -> None:
         """The target holds just these blocks, or this piece of them, and no other byte was touched."""
         offset, length = within or (0, self.shape.block_bytes)
         wanted = _bytes(torch.full_like(self.target.tensor, -1.0))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from trinity.errors import PeerLost
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import Remote, Transport, Within
+from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.inproc import InprocTransport
 
 AfterRead = Callable[[BlockMemory, Sequence[int]], None]
@@ -46,7 +46,7 @@ class _WrappedRemote:
     def __init__(self, transport: WrappedTransport, inner: Remote, into: BlockMemory) -> None:
         self._transport, self._inner, self._into = transport, inner, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         asked, kind = self._transport, self._into.kind
         asked.reads[kind] = asked.reads.get(kind, 0) + 1
         if asked.fail is not None and asked.fail(kind, asked.reads[kind]):

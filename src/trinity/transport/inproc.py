@@ -1,4 +1,4 @@
-"""inproc: instances in one process; blocks are copied from tensor to tensor."""
+"""inproc: pools of instances in one process, copied from tensor to tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import Within, check_numbers, check_read, copy
+from trinity.transport.base import ByteRange, check_block_numbers, check_read, copy_pieces
 
 _published: dict[int, BlockMemory] = {}
 _numbers = count(1)
 
 
-class Descriptor(msgspec.Struct, frozen=True):
-    """Where a pool is: only this process can attach to it."""
+class InprocDescriptor(msgspec.Struct, frozen=True):
+    """A published pool: only the same process can attach to it."""
 
     process: int
     number: int
@@ -26,7 +26,7 @@ class Descriptor(msgspec.Struct, frozen=True):
 
 
 class InprocTransport:
-    """Copies blocks between pools of this process. Large copies run on a thread, so that the loop keeps turning."""
+    """Copies blocks between pools of this process. Large copies run on a thread, to keep the event loop free."""
 
     scheme = "inproc"
     network = False
@@ -38,15 +38,17 @@ class InprocTransport:
         number = next(_numbers)
         _published[number] = memory
         self._numbers.append(number)
-        return msgspec.msgpack.encode(Descriptor(os.getpid(), number, memory.block_bytes, memory.blocks))
+        return msgspec.msgpack.encode(InprocDescriptor(os.getpid(), number, memory.block_bytes, memory.blocks))
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> InprocRemote:
         try:
-            peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
+            peer = msgspec.msgpack.decode(descriptor, type=InprocDescriptor)
         except msgspec.DecodeError as error:
             raise HandshakeError(f"not an inproc descriptor: {error}", self.scheme) from error
         if peer.process != os.getpid():
-            raise HandshakeError(f"the pool is in process {peer.process}; inproc cannot reach it", self.scheme)
+            raise HandshakeError(
+                f"the pool is in process {peer.process}, which inproc cannot reach: use connector='shm'", self.scheme
+            )
         if peer.block_bytes != into.block_bytes:
             text = f"the peer's blocks have {peer.block_bytes} bytes, ours {into.block_bytes}"
             raise LayoutMismatch(text)
@@ -61,16 +63,16 @@ class InprocTransport:
 class InprocRemote:
     """A pool of this process, attached to another."""
 
-    def __init__(self, peer: Descriptor, into: BlockMemory) -> None:
+    def __init__(self, peer: InprocDescriptor, into: BlockMemory) -> None:
         self._peer, self._into = peer, into
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         piece = check_read("inproc", source, self._peer.blocks, target, self._into, within)
         memory = self._memory()
-        return await copy(self._into.pool, memory.pool, target, source, piece)
+        return await copy_pieces(self._into.pool, memory.pool, target, source, piece)
 
     async def generation(self, source: Sequence[int]) -> int:
-        check_numbers("inproc", "source", source, self._peer.blocks)
+        check_block_numbers("inproc", "source", source, self._peer.blocks)
         return self._memory().generation(source)
 
     def _memory(self) -> BlockMemory:

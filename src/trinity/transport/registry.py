@@ -1,4 +1,4 @@
-"""Transports by name: those of trinity and those that other packages add by the entry point ``trinity.transports``."""
+"""Registry of transports by name: built-in ones, and those of other packages (entry point ``trinity.transports``)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ BUILT_IN: dict[str, Callable[[], Transport]] = {
 
 
 def known_transports() -> list[str]:
+    """List the names of all transports, built in or installed."""
     return known(GROUP, BUILT_IN)
 
 
 def make_transport(name: str | Transport) -> Transport:
-    """The transport of this name, or the object itself. Raises ``UnknownName``."""
+    """Make the transport of this name; return an object as it is.
+
+    Raises ``UnknownName``, ``TransportUnavailable`` if it cannot run here, ``ConfigError`` if its package is broken.
+    """
     if not isinstance(name, str):
         return name
-    make = BUILT_IN.get(name) or find(GROUP, "transport", name, BUILT_IN)
-    made: Transport = make()
-    return made
+    factory = BUILT_IN.get(name) or find(GROUP, "transport", name, BUILT_IN)
+    transport: Transport = factory()
+    return transport

@@ -1,1 +1,1 @@
-"""CUDA IPC: pools on GPUs of one host, opened by peers."""
+"""cuda_ipc: pools on GPUs of one host, mapped by peers through CUDA IPC."""

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that IPC needs, by ctypes: nothing to link, nothing needed where there is no GPU."""
+"""CUDA driver calls that IPC needs, by ctypes: nothing to link, and nothing needed on a host without a GPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,30 @@ LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 LAZY_PEER_ACCESS = 1
 INTERPROCESS_EVENT = 2 | 4  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
 OWN_STREAM = 1  # CU_STREAM_NON_BLOCKING
-UNAVAILABLE = {2, 3, 34, 35, 100, 101, 801, 802, 803, 804, 999}  # no memory, no driver, no device, not supported
-UNFIT = {1, 201, 208, 217, 400}  # a handle that is none, of this process, of a device that is out of reach
-LOST = {4, 700, 709, 715, 718, 719}  # memory that went away under us
+UNAVAILABLE_CODES = {2, 3, 34, 35, 100, 101, 801, 802, 803, 804, 999}  # no memory, no driver, no device, not supported
+BAD_HANDLE_CODES = {
+    1,
+    201,
+    208,
+    217,
+    400,
+}  # an invalid handle, one of this process, or of a device that cannot be reached
+LOST_CODES = {4, 700, 709, 715, 718, 719}  # memory that was freed by its owner
 
 
-class Handle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
     """CUipcMemHandle and CUipcEventHandle."""
 
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
     @classmethod
-    def of(cls, data: bytes) -> Handle:
+    def of(cls, data: bytes) -> IpcHandle:
+        """Make a handle from its bytes."""
         return cls.from_buffer_copy(data.ljust(HANDLE_BYTES, b"\0")[:HANDLE_BYTES])
 
 
-class Driver:
-    """The driver's calls, each error one of ours. Raises ``TransportUnavailable`` where there is no driver."""
+class CudaDriver:
+    """Calls of the CUDA driver; each error is a ``TransportError``, ``TransportUnavailable`` if there is no driver."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -47,7 +54,7 @@ class Driver:
         except AttributeError as error:
             raise TransportUnavailable(f"the driver has no {name}: {error}", "cuda_ipc") from error
         if code:
-            raise failed(name, code, self._name(code))
+            raise make_driver_error(name, code, self._name(code))
 
     def _name(self, code: int) -> str:
         said = ctypes.c_char_p()
@@ -56,7 +63,7 @@ class Driver:
         return said.value.decode()
 
     def use(self, device: int) -> None:
-        """Make the device's primary context, which torch uses too, that of the calling thread."""
+        """Make the device's primary context, which torch uses too, current for the calling thread."""
         with self._lock:
             if device not in self._contexts:
                 number, made = ctypes.c_int(), ctypes.c_void_p()
@@ -66,13 +73,16 @@ class Driver:
         self._call("cuCtxSetCurrent", self._contexts[device])
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """(base, size in bytes) of the allocation that an address is in. Raises where it cannot be exported."""
+        """Find (base, size in bytes) of the allocation that contains an address.
+
+        Raises ``TransportUnavailable`` if the allocation cannot be exported.
+        """
         able = ctypes.c_int()
         place = ctypes.c_uint64(address)
         self._call("cuPointerGetAttribute", ctypes.byref(able), LEGACY_IPC_CAPABLE, place)
         if not able.value:
             text = (
-                "the pool's memory cannot be exported: it is of torch's expandable segments or of a stream-ordered "
+                "the pool's memory cannot be exported: it comes from torch's expandable segments or a stream-ordered "
                 "allocator; unset PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF), or use another transport"
             )
             raise TransportUnavailable(text, "cuda_ipc")
@@ -81,64 +91,73 @@ class Driver:
         return base.value, size.value
 
     def export(self, base: int) -> bytes:
-        handle = Handle()
+        """Make the handle by which another process opens an allocation."""
+        handle = IpcHandle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """The address of another process's allocation here."""
+        """Open another process's allocation; return its address in this process."""
         address = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), Handle.of(handle), LAZY_PEER_ACCESS)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), IpcHandle.of(handle), LAZY_PEER_ACCESS)
         return address.value
 
     def close(self, address: int) -> None:
+        """Close an allocation of another process."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def make_event(self) -> tuple[Any, bytes]:
-        """An event, and the handle by which another process opens it."""
-        event, handle = ctypes.c_void_p(), Handle()
+        """Make an event, and the handle by which another process opens it."""
+        event, handle = ctypes.c_void_p(), IpcHandle()
         self._call("cuEventCreate", ctypes.byref(event), INTERPROCESS_EVENT)
         self._call("cuIpcGetEventHandle", ctypes.byref(handle), event)
         return event, bytes(handle)
 
     def open_event(self, handle: bytes) -> Any:
+        """Open an event of another process."""
         event = ctypes.c_void_p()
-        self._call("cuIpcOpenEventHandle", ctypes.byref(event), Handle.of(handle))
+        self._call("cuIpcOpenEventHandle", ctypes.byref(event), IpcHandle.of(handle))
         return event
 
     def record(self, event: Any) -> None:
-        """On the default stream, behind all that it and the streams that wait for it were given so far."""
+        """Record an event on the default stream, behind all work that it and streams that wait for it have so far."""
         self._call("cuEventRecord", event, ctypes.c_void_p(0))
 
     def drop_event(self, event: Any) -> None:
+        """Destroy an event."""
         self._call("cuEventDestroy_v2", event)
 
     def make_stream(self) -> Any:
+        """Make a stream that does not wait for the default one."""
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), OWN_STREAM)
         return stream
 
     def drop_stream(self, stream: Any) -> None:
+        """Destroy a stream."""
         self._call("cuStreamDestroy_v2", stream)
 
     def wait_for(self, stream: Any, event: Any) -> None:
+        """Make later work of a stream wait for an event."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def copy(self, to: int, start: int, size: int, stream: Any) -> None:
+        """Begin to copy ``size`` bytes between device addresses."""
         sized = ctypes.c_size_t(size)
         self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(start), sized, stream)
 
     def finish(self, stream: Any) -> None:
-        """Wait, with the interpreter's lock let go, until the stream has done all it was given."""
+        """Block until the stream has done all its work; the interpreter's lock is released meanwhile."""
         self._call("cuStreamSynchronize", stream)
 
 
-def failed(call: str, code: int, name: str) -> TransportError:
+def make_driver_error(call: str, code: int, name: str) -> TransportError:
+    """Build the error for a failed driver call: unavailable, a bad handle, a lost peer, or a transport error."""
     text = f"{call} failed: {name} ({code})"
-    if code in UNAVAILABLE:
+    if code in UNAVAILABLE_CODES:
         return TransportUnavailable(text, "cuda_ipc")
-    if code in UNFIT:
+    if code in BAD_HANDLE_CODES:
         return HandshakeError(text, "cuda_ipc")
-    if code in LOST:
+    if code in LOST_CODES:
         return PeerLost(text, "cuda_ipc")
     return TransportError(text, "cuda_ipc")

@@ -1,9 +1,9 @@
 """cuda_ipc: pools on GPUs of one host, mapped by peers and copied from device to device.
 
-The source exports the allocation that its pool is in. A target opens it once, and asks over a Unix socket before every
-read: the source records an event on its default stream, behind which the target's copies wait. The end of the socket
-is the end of the source. Pools are torch's: of its caching allocator, which has a pool of more than 10 MiB to itself in
-one cudaMalloc; what cannot be exported (expandable segments, stream-ordered memory) is refused when it is published.
+The source exports the allocation that contains its pool. A target opens it once, and sends a request over a Unix socket
+before every read: the source then records an event on its default stream, for which the target's copies wait. If the
+socket closes, the source is gone. Pools come from torch's caching allocator, which gives a pool of more than 10 MiB one
+cudaMalloc of its own. Memory that cannot be exported (expandable segments, stream-ordered) is refused by ``publish``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import Remote, Within, check_numbers, check_read, finish, runs
-from trinity.transport.cuda_ipc.driver import LIBRARY, Driver
+from trinity.transport.base import (
+    MAX_REQUEST_BYTES,
+    ByteRange,
+    Remote,
+    check_block_numbers,
+    check_read,
+    find_runs,
+    wait_for_copy,
+)
+from trinity.transport.cuda_ipc.driver import LIBRARY, CudaDriver
 from trinity.transport.inproc import InprocTransport
 
-MOST_BYTES = 1 << 24  # of a question
-PAUSE_S = 0.001
+COPY_POLL_S = 0.001  # between two looks for copies still running when a remote is closed
 
 
-class Descriptor(msgspec.Struct, frozen=True):
-    """A pool: the handle of its allocation, its offset in it, and where its source answers."""
+class CudaIpcDescriptor(msgspec.Struct, frozen=True):
+    """A published pool: the handle of its allocation, its offset there in bytes, and the socket of its source."""
 
     process: int
     inproc: bytes
@@ -43,15 +50,15 @@ class Descriptor(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """Target to source: record the event, and tell the generation of these blocks."""
+class EventRequest(msgspec.Struct, frozen=True):
+    """Target to source: record the event, and report the highest generation of these blocks."""
 
     secret: bytes
     blocks: list[int]
 
 
 def device_of(memory: BlockMemory) -> int:
-    """The ordinal of the pool's device. Raises ``TransportUnavailable`` for a pool that is on none."""
+    """Return the ordinal of the pool's GPU. Raises ``TransportUnavailable`` if it is in CPU memory."""
     if memory.raw is not None:
         text = f"cuda_ipc moves blocks between GPUs, and the {memory.kind} pool is in memory of the host: use shm"
         raise TransportUnavailable(text, "cuda_ipc")
@@ -59,34 +66,35 @@ def device_of(memory: BlockMemory) -> int:
 
 
 def address_of(memory: BlockMemory) -> int:
+    """Return the address of a pool's first byte."""
     return memory.tensor.data_ptr() if memory.raw is None else int(memory.raw.ctypes.data)
 
 
 class CudaIpcTransport:
-    """Copies blocks out of a peer's GPU pool. Raises ``TransportUnavailable`` where there is no NVIDIA driver."""
+    """Copies blocks out of a peer's GPU pool. Raises ``TransportUnavailable`` if there is no NVIDIA driver."""
 
     scheme = "cuda_ipc"
     network = False
 
     def __init__(self, library: str = LIBRARY) -> None:
-        self.driver = Driver(library)
+        self.driver = CudaDriver(library)
         self._inproc = InprocTransport()
-        self._sources: list[Source] = []
+        self._sources: list[CudaIpcSource] = []
         self._remotes: list[CudaIpcRemote] = []
 
     def publish(self, memory: BlockMemory) -> bytes:
-        source = Source(self.driver, memory, self._inproc.publish(memory))
+        source = CudaIpcSource(self.driver, memory, self._inproc.publish(memory))
         self._sources.append(source)
         return msgspec.msgpack.encode(source.descriptor)
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> Remote:
         try:
-            peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
+            peer = msgspec.msgpack.decode(descriptor, type=CudaIpcDescriptor)
         except msgspec.DecodeError as error:
             raise HandshakeError(f"not a cuda_ipc descriptor: {error}", self.scheme) from error
         if peer.block_bytes != into.block_bytes:
             raise LayoutMismatch(f"the peer's blocks have {peer.block_bytes} bytes, ours {into.block_bytes}")
-        if peer.process == os.getpid():  # the driver refuses to open a handle where it was made
+        if peer.process == os.getpid():  # the driver refuses to open a handle in the process that made it
             return await self._inproc.attach(peer.inproc, into)
         remote = CudaIpcRemote(self.driver, peer, into)
         await remote.open()
@@ -103,16 +111,16 @@ class CudaIpcTransport:
         self._sources.clear()
 
 
-class Source:
-    """A pool that is lent, and the socket on which it is spoken for."""
+class CudaIpcSource:
+    """A published pool, and the socket on which its requests are answered."""
 
-    def __init__(self, driver: Driver, memory: BlockMemory, inproc: bytes) -> None:
+    def __init__(self, driver: CudaDriver, memory: BlockMemory, inproc: bytes) -> None:
         self._driver, self._memory, self._device = driver, memory, device_of(memory)
         driver.use(self._device)
         base, _ = driver.allocation(address_of(memory))
         self._event, event = driver.make_event()
         name = f"trinity-cuda-{os.getpid()}-{secrets.token_hex(8)}"
-        self.descriptor = Descriptor(
+        self.descriptor = CudaIpcDescriptor(
             process=os.getpid(),
             inproc=inproc,
             handle=driver.export(base),
@@ -124,13 +132,13 @@ class Source:
             secret=secrets.token_bytes(16),
         )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(f"\0{name}")  # of no file, and gone with its process
+        self._socket.bind(f"\0{name}")  # an abstract address: no file, and gone with the process
         self._socket.listen()
         self._peers: set[asyncio.StreamWriter] = set()
         self._serving = asyncio.get_running_loop().create_task(self._serve(), name=name)
 
     async def _serve(self) -> None:
-        async with await asyncio.start_unix_server(self._answer, sock=self._socket, limit=MOST_BYTES) as server:
+        async with await asyncio.start_unix_server(self._answer, sock=self._socket, limit=MAX_REQUEST_BYTES) as server:
             await server.serve_forever()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -138,12 +146,12 @@ class Source:
         try:
             with suppress(OSError, EOFError, msgspec.DecodeError):
                 while True:
-                    ask = msgspec.msgpack.decode(await receive(reader), type=Ask)
-                    if not compare_digest(ask.secret, self.descriptor.secret):
+                    request = msgspec.msgpack.decode(await receive_frame(reader), type=EventRequest)
+                    if not compare_digest(request.secret, self.descriptor.secret):
                         return
                     self._driver.use(self._device)
                     self._driver.record(self._event)
-                    writer.write(self._memory.generation(ask.blocks).to_bytes(8, "big"))
+                    writer.write(self._memory.generation(request.blocks).to_bytes(8, "big"))
         finally:
             self._peers.discard(writer)
             writer.transport.abort()
@@ -161,18 +169,20 @@ class Source:
             self._driver.drop_event(self._event)
 
 
-class Opened:
-    """Allocations of other processes that are open here, each once: the driver would give the same address again."""
+class OpenAllocations:
+    """Allocations of other processes that are open here, counted: opening one twice gives the same address."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[int, int]] = {}  # by handle: address, users
 
-    def open(self, driver: Driver, handle: bytes) -> int:
+    def open(self, driver: CudaDriver, handle: bytes) -> int:
+        """Open an allocation, or count one more user of it; return its address."""
         address, users = self._known.get(handle) or (driver.open(handle), 0)
         self._known[handle] = (address, users + 1)
         return address
 
-    def close(self, driver: Driver, handle: bytes) -> None:
+    def close(self, driver: CudaDriver, handle: bytes) -> None:
+        """Count one user less; the last one closes the allocation."""
         address, users = self._known[handle]
         if users > 1:
             self._known[handle] = (address, users - 1)
@@ -181,66 +191,69 @@ class Opened:
             driver.close(address)
 
 
-_opened = Opened()
+_open_allocations = OpenAllocations()
 
 
 class CudaIpcRemote:
-    """A pool of another process, open on our device."""
+    """A pool of another process, opened on the local device."""
 
-    def __init__(self, driver: Driver, peer: Descriptor, into: BlockMemory) -> None:
+    def __init__(self, driver: CudaDriver, peer: CudaIpcDescriptor, into: BlockMemory) -> None:
         self._driver, self._peer, self._into, self._device = driver, peer, into, device_of(into)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._asking = asyncio.Lock()
+        self._request_lock = asyncio.Lock()
         self._copying = 0
         self._address = 0
         self._event: Any = None
         self._stream: Any = None
 
     async def open(self) -> None:
-        """Reach the source, then open its memory and its event. Raises ``PeerLost``, ``HandshakeError``."""
+        """Connect to the source, then open its memory and event. Raises ``PeerLost``, ``HandshakeError``."""
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(f"\0{self._peer.socket}")
         except OSError as error:
-            raise self._lost() from error
+            raise self._peer_lost() from error
         try:
-            await self._ask([])
+            await self._request([])
             self._driver.use(self._device)
-            self._address = _opened.open(self._driver, self._peer.handle)
+            self._address = _open_allocations.open(self._driver, self._peer.handle)
             self._event = self._driver.open_event(self._peer.event)
             self._stream = self._driver.make_stream()
         except BaseException:
             await self.aclose()
             raise
 
-    async def read(self, source: Sequence[int], target: Sequence[int], within: Within = None) -> int:
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         piece = check_read("cuda_ipc", source, self._peer.blocks, target, self._into, within)
-        await self._ask([])
+        await self._request([])
         if source:
             self._copying += 1
             try:
-                await finish(asyncio.to_thread(self._copy, source, target, piece))
+                await wait_for_copy(asyncio.to_thread(self._copy, source, target, piece))
             finally:
                 self._copying -= 1
         return len(source) * piece[1]
 
     async def generation(self, source: Sequence[int]) -> int:
-        check_numbers("cuda_ipc", "source", source, self._peer.blocks)
-        return await self._ask(list(source))
+        check_block_numbers("cuda_ipc", "source", source, self._peer.blocks)
+        return await self._request(list(source))
 
-    async def _ask(self, blocks: list[int]) -> int:
-        """Have the event recorded; the generation of these blocks. A cancelled question ends the connection."""
-        async with self._asking:
+    async def _request(self, blocks: list[int]) -> int:
+        """Have the source record its event; return the generation of ``blocks``.
+
+        Raises ``PeerLost``. A cancellation closes the connection.
+        """
+        async with self._request_lock:
             if self._reader is None or self._writer is None or self._writer.is_closing():
-                raise self._lost()
+                raise self._peer_lost()
             try:
-                send(self._writer, msgspec.msgpack.encode(Ask(self._peer.secret, blocks)))
+                send_frame(self._writer, msgspec.msgpack.encode(EventRequest(self._peer.secret, blocks)))
                 return int.from_bytes(await self._reader.readexactly(8), "big")
             except (OSError, EOFError) as error:
                 self._writer.transport.abort()
-                raise self._lost() from error
+                raise self._peer_lost() from error
             except BaseException:
-                self._writer.transport.abort()  # its answer must not pass for that of the next
+                self._writer.transport.abort()  # its reply must not be taken for that of the next request
                 raise
 
     def _copy(self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int]) -> None:
@@ -249,12 +262,12 @@ class CudaIpcRemote:
         driver.wait_for(self._stream, self._event)
         theirs, ours = self._address + self._peer.offset, address_of(self._into)
         try:
-            for start, to, length in parts(source, target, piece, size):
+            for start, to, length in plan_copies(source, target, piece, size):
                 driver.copy(ours + to * size + piece[0], theirs + start * size + piece[0], length, self._stream)
         finally:
             driver.finish(self._stream)
 
-    def _lost(self) -> PeerLost:
+    def _peer_lost(self) -> PeerLost:
         return PeerLost(f"process {self._peer.process} has closed its pool or is gone", "cuda_ipc", self._peer.socket)
 
     async def aclose(self) -> None:
@@ -263,8 +276,8 @@ class CudaIpcRemote:
             with suppress(OSError):
                 await self._writer.wait_closed()
         self._reader = self._writer = None
-        while self._copying:  # what is asked of the driver needs the memory still
-            await asyncio.sleep(PAUSE_S)
+        while self._copying:  # copies in flight still need the memory
+            await asyncio.sleep(COPY_POLL_S)
         self._driver.use(self._device)
         stream, self._stream = self._stream, None
         event, self._event = self._event, None
@@ -274,24 +287,26 @@ class CudaIpcRemote:
         if event is not None:
             self._driver.drop_event(event)
         if address:
-            _opened.close(self._driver, self._peer.handle)
+            _open_allocations.close(self._driver, self._peer.handle)
 
 
-def parts(
+def plan_copies(
     source: Sequence[int], target: Sequence[int], piece: tuple[int, int], block_bytes: int
 ) -> list[tuple[int, int, int]]:
-    """(source block, target block, bytes) of each copy: a run of whole blocks is one."""
+    """List (source block, target block, bytes) of each copy: one for a run of whole blocks, else one a block."""
     if piece == (0, block_bytes):
-        return [(start, to, length * block_bytes) for start, to, length in runs(source, target)]
+        return [(start, to, length * block_bytes) for start, to, length in find_runs(source, target)]
     return [(start, to, piece[1]) for start, to in zip(source, target, strict=True)]
 
 
-async def receive(reader: asyncio.StreamReader) -> bytes:
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
+    """Read one length-framed request. Raises ``OSError`` if it is too long, ``EOFError`` at the end."""
     size = int.from_bytes(await reader.readexactly(4), "big")
-    if size > MOST_BYTES:
-        raise OSError(f"a question of {size} bytes")
+    if size > MAX_REQUEST_BYTES:
+        raise OSError(f"a request of {size} bytes is above the limit of {MAX_REQUEST_BYTES}")
     return await reader.readexactly(size)
 
 
-def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+def send_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Queue one length-framed request."""
     writer.write(len(data).to_bytes(4, "big") + data)

@@ -1,1 +1,1 @@
-"""NIXL over UCX: a peer's pool read by the target, or pushed by the source."""
+"""nixl: NIXL over UCX; the target reads a peer's pool (nixl), or the source writes (nixl-push)."""

@@ -1,4 +1,4 @@
-"""The source's side of nixl: pools that peers read by themselves, or have written to them."""
+"""Source side of nixl: an agent whose pools peers read by themselves or have written to them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import numpy as np
 
 from trinity.errors import TransportError, TransportUnavailable
 from trinity.transport.link import JOIN_S, stop_at_exit
-from trinity.transport.nixl.agent import FLYING_S, POLL_S, Region, make_agent
+from trinity.transport.nixl.agent import IDLE_POLL_S, TRANSFER_POLL_S, Region, make_agent
 
 logger = logging.getLogger("trinity")
 
 
-class PushAsk(msgspec.Struct, frozen=True):
-    """Target to source: write this piece of these blocks of ``pool`` side by side into ``stage``."""
+class PushRequest(msgspec.Struct, frozen=True):
+    """Target to source: write a piece of each of ``blocks`` of ``pool`` side by side into ``stage``.
+
+    The piece begins at byte ``offset`` and is as long as a block of ``stage``.
+    """
 
     metadata: bytes
     number: int
@@ -28,58 +31,67 @@ class PushAsk(msgspec.Struct, frozen=True):
     blocks: list[int]
 
 
-class Pushed(msgspec.Struct, frozen=True):
-    """Source to target: it is written, or why it is not."""
+class PushReply(msgspec.Struct, frozen=True):
+    """Source to target: the write has completed, or the ``reason`` and ``text`` of a refusal."""
 
     number: int
     reason: str = ""
     text: str = ""
 
 
-class Pushes:
-    """The source's side: writes what peers ask for. Used on its agent's thread."""
+class PushWriter:
+    """Writes the blocks that peers request into their staging areas. Used only on the agent's thread."""
 
     def __init__(self, agent: Any, lent: dict[Region, Any]) -> None:
-        self._agent, self._lent = agent, lent
+        self._agent, self._regions = agent, lent
         self._known: set[str] = set()
-        self.flying: list[tuple[Any, list[Any], str]] = []
+        self.in_flight: list[tuple[Any, list[Any], str]] = []
 
-    def asked(self, name: str, message: bytes) -> None:
-        """Begin to write, or say why not."""
+    def start_write(self, name: str, message: bytes) -> None:
+        """Start the write that a peer requests, or send it a refusal. A peer that cannot be reached is dropped."""
         try:
-            ask = msgspec.msgpack.decode(message, type=PushAsk)
+            request = msgspec.msgpack.decode(message, type=PushRequest)
             if name not in self._known:
-                self._agent.add_remote_agent(ask.metadata)
+                self._agent.add_remote_agent(request.metadata)
                 self._known.add(name)
-            refusal = self._refusal(ask)
+            refusal = self._refusal(request)
             if refusal.reason:
                 self._agent.send_notif(name, msgspec.msgpack.encode(refusal))
             else:
-                self._write(name, ask)
+                self._write(name, request)
         except Exception as error:
             self._forget(name, error)
 
-    def _refusal(self, ask: PushAsk) -> Pushed:
-        pool, length = ask.pool, ask.stage.block_bytes
-        if pool not in self._lent:
-            return Pushed(ask.number, "missing", "no such pool is lent here")
-        fits = ask.offset >= 0 and 0 < length <= pool.block_bytes - ask.offset and len(ask.blocks) <= ask.stage.blocks
-        if not fits or any(not 0 <= block < pool.blocks for block in ask.blocks):
-            return Pushed(ask.number, "incompatible", f"no such blocks among {pool.blocks} of {pool.block_bytes} bytes")
-        return Pushed(ask.number)
+    def _refusal(self, request: PushRequest) -> PushReply:
+        pool, length = request.pool, request.stage.block_bytes
+        if pool not in self._regions:
+            return PushReply(request.number, "missing", "this source has no such pool")
+        fits = (
+            request.offset >= 0
+            and 0 < length <= pool.block_bytes - request.offset
+            and len(request.blocks) <= request.stage.blocks
+        )
+        if not fits or any(not 0 <= block < pool.blocks for block in request.blocks):
+            return PushReply(
+                request.number, "incompatible", f"no such blocks among {pool.blocks} of {pool.block_bytes} bytes"
+            )
+        return PushReply(request.number)
 
-    def _write(self, name: str, ask: PushAsk) -> None:
-        rows = ask.pool.rows(ask.offset, ask.stage.block_bytes)
-        ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, ask.pool.memory)
-        theirs = self._agent.prep_xfer_dlist(name, ask.stage.rows(0, ask.stage.block_bytes), ask.stage.memory)
-        places = np.arange(len(ask.blocks), dtype=np.int32)
-        done = msgspec.msgpack.encode(Pushed(ask.number))
-        handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(ask.blocks, np.int32), theirs, places, done)
-        self.flying.append((handle, [ours, theirs], name))
+    def _write(self, name: str, request: PushRequest) -> None:
+        rows = request.pool.rows(request.offset, request.stage.block_bytes)
+        ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, request.pool.memory)
+        theirs = self._agent.prep_xfer_dlist(
+            name, request.stage.rows(0, request.stage.block_bytes), request.stage.memory
+        )
+        places = np.arange(len(request.blocks), dtype=np.int32)
+        done = msgspec.msgpack.encode(PushReply(request.number))
+        handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(request.blocks, np.int32), theirs, places, done)
+        self.in_flight.append((handle, [ours, theirs], name))
         self._agent.transfer(handle)
 
-    def look(self) -> None:
-        for each in list(self.flying):
+    def poll(self) -> None:
+        """Release writes that have completed; drop the peers of those that failed."""
+        for each in list(self.in_flight):
             handle, rows, name = each
             try:
                 state = self._agent.check_xfer_state(handle)
@@ -89,8 +101,8 @@ class Pushes:
                     raise TransportError(f"a write to {name} ended as {state}", "nixl", name)
             except Exception as error:
                 self._forget(name, error)
-            if each in self.flying:
-                self.flying.remove(each)
+            if each in self.in_flight:
+                self.in_flight.remove(each)
             self._release(handle, rows)
 
     def _forget(self, name: str, error: Exception) -> None:
@@ -107,26 +119,30 @@ class Pushes:
                 each.release()
 
     def close(self) -> None:
-        for handle, rows, _ in self.flying:
+        """Release every write, completed or not."""
+        for handle, rows, _ in self.in_flight:
             self._release(handle, rows)
-        self.flying.clear()
+        self.in_flight.clear()
 
 
-class Lender:
-    """The agent whose pools peers read. Its thread answers where the medium needs that, as TCP does, and writes."""
+class NixlSource:
+    """Agent whose pools peers read. Its thread makes progress where the medium needs it, as TCP does, and writes."""
 
     def __init__(self, first: Region) -> None:
         self._agent = make_agent(first)
         self.name: str = self._agent.name
         self._regions: dict[Region, Any] = {}
-        self.writing = 0  # transfers on their way
+        self.writing = 0  # transfers in flight
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trinity-nixl-lender", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="trinity-nixl-source", daemon=True)
         self._thread.start()
         stop_at_exit(self, self._thread)
 
-    def lend(self, *regions: Region) -> bytes:
-        """Register a pool; the agent's metadata, which tell a peer of every pool so far."""
+    def register(self, *regions: Region) -> bytes:
+        """Register regions; return the agent's metadata, with which a peer reaches every region so far.
+
+        Raises ``TransportUnavailable`` if the memory cannot be registered.
+        """
         try:
             for region in regions:
                 if region not in self._regions:
@@ -137,25 +153,27 @@ class Lender:
         return metadata
 
     def _run(self) -> None:
-        pushes = Pushes(self._agent, self._regions)
-        while not self._closing.wait(FLYING_S if pushes.flying else POLL_S):
-            self.writing = len(pushes.flying)
+        writer = PushWriter(self._agent, self._regions)
+        while not self._closing.wait(TRANSFER_POLL_S if writer.in_flight else IDLE_POLL_S):
+            self.writing = len(writer.in_flight)
             try:
                 for name, messages in self._agent.get_new_notifs().items():
                     for message in messages:
-                        pushes.asked(name, message)
-                pushes.look()
+                        writer.start_write(name, message)
+                writer.poll()
             except Exception:
                 logger.exception("the nixl agent %s could not answer its peers", self.name)
-        pushes.close()
-        del pushes
+        writer.close()
+        del writer
         for registered in self._regions.values():
             with suppress(Exception):
                 self._agent.deregister_memory(registered)
         self._agent = None
 
     def stop(self) -> None:
+        """Ask the thread to end; does not block."""
         self._closing.set()
 
     def join(self) -> None:
+        """Block until the thread has ended, for at most ``JOIN_S`` seconds."""
         self._thread.join(JOIN_S)

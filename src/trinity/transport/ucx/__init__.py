@@ -1,1 +1,1 @@
-"""UCX through ucxx: a peer's serving thread sends blocks."""
+"""ucx: a thread of the source sends blocks over UCX, by ucxx."""

@@ -1,4 +1,4 @@
-"""What the two sides of ucx share: the library, one worker per thread, and what they say to each other."""
+"""Shared by both sides of ucx: loading the library, a worker per thread, and the messages between them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import select
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trinity.errors import TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
+from trinity.transport.ucx_environment import set_ucx_defaults
 
-INSTALL = 'pip install "ucxx-cu13==0.52.*"'
-RDMA = Path("/sys/class/infiniband")
-ASK = 1  # the tag of questions to a source; answers have the number of their reading and of their piece
+INSTALL_UCXX = 'pip install "ucxx-cu13==0.52.*"'
+REQUEST_TAG = 1  # tag of requests to a source; replies are tagged by request and piece, see piece_tag
 PIECE_BITS = 24
-CLOSE_NS = 10**9
-SETTLE_S, SETTLING_S = 2.0, 0.001
-MOST_BYTES = 16 << 20  # of a question
+CLOSE_NS = 10**9  # for UCX to close an endpoint
+CLOSE_WAIT_S, CLOSE_POLL_S = 2.0, 0.001
 
 
-class Descriptor(msgspec.Struct, frozen=True):
-    """A pool that a peer lends: its worker's address, the pool's number there, and what opens it."""
+class UcxDescriptor(msgspec.Struct, frozen=True):
+    """A published pool: its source's worker address, its number there, and the secret that requests must carry."""
 
     name: str
     address: bytes
@@ -36,10 +34,11 @@ class Descriptor(msgspec.Struct, frozen=True):
     blocks: int
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """Target to source: send these runs of blocks (first, count), or tell their generation where ``runs`` are none.
+class UcxRequest(msgspec.Struct, frozen=True):
+    """Target to source: send ``runs`` of blocks (first, count), and report the generation of blocks ``generations``.
 
-    ``link`` and ``address`` say where to; ``number`` is the reading's. Of each block, ``length`` bytes from ``offset``.
+    ``link`` and ``address`` say where to send; ``number`` identifies the request. Of each block, ``length`` bytes from
+    byte ``offset`` are sent.
     """
 
     link: bytes
@@ -53,48 +52,45 @@ class Ask(msgspec.Struct, frozen=True):
     generations: list[int] = []
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Source to target, before the blocks: why not, or that they follow; the generation that was asked for."""
+class UcxReply(msgspec.Struct, frozen=True):
+    """Source to target, before any blocks: the generation asked for, or the ``reason`` and ``text`` of a refusal."""
 
     reason: str = ""
     text: str = ""
     generation: int = 0
 
 
-def load_api() -> Any:
-    """ucxx's bindings. Raises ``TransportUnavailable`` where they are not installed.
-
-    The loopback alone, unless UCX_NET_DEVICES says otherwise: UCX would listen on every interface. Its InfiniBand
-    module crashes the process at exit where there is no such device.
-    """
-    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+def load_ucxx() -> Any:
+    """Import ucxx's bindings. Raises ``TransportUnavailable`` if they are not installed."""
+    set_ucx_defaults()
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    if not RDMA.exists():
-        os.environ.setdefault("UCX_MODULES", "^ib")
     try:
         return importlib.import_module("ucxx._lib.libucxx")
     except ImportError as error:
-        raise TransportUnavailable(f"ucxx cannot be loaded ({error}): {INSTALL}", "ucx") from error
+        raise TransportUnavailable(f"ucxx cannot be loaded ({error}): {INSTALL_UCXX}", "ucx") from error
 
 
-def settings() -> dict[str, str]:
-    """What UCX is told. Beside nixl's own copy of UCX it cannot keep track of memory, and then takes the process down
-    when a peer dies in the middle of a rendezvous: it must send without one."""
+def make_ucx_config() -> dict[str, str]:
+    """Build the settings of a UCX context.
+
+    With nixl's copy of UCX in the same process, UCX cannot track memory, and crashes the process when a peer dies in
+    the middle of a rendezvous. Rendezvous is then turned off.
+    """
     return {"RNDV_THRESH": "inf"} if any(name.startswith("nixl") for name in sys.modules) else {}
 
 
-class Worker:
-    """A worker of UCX. One thread uses it, ``wake`` alone is for any.
+class UcxWorker:
+    """A UCX worker, used by one thread; only ``wake`` may be called from any.
 
-    Bytes of a transfer arrive while it is asked for progress or taken down, never otherwise.
+    Bytes of a transfer arrive only while the worker makes progress or is closed. Raises ``TransportUnavailable``.
     """
 
     def __init__(self) -> None:
-        self._api = load_api()
+        self._api = load_ucxx()
         self.array = importlib.import_module("ucxx._lib.arr").Array
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._worker = self._api.UCXWorker(self._api.UCXContext(settings()))
+            self._worker = self._api.UCXWorker(self._api.UCXContext(make_ucx_config()))
             self._worker.init_blocking_progress_mode()
             self.address: bytes = self._worker.address.tobytes()
             self._poll = select.poll()
@@ -104,45 +100,48 @@ class Worker:
             os.close(self._wake)
             raise TransportUnavailable(f"UCX cannot be used here: {error!r}", "ucx") from error
 
-    def reach(self, address: bytes) -> Any:
-        """An endpoint there, which notices when its peer dies."""
+    def connect(self, address: bytes) -> Any:
+        """Open an endpoint to a worker's address; the endpoint notices when its peer dies."""
         where = self._api.UCXAddress.create_from_buffer(address)
         return self._api.UCXEndpoint.create_from_worker_address(self._worker, where, True)
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to do: of UCX, or by ``wake``."""
+        """Wait until UCX has something to do or ``wake`` is called, for at most ``timeout_s`` seconds."""
         self._worker.progress()
-        if self._worker.arm():  # else something has come meanwhile
+        if self._worker.arm():  # else something has arrived since
             self._poll.poll(timeout_s * 1000)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
         self._worker.progress()
 
     def wake(self) -> None:
+        """End a ``wait`` early; may be called from any thread."""
         os.eventfd_write(self._wake, 1)
 
-    def arrived(self, tag: int) -> Any:
-        """A message with this tag that has arrived, taken out of the queue; None where there is none."""
+    def take_message(self, tag: int) -> Any:
+        """Take a message with this tag out of the queue; None if none has arrived."""
         found = self._worker.tag_probe(self._api.UCXXTag(tag), remove=True)
         return found if found.matched else None
 
     def receive(self, message: Any, into: Any) -> Any:
+        """Begin to receive a message that was taken; return the request."""
         return self._worker.tag_recv_with_handle(self.array(into), message)
 
     def send(self, endpoint: Any, data: Any, tag: int) -> Any:
+        """Begin to send ``data``; return the request."""
         return endpoint.tag_send(self.array(data), self._api.UCXXTag(tag))
 
-    def leave(self, endpoint: Any, requests: list[Any]) -> None:
-        """Close an endpoint by force, and wait until what was on its way there has ended, well or not."""
+    def close_endpoint(self, endpoint: Any, requests: list[Any]) -> None:
+        """Close an endpoint by force, and wait until all its requests have ended, successfully or not."""
         with suppress(Exception):
             endpoint.close_blocking(period=CLOSE_NS, max_attempts=1)
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + CLOSE_WAIT_S
         while not all(request.completed for request in requests) and time.monotonic() < until:
             self._worker.progress()
-            time.sleep(SETTLING_S)
+            time.sleep(CLOSE_POLL_S)
 
     def close(self) -> None:
-        """Take it down, after which no byte arrives. Whoever calls holds no request any more."""
+        """Destroy the worker; no byte arrives afterwards. The caller must have dropped its requests."""
         with suppress(Exception):
             self._worker.cancel_inflight_requests()  # they hold the worker, and the worker them
         self._worker = None
@@ -150,19 +149,19 @@ class Worker:
 
 
 def piece_tag(number: int, piece: int) -> int:
-    """The tag of the answer (piece 0) and of the pieces of a reading."""
+    """Build the tag of a request's reply (piece 0) or of one of the pieces that follow it."""
     return (number << PIECE_BITS) | piece
 
 
-class Bytes:
-    """A pool as what UCX reads and writes: any consecutive bytes of it."""
+class PoolBytes:
+    """A pool as flat bytes, from which UCX sends and into which it receives any consecutive part."""
 
     def __init__(self, memory: BlockMemory) -> None:
-        self.memory = memory  # what UCX works on must not be freed
+        self.memory = memory  # keeps the bytes alive while UCX uses them
         self._flat: Any = memory.raw.reshape(-1) if memory.raw is not None else _flat_on_gpu(memory)
 
     def at(self, block: int, count: int, piece: tuple[int, int]) -> Any:
-        """``count`` blocks from ``block`` on, or a piece (offset, length) of one."""
+        """View ``count`` blocks from ``block`` on, or a ``piece`` (offset, length in bytes) of one."""
         size = self.memory.block_bytes
         start = block * size + piece[0]
         return self._flat[start : start + (count - 1) * size + piece[1]]
@@ -174,8 +173,8 @@ def _flat_on_gpu(memory: BlockMemory) -> Any:
     return memory.tensor.view(-1).view(torch.uint8)
 
 
-def pieces(runs: list[tuple[int, int]], piece: tuple[int, int], block_bytes: int) -> list[tuple[int, int]]:
-    """What one message each carries: a run of whole blocks is one, pieces of blocks are one each."""
+def split_pieces(runs: list[tuple[int, int]], piece: tuple[int, int], block_bytes: int) -> list[tuple[int, int]]:
+    """Split runs (first, count) into messages: one for a run of whole blocks, one for each piece of a block."""
     if piece == (0, block_bytes):
         return runs
     return [(first + index, 1) for first, count in runs for index in range(count)]

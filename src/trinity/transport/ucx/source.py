@@ -1,4 +1,4 @@
-"""The source's side of ucx: a thread that sends blocks to whoever asks and may have them."""
+"""Source side of ucx: a thread that sends blocks to every peer that holds the pool's secret."""
 
 from __future__ import annotations
 
@@ -13,54 +13,68 @@ import msgspec
 import numpy as np
 
 from trinity.memory.block_memory import BlockMemory
+from trinity.transport.base import MAX_REQUEST_BYTES
 from trinity.transport.link import JOIN_S, stop_at_exit
-from trinity.transport.ucx.protocol import ASK, MOST_BYTES, Answer, Ask, Bytes, Descriptor, Worker, piece_tag, pieces
+from trinity.transport.ucx.protocol import (
+    REQUEST_TAG,
+    PoolBytes,
+    UcxDescriptor,
+    UcxReply,
+    UcxRequest,
+    UcxWorker,
+    piece_tag,
+    split_pieces,
+)
 
 logger = logging.getLogger("trinity")
-PAUSE_S = 0.5  # UCX wakes the thread; this is for what it forgets
-MOST_SENDS = 1 << 16  # messages on their way to one peer
+SOURCE_IDLE_S = 0.5  # UCX wakes the thread; this bounds what it misses
+MAX_SENDS = 1 << 16  # messages in flight to one peer
 
 
-class Peer:
-    """One link of a peer: the endpoint to it, and what is on its way there."""
+class UcxPeer:
+    """One link of a peer: the endpoint to it, and the sends in flight."""
 
     def __init__(self, endpoint: Any) -> None:
         self.endpoint = endpoint
-        self.sends: deque[tuple[Any, Any]] = deque()  # request and what it sends
+        self.sends: deque[tuple[Any, Any]] = deque()  # request, and the bytes that it sends
 
-    def settle(self) -> None:
+    def drop_completed(self) -> None:
+        """Release sends that have completed."""
         while self.sends and self.sends[0][0].completed:
             self.sends.popleft()
 
 
-class Lender:
-    """Pools of ours, and the thread that sends their blocks. Raises ``TransportUnavailable`` where UCX does not run."""
+class UcxSource:
+    """Serves published pools to peers on a thread of its own. Raises ``TransportUnavailable`` if UCX cannot run."""
 
     def __init__(self) -> None:
         self.name = f"ucx-{secrets.token_hex(8)}"
         self._secret = secrets.token_bytes(16)
-        self._pools: dict[int, Bytes] = {}
-        self._peers: dict[bytes, Peer] = {}
-        self._asks: list[tuple[Any, np.ndarray]] = []
-        self._worker: Worker | None = Worker()
+        self._pools: dict[int, PoolBytes] = {}
+        self._peers: dict[bytes, UcxPeer] = {}
+        self._requests: list[tuple[Any, np.ndarray]] = []
+        self._worker: UcxWorker | None = UcxWorker()
         self._address = self._worker.address
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trinity-ucx-lender", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="trinity-ucx-source", daemon=True)
         self._thread.start()
         stop_at_exit(self, self._thread)
 
-    def lend(self, memory: BlockMemory) -> Descriptor:
+    def register(self, memory: BlockMemory) -> UcxDescriptor:
+        """Serve a pool from now on; return its descriptor."""
         number = len(self._pools)
-        self._pools[number] = Bytes(memory)
-        return Descriptor(self.name, self._address, number, self._secret, memory.block_bytes, memory.blocks)
+        self._pools[number] = PoolBytes(memory)
+        return UcxDescriptor(self.name, self._address, number, self._secret, memory.block_bytes, memory.blocks)
 
     def stop(self) -> None:
+        """Ask the thread to end; does not block."""
         with self._lock:
             self._closing.set()
             if self._worker is not None:
                 self._worker.wake()
 
     def join(self) -> None:
+        """Block until the thread has ended, for at most ``JOIN_S`` seconds."""
         self._thread.join(JOIN_S)
 
     # ------------------------------------------------------------ on the thread
@@ -70,56 +84,60 @@ class Lender:
         assert worker is not None
         while not self._closing.is_set():
             try:
-                self._turn(worker)
+                self._run_once(worker)
             except Exception:
-                logger.exception("a peer's question to %s could not be answered", self.name)
-        self._asks.clear()
+                logger.exception("%s could not answer a peer's request", self.name)
+        self._requests.clear()
         for peer in self._peers.values():
-            worker.leave(peer.endpoint, [request for request, _ in peer.sends])
+            worker.close_endpoint(peer.endpoint, [request for request, _ in peer.sends])
             peer.sends.clear()
         self._peers.clear()
         with self._lock:
             self._worker = None
             worker.close()
 
-    def _turn(self, worker: Worker) -> None:
-        worker.wait(PAUSE_S)
-        while (message := worker.arrived(ASK)) is not None:
-            data = np.empty(min(message.length, MOST_BYTES), np.uint8)
-            self._asks.append((worker.receive(message, data), data))
-        for ask in [ask for ask in self._asks if ask[0].completed]:
-            self._asks.remove(ask)
-            ask[0].check_error()
-            self._answer(worker, ask[1].tobytes())
+    def _run_once(self, worker: UcxWorker) -> None:
+        worker.wait(SOURCE_IDLE_S)
+        while (message := worker.take_message(REQUEST_TAG)) is not None:
+            data = np.empty(min(message.length, MAX_REQUEST_BYTES), np.uint8)
+            self._requests.append((worker.receive(message, data), data))
+        for request in [request for request in self._requests if request[0].completed]:
+            self._requests.remove(request)
+            request[0].check_error()
+            self._answer(worker, request[1].tobytes())
         for link, peer in list(self._peers.items()):
-            peer.settle()
+            peer.drop_completed()
             if not peer.endpoint.alive:
                 del self._peers[link]
 
-    def _answer(self, worker: Worker, asked: bytes) -> None:
-        ask = msgspec.msgpack.decode(asked, type=Ask)
-        if not hmac.compare_digest(ask.secret, self._secret):
-            logger.warning("somebody without the secret asked %s for blocks", self.name)
+    def _answer(self, worker: UcxWorker, message: bytes) -> None:
+        request = msgspec.msgpack.decode(message, type=UcxRequest)
+        if not hmac.compare_digest(request.secret, self._secret):
+            logger.warning("%s refused a request for blocks that lacks its secret", self.name)
             return
-        if ask.link not in self._peers:
-            self._peers[ask.link] = Peer(worker.reach(ask.address))
-        peer = self._peers[ask.link]
-        answer, sends = self._reply(peer, ask)
-        header = np.frombuffer(msgspec.msgpack.encode(answer), np.uint8)
+        if request.link not in self._peers:
+            self._peers[request.link] = UcxPeer(worker.connect(request.address))
+        peer = self._peers[request.link]
+        reply, sends = self._reply(peer, request)
+        header = np.frombuffer(msgspec.msgpack.encode(reply), np.uint8)
         for index, data in enumerate([header, *sends]):
-            peer.sends.append((worker.send(peer.endpoint, data, piece_tag(ask.number, index)), data))
+            peer.sends.append((worker.send(peer.endpoint, data, piece_tag(request.number, index)), data))
 
-    def _reply(self, peer: Peer, ask: Ask) -> tuple[Answer, list[Any]]:
-        """What to say, and what to send after it. A refusal has its reason."""
-        pool = self._pools.get(ask.pool)
+    def _reply(self, peer: UcxPeer, request: UcxRequest) -> tuple[UcxReply, list[Any]]:
+        """Check a request; return the reply and the pieces to send after it, none after a refusal."""
+        pool = self._pools.get(request.pool)
         if pool is None:
-            return Answer("missing", f"{self.name} lends no pool {ask.pool}"), []
-        memory, piece = pool.memory, (ask.offset, ask.length)
-        named = [*ask.generations, *(first for first, _ in ask.runs), *(first + count - 1 for first, count in ask.runs)]
-        fits = ask.offset >= 0 and 0 < ask.length <= memory.block_bytes - ask.offset
-        if not fits or any(not 0 <= block < memory.blocks for block in named) or any(n < 1 for _, n in ask.runs):
-            return Answer("incompatible", f"no such blocks among {memory.blocks} of {memory.block_bytes} bytes"), []
-        parts = pieces(ask.runs, piece, memory.block_bytes)
-        if len(peer.sends) + len(parts) > MOST_SENDS:
-            return Answer("busy", f"{len(peer.sends)} messages are on their way already"), []
-        return Answer(generation=memory.generation(ask.generations)), [pool.at(*run, piece) for run in parts]
+            return UcxReply("missing", f"{self.name} has no pool {request.pool}"), []
+        memory, piece = pool.memory, (request.offset, request.length)
+        ends = [block for first, count in request.runs for block in (first, first + count - 1)]
+        fits = request.offset >= 0 and 0 < request.length <= memory.block_bytes - request.offset
+        if (
+            not fits
+            or any(not 0 <= block < memory.blocks for block in (*request.generations, *ends))
+            or any(n < 1 for _, n in request.runs)
+        ):
+            return UcxReply("incompatible", f"no such blocks among {memory.blocks} of {memory.block_bytes} bytes"), []
+        parts = split_pieces(request.runs, piece, memory.block_bytes)
+        if len(peer.sends) + len(parts) > MAX_SENDS:
+            return UcxReply("busy", f"{len(peer.sends)} messages are in flight already"), []
+        return UcxReply(generation=memory.generation(request.generations)), [pool.at(*run, piece) for run in parts]

@@ -1,8 +1,8 @@
-"""ucx: a peer's serving thread sends blocks over UCX, by ucxx; between hosts, or processes of one.
+"""ucx: a thread of the source sends blocks over UCX, by ucxx, between hosts or between processes of one host.
 
-Install it with ``pip install "ucxx-cu13==0.52.*"``. Peers that die are noticed, which leaves UCX its lanes over
-TCP and, where there is one, RDMA. By default it uses the loopback interface alone: for a peer on another host, set
-UCX_NET_DEVICES to a network device in every process, on a network that only hosts you trust can reach.
+Install it with ``pip install "ucxx-cu13==0.52.*"``. Noticing dead peers limits UCX to TCP and, if there is a device,
+RDMA. By default it uses only the loopback interface: for a peer on another host, set UCX_NET_DEVICES to a network
+device in every process, on a network that only trusted hosts can reach.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from __future__ import annotations
 import msgspec
 
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.linked import LentPool, LinkedTransport
+from trinity.transport.link_transport import LinkTransport, PeerPool
 from trinity.transport.ucx.link import UcxLink
-from trinity.transport.ucx.protocol import Descriptor, load_api
-from trinity.transport.ucx.source import Lender
+from trinity.transport.ucx.protocol import UcxDescriptor, load_ucxx
+from trinity.transport.ucx.source import UcxSource
 
 
-class UcxTransport(LinkedTransport):
-    """Asks a peer for blocks and receives them in place.
+class UcxTransport(LinkTransport):
+    """Requests blocks from a peer and receives them in place.
 
-    Every read ends within ``timeout_s`` seconds, with ``TransferTimeout`` if need be. Raises ``TransportUnavailable``
-    where ucxx is not installed. The first use in a process takes a second.
+    - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
+
+    Raises ``TransportUnavailable`` if ucxx is not installed. The first use in a process takes about a second.
     """
 
     scheme = "ucx"
-    _lender: Lender | None
+    _source: UcxSource | None
 
     def __init__(self, *, timeout_s: float = 30.0) -> None:
-        load_api()
+        load_ucxx()
         super().__init__(timeout_s=timeout_s)
 
     def publish(self, memory: BlockMemory) -> bytes:
-        if self._lender is None:
-            self._lender = Lender()
-        return msgspec.msgpack.encode(self._lender.lend(memory))
+        if self._source is None:
+            self._source = UcxSource()
+        return msgspec.msgpack.encode(self._source.register(memory))
 
-    def _lent(self, descriptor: bytes, into: BlockMemory) -> LentPool:
-        peer = msgspec.msgpack.decode(descriptor, type=Descriptor)
-        return LentPool(peer.name, peer.blocks, peer.block_bytes, lambda: UcxLink(peer, into))
+    def _parse_descriptor(self, descriptor: bytes, into: BlockMemory) -> PeerPool:
+        peer = msgspec.msgpack.decode(descriptor, type=UcxDescriptor)
+        return PeerPool(peer.name, peer.blocks, peer.block_bytes, lambda: UcxLink(peer, into))
