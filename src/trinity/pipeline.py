@@ -28,7 +28,7 @@ from trinity.metrics import Metrics
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.processor import MediaLimits, Processed, RequestProcessor
+from trinity.preprocess.processor import MediaLimits, ProcessedRequest, RequestProcessor
 from trinity.remote import supervisor
 from trinity.remote.instance_client import InstanceProcess
 from trinity.remote.supervisor import ProcessConfig
@@ -253,7 +253,7 @@ class Pipeline:
             text = f"{waiting} requests wait already; try later or raise max_waiting"
             raise Overloaded(text, request.request_id)
 
-    async def _prepared(self, stream: Stream) -> Processed | None:
+    async def _prepared(self, stream: Stream) -> ProcessedRequest | None:
         """The request's work with what is left of its deadline; None where that passed meanwhile."""
         request = stream.request
         self._preparing += 1

@@ -18,7 +18,7 @@ from trinity.core.messages import Failure, Finished, Value
 from trinity.errors import ClosedError, RequestError, TrinityError
 from trinity.metrics import SPANS
 from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.processor import Processed
+from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Output, Request, Token
 
 
@@ -41,7 +41,7 @@ class Stream:
 
     def __init__(self, host: Host, request: Request) -> None:
         self.request = request
-        self.processed: Processed | None = None
+        self.processed: ProcessedRequest | None = None
         self.arrived = time.monotonic()
         self.arrived_at = time.time()
         self._host = host
@@ -117,7 +117,7 @@ class Stream:
             pass
         return self.output
 
-    def begin(self, processed: Processed, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
+    def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
         self.processed = processed
         self._text = make_text(self.request.sampling.stop)
 
@@ -235,7 +235,7 @@ def late(request: Request) -> Failure:
     return Failure("DeadlineExceeded", f"the deadline of {request.deadline_s} s passed before the request was prepared")
 
 
-def with_time_left(processed: Processed, spent_s: float) -> Processed:
+def with_time_left(processed: ProcessedRequest, spent_s: float) -> ProcessedRequest:
     """The deadline counts from the submission: preparing the request has used some of it."""
     deadline = processed.work.deadline_s
     if deadline is None:

@@ -35,7 +35,7 @@ from trinity.errors import (
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media import MediaLimits
-from trinity.preprocess.processor import Processed
+from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Media, Request, Sampling
 from trinity.stream import with_time_left
 
@@ -155,7 +155,7 @@ def bomb() -> bytes:
 IMAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "missing": (lambda: "no/such/file.jpg", "there is no file"),
     "corrupt": (lambda: b"\x89PNG\r\n\x1a\n" + b"garbage" * 40, "corrupt"),
-    "not an image": (lambda: b"hello", "known format"),
+    "not an image": (lambda: b"hello", "supported format"),
     "truncated": (lambda: encoded("JPEG")[:400], "truncated"),
     "no bytes": (lambda: b"", "0 bytes"),
     "zero size": (lambda: np.zeros((0, 8, 3), np.uint8), "0"),
@@ -347,7 +347,7 @@ async def test_deadline_before_the_first_token() -> None:
 
 
 def test_preparing_uses_up_the_deadline() -> None:
-    timed, untimed = (Processed(Work(request="r", prompt=(1,), deadline_s=each)) for each in (2.0, None))
+    timed, untimed = (ProcessedRequest(Work(request="r", prompt=(1,), deadline_s=each)) for each in (2.0, None))
     assert with_time_left(timed, 0.5).work.deadline_s == 1.5
     assert with_time_left(timed, 5.0).work.deadline_s == 0.0
     assert with_time_left(untimed, 5.0) is untimed
@@ -358,7 +358,7 @@ async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.Monke
         prepare, post = pipe.processor.aprocess, pipe.post
         left: list[float] = []
 
-        async def slowly(request: Request) -> Processed:
+        async def slowly(request: Request) -> ProcessedRequest:
             await asyncio.sleep(0.05)
             return await prepare(request)
 

@@ -11,7 +11,7 @@ from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Sampled, Value, Work
 from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
 from trinity.metrics import SPANS
-from trinity.preprocess.processor import Processed
+from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Request, Sampling, Token
 from trinity.stream import Stream, to_error
 
@@ -25,7 +25,7 @@ class Desk:
 
     async def submit(self, stream: Stream) -> None:
         work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5)
-        stream.begin(Processed(work, (), True), lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
+        stream.begin(ProcessedRequest(work, (), True), lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
 
     def post(self, event: Value) -> None:
         self.posted.append(event)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.placeholder_runs import Runs
+from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.testing.checkpoints import ARCHITECTURES
 
 MULTIMODAL = tuple(name for name in ARCHITECTURES if name not in ("llama", "mistral"))
@@ -60,7 +60,7 @@ def tokenizer_of(name: str) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_ids_are_those_of_the_whole_text(name: str) -> None:
     tokenizer, placeholders = tokenizer_of(name)
-    runs, read = Runs(tokenizer, placeholders), list[str]()
+    runs, read = RunTokenizer(tokenizer, placeholders), list[str]()
 
     def tokenise(text: str) -> list[int]:
         read.append(text)
@@ -73,36 +73,36 @@ def test_ids_are_those_of_the_whole_text(name: str) -> None:
             for count in (1, 2, 300):
                 whole = text.format(token * count)
                 del read[:]
-                assert runs.ids(whole, tokenise) == tokenizer(whole)["input_ids"], (text, count)
+                assert runs.tokenize(whole, tokenise) == tokenizer(whole)["input_ids"], (text, count)
                 assert len(read) == 1, "no text of these is read twice"
                 assert len(read[0]) <= len(text.format(token * 4)), "a tokenizer reads one of each run"
 
 
 def test_runs_of_several_placeholders_side_by_side() -> None:
     words = Words()
-    runs, text = Runs(words, [2, 4]), "aIMGIMGIMGVIDVIDIMGbVIDaIMG"
+    runs, text = RunTokenizer(words, [2, 4]), "aIMGIMGIMGVIDVIDIMGbVIDaIMG"
     expected = words.ids(text)
     del words.read[:]
-    assert runs.ids(text, words.ids) == expected == [0, 2, 2, 2, 4, 4, 2, 1, 4, 0, 2]
+    assert runs.tokenize(text, words.ids) == expected == [0, 2, 2, 2, 4, 4, 2, 1, 4, 0, 2]
     assert words.read == ["aIMGVIDIMGbVIDaIMG"]
 
 
 def test_a_placeholder_that_joins_its_neighbour_is_left_in() -> None:
     words = Words(joined=True)
-    runs, text = Runs(words, [2, 4]), "IMGIMGIMG VIDVIDVID"
-    assert runs.ids(text, words.ids) == words.ids(text) == [3, 2, 4, 4, 4]
+    runs, text = RunTokenizer(words, [2, 4]), "IMGIMGIMG VIDVIDVID"
+    assert runs.tokenize(text, words.ids) == words.ids(text) == [3, 2, 4, 4, 4]
     assert words.read[-2] == "IMGIMGIMG VID"
 
 
 def test_where_a_run_is_part_of_another_token_the_whole_text_is_read() -> None:
     words = Words()
-    runs, text = Runs(words, [2]), "a IMGIMGS b"
+    runs, text = RunTokenizer(words, [2]), "a IMGIMGS b"
     del words.read[:]
-    assert runs.ids(text, words.ids) == [0, 2, 5, 1]
+    assert runs.tokenize(text, words.ids) == [0, 2, 5, 1]
     assert words.read == ["a IMGS b", text]
 
 
 def test_without_placeholders_texts_are_read_as_they_are() -> None:
     words = Words()
-    assert Runs(words, []).ids("aIMGIMGb", words.ids) == [0, 2, 2, 1]
+    assert RunTokenizer(words, []).tokenize("aIMGIMGb", words.ids) == [0, 2, 2, 1]
     assert words.read == ["aIMGIMGb"]

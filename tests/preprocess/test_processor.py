@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.loading import IMAGE_TEXT, load_processor, part_channels, recording
-from trinity.preprocess.processor import Processed, RequestProcessor
+from trinity.preprocess.loader import IMAGE_TEXT, load_processor, make_channels_contiguous, record_texts
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -195,7 +195,7 @@ def test_public_facts_of_a_model() -> None:
 @pytest.mark.parametrize("text", ["one text", ["one text"]])
 def test_what_a_processor_tells_its_tokenizer_is_kept_per_thread(text: Any) -> None:
     tokenizer, spoken = processor_of("llava").tokenizer, threading.local()
-    twin = recording(tokenizer, spoken)
+    twin = record_texts(tokenizer, spoken)
     assert twin(text, padding=True, truncation=True) == tokenizer(text)
     assert spoken.text == "one text"
     with ThreadPoolExecutor(1) as other:
@@ -212,7 +212,7 @@ def test_a_tokenizers_answer_for_a_processor_is_kept_and_never_written_to() -> N
 
     counting = copy.copy(tokenizer)
     counting.__class__ = Counting
-    twin = recording(counting, spoken)
+    twin = record_texts(counting, spoken)
     twin("one text")["added"] = [1]
     assert (twin("one text"), spoken.text) == (tokenizer("one text"), "one text")
     assert read["one text"] == 1
@@ -237,7 +237,7 @@ def test_channels_are_apart_in_memory_before_they_are_rescaled(name: str) -> Non
 
     looked = copy.copy(oracle_of(name).image_processor)
     looked.__class__ = Looking
-    part_channels(looked)
+    make_channels_contiguous(looked)
     for how in ({"image": np.moveaxis(given, -1, 0), "scale": 1 / 255}, {"image": given.T, "scale": 2.0}):
         right = oracle_of(name).image_processor.rescale(**how)
         assert np.array_equal(looked.rescale(**how), right)
@@ -246,5 +246,5 @@ def test_channels_are_apart_in_memory_before_they_are_rescaled(name: str) -> Non
 
 
 def test_processed_is_plain() -> None:
-    done: Processed = processor_of("llama").process(Request("Hello"))
+    done: ProcessedRequest = processor_of("llama").process(Request("Hello"))
     assert (done.inputs, done.clipped, done.work.media) == ((), False, ())

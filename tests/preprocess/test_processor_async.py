@@ -18,7 +18,7 @@ import torch
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, ClosedError
 from trinity.preprocess.media import read_image
-from trinity.preprocess.processor import Processed, RequestProcessor
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Media, Request, Sampling
 
 
@@ -33,7 +33,7 @@ def llava() -> Iterator[RequestProcessor]:
     processor.close()
 
 
-def same(one: Processed, other: Processed) -> bool:
+def same(one: ProcessedRequest, other: ProcessedRequest) -> bool:
     return (
         one.work == other.work
         and one.clipped == other.clipped
@@ -110,7 +110,7 @@ async def test_who_comes_first_of_a_burst_is_ready_before_others_are_read(monkey
 
     finish = processor._finish
 
-    def finished(plan: Any, items: Any) -> Processed:
+    def finished(plan: Any, items: Any) -> ProcessedRequest:
         seen.append(plan.request.request_id)
         return finish(plan, items)
 
@@ -130,8 +130,8 @@ async def test_one_bad_request_leaves_the_others_alone(llava: RequestProcessor) 
     results = await asyncio.gather(*(llava.aprocess(r) for r in (good, bad, good)), return_exceptions=True)
     assert isinstance(results[1], BadMedia)
     assert results[1].request_id == bad.request_id
-    assert isinstance(results[0], Processed)
-    assert isinstance(results[2], Processed)
+    assert isinstance(results[0], ProcessedRequest)
+    assert isinstance(results[2], ProcessedRequest)
 
 
 @pytest.mark.asyncio

@@ -61,7 +61,7 @@ def test_images_and_markers_must_be_equal_in_number(llava: RequestProcessor, mar
 
 def test_kinds_that_the_model_lacks(llava: RequestProcessor, llama: RequestProcessor) -> None:
     said = refused(llava, BadMedia, Request("<video>", media=[Media("video", b"")]))
-    assert "'llava' takes no media of kind 'video' here; it takes: image" in said
+    assert "'llava' takes no media of kind 'video' here; it takes image" in said
     assert "it takes: text only" in refused(llama, BadMedia, Request("<image>", images=[IMAGE]))
     assert "0 video item(s) given, but the prompt has 1 <video> marker" in refused(
         llava, BadMedia, Request("<video> what?")
@@ -130,7 +130,7 @@ def test_limits() -> None:
     tight = RequestProcessor(checkpoint("llava"), limits=limits)
     assert "limit max_images is 2" in refused(tight, BadMedia, Request("<image>" * 3, images=[IMAGE] * 3))
     large = np.zeros((100, 100, 3), np.uint8)
-    assert "allowed are 1 to 5000" in refused(tight, BadMedia, Request("<image>", images=[large]))
+    assert "max_pixels allows 1 to 5000" in refused(tight, BadMedia, Request("<image>", images=[large]))
     assert "prompt limit 40" in refused(
         tight, RequestTooLarge, Request("<image>" * 2 + "word " * 8, images=[IMAGE] * 2)
     )
@@ -161,7 +161,7 @@ def test_endless_text_is_refused_before_it_is_tokenised(
     llama: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama, "tokenizer", None)
-    assert "far beyond 2047 tokens" in refused(llama, RequestTooLarge, Request("a" * 3_000_000))
+    assert "far more than the limit of 2047 tokens" in refused(llama, RequestTooLarge, Request("a" * 3_000_000))
 
 
 BAD_MESSAGES: dict[str, Any] = {

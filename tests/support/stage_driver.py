@@ -14,8 +14,8 @@ from PIL import Image
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import Encode, Open, Prefill, Step
 from trinity.memory.block_memory import BlockMemory
-from trinity.preprocess.loading import IMAGE_TEXT, load_processor
-from trinity.preprocess.processor import Processed, RequestProcessor
+from trinity.preprocess.loader import IMAGE_TEXT, load_processor
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
@@ -44,7 +44,7 @@ def processor_of(name: str) -> RequestProcessor:
     return RequestProcessor(checkpoint(name))
 
 
-def processed(name: str, count: int, seed: int = 0, request: str | None = None) -> Processed:
+def processed(name: str, count: int, seed: int = 0, request: str | None = None) -> ProcessedRequest:
     asked = Request(
         TEXTS[count], images=pictures(count, seed), max_tokens=OUTPUTS, request_id=request or f"{count} images"
     )
@@ -113,7 +113,7 @@ def pull(source: Pool, theirs: Sequence[int], target: Pool, ours: Sequence[int])
 class Served:
     """A request on its way, and what came out."""
 
-    made: Processed
+    made: ProcessedRequest
     at_prefill: list[tuple[int, ...]] = field(default_factory=list)
     kv: tuple[int, ...] = ()
     done: int = 0
@@ -164,7 +164,7 @@ class Driver:
         self.steps += 1
         return Step(self.steps, "joint", **rows)
 
-    def add(self, *made: Processed) -> None:
+    def add(self, *made: ProcessedRequest) -> None:
         """Encode the media of ``made`` in one step, move the features to P and open the requests there."""
         encodes = []
         for each in made:

@@ -15,7 +15,7 @@ from PIL import Image
 from support import checkpoint_files
 from support.checkpoint_files import checkpoint
 from trinity.errors import UnknownName
-from trinity.preprocess.loading import load_processor
+from trinity.preprocess.loader import load_processor
 from trinity.testing import checkpoints
 from trinity.testing.checkpoints import ARCHITECTURES, MIDSIZE, build_checkpoint, build_midsize
 

@@ -10,7 +10,7 @@ from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
 from trinity.preprocess.media import MediaLimits
-from trinity.preprocess.processor import Processed, RequestProcessor
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASHED
 
@@ -41,7 +41,7 @@ class EmulatedProcessor(RequestProcessor):
         self.media_kinds = frozenset({"image"} if model.multimodal else ())
         self.multimodal = model.multimodal
 
-    def process(self, request: Request) -> Processed:
+    def process(self, request: Request) -> ProcessedRequest:
         """Process a request. Raises ``BadMedia``, ``RequestTooLarge`` or ``RequestError`` with the request's id."""
         check_request(request)
         if not isinstance(request, EmulatedRequest):
@@ -64,9 +64,9 @@ class EmulatedProcessor(RequestProcessor):
             stop_ids=frozenset(request.sampling.stop_token_ids),
             deadline_s=request.deadline_s,
         )
-        return Processed(work, clipped=request.max_tokens > room, emulated=True)
+        return ProcessedRequest(work, clipped=request.max_tokens > room, emulated=True)
 
-    async def aprocess(self, request: Request) -> Processed:
+    async def aprocess(self, request: Request) -> ProcessedRequest:
         if self._closed:
             raise ClosedError("the request processor is closed")
         return self.process(request)

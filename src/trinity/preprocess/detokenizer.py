@@ -1,4 +1,4 @@
-"""TextStream: output tokens to text, as they come, with stop strings."""
+"""TextStream: decodes output tokens to text one by one and cuts it at stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it."""
+    """Members that ``TextStream`` uses of a tokenizer; tokenizers of transformers have them."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]: ...
@@ -27,70 +27,79 @@ class Tokenizer(Protocol):
 
 
 @dataclass(slots=True)
-class Known:
-    """What is asked of a tokenizer for every token, kept in its cheapest form: a step has a token of each request.
+class TokenKinds:
+    """Cached answers of one tokenizer, since each step asks them for a token of every request.
 
-    ``decode``: ids to text, special tokens left out, where that needs no more than the tokenizer's backend. ``kinds``:
-    of each id that has come, whether its text may hang on what follows (a byte), or None where it adds nothing
-    (special, or an id that only pads the vocabulary). Holds no tokenizer, for it is kept as long as that lives.
+    - ``decode``: turns ids into text without special tokens by the tokenizer's backend alone; None where that is not
+      enough.
+    - ``special``: ids of special tokens.
+    - ``byte_tokens``: for each id seen, True for a byte-fallback token, whose text may depend on the tokens after it;
+      None for an id that adds no text (special, or only padding the vocabulary).
+
+    It holds no reference to the tokenizer, because it is cached for as long as the tokenizer lives.
     """
 
     decode: Callable[[list[int]], str] | None
     special: frozenset[int]
-    kinds: dict[int, bool | None] = field(default_factory=dict)
+    byte_tokens: dict[int, bool | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Known:
+    def of(cls, tokenizer: Tokenizer) -> TokenKinds:
         special = frozenset(token for token, entry in tokenizer.added_tokens_decoder.items() if entry.special)
         return cls(_backend_decode(tokenizer), special)
 
-    def kind(self, token_id: int, tokenizer: Tokenizer) -> bool | None:
-        if token_id not in self.kinds:
+    def is_byte_token(self, token_id: int, tokenizer: Tokenizer) -> bool | None:
+        """Look up an id in ``byte_tokens``, and fill in the entry at its first use."""
+        if token_id not in self.byte_tokens:
             piece: str | None = None if token_id in self.special else tokenizer.convert_ids_to_tokens(token_id)
-            self.kinds[token_id] = None if piece is None else _BYTE.fullmatch(piece) is not None
-        return self.kinds[token_id]
+            self.byte_tokens[token_id] = None if piece is None else _BYTE.fullmatch(piece) is not None
+        return self.byte_tokens[token_id]
 
 
-_known: WeakKeyDictionary[Tokenizer, Known] = WeakKeyDictionary()
+_token_kinds: WeakKeyDictionary[Tokenizer, TokenKinds] = WeakKeyDictionary()
 
 
 class TextStream:
-    """Text of one request's output, released as soon as no later token can change it.
+    """Decodes one request's output and releases text as soon as no later token can change it.
 
-    All text together equals ``tokenizer.decode(ids, skip_special_tokens=True)`` of all ids pushed, up to the stop
-    string that is complete first (of those complete at once: the longest). Held back are characters whose bytes are
-    not all there, byte-fallback tokens until their run ends (an invalid byte changes the whole run), and what may be
-    the beginning of a stop string. With ``prompt_ids`` the text is what the ids add to the prompt's text instead, so
-    that a space between the two is kept; the last few of its ids are enough.
+    - ``tokenizer``: tokenizer of the model.
+    - ``stop`` (none): strings at which the text ends. The one that is complete first counts; of several complete at
+      the same token, the longest.
+    - ``prompt_ids`` (none): ids of the prompt; the last few are enough. The text is then what the output adds to the
+      prompt's text, so that a space between the two is kept.
 
-    Each push decodes at most 16 tokens and those of a run of byte-fallback tokens that ends.
+    All released text together equals ``tokenizer.decode(ids, skip_special_tokens=True)`` of all ids pushed, up to the
+    stop string. Held back are incomplete characters, byte-fallback tokens until their run ends (an invalid byte
+    changes the whole run), and a possible beginning of a stop string.
+
+    Each push decodes at most 16 tokens, plus those of a run of byte-fallback tokens that ends with it.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
-        if tokenizer not in _known:
-            _known[tokenizer] = Known.of(tokenizer)
-        self._tokenizer, self._known = tokenizer, _known[tokenizer]
+        if tokenizer not in _token_kinds:
+            _token_kinds[tokenizer] = TokenKinds.of(tokenizer)
+        self._tokenizer, self._known = tokenizer, _token_kinds[tokenizer]
         self._text_of = self._known.decode or partial(tokenizer.decode, skip_special_tokens=True)
         self._stop = tuple(text for text in stop if text)
         self._longest = max(map(len, self._stop), default=1) - 1
-        visible = (token for token in reversed(prompt_ids) if self._known.kind(token, tokenizer) is not None)
+        visible = (token for token in reversed(prompt_ids) if self._known.is_byte_token(token, tokenizer) is not None)
         self._window = list(islice(visible, _KEEP))[::-1]
         self._shown = len(self._decode().rstrip(_INCOMPLETE))
         self._pending = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """Text to release now; "" where nothing is certain yet, or after a stop string."""
-        byte = self._known.kind(token_id, self._tokenizer)
+        """Add a token. Returns the text to release now: "" if nothing is certain yet, or after a stop string."""
+        byte = self._known.is_byte_token(token_id, self._tokenizer)
         if self.stopped or byte is None:
             return ""
         self._window.append(token_id)
         if byte:
             return ""
-        return self._release(self._settled()) if self._stop else self._settled()
+        return self._release(self._take_final()) if self._stop else self._take_final()
 
     def finish(self) -> str:
-        """What is still held back. May itself meet a stop string."""
+        """End the output. Returns the text that was held back, which may itself end at a stop string."""
         if self.stopped:
             return ""
         text = self._decode()[self._shown :]
@@ -102,14 +111,14 @@ class TextStream:
     def _decode(self) -> str:
         return self._text_of(self._window)
 
-    def _settled(self) -> str:
-        """Text of the window that is new and final; drops old tokens from the window now and then."""
+    def _take_final(self) -> str:
+        """Return the window's text that is new and final, and drop old tokens from the window now and then."""
         text = self._decode()
         final = _final_length(text)
         new = text[self._shown : final]
         self._shown = final
         if len(self._window) >= 2 * _KEEP:
-            # The first character may now decode to something else: it does so from here on, and is never shown again.
+            # The first character may now decode differently, but it has been shown and is never shown again.
             self._window = self._window[-_KEEP:]
             self._shown = _final_length(self._decode())
         return new
@@ -121,12 +130,12 @@ class TextStream:
             self.stopped = True
             released, self._pending = self._pending[: min(ends)[1]], ""
             return released
-        certain = len(self._pending) - self._beginning()
+        certain = len(self._pending) - self._stop_prefix()
         released, self._pending = self._pending[:certain], self._pending[certain:]
         return released
 
-    def _beginning(self) -> int:
-        """Length of the longest end of the pending text with which a stop string begins."""
+    def _stop_prefix(self) -> int:
+        """Measure the longest suffix of the pending text that begins a stop string, in characters."""
         for length in range(min(self._longest, len(self._pending)), 0, -1):
             if any(stop.startswith(self._pending[-length:]) for stop in self._stop):
                 return length
@@ -134,12 +143,12 @@ class TextStream:
 
 
 def _final_length(text: str) -> int:
-    """Only the last character can be incomplete: an invalid byte before it stays what it is."""
+    """Count the characters that cannot change: only the last can be incomplete, an invalid byte before it stays."""
     return len(text) - text.endswith(_INCOMPLETE)
 
 
 def _backend_decode(tokenizer: Tokenizer) -> Callable[[list[int]], str] | None:
-    """What ``decode`` calls, where transformers only passes it on to ``tokenizers``: a third of the time."""
+    """Return the Rust backend's ``decode`` if the tokenizer's only forwards to it: it takes a third of the time."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     written = {name: getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")}
     passed_on = written == {

@@ -1,4 +1,4 @@
-"""Reading of media items: whatever a user calls an image becomes one RGB image, or ``MediaProblem`` says why not."""
+"""Reads an image from a path, bytes, an array, a PIL image or a URL, as one upright RGB image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 if TYPE_CHECKING:
     from PIL import Image
 
-# Formats that Pillow decodes itself; others, such as EPS, would start foreign programs.
+# Formats that Pillow decodes itself; others, such as EPS, would start other programs.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _CHUNK = 1 << 16
 _lazy = threading.Lock()
@@ -25,14 +25,15 @@ _lazy = threading.Lock()
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on the media and the prompt of one request.
 
-    - ``max_pixels`` (pixels, 64 million): of each image, decoded. Pillow's own guard against decompression bombs
+    - ``max_pixels`` (pixels, 64 million): size of each decoded image. Pillow's own guard against decompression bombs
       (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds as well.
-    - ``max_images`` (images, 64): of one request.
-    - ``max_image_bytes`` (bytes, 64 MiB): of each image, before it is decoded.
-    - ``max_prompt_tokens`` (tokens, None): with placeholders expanded. None: the model's context is the only limit.
-    - ``allow_urls`` (False): fetch http(s) addresses that users name, those of the server's own network included.
-      Allow it to trusted users only.
-    - ``url_timeout_s`` (seconds, 10): for one fetch as a whole.
+    - ``max_images`` (images, 64): number of images in one request.
+    - ``max_image_bytes`` (bytes, 64 MiB): size of each image before it is decoded.
+    - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
+      context limits it.
+    - ``allow_urls`` (False): fetch http(s) URLs that users give, including addresses in the server's own network.
+      Allow it for trusted users only.
+    - ``url_timeout_s`` (seconds, 10): limit for one whole fetch.
     """
 
     max_pixels: int = 64_000_000
@@ -44,31 +45,33 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaProblem(Exception):
-    """Why an item cannot be used, in words; becomes BadMedia where the request is known."""
+    """Reason why an item cannot be used; becomes ``BadMedia`` where the request is known."""
 
 
 def read_image(source: Any, limits: MediaLimits) -> Image.Image:
-    """One RGB image [H, W], upright after its EXIF orientation, transparency over white.
+    """Read one RGB image [H, W], turned upright by its EXIF orientation, transparency over white.
 
     ``source``: a path, encoded bytes, a PIL image, a uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or an
-    http(s) URL. Of an animation the first frame is taken. Raises ``MediaProblem``.
+    http(s) URL. An animation yields its first frame. Raises ``MediaProblem``.
     """
     image = _open(source, limits)
     pixels = image.width * image.height
     if not 0 < pixels <= limits.max_pixels:
-        raise MediaProblem(f"has {image.width} x {image.height} pixels; allowed are 1 to {limits.max_pixels}")
+        raise MediaProblem(
+            f"has {image.width} x {image.height} pixels; the limit max_pixels allows 1 to {limits.max_pixels}"
+        )
     try:
-        with _lazy:  # Pillow decodes at first use, and the same image may be part of two requests
+        with _lazy:  # Pillow decodes at first use, and two requests may share an image
             image.load()
         return _to_rgb(_upright(image))
     except MediaProblem:
         raise
-    except Exception as exc:  # decoders raise whatever broken data drives them to
-        raise MediaProblem(f"cannot be decoded ({_words(exc)}); is it truncated or corrupt?") from exc
+    except Exception as exc:  # decoders raise anything on broken data
+        raise MediaProblem(f"cannot be decoded ({_describe_error(exc)}); is it truncated or corrupt?") from exc
 
 
 def image_digest(image: Image.Image) -> str:
-    """Identifies the pixels of an RGB image, whichever file or array they came from."""
+    """Hash the pixels of an RGB image, so that equal pixels from any file or array have equal digests."""
     digest = hashlib.blake2b(f"{image.mode} {image.width} {image.height} ".encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
@@ -102,7 +105,7 @@ def _from_array(array: Any) -> Image.Image:
             "give uint8 of shape [height, width, 3], or [height, width] for grey"
         )
     if 0 in array.shape:
-        raise MediaProblem(f"is an array of shape {list(array.shape)}, which holds no pixel")
+        raise MediaProblem(f"is an array of shape {list(array.shape)}, which has no pixels")
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
@@ -111,17 +114,17 @@ def _from_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
 
     _check_bytes(len(data), limits)
     if not data:
-        raise MediaProblem("holds no data (0 bytes)")
+        raise MediaProblem("is empty (0 bytes)")
     Image.init()
     try:
         return Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
-        raise MediaProblem(f"looks like a decompression bomb ({_words(exc)})") from exc
+        raise MediaProblem(f"looks like a decompression bomb ({_describe_error(exc)})") from exc
     except UnidentifiedImageError as exc:
         known = ", ".join(_FORMATS)
-        raise MediaProblem(f"is not an image in a known format ({known}), or is corrupt") from exc
+        raise MediaProblem(f"is not an image in a supported format ({known}), or is corrupt") from exc
     except Exception as exc:
-        raise MediaProblem(f"cannot be opened ({_words(exc)}); is it truncated or corrupt?") from exc
+        raise MediaProblem(f"cannot be opened ({_describe_error(exc)}); is it truncated or corrupt?") from exc
 
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
@@ -134,9 +137,9 @@ def _read_file(path: Path, limits: MediaLimits) -> bytes:
         with path.open("rb") as file:
             return file.read(limits.max_image_bytes + 1)
     except FileNotFoundError as exc:
-        raise MediaProblem(f"there is no file {shown}") from exc
+        raise MediaProblem(f"there is no file {shown}; check the path") from exc
     except (OSError, ValueError) as exc:
-        raise MediaProblem(f"cannot read {shown} ({_words(exc)})") from exc
+        raise MediaProblem(f"cannot read {shown} ({_describe_error(exc)})") from exc
 
 
 def _check_bytes(size: int, limits: MediaLimits) -> None:
@@ -155,12 +158,12 @@ def _fetch(url: str, limits: MediaLimits) -> bytes:
             return _read_answer(answer, limits)
     except MediaProblem:
         raise
-    except Exception as exc:  # urllib lets socket, ssl and http errors through
-        raise MediaProblem(f"{shown} cannot be fetched ({_words(exc)})") from exc
+    except Exception as exc:  # urllib passes on socket, ssl and http errors
+        raise MediaProblem(f"{shown} cannot be fetched ({_describe_error(exc)})") from exc
 
 
 def _http_only() -> Any:
-    """An opener without file:, ftp: and data:, so that no redirect leads there."""
+    """Make an opener without file:, ftp: and data:, so that no redirect leads there."""
     from urllib import request
 
     opener = request.OpenerDirector()
@@ -183,7 +186,7 @@ def _read_answer(answer: Any, limits: MediaLimits) -> bytes:
     while chunk := answer.read1(_CHUNK):  # read() would wait for the whole chunk, however slowly it drips
         parts.append(chunk)
         if time.monotonic() > deadline:
-            raise MediaProblem(f"was not fetched within url_timeout_s, {limits.url_timeout_s:g} s")
+            raise MediaProblem(f"took longer to fetch than url_timeout_s ({limits.url_timeout_s:g} s)")
         size += len(chunk)
         _check_bytes(size, limits)
     return b"".join(parts)
@@ -215,5 +218,5 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
 
 
-def _words(exc: BaseException) -> str:
+def _describe_error(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc!s:.200}" if str(exc) else type(exc).__name__

@@ -1,4 +1,4 @@
-"""ItemReader: one image through the model's own processor, alone, so that its features can be cached and batched."""
+"""ItemReader: preprocesses images one by one with the model's own processor, to cache and batch features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trinity.errors import ConfigError
-from trinity.preprocess.loading import LoadedProcessor
+from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import MediaProblem, image_digest
 
 if TYPE_CHECKING:
@@ -17,12 +17,21 @@ if TYPE_CHECKING:
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-_SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # pixels, of synthetic images
+_SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # of synthetic images, in pixels
 _DEFAULT_SIDE = 336
 
 
-class Item(msgspec.Struct, frozen=True):
-    """A preprocessed media item: ``expansion`` is the text that takes its placeholder's place, with ``tokens`` rows."""
+class MediaItem(msgspec.Struct, frozen=True):
+    """A preprocessed media item.
+
+    - ``kind``: "image".
+    - ``expansion``: text that replaces the item's placeholder.
+    - ``tokens``: visual tokens in the expansion.
+    - ``inputs``: tensors for the model's encoder, by name.
+    - ``content``: digest of pixels and processor, the key of the image cache.
+    - ``meta``: inputs of the position computation, by name.
+    - ``width``, ``height`` (pixels, 0): size of the image that was read.
+    """
 
     kind: str
     expansion: str
@@ -35,30 +44,32 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class ItemReader:
-    """Runs the model's own processor on one item with only its placeholder as text."""
+    """Runs the model's own processor on one image, with only its placeholder as text."""
 
     def __init__(self, loaded: LoadedProcessor) -> None:
         self._loaded = loaded
         self._fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
 
-    def read(self, image: Image.Image) -> Item:
-        """Preprocess one RGB image. Raises ``MediaProblem`` where the model's processor refuses it."""
+    def read(self, image: Image.Image) -> MediaItem:
+        """Preprocess one RGB image. Raises ``MediaProblem`` if the model's processor refuses it."""
         loaded = self._loaded
         token = loaded.placeholders["image"].token
         try:
             output = dict(loaded.processor(images=[image], text=token, return_tensors="pt"))
-        except Exception as exc:  # processors raise whatever odd sizes drive them to
+        except Exception as exc:  # processors raise anything on odd sizes
             raise MediaProblem(f"the model's processor refuses it ({type(exc).__name__}: {exc})") from exc
         ids = output["input_ids"][0].tolist()
         tokens = sum(number in loaded.media_token_ids for number in ids)
         if tokens == 0:
-            raise MediaProblem("the model's processor makes no visual token of it; it is too small")
+            raise MediaProblem(
+                "the model's processor makes no visual token of it: it is too small, give a larger image"
+            )
         inputs = {name: value for name, value in output.items() if name not in _TEXT_KEYS}
         content = f"{image_digest(image)}-{self._fingerprint}"
-        return Item("image", loaded.spoken.text, tokens, inputs, content, _meta(inputs), *image.size)
+        return MediaItem("image", loaded.last_call.text, tokens, inputs, content, _position_inputs(inputs), *image.size)
 
-    def numbered(self, expansion: str, index: int) -> str:
-        """Where a processor numbers the images of a prompt (MiniCPM-V), the number that this one has there."""
+    def number_expansion(self, expansion: str, index: int) -> str:
+        """Put the image's number into its expansion, for processors that number a prompt's images (MiniCPM-V)."""
         tokenizer = self._loaded.tokenizer
         start = getattr(tokenizer, "image_id_start_token", None)
         end = getattr(tokenizer, "image_id_end_token", None)
@@ -67,8 +78,11 @@ class ItemReader:
             return f"{start}{index}{end}" + expansion.removeprefix(alone)
         return expansion
 
-    def synthetic(self, tokens: int | None) -> Item:
-        """An image of about ``tokens`` visual tokens, or of a common size. Raises ``ConfigError`` for text models."""
+    def make_synthetic(self, tokens: int | None) -> MediaItem:
+        """Preprocess a synthetic image of about ``tokens`` visual tokens; None: of 336 x 336 pixels.
+
+        Raises ``ConfigError`` for a text-only model.
+        """
         if self._loaded.processor is None:
             raise ConfigError("a text-only model has no images to profile")
         if tokens is None:
@@ -83,13 +97,13 @@ class ItemReader:
         return best
 
 
-def _meta(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What positions are computed from: one row per item, without the axis of items."""
+def _position_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Select what positions are computed from, without the axis of items."""
     return {name: inputs[name][0].tolist() for name in _POSITION_KEYS if name in inputs}
 
 
 def _fingerprint(processor: Any) -> str:
-    """Changes with everything that decides features besides the pixels: class, backend, sizes, library versions."""
+    """Hash everything but the pixels that decides features: class, backend, sizes, library versions."""
     import PIL
     import transformers
 

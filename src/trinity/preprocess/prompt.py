@@ -1,4 +1,4 @@
-"""From a request's prompt to text with the model's own media placeholders, and what is said about a wrong one."""
+"""Checks a request's prompt and splits it at its media, with the model's own markers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-KINDS = ("image", "video", "audio")
+PROMPT_MEDIA_KINDS = ("image", "video", "audio")
 _MARKER = re.compile("<(image|video|audio)>")
 _PART_KEYS = {"type", "text"}
 
 
 class PromptProblem(Exception):
-    """Why a prompt cannot be used. ``media``: it is about media, and becomes BadMedia."""
+    """Reason why a prompt cannot be used. ``media``: it concerns media, and becomes ``BadMedia``."""
 
     def __init__(self, message: str, media: bool = True) -> None:
         super().__init__(message)
@@ -23,10 +23,11 @@ class PromptProblem(Exception):
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model marks a media item in its text.
+    """Markup of one kind of media in a model's text.
 
-    ``token`` is what its processor replaces by the expanded placeholder; ``marker`` what stands for a neutral marker
-    in raw text (it contains ``token`` once). ``reserved`` must not occur in a user's own text.
+    - ``token``: placeholder that the model's processor expands.
+    - ``marker``: text that replaces ``<image>`` and the like in raw text; it has ``token`` once.
+    - ``reserved`` (none): tokens that must not occur in a user's own text.
     """
 
     token: str
@@ -35,23 +36,28 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptText(msgspec.Struct, frozen=True):
-    """``pieces`` has the text around each media item: one more than ``kinds``, which names the items in order."""
+    """A prompt split at its media.
+
+    - ``pieces``: text around the items, one more than there are items.
+    - ``kinds``: kind of each item, in order.
+    - ``rendered`` (False): written by a chat template, which may have added the first special token.
+    """
 
     pieces: tuple[str, ...]
     kinds: tuple[str, ...]
-    rendered: bool = False  # by a chat template, which may have written the first special token
+    rendered: bool = False
 
 
-def from_markers(prompt: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]) -> PromptText:
-    """Raw text in which each ``<image>``, ``<video>`` or ``<audio>`` becomes the model's own marker.
+def split_at_markers(prompt: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]) -> PromptText:
+    """Split raw text at each ``<image>``, ``<video>`` or ``<audio>``, which becomes the model's own marker.
 
-    ``counts`` are the given items by kind. Raises ``PromptProblem`` where markers and items differ in number.
+    ``counts``: number of given items by kind. Raises ``PromptProblem`` if markers and items differ in number.
     """
     texts = _MARKER.split(prompt)  # text, kind, text, kind, ..., text
     plain, kinds = texts[::2], tuple(texts[1::2])
     _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)")
     for text in plain:
-        check_plain(text, placeholders)
+        check_user_text(text, placeholders)
     pieces = [""]
     for text, kind in zip(plain, (*kinds, None), strict=True):
         pieces[-1] += text
@@ -62,8 +68,13 @@ def from_markers(prompt: str, placeholders: Mapping[str, Placeholder], counts: M
     return PromptText(tuple(pieces), kinds)
 
 
-def from_template(rendered: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]) -> PromptText:
-    """Text that a chat template wrote, in which the model's own placeholders stand already."""
+def split_rendered_chat(
+    rendered: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]
+) -> PromptText:
+    """Split text that a chat template wrote, which has the model's own placeholders already.
+
+    Raises ``PromptProblem`` if placeholders and items (``counts`` by kind) differ in number.
+    """
     kinds_of = {placeholder.token: kind for kind, placeholder in placeholders.items()}
     if not kinds_of:
         return PromptText((rendered,), (), True)
@@ -73,10 +84,10 @@ def from_template(rendered: str, placeholders: Mapping[str, Placeholder], counts
     return PromptText(tuple(texts[::2]), kinds, True)
 
 
-def chat_parts(
+def build_chat(
     messages: Sequence[Mapping[str, Any]], placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content as parts, or for text-only models as one string.
+    """Build messages as chat templates read them: content as parts, or for text-only models as one string.
 
     A part {"type": "image"} takes the next image of the request. Raises ``PromptProblem``.
     """
@@ -91,20 +102,20 @@ def chat_parts(
     _check_counts(seen, counts, "messages= has {wanted} {kind} part(s)")
     texts = [part["text"] for message in chat for part in message["content"] if part["type"] == "text"]
     for text in texts:
-        check_plain(text, placeholders)
+        check_user_text(text, placeholders)
     if not placeholders:
         chat = [{**message, "content": "".join(part["text"] for part in message["content"])} for message in chat]
     return chat
 
 
-def check_plain(text: str, placeholders: Mapping[str, Placeholder]) -> None:
-    """Raise ``PromptProblem`` where a user's own text holds what stands for media in this model."""
+def check_user_text(text: str, placeholders: Mapping[str, Placeholder]) -> None:
+    """Raise ``PromptProblem`` if a user's own text contains a token that this model reserves for media."""
     for kind, placeholder in placeholders.items():
         for token in {placeholder.token, *placeholder.reserved}:
             if token in text:
                 raise PromptProblem(
-                    f"the text holds {token!r}, which this model reserves for media; "
-                    f'write <{kind}> in prompt=, or a part {{"type": "{kind}"}} in messages=, where an item goes'
+                    f"the text contains {token!r}, which this model reserves for media; "
+                    f'write <{kind}> in prompt=, or a part {{"type": "{kind}"}} in messages=, where an item belongs'
                 )
 
 
@@ -120,18 +131,18 @@ def _part(part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind in KINDS and set(part) <= _PART_KEYS:
+    if kind in PROMPT_MEDIA_KINDS and set(part) <= _PART_KEYS:
         return {"type": kind}
-    known = ", ".join(f'{{"type": "{kind}"}}' for kind in KINDS)
+    known = ", ".join(f'{{"type": "{kind}"}}' for kind in PROMPT_MEDIA_KINDS)
     raise PromptProblem(
-        f'a part must be {{"type": "text", "text": ...}} or one of {known}, whose items are given in images= or media= '
-        f"of the request; got {part!r:.80}"
+        f'a part must be {{"type": "text", "text": ...}} or one of {known}, with its item in the '
+        f"request's images= or media=; got {part!r:.80}"
     )
 
 
-def _check_counts(found: Mapping[str, int], given: Mapping[str, int], what: str) -> None:
+def _check_counts(found: Mapping[str, int], given: Mapping[str, int], message: str) -> None:
     for kind in sorted({*found, *given}):
         wanted, have = found.get(kind, 0), given.get(kind, 0)
         if wanted != have:
-            said = what.format(wanted=wanted, kind=kind)
+            said = message.format(wanted=wanted, kind=kind)
             raise PromptProblem(f"{have} {kind} item(s) given, but {said}; the numbers must be equal")

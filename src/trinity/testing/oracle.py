@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from trinity.preprocess.loading import load
+from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media import MediaLimits, read_image
-from trinity.preprocess.prompt import from_markers
+from trinity.preprocess.prompt import split_at_markers
 from trinity.request import Request, Sampling
 
 
@@ -43,7 +43,7 @@ class Oracle:
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        self._loaded = load(Path(model_dir))
+        self._loaded = load_tokenizer_and_processor(Path(model_dir))
         self._model = self._load_model(Path(model_dir), dtype)
 
     def _load_model(self, directory: Path, dtype: torch.dtype) -> Any:
@@ -95,7 +95,7 @@ class Oracle:
     def _inputs(self, request: Request) -> dict[str, Any]:
         assert isinstance(request.prompt, str), "the oracle takes prompt="
         media = request.all_media()
-        text = from_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
+        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
         if self._loaded.processor is None:
             return dict(self._loaded.tokenizer(text.pieces[0], return_tensors="pt"))
         images = [read_image(item.source, MediaLimits()) for item in media]

@@ -1,6 +1,6 @@
-"""Loading of a model's config, tokenizer and own processor, without torchvision: always with the PIL backend.
+"""Loads a model's config, tokenizer and processor, always with the PIL backend.
 
-PIL and torchvision yield different pixels, so that one backend is used everywhere, whatever is installed.
+PIL and torchvision yield different pixels: one backend is used everywhere, whatever is installed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.preprocess.placeholder_runs import Runs
+from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.prompt import Placeholder
 
-_MOST_KNOWN = 64  # texts of which a tokenizer's answer is kept: of the size of a prompt each
+_MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 _VIDEO_FIELDS = (
     "merge_size",
     "patch_size",
@@ -32,9 +32,10 @@ _VIDEO_FIELDS = (
 
 
 class ImageText(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's images stand in raw text: ``marker`` around the processor's own token.
+    """Markup of images in a model's raw text.
 
-    ``atomic``: attention is bidirectional inside an image, so that no chunk may cut it.
+    - ``marker`` ("{token}"): text of one image; ``{token}`` stands for the processor's own image token.
+    - ``atomic`` (False): attention is bidirectional inside an image, so that no chunk of a prefill may cut it.
     """
 
     marker: str = "{token}"
@@ -56,52 +57,61 @@ IMAGE_TEXT: dict[str, ImageText] = {
     "qwen3_vl": _QWEN,
     "smolvlm": ImageText(),
 }
-"""By transformers' ``model_type``. Add yours where ``<image>`` in raw text means more than the processor's token."""
+"""Markup by transformers' ``model_type``. Add a model where ``<image>`` stands for more than the processor's token."""
 
 
 class LoadedProcessor(msgspec.Struct, frozen=True):
-    """``processor`` is None for text-only models; ``spoken`` yields the text that it gave its tokenizer last.
+    """Config, tokenizer and processor of one model.
 
-    ``runs`` is how texts with expanded placeholders are to be tokenised.
+    - ``config``, ``tokenizer``: as transformers loads them.
+    - ``processor``: the model's own; None for a text-only model.
+    - ``last_call``: its ``text`` is what the processor passed to its tokenizer last, on this thread.
+    - ``eos_ids``: token ids that end an output.
+    - ``placeholders``: by kind of media.
+    - ``media_token_ids``: ids of the prompt's rows that features replace.
+    - ``run_tokenizer``: tokenizes texts with expanded placeholders.
+    - ``atomic`` (False): as in ``ImageText``.
     """
 
     config: Any
     tokenizer: Any
     processor: Any
-    spoken: threading.local
+    last_call: threading.local
     eos_ids: frozenset[int]
     placeholders: dict[str, Placeholder]
     media_token_ids: frozenset[int]
-    runs: Runs
+    run_tokenizer: RunTokenizer
     atomic: bool = False
 
 
-def load(model_dir: Path) -> LoadedProcessor:
-    """Everything the request processor needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
+def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
+    """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
     check_directory(model_dir)
     config = _load_config(model_dir)
-    with _explained(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
+    with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
         from transformers import AutoTokenizer
 
         load_tokenizer: Any = AutoTokenizer.from_pretrained
         tokenizer = load_tokenizer(model_dir, local_files_only=True)
         tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
-    spoken, media_ids = threading.local(), _media_ids(config)
-    with _explained(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
-        runs = Runs(tokenizer, sorted(media_ids))
-        processor = load_processor(model_dir, config, recording(tokenizer, spoken))
+    last_call, media_ids = threading.local(), _media_ids(config)
+    with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
+        run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
+        processor = load_processor(model_dir, config, record_texts(tokenizer, last_call))
     eos_ids = _eos_ids(model_dir, config, tokenizer)
     if processor is None:
         _check_text_only(config)
-        return LoadedProcessor(config, tokenizer, None, spoken, eos_ids, {}, frozenset(), runs)
-    part_channels(processor.image_processor)
+        return LoadedProcessor(config, tokenizer, None, last_call, eos_ids, {}, frozenset(), run_tokenizer)
+    make_channels_contiguous(processor.image_processor)
     text = IMAGE_TEXT.get(config.model_type, ImageText())
     placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
-    return LoadedProcessor(config, tokenizer, processor, spoken, eos_ids, placeholders, media_ids, runs, text.atomic)
+    return LoadedProcessor(
+        config, tokenizer, processor, last_call, eos_ids, placeholders, media_ids, run_tokenizer, text.atomic
+    )
 
 
 def check_directory(model_dir: Path) -> None:
-    """Raise ``ConfigError`` where there is no checkpoint."""
+    """Raise ``ConfigError`` if the directory holds no checkpoint."""
     if not (model_dir / "config.json").is_file():
         missing = "has no config.json" if model_dir.is_dir() else "does not exist"
         raise ConfigError(
@@ -109,52 +119,51 @@ def check_directory(model_dir: Path) -> None:
         )
 
 
-def recording(tokenizer: Any, spoken: threading.local) -> Any:
-    """A twin of ``tokenizer`` that leaves the text of each call in ``spoken.text``, per thread.
+def record_texts(tokenizer: Any, last_call: threading.local) -> Any:
+    """Copy ``tokenizer`` so that each call leaves its text in ``last_call.text``, per thread.
 
-    It never pads or truncates: that would change the shared Rust tokenizer while other threads read it. It keeps some
-    answers: images of one size have the same text.
+    The copy never pads or truncates: that would change the shared Rust tokenizer while other threads read it. It caches
+    some results, since images of one size have the same text.
     """
     known: dict[str, Any] = {}
 
-    class Recording(type(tokenizer)):  # type: ignore[misc]
+    class RecordingTokenizer(type(tokenizer)):  # type: ignore[misc]
         def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-            spoken.text = text if isinstance(text, str) else text[0]
-            asked = repr((text, args, sorted(kwargs.items())))
-            answer = known.get(asked)
+            last_call.text = text if isinstance(text, str) else text[0]
+            key = repr((text, args, sorted(kwargs.items())))
+            answer = known.get(key)
             if answer is None:
                 answer = super().__call__(text, *args, **{**kwargs, "padding": False, "truncation": False})
-                if len(known) >= _MOST_KNOWN:
+                if len(known) >= _MOST_CACHED:
                     known.clear()
-                known[asked] = answer
-            return copy.copy(answer)  # processors write what they add to it into it
+                known[key] = answer
+            return copy.copy(answer)  # processors add their own entries to it
 
     twin = copy.copy(tokenizer)
-    twin.__class__ = Recording
+    twin.__class__ = RecordingTokenizer
     return twin
 
 
-def part_channels(images: Any) -> None:
-    """Have an image processor move an image's channels apart in memory before it rescales them.
+def make_channels_contiguous(images: Any) -> None:
+    """Make an image processor copy each image to contiguous channels before it rescales it.
 
-    Its arrays are [channels, height, width] over bytes in the order of pixels, where numpy takes a channel's mean from
-    three numbers at a time: three times as long. What it computes stays the same, to the bit.
+    Its arrays have shape [channels, height, width] but lie in memory pixel by pixel, where numpy takes three times as
+    long for a channel's mean. The results stay the same, to the bit.
     """
     import numpy as np
 
-    class Parted(type(images)):  # type: ignore[misc]
+    class ContiguousChannels(type(images)):  # type: ignore[misc]
         def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
             return super().rescale(np.ascontiguousarray(image), *args, **kwargs)
 
-    Parted.__name__ = type(images).__name__  # transformers keys settings by this name
-    images.__class__ = Parted
+    ContiguousChannels.__name__ = type(images).__name__  # transformers keys settings by this name
+    images.__class__ = ContiguousChannels
 
 
 def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
-    """The transformers processor in ``model_dir``, or None where the model has none (text only).
+    """Load the transformers processor in ``model_dir``; None if the model has none (text only).
 
-    A processor that asks for a video processor gets a stand-in without function.
-    Raises whatever transformers raises on malformed files.
+    A processor that requires a video processor gets ``NoVideo``. Raises whatever transformers raises on malformed files.
     """
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
@@ -168,11 +177,11 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
     wanted = [parts[name] for name in processor_class.get_attributes()]
-    return _accepting_stand_in(processor_class).from_args_and_dict(wanted, settings)
+    return _accept_stand_in(processor_class).from_args_and_dict(wanted, settings)
 
 
 def _processor_class(model_dir: Path, config: Any) -> Any:
-    """The class named by the checkpoint's files, else the one that transformers knows for this config."""
+    """Find the class that the checkpoint's files name, else the one that transformers has for this config."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -193,14 +202,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _accepting_stand_in(processor_class: Any) -> Any:
+def _accept_stand_in(processor_class: Any) -> Any:
     class WithoutVideo(processor_class):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if isinstance(argument, NoVideo):
                 return NoVideo
             return super().check_argument_for_proper_class(argument_name, argument)
 
-        def __repr__(self) -> str:  # transformers' own writes every part as JSON, which the stand-in is not
+        def __repr__(self) -> str:  # transformers' own writes every part as JSON, which NoVideo does not support
             return str(processor_class.__name__)
 
     WithoutVideo.__name__ = processor_class.__name__  # transformers keys settings by this name
@@ -208,7 +217,7 @@ def _accepting_stand_in(processor_class: Any) -> Any:
 
 
 class NoVideo:
-    """Fills the place of a video processor, which would need torchvision; ``images`` lends it its sizes."""
+    """Stands in for a video processor, which would need torchvision; takes its sizes from ``images``."""
 
     model_input_names: tuple[str, ...] = ()
 
@@ -225,27 +234,27 @@ def _load_config(model_dir: Path) -> Any:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as exc:
         raise UnsupportedModel(
-            f"{str(model_dir)!r} is of no architecture that transformers knows; {_how_to()}"
+            f"{str(model_dir)!r} has an architecture that transformers does not know; {_how_to_add()}"
         ) from exc
 
 
-def _how_to() -> str:
+def _how_to_add() -> str:
     known = ", ".join(sorted(IMAGE_TEXT))
     return (
-        f"known are {known}, and text-only causal language models. To add one: its processor needs an image_token and "
-        "its config an image_token_id; describe its markers in trinity.preprocess.loading.IMAGE_TEXT, and register a "
-        "model adapter under the entry point group trinity.models"
+        f"supported are {known}, and text-only causal language models. To add a model: its processor needs an "
+        "image_token and its config an image_token_id; describe its markers in trinity.preprocess.loader.IMAGE_TEXT, "
+        "and register a model adapter under the entry point group trinity.models"
     )
 
 
 @contextmanager
-def _explained(what: str, error: type[ConfigError]) -> Iterator[None]:
+def _explain_failure(what: str, error: type[ConfigError]) -> Iterator[None]:
     try:
         yield
     except ConfigError:
         raise
-    except Exception as exc:  # transformers lets whatever its readers raise through
-        hint = _how_to() if error is UnsupportedModel else "is the checkpoint complete?"
+    except Exception as exc:  # transformers passes on whatever its readers raise
+        hint = _how_to_add() if error is UnsupportedModel else "is the checkpoint complete?"
         raise error(f"{what} ({type(exc).__name__}: {exc}); {hint}") from exc
 
 
@@ -253,7 +262,7 @@ def _check_text_only(config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModel(f"model type {config.model_type!r} is no causal language model; {_how_to()}")
+        raise UnsupportedModel(f"model type {config.model_type!r} is not a causal language model; {_how_to_add()}")
 
 
 def _placeholder(
@@ -261,7 +270,7 @@ def _placeholder(
 ) -> Placeholder:
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not media_ids:
-        raise UnsupportedModel(f"model type {config.model_type!r} names no placeholder for images; {_how_to()}")
+        raise UnsupportedModel(f"model type {config.model_type!r} has no placeholder token for images; {_how_to_add()}")
     reserved = tuple(tokenizer.convert_ids_to_tokens(sorted(media_ids)))
     return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved)
 
@@ -272,7 +281,7 @@ def _media_ids(config: Any) -> frozenset[int]:
 
 
 def _eos_ids(model_dir: Path, config: Any, tokenizer: Any) -> frozenset[int]:
-    """As generate() finds them: the generation config's, else the model config's, else the tokenizer's."""
+    """Find the end-of-sequence ids as generate() does: generation config, else model config, else tokenizer."""
     text = config.get_text_config()
     named = _read_json(model_dir / "generation_config.json").get("eos_token_id")
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
