@@ -62,7 +62,7 @@ def test_images_and_markers_must_be_equal_in_number(llava: RequestProcessor, mar
 def test_kinds_that_the_model_lacks(llava: RequestProcessor, llama: RequestProcessor) -> None:
     said = refused(llava, BadMedia, Request("<video>", media=[Media("video", b"")]))
     assert "'llava' takes no media of kind 'video' here; it takes image" in said
-    assert "it takes: text only" in refused(llama, BadMedia, Request("<image>", images=[IMAGE]))
+    assert "it takes text only" in refused(llama, BadMedia, Request("<image>", images=[IMAGE]))
     assert "0 video item(s) given, but the prompt has 1 <video> marker" in refused(
         llava, BadMedia, Request("<video> what?")
     )

@@ -163,7 +163,7 @@ def make_channels_contiguous(images: Any) -> None:
 def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     """Load the transformers processor in ``model_dir``; None if the model has none (text only).
 
-    A processor that requires a video processor gets ``NoVideo``. Raises whatever transformers raises on malformed files.
+    A processor that requires a video processor gets ``NoVideo``. Raises what transformers raises on malformed files.
     """
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
