@@ -2,21 +2,9 @@
 
 namespace trinity::sim {
 
-namespace {
-
-// Whether nobody gives up, or may have to.
-bool patient(const Workload &work, const std::vector<Act> &acts) {
-    const auto aborts = [](const Act &act) { return act.aborts; };
-    const auto timed = [](const Request &request) { return request.deadline_s < FOREVER; };
-    return std::none_of(acts.begin(), acts.end(), aborts) &&
-           std::none_of(work.requests.begin(), work.requests.end(), timed);
-}
-
-} // namespace
-
 Engine::Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups,
                const Options &options, bool logged)
-    : world(work, setups, options, logged, patient(work, acts)), acts_(acts), frontend_(world),
+    : world(work, setups, options, logged), acts_(acts), frontend_(world),
       due_(setups.size() + 1, FOREVER) {
     instances_.reserve(setups.size());
     for (size_t number = 0; number < setups.size(); ++number) instances_.emplace_back(world, int(number));
@@ -43,44 +31,13 @@ bool Engine::completed(size_t request) const {
     return (reason == Reason::length || reason == Reason::stop) && world.result.counts[request];
 }
 
-const double *Engine::later(size_t request) const {
-    if (!world.by_step) return world.result.times.data() + world.work.requests[request].first_time + 1;
-    const Stretch &stretch = world.stretches[request];
-    return instances_[stretch.instance].decode_times().data() + stretch.first;
-}
-
-void Engine::write_times() {
-    if (!world.by_step || world.work.requests.empty()) return;
-    const Request &last = world.work.requests.back();
-    world.result.times.resize(last.first_time + last.outputs);
+Judgement Engine::judged(const double *arrivals, double ttft, double tbt) const {
+    Judgement found;
     for (size_t at = 0; at < world.work.requests.size(); ++at)
         if (completed(at)) {
-            double *times = world.result.times.data() + world.work.requests[at].first_time;
-            *times = world.firsts[at];
-            std::copy_n(later(at), world.stretches[at].count, times + 1);
+            const double *times = world.result.times.data() + world.work.requests[at].first_time;
+            found.add(times, world.result.counts[at], arrivals[at], ttft, tbt);
         }
-}
-
-Judgement Engine::judged(const double *arrivals, double ttft, double tbt) const {
-    std::vector<std::vector<int32_t>> short_gaps(instances_.size()); // of each instance's steps up to each
-    for (size_t at = 0; at < instances_.size(); ++at)
-        short_gaps[at] = counted_gaps(instances_[at].decode_times(), tbt);
-    Judgement found;
-    for (size_t at = 0; at < world.work.requests.size(); ++at) {
-        if (!completed(at)) continue;
-        const double *times = later(at);
-        if (!world.by_step) {
-            found.add(times - 1, world.result.counts[at], arrivals[at], ttft, tbt);
-            continue;
-        }
-        const Stretch &own = world.stretches[at];
-        int64_t below = 0;
-        if (own.count) {
-            const std::vector<int32_t> &counts = short_gaps[own.instance];
-            below = (times[0] - world.firsts[at] < tbt) + counts[own.first + own.count - 1] - counts[own.first];
-        }
-        found.add({world.firsts[at], times, own.count, below}, arrivals[at], ttft, tbt);
-    }
     return found;
 }
 

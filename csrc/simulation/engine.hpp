@@ -14,7 +14,6 @@ class Engine {
     Engine(const Workload &work, const std::vector<Act> &acts, const std::vector<Setup> &setups, const Options &options,
            bool logged);
     void run(); // until nothing is under way any more
-    void write_times(); // of all tokens, where they were booked by step
     Judgement judged(const double *arrivals, double ttft, double tbt) const; // by the time at which each was to come
     World world;
 
@@ -24,7 +23,6 @@ class Engine {
     void arm(const Event &event);
     bool over() const;
     bool completed(size_t request) const;
-    const double *later(size_t request) const; // when its tokens came but the first one
 
     const std::vector<Act> &acts_;
     Frontend frontend_;

@@ -4,41 +4,6 @@
 
 namespace trinity::sim {
 
-// core/routing.py, needs: the stages that follow without a gap on the same instance count as well.
-bool Router::fits(int peer, uint8_t stage, const Request &request) const {
-    const Setup &setup = world_.setups[peer];
-    uint8_t stages = stage;
-    for (uint8_t next = stage * 2; next <= DECODES && (setup.roles & next); next *= 2) stages |= next;
-    if (stages & (ENCODES | PREFILLS) && request.media_blocks > setup.image_blocks) return false;
-    if (!(stages & (PREFILLS | DECODES))) return true;
-    const int64_t tokens = request.prompt + (stages & DECODES ? request.max_tokens - 1 : 0);
-    return blocks_for(tokens, world_.options.kv_block) <= setup.kv_blocks;
-}
-
-// A quick yes, for most requests: each need at its largest against the smallest pools.
-bool Router::all_fit(uint8_t stage, const Request &request) const {
-    const Peers &peers = world_.peers[stage];
-    const int64_t tokens = int64_t(request.prompt) + request.max_tokens - 1;
-    const bool image = stage == DECODES || request.media_blocks <= peers.least_image;
-    return image && blocks_for(tokens, world_.options.kv_block) <= peers.least_kv;
-}
-
-bool Router::any(uint8_t stage, const Request &request) const {
-    const std::vector<int> &peers = world_.peers[stage].numbers;
-    if (!peers.empty() && all_fit(stage, request)) return true;
-    return std::any_of(peers.begin(), peers.end(), [&](int peer) { return fits(peer, stage, request); });
-}
-
-int Router::choose(uint8_t stage, const Request &request) {
-    const std::vector<int> &peers = world_.peers[stage].numbers;
-    const int64_t turn = turn_[stage]++;
-    if (all_fit(stage, request)) return peers[turn % peers.size()];
-    std::vector<int> fitting;
-    for (int peer : peers)
-        if (fits(peer, stage, request)) fitting.push_back(peer);
-    return fitting[turn % fitting.size()];
-}
-
 Frontend::Frontend(World &world)
     : w(world), router_(world, 0), entries_(world.work.requests.size()),
       deadlines_(world.work.requests.size(), FOREVER) {}
@@ -71,7 +36,7 @@ void Frontend::submit(int32_t number) {
     entry = {};
     entry.alive = true;
     entry.first = int16_t(router_.choose(request.items ? ENCODES : PREFILLS, request));
-    entry.times = w.by_step ? &w.firsts[number] : w.result.times.data() + request.first_time;
+    entry.times = w.result.times.data() + request.first_time;
     w.trails[number].number = taken_;
     w.trails[number].deadline_s = request.deadline_s;
     ++entries_alive_;
@@ -104,7 +69,6 @@ void Frontend::finished(const Event &event) {
         entry.count = event.count;
         entry.hops = event.extra & 3;
         entry.late = event.extra & 4;
-        if (w.by_step) entry.delivered = entry.count; // all of them came before
     }
     settle(event.request);
 }
@@ -174,7 +138,7 @@ void Frontend::forget(int32_t number, int first, int hops, bool before) {
     const auto tell = [&](int16_t name) {
         if (std::find(told_.begin(), told_.end(), name) != told_.end()) return;
         told_.push_back(name);
-        w.mention(name, Kind::forget, number);
+        w.send(name, Kind::forget, number);
     };
     tell(int16_t(first));
     if (before && !past_.empty())

@@ -66,7 +66,6 @@ class Instance {
     void handle(const Event &event);
     double next_timer();
     bool idle() const;
-    const std::vector<double> &decode_times() const { return decodes_.times(); }
     bool holds() const { return image_.available() < image_.size() || kv_.available() < kv_.size(); }
 
   private:
@@ -208,7 +207,6 @@ class Instance {
     Queue encode_queue_, prefill_queue_, migrated_, preempted_, image_offers_, kv_offers_; // of states
     Queue encoding_, prefilling_;
     std::vector<Row> decoding_;
-    Decodes decodes_; // in its place, where World::by_step
     int64_t decoding_tokens_ = 0; // prompts and outputs of all who decode
     int32_t decoders_ = 0;        // who have not gone
     int32_t paused_ = 0;          // of them

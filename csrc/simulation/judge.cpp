@@ -47,46 +47,34 @@ class ExactSum {
 
 // Of the gaps between ascending times. Where none is less than half the one after it each gap is exact (Sterbenz), so
 // that the sum of all is what lies between the ends.
-double summed_gaps(double first, const double *later, int32_t count) {
-    if (!count) return 0.0;
-    bool exact = first >= later[count - 1] / 2;
+double summed_gaps(const double *times, int32_t count) {
+    bool exact = times[0] >= times[count - 1] / 2;
     if (!exact) {
-        exact = first >= later[0] / 2;
-        for (int32_t at = 1; at < count; ++at) exact &= later[at - 1] >= later[at] / 2;
+        exact = true;
+        for (int32_t at = 1; at < count; ++at) exact &= times[at - 1] >= times[at] / 2;
     }
-    if (exact) return later[count - 1] - first;
+    if (exact) return times[count - 1] - times[0];
     ExactSum sum;
-    sum.add(later[0] - first);
-    for (int32_t at = 1; at < count; ++at) sum.add(later[at] - later[at - 1]);
+    for (int32_t at = 1; at < count; ++at) sum.add(times[at] - times[at - 1]);
     return sum.rounded();
 }
 
 } // namespace
 
-void Judgement::add(const Tokens &tokens, double arrival, double ttft, double tbt) {
-    const double since = tokens.first - arrival, sum = summed_gaps(tokens.first, tokens.later, tokens.count);
+void Judgement::add(const double *times, int32_t count, double arrival, double ttft, double tbt) {
+    if (!count) return;
+    const double since = times[0] - arrival, sum = summed_gaps(times, count);
     finishes.push_back(arrival + since + sum);
     if (!(since < ttft)) return;
     ++first;
-    const int64_t gaps = tokens.count;
-    const bool often = 100 * tokens.below >= 90 * gaps;
-    p90 += often;
-    p99 += 100 * tokens.below >= 99 * gaps;
-    guard += often && since + sum <= ttft + gaps * tbt;
-    tpot += !gaps || sum < tbt * gaps;
-}
-
-void Judgement::add(const double *times, int32_t count, double arrival, double ttft, double tbt) {
-    if (!count) return;
+    const int64_t gaps = count - 1;
     int64_t below = 0;
     for (int32_t at = 1; at < count; ++at) below += times[at] - times[at - 1] < tbt;
-    add({times[0], times + 1, count - 1, below}, arrival, ttft, tbt);
-}
-
-std::vector<int32_t> counted_gaps(const std::vector<double> &times, double tbt) {
-    std::vector<int32_t> counts(times.size());
-    for (size_t at = 1; at < times.size(); ++at) counts[at] = counts[at - 1] + (times[at] - times[at - 1] < tbt);
-    return counts;
+    const bool often = 100 * below >= 90 * gaps;
+    p90 += often;
+    p99 += 100 * below >= 99 * gaps;
+    guard += often && since + sum <= ttft + gaps * tbt;
+    tpot += !gaps || sum < tbt * gaps;
 }
 
 } // namespace trinity::sim

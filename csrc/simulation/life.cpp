@@ -41,13 +41,14 @@ bool Instance::idle() const {
 }
 
 void Instance::submit(const Event &event) {
-    State &state = w.new_state(event.request, Phase::image_queue);
+    State &state = w.new_state(self_, event.request, Phase::image_queue);
     Trail &way = trail(state);
     way.at[0] = int16_t(self_);
     way.state[0] = state.self;
     way.hops = 1;
     ++requests_;
     const Request &asked = request(state);
+    w.arrive(self_, asked.items ? ENCODES : PREFILLS, asked);
     state.tokens = event.count;
     state.text = asked.prompt + state.tokens;
     set_deadline(state, way.deadline_s);
@@ -99,10 +100,7 @@ void Instance::start_decoding(State &state) {
     const Request &asked = request(state);
     const int32_t left = asked.outputs - state.tokens;
     const int32_t limit = asked.prompt + asked.outputs - state.kv * w.options.kv_block;
-    if (w.by_step)
-        w.stretches[state.request] = {self_, left, decodes_.join(state.self, left)};
-    else
-        decoding_.push_back({state.self, state.request, left, limit, false, false});
+    decoding_.push_back({state.self, state.request, left, limit, false, false});
     decoding_tokens_ += asked.prompt + state.tokens;
     ++decoders_;
 }
@@ -164,7 +162,7 @@ void Instance::drop_all(State &state) {
     trail(state).state[state.hop] = -1;
     --requests_;
     state.ending = Reason::none; // who still has its number finds nothing to end
-    w.unused.push_back(state.self);
+    w.drop_state(self_, state);
 }
 
 void Instance::drop_media(State &state) {

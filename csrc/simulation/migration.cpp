@@ -55,7 +55,7 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     state.outgoing = kind;
     way.at[state.hop + 1] = int16_t(target); // of the one that it will be there
     w.send(target, Kind::offer, state.request, kind, 0, state.hop);
-    w.mention(FRONTEND, Kind::moved, state.request);
+    w.send(FRONTEND, Kind::moved, state.request);
 }
 
 // No part will follow. Only the lease and a tombstone stay.
@@ -92,7 +92,7 @@ void Instance::released(const Event &event) {
 // ---------------------------------------------------------------- the target
 
 void Instance::offered(const Event &event) {
-    State &state = w.new_state(event.request, event.what == KV ? Phase::kv_offer : Phase::image_offer);
+    State &state = w.new_state(self_, event.request, event.what == KV ? Phase::kv_offer : Phase::image_offer);
     Trail &way = trail(state);
     state.hop = int8_t(event.extra + 1);
     way.hops = int8_t(state.hop + 1);
@@ -100,6 +100,7 @@ void Instance::offered(const Event &event) {
     state.incoming = Blocks(event.what);
     ++requests_;
     const Request &asked = request(state);
+    w.arrive(self_, event.what == KV ? DECODES : PREFILLS, asked);
     state.text = asked.prompt;
     state.media = state.incoming != KV;
     set_deadline(state, way.deadline_s);

@@ -99,47 +99,6 @@ class Heap {
     std::vector<Event> events_;
 };
 
-// Who decodes on an instance, where nobody gives up: each of its steps takes all of them, so that whoever joins knows
-// which step is its last one, and has the times of those between for its own.
-class Decodes {
-    struct Row {
-        int64_t last;    // step, by the number of steps up to it
-        uint64_t number; // by which equal ones end in the order in which they joined
-        int32_t state;
-
-        bool operator>(const Row &other) const {
-            return last > other.last || (last == other.last && number > other.number);
-        }
-    };
-
-  public:
-    void begin() { ++begun_; } // a step with all who have joined
-    void end(double time) { times_.push_back(time); }
-
-    int64_t join(int32_t state, int32_t tokens) { // where in the times of the steps its own begin
-        rows_.push_back({begun_ + tokens, joined_++, state});
-        std::push_heap(rows_.begin(), rows_.end(), std::greater<>());
-        return begun_;
-    }
-
-    bool ends() const { return !rows_.empty() && rows_.front().last == int64_t(times_.size()); } // one with the last step
-
-    int32_t pop() {
-        std::pop_heap(rows_.begin(), rows_.end(), std::greater<>());
-        const int32_t state = rows_.back().state;
-        rows_.pop_back();
-        return state;
-    }
-
-    const std::vector<double> &times() const { return times_; }
-
-  private:
-    std::vector<double> times_; // of each step
-    std::vector<Row> rows_;     // a heap
-    int64_t begun_ = 0;
-    uint64_t joined_ = 0;
-};
-
 // A request's deadline, in a heap with the earliest on top.
 struct Due {
     double time;

@@ -56,7 +56,6 @@ bool Instance::build(Lane &lane, const Batch &batch) {
     }
     const int32_t rows = batch.decodes ? decoders_ : 0, decodes = rows ? rows - paused_ : 0;
     if (lane.encodes.empty() && lane.prefills.empty() && !decodes) return false;
-    if (decodes) decodes_.begin();
     lane.rows = rows;
     lane.decodes = decodes;
     lane.running = true;
@@ -156,8 +155,8 @@ void Instance::stepped(Lane &lane) {
     if (!lane.encodes.empty()) encoded(lane);
     for (const Chunk &chunk : lane.prefills) prefilled(chunk);
     if (ends) decoded(rows);
-    if (leaving) sweep(lane, w.by_step ? 0 : rows);
-    if (w.by_step || (!ends && !leaving)) return;
+    if (leaving) sweep(lane, rows);
+    if (!ends && !leaving) return;
     const auto gone = [](const Row &row) { return row.gone; };
     decoding_.erase(std::remove_if(decoding_.begin(), decoding_.begin() + rows, gone), decoding_.begin() + rows);
 }
@@ -170,18 +169,13 @@ bool Instance::emit(const Lane &lane, int32_t rows) {
         const bool last = chunk.start + chunk.length == state.text;
         if (last && state.ending == Reason::none) w.lists.push(state.request);
     }
-    const bool ends = emit_rows(rows), told = w.by_step && rows;
+    const bool ends = emit_rows(rows);
     const uint64_t last = w.lists.pushed();
-    if (told || last > before) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(last - before));
+    if (last > before) w.send(FRONTEND, Kind::emit, -1, 0, int32_t(last - before));
     return ends;
 }
 
 bool Instance::emit_rows(int32_t rows) {
-    if (w.by_step) {
-        decoding_tokens_ += rows;
-        if (rows) decodes_.end(w.now + w.options.message_s);
-        return decodes_.ends();
-    }
     bool ends = false;
     const uint64_t before = w.lists.pushed();
     w.lists.make_room(rows);
@@ -264,8 +258,7 @@ void Instance::prefilled(const Chunk &chunk) {
 
 // Those that ended with this step's token.
 void Instance::decoded(int32_t rows) {
-    while (decodes_.ends()) decoded(w.states[decodes_.pop()]);
-    for (int32_t at = 0; at < (w.by_step ? 0 : rows); ++at) {
+    for (int32_t at = 0; at < rows; ++at) {
         Row &row = decoding_[at];
         if (row.gone || row.left) continue;
         State &state = w.states[row.state];

@@ -101,6 +101,7 @@ struct Options { // of all instances
     int32_t media_block, kv_block;
     bool image_cache, prefix_cache, prefetch, early;
     bool optimistic; // KV blocks as requests decode
+    bool least_loaded; // routing: to who has least to do, else in turn
     int32_t max_waiting;
     double message_s, interference;
     Link link, network; // within a host, and between two
@@ -139,6 +140,7 @@ enum class Place : uint8_t {
 // A request that lives on an instance.
 struct State {
     int32_t self, request; // its own number
+    int32_t among;          // its place in World::living of its instance
     Phase phase;
     Place place;
     int8_t hop;                     // how many instances it has been on before

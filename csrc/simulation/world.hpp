@@ -33,23 +33,21 @@ struct Result {
     std::vector<Line> log;
 };
 
-// Where the times of a request's tokens are but the first one's: in those of an instance's steps.
-struct Stretch {
-    int32_t instance = 0, count = 0;
-    int64_t first = 0;
-};
-
 struct Peers { // the instances of a stage
     std::vector<int> numbers;
     int32_t least_image = std::numeric_limits<int32_t>::max(), least_kv = least_image; // of their pools
     int32_t most_kv = 0;
 };
 
+// Units of work, by stage: visual tokens, prompt positions, rows that decode.
+struct Units {
+    int64_t counts[5] = {};
+    int64_t &operator[](uint8_t stage) { return counts[stage]; }
+};
+
 struct World {
-    World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged, bool patient)
-        : work(work), setups(setups), options(options), logged(logged),
-          by_step(patient && !logged && !options.optimistic),
-          trails(work.requests.size()) {
+    World(const Workload &work, const std::vector<Setup> &setups, const Options &options, bool logged)
+        : work(work), setups(setups), options(options), logged(logged), trails(work.requests.size()) {
         size_t blocks = 0, kv = 0, times = 0;
         for (const Item &item : work.items) blocks += item.blocks;
         for (const Request &request : work.requests) {
@@ -70,14 +68,11 @@ struct World {
                     peers[stage].least_kv = std::min(peers[stage].least_kv, setup.kv_blocks);
                     peers[stage].most_kv = std::max(peers[stage].most_kv, setup.kv_blocks);
                 }
-        if (by_step) {
-            firsts.resize(work.requests.size());
-            stretches.resize(work.requests.size());
-        } else {
-            result.times.resize(times);
-        }
+        result.times.resize(times);
         result.counts.resize(work.requests.size());
         result.reasons.resize(work.requests.size());
+        living.resize(setups.size());
+        sent.resize(setups.size());
         result.busy.resize(3 * setups.size());
         result.peak.resize(2 * setups.size());
     }
@@ -85,14 +80,6 @@ struct World {
     // A message: all take the same time, so that they come in the order in which they were sent.
     void send(int to, Kind kind, int32_t request, uint8_t what = 0, int32_t count = 0, int16_t extra = 0) {
         messages.push({now + options.message_s, sequence++, request, count, int16_t(to), extra, kind, what});
-    }
-
-    // Of what matters only where somebody gives up.
-    void mention(int to, Kind kind, int32_t request) {
-        if (by_step)
-            ++result.events; // it would come, and change nothing
-        else
-            send(to, kind, request);
     }
 
     uint64_t post(double time, int to, Kind kind, int32_t request, uint8_t what = 0, int32_t count = 0) {
@@ -104,7 +91,7 @@ struct World {
         if (logged) result.log.push_back({now, who, int32_t(kind), request, a, b, c});
     }
 
-    State &new_state(int32_t request, Phase phase) {
+    State &new_state(int at, int32_t request, Phase phase) {
         if (unused.empty()) {
             unused.push_back(int32_t(states.size()));
             states.emplace_back();
@@ -114,16 +101,34 @@ struct World {
         state.self = unused.back();
         unused.pop_back();
         state.request = request;
+        state.among = int32_t(living[at].size());
+        living[at].push_back(state.self);
         state.phase = phase;
         state.deadline = FOREVER;
         return state;
+    }
+
+    // What a request adds to the work of a stage.
+    static int64_t units(uint8_t stage, const Request &request) {
+        return stage == ENCODES ? request.media_tokens : stage == PREFILLS ? request.prompt : 1;
+    }
+
+    void arrive(int at, uint8_t stage, const Request &request) {
+        if (options.least_loaded) sent[at][stage] -= units(stage, request);
+    }
+
+    void drop_state(int at, const State &state) {
+        std::vector<int32_t> &here = living[at];
+        states[here.back()].among = state.among;
+        here[state.among] = here.back();
+        here.pop_back();
+        unused.push_back(state.self);
     }
 
     const Workload &work;
     const std::vector<Setup> &setups;
     const Options &options;
     const bool logged;
-    const bool by_step; // nobody gives up or gives way, and nothing is told: tokens of decodes are booked by step
     Peers peers[5]; // by stage
     double now = 0.0;
     uint64_t sequence = 0;
@@ -133,27 +138,34 @@ struct World {
     std::vector<Trail> trails; // by request
     std::vector<State> states;
     std::vector<int32_t> unused;           // of states
+    std::vector<std::vector<int32_t>> living; // states, by instance
+    std::vector<Units> sent;               // to each instance, and not there yet
     std::vector<Slot> slots[3];            // by item: on the first instance, and on those that it was migrated to
     std::vector<int32_t> image_blocks[3];  // likewise, from Item::first_block on
     std::vector<int32_t> kv_blocks[2];     // from Request::first_block on: where prefill runs, and where decode does
-    std::vector<double> firsts;            // where by_step, by request: when its first token came
-    std::vector<Stretch> stretches;        // likewise the others
     Result result;
 };
 
-// Which instance is next, in turn among those that have the stage and the room: core/routing.py.
+// Which instance is next among those that have the stage and the room: in turn or, where the options say so, the one
+// that is through with its work first, of equal ones in turn. Of its work it knows all, the moment that it changes:
+// live instances say it ten times a second (core/routing.py).
 class Router {
   public:
-    Router(const World &world, int64_t first) : world_(world), turn_{first, first, first, first, first} {}
+    Router(World &world, int64_t first) : w(world), turn_{first, first, first, first, first} {}
     bool any(uint8_t stage, const Request &request) const; // whether any could ever hold it
     int choose(uint8_t stage, const Request &request);
 
   private:
     bool fits(int peer, uint8_t stage, const Request &request) const;
     bool all_fit(uint8_t stage, const Request &request) const;
+    int next(uint8_t stage, const std::vector<int> &peers) { return peers[turn_[stage]++ % peers.size()]; }
+    int least_loaded(uint8_t stage, const std::vector<int> &peers);
+    double seconds(int peer, uint8_t stage) const;
+    int64_t queued(int peer, uint8_t stage) const;
 
-    const World &world_;
+    World &w;
     int64_t turn_[5]; // by stage
+    std::vector<int> equal_;
 };
 
 } // namespace trinity::sim

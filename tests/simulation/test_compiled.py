@@ -17,8 +17,6 @@ from support.engine_comparison import COMMANDS, EVENTS, REASONS, Case, Line, ass
 from support.scenarios import ORDERS
 from trinity.core.instance.settings import Reservation, Settings
 from trinity.core.messages import MediaSpan, Work
-from trinity.core.routing import LeastLoaded, RandomChoice, RoundRobin
-from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
@@ -156,6 +154,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
         seen.update({type(cost).__name__ for cost in case.costs} | {f"ended {reason}" for reason in told.reasons})
         moves = case.settings[0].transfers
         seen.update([f"prefetch {moves.prefetch}", f"early {moves.early}", case.settings[0].reservation])
+        seen[f"least loaded {case.least_loaded}"] += 1
         seen["preempted"] += told.preemptions
         seen["nobody gives up"] += not any(act[2] for act in case.acts) and not any(w.deadline_s for w in case.works)
         seen.update(_named(line) for line in told.log)
@@ -179,7 +178,7 @@ def test_the_cases_cover_what_the_twin_does() -> None:
     wanted += [f"ended {reason}" for reason in ("length", "cancelled", "deadline", "error", "stop")]
     wanted += ["full", "optimistic", "preempted", "sent back", "came again"]
     wanted += [f"{name} {on}" for name in ("chunked", "bounded", "prefetch", "early") for on in (True, False)]
-    wanted += ["('joint',)", "('vision', 'language')", "nobody gives up"]
+    wanted += ["('joint',)", "('vision', 'language')", "nobody gives up", "least loaded True", "least loaded False"]
     assert not {name: seen[name] for name in wanted if seen[name] < 10}
 
 
@@ -234,7 +233,7 @@ def test_a_twin_with_another_rule_is_noticed(rule: str) -> None:
 
 SWITCHES = (
     *("image_cache", "prefix_cache", "prefetch", "early", "interference", "message_s", "max_waiting", "link"),
-    *("reservation", "outputs"),
+    *("reservation", "outputs", "least_loaded"),
 )
 
 
@@ -251,6 +250,8 @@ OTHER: dict[Reservation, Reservation] = {"full": "optimistic", "optimistic": "fu
 
 
 def _switched(case: Case, switch: str) -> Case:
+    if switch == "least_loaded":
+        return replace(case, least_loaded=not case.least_loaded)
     if switch in ("interference", "max_waiting"):
         return replace(case, **{switch: getattr(case, switch) + 1})  # type: ignore[arg-type]
     if switch in ("message_s", "link"):
@@ -302,29 +303,6 @@ def test_where_nobody_can_compute_it_again_it_is_sent_back() -> None:
     assert told.counts.tolist() == [38, 30]
     submits = [line[1:6] for line in told.log if line[2] == EVENTS.index("Submit")]
     assert submits[-1] == (0, 0, 1, 0, 19), "at the first instance again, with the tokens that it had"
-
-
-def test_what_it_cannot_do_it_says() -> None:
-    costs = [LinearCost(step_s=1.0)] * 3
-    plain = settings_of("E+P+D", {"image": 8, "kv": 40}, transfers=TransferPolicy(kv="off"))
-    assert compiled.unsupported(plain, costs, RoundRobin()) == ""
-    assert "round_robin" in compiled.unsupported(plain, costs, LeastLoaded())
-    assert "round_robin" in compiled.unsupported(plain, costs, RandomChoice())
-    moving = [replace(each, transfers=TransferPolicy(kv="layer")) for each in plain]
-    assert "prefill" in compiled.unsupported(moving, costs, RoundRobin())
-    assert "leases" in compiled.unsupported([replace(each, lease_s=3.0) for each in plain], costs, RoundRobin())
-    for other in (replace(plain[1], kv_block_size=8), replace(plain[1], reservation="optimistic")):
-        assert "rest" in compiled.unsupported([plain[0], other], costs, RoundRobin())
-    assert "depth 2" in compiled.unsupported([replace(each, depth=2) for each in plain], costs, RoundRobin())
-    growing = [replace(each, reservation="optimistic") for each in plain]
-    assert compiled.unsupported(growing, costs, RoundRobin()) == ""
-
-    class Other(LinearCost, frozen=True, kw_only=True):
-        """Costs of its own, which nobody has written in C++."""
-
-    assert "Other" in compiled.unsupported(plain, [Other()] * 3, RoundRobin())
-    predicting = [replace(each, rules=BatchRules(policy="time", cost=Other(), limit_s=1.0)) for each in plain]
-    assert "Other" in compiled.unsupported(predicting, costs, RoundRobin())
 
 
 def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ def test_which_engine_runs_is_said() -> None:
     assert simulator(1, engine="python").why_python("EPD") == "it was asked for"
     assert simulator(1).why_python("EPD", record=True) == "timelines"
     moving = {"transfers": TransferPolicy(kv="layer")}
-    assert "prefill" in simulator(2, **moving).why_python("EP+D")
+    assert simulator(2, **moving).why_python("EP+D") == "kv=layer"
     trace = Trace([row(0.0, 16, 2)])
     assert simulator(2, **moving).replay(trace, "EP+D").engine == "python"
     assert simulator(2, **moving).serve("EP+D").point(trace, SLO(1.0, 1.0), None) is None  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from support.ideal_routing import Loads
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.settings import RESERVATIONS, Reservation, Settings
@@ -35,7 +36,6 @@ from trinity.core.messages import (
     Withdraw,
     Work,
 )
-from trinity.core.routing import RoundRobin
 from trinity.core.scheduler import BatchRules, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepCost
@@ -72,6 +72,7 @@ class Case:
     interference: float = 1.0
     model: ModelShape = SHAPE
     outputs: Sequence[int] = ()  # tokens of each request, where these are fewer than it asks for
+    least_loaded: bool = False
 
     @property
     def used(self) -> list[int]:
@@ -88,6 +89,7 @@ class Case:
             model=self.model,
             max_waiting=self.max_waiting,
             interference=self.interference,
+            least_loaded=self.least_loaded,
         )
 
     def workload(self) -> Workload:
@@ -106,6 +108,7 @@ class Logged(Simulated):
         self.works = list(map(_stopping, case.works, case.used))
         self.log: list[Line] = []
         self.offers: dict[str, Offer] = {}
+        self.loads = Loads(case.least_loaded)
         asked = {number: at for at, number, aborts in case.acts if not aborts}
         jobs = [Job(asked.get(number, 0.0), 1, (), most) for number, most in enumerate(case.used)]
         super().__init__(
@@ -114,7 +117,7 @@ class Logged(Simulated):
             cluster=case.cluster,
             costs=case.costs,
             model=case.model,
-            routing=RoundRobin,
+            routing=self.loads.policy,
             max_waiting=case.max_waiting,
             interference=case.interference,
             shared=True,
@@ -122,6 +125,7 @@ class Logged(Simulated):
             ask=SHAPE.context,  # how much it is the works say
         )
         self.timed = True
+        self.loads.watch(self)
         self.carriers = {kind: self.telling(carry) for kind, carry in self.carriers.items()}
         self.places = {name: place for place, name in enumerate([*self.cores, FRONTEND])}
         self.places[FRONTEND] = -1
@@ -139,6 +143,7 @@ class Logged(Simulated):
     def handle(self, name: str, event: Value) -> None:
         request, what, count = self.of_event(name, event)
         self.tell(name, EVENTS.index(type(event).__name__), request, what, count)
+        self.loads.arrive(name, event)
         super().handle(name, event)
         if name != FRONTEND:
             pools = self.cores[name].state.pools
@@ -250,7 +255,7 @@ def assert_equal(case: Case) -> Told:
     workers = list(python.workers.values())
     assert compiled.busy == [each.busy for each in workers]
     assert compiled.peak == [each.peak for each in workers]
-    untold = case.compiled(log=False)  # tokens of decodes are then booked by step, where nobody gives up
+    untold = case.compiled(log=False)
     assert facts(untold) == facts(compiled)
     return compiled
 
@@ -393,6 +398,7 @@ def random_case(seed: int, caches: bool | None = None) -> Case:
         max_waiting=draw.choice([1024, 1024, 3]),
         interference=draw.choice([1.0, 1.3, 2.0]),
         outputs=[more.randint(1, work.max_tokens) for work in works] if more.random() < 0.4 else (),
+        least_loaded=more.random() < 0.4,
     )
 
 

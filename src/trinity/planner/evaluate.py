@@ -13,10 +13,11 @@ from trinity.core.messages import IMAGE, KV
 from trinity.errors import TraceTooShort
 from trinity.placement import STAGES
 from trinity.planner.candidates import Deployment
+from trinity.planner.confirmation import Confirmed
 from trinity.planner.plan import Candidate
 from trinity.planner.problem import Case
 from trinity.planner.search import Found
-from trinity.planner.trials import rate_of
+from trinity.planner.trials import rate_of, step_of
 from trinity.simulation.rate_sweep import Usage
 from trinity.simulation.simulator import Replay
 from trinity.traces.goodput import RequestOutcome
@@ -45,6 +46,7 @@ def candidate(case: Case, found: Found) -> Candidate:
         bottleneck=case.bounds.bottleneck(deployment),
         price=case.hardware.price(deployment.devices),
         settings=dict(deployment.settings),
+        screened=found.screened,
     )
 
 
@@ -71,6 +73,22 @@ def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate,
     late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.ttft_attainment)
     figured = figures(case, found.entry.deployment, usage, late)
     return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.engine
+
+
+def confirmed_details(case: Case, confirmed: Confirmed, seeds: Sequence[int]) -> Candidate:
+    """As the cores have it: goodput by the rule that was asked for, and what they did at it.
+
+    Confidence is the screening engine's on redrawn traces, with its gap to the cores.
+    """
+    found, replay = confirmed.found, confirmed.replay
+    made = msgspec.structs.replace(candidate(case, found), attainment=confirmed.points)
+    if replay is None or not found.screened:
+        return made
+    late = limiting(*missed(replay.outcomes, case.asked.slo, case.asked.rule))
+    screened = found._replace(step=step_of(found.screened))
+    spread = (_redrawn(case, screened, seed) for seed in seeds)
+    sure = tuple(each * found.rate / found.screened for each in spread if each is not None)
+    return msgspec.structs.replace(made, spread=sure, **figures(case, found.entry.deployment, replay, late))
 
 
 def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
@@ -155,7 +173,7 @@ def _usage(case: Case, found: Found, rate: float) -> Usage | Replay:
 
 def _replay(case: Case, deployment: Deployment, offered: Trace) -> Replay:
     case.trials.tell(f"{deployment} in detail")
-    return case.hardware.simulator(deployment, case.asked.slo).replay(offered, deployment.placement)
+    return case.hardware.screening(deployment, case.asked.slo).replay(offered, deployment.placement)
 
 
 # ---------------------------------------------------------------- the compiled engine against the cores that serve

@@ -77,6 +77,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.met:
         yield from _compared(plan)
         yield from _sure(plan)
+    yield from _confirmed(plan)
     yield from _limited(plan.best)
     yield from _searched(plan)
     yield from plan.notes
@@ -92,6 +93,18 @@ def _compared(plan: Plan) -> Iterator[str]:
         else:
             more = plan.best.score / each.score
             yield f"That is {more:.2f} times {name}, {each.placement} ({scored(plan, each)})."
+
+
+def _confirmed(plan: Plan) -> Iterator[str]:
+    """What the search ran on in place of the settings, and what became of the best with the settings themselves."""
+    if not plan.stand_ins:
+        return
+    yield f"The search ran on the screening engine, with {', '.join(plan.stand_ins)}."
+    best, runs = plan.best, f"{plan.core_runs} replays of {plan.core_requests:,} requests"
+    if best.gap is not None and best.screened:
+        reached = f"{figure(best.screened * (1 + best.gap))} requests/s, where the screening engine has"
+        gap = f"{figure(best.screened)} ({best.gap:+.1%})"
+        yield f"On the cores that serve, with the settings themselves ({runs}), it reaches {reached} {gap}."
 
 
 def _sure(plan: Plan) -> Iterator[str]:
@@ -127,5 +140,7 @@ def _searched(plan: Plan) -> Iterator[str]:
     rest = len(plan.candidates) - exact
     more = f", and {plan.more_runs} for Algorithm 2 and the figures of the best" if plan.more_runs else ""
     yield f"Strategy {plan.strategy!r}: {plan.runs} replays over {len(plan.candidates)} candidates{more}."
-    if rest:
+    if rest and plan.stand_ins:
+        yield f"{rest} have no score of their own: the screening engine or the cores have them behind."
+    elif rest:
         yield f"{rest} were not searched to the end: each failed at the rate of a better one, or cannot reach it."

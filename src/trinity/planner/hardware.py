@@ -16,6 +16,7 @@ from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.planner.search_space import options_of
+from trinity.simulation.screening import StandIn
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 
@@ -110,7 +111,8 @@ class Hardware:
 
     def simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
         """For this deployment's devices in their order and its settings; made once for each."""
-        placed = str(deployment) if self.cluster.hosts else ""  # which host an instance is on hangs on its roles
+        # Which host an instance is on hangs on its roles, and so do the budgets of a deployment's own settings.
+        placed = str(deployment) if self.cluster.hosts or deployment.settings else ""
         key = (deployment.devices, placed, deployment.settings, slo, tuple(options.items()))
         if key not in self._simulators:
             knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or BatchRules())
@@ -122,6 +124,24 @@ class Hardware:
                 **self.options | knobs | options,
             )
         return self._simulators[key]
+
+    def screening(self, deployment: Deployment, slo: SLO) -> Simulator:
+        """What a search replays on: the screening engine with the nearest settings that it has, or the cores where it
+        has none, or were asked for."""
+        asked = self.simulator(deployment, slo)
+        screens = asked.engine == "auto" and asked.screens(deployment.placement)
+        return self.simulator(deployment, slo, engine="screening") if screens else asked
+
+    def why_on_cores(self, deployment: Deployment, slo: SLO) -> str:
+        """Why a search replays this one on the cores, which is dear, though nobody asked for them; else ""."""
+        asked = self.simulator(deployment, slo)
+        dear = asked.engine == "auto" and not asked.screens(deployment.placement)
+        return asked.why_python(deployment.placement) if dear else ""
+
+    def stand_ins(self, deployment: Deployment, slo: SLO) -> tuple[StandIn, ...]:
+        """The settings for which a search takes others; none where its replays are those of the cores."""
+        asked = self.screening(deployment, slo)
+        return asked.stand_ins(deployment.placement) if asked.engine == "screening" else ()
 
     def _ordered(self, names: Sequence[str]) -> Cluster:
         """These devices of the cluster, each on the host where the cluster has it."""

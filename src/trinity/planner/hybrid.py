@@ -13,7 +13,8 @@ from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import Split
 from trinity.planner.bayesian import tuned, valued
 from trinity.planner.candidates import Deployment, subsets
-from trinity.planner.evaluate import candidate, detailed, seen_in, verified
+from trinity.planner.confirmation import Confirmation, confirm, confirmed_first, screened_only
+from trinity.planner.evaluate import candidate, confirmed_details, detailed, seen_in, verified
 from trinity.planner.hardware import Devices, Hardware, cluster_of
 from trinity.planner.objectives import Scored, at_once, effective, replayed, throughput
 from trinity.planner.plan import OBJECTIVES, STRATEGIES, Candidate, Objective, Plan, Strategy
@@ -54,6 +55,8 @@ class Searched(NamedTuple):
     paper: Found | None
     runs: int
     notes: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
+    cores: Confirmation | None = None
 
     def beside(self, known: Sequence[Found], paper: Found | None) -> Searched:
         """With what Algorithm 2 found, which was searched to the end."""
@@ -177,6 +180,8 @@ class HybridPlanner:
         searched = self._search(case)
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
+        if self.options.objective not in REPLAYED:
+            searched = self._confirmed(case, searched)
         return self._written(case, searched, drawn)
 
     def _search(self, case: Case) -> Searched:
@@ -253,6 +258,21 @@ class HybridPlanner:
         found = replayed(case, offered, entries, every=every, known=first, **shared)
         return Searched(found, paper, case.trials.runs)
 
+    def _confirmed(self, case: Case, searched: Searched) -> Searched:
+        """With the best replayed on the cores, where the search ran on other settings than theirs."""
+        kinds = {each.entry.deployment.settings: each.entry.deployment for each in searched.found}
+        stand_ins = [each for kind in kinds.values() for each in self.hardware.stand_ins(kind, self.asked.slo)]
+        if not stand_ins:
+            return searched
+        cores = confirm(case, searched.found, [searched.paper] if searched.paper else [])
+        paper = searched.paper and cores.of(searched.paper.entry.deployment)
+        return searched._replace(
+            found=confirmed_first(cores, searched.found),
+            paper=paper.found if paper else searched.paper and screened_only(searched.paper),
+            stand_ins=tuple(dict.fromkeys(map(str, stand_ins))),
+            cores=cores,
+        )
+
     def _by_replay(self, case: Case) -> tuple[Trace, Scored, Callable[[Entry], float]]:
         """The trace as it is offered, what a replay of it scores, and what an entry's score cannot exceed."""
         if self.options.objective == "throughput":
@@ -279,14 +299,15 @@ class HybridPlanner:
         notes = [*drawn.notes, *searched.notes]
         if MAX_WAITING < self.waiting < UNBOUNDED:
             notes.append(f"Run it with max_waiting={self.waiting}: a pipeline's default of {MAX_WAITING} refuses more.")
-        described, engine = self._described(case, best, seeds)
-        if engine != "python" and met:
+        described, engine = self._described(case, searched, best, seeds)
+        if engine == "compiled" and met:
             notes.append(verified(case, best))
         paper = searched.paper
-        as_chosen = paper and (described if same(paper, best) else self._described(case, paper, seeds)[0])
+        as_chosen = paper and (described if same(paper, best) else self._described(case, searched, paper, seeds)[0])
         rest = [each for each in kept if not same(each, best) and not (paper and same(each, paper))]
         listed = [*([paper] if paper and not same(paper, best) else []), *rest]
-        shown = [as_chosen if each is paper and as_chosen else candidate(case, each) for each in ranked(listed)]
+        listed = listed if searched.cores else ranked(listed)
+        shown = [as_chosen if each is paper and as_chosen else candidate(case, each) for each in listed]
         if len(searched.found) > KEPT:
             notes.append(f"Of {len(searched.found):,} candidates the best {KEPT:,} are listed.")
         return Plan(
@@ -306,9 +327,15 @@ class HybridPlanner:
             met=met,
             engine=engine,
             notes=tuple(notes),
+            stand_ins=searched.stand_ins,
+            core_runs=searched.cores.runs if searched.cores else 0,
+            core_requests=searched.cores.requests if searched.cores else 0,
         )
 
-    def _described(self, case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
+    def _described(self, case: Case, searched: Searched, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
+        if searched.cores:
+            confirmed = searched.cores.of(found.entry.deployment)
+            return confirmed_details(case, confirmed, seeds) if confirmed else candidate(case, found), "screening"
         if self.options.objective not in REPLAYED:
             return detailed(case, found, seeds)
         offered, _, _ = self._by_replay(case)

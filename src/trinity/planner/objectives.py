@@ -63,7 +63,7 @@ def replayed(
             found.append(Found(entry, False, None, entry.upper))
             continue
         case.trials.tell(f"{entry.deployment}")
-        simulator = case.hardware.simulator(entry.deployment, case.asked.slo)
+        simulator = case.hardware.screening(entry.deployment, case.asked.slo)
         value = score(simulator.replay(offered, entry.deployment.placement), entry.deployment)
         found.append(Found(entry, True, None, entry.upper, value))
         best = max(best, value)

@@ -38,7 +38,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     ``utilisation``: share of the time that an instance works for each stage at the goodput. ``memory``: bytes of
     "weights" and of the pools "image" and "kv", and the highest share of each that was held ("image_peak",
     "kv_peak"), by instance. ``spread``: the goodput by the plan's rule on each of the plan's ``seeds``.
-    ``price``: of an hour of all its devices. ``settings``: knobs that a wider search has set.
+    ``price``: of an hour of all its devices. ``settings``: knobs that a wider search has set. ``screened``: its goodput
+    by the screening engine, in a plan whose settings that engine had stand-ins for; ``goodput``, ``score`` and all that
+    is seen at them are then the cores', of those that were replayed on them.
     """
 
     placement: str
@@ -56,6 +58,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     spread: tuple[float, ...] = ()
     price: float | None = None
     settings: dict[str, str | int | float] = {}
+    screened: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How much more the cores reach than the screening engine, as a share of that; None where one is unknown."""
+        reached = next(iter(self.goodput.values()), None)
+        return None if not self.screened or reached is None else reached / self.screened - 1
 
     @property
     def instances(self) -> int:
@@ -72,7 +81,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``slo`` is None where the objective has none. ``met`` is False where no candidate meets the SLO at any rate: then
     ``best`` has the highest attainment seen. ``runs`` counts the replays of the search, ``more_runs`` those of
     Algorithm 2 after it and behind the figures of both choices; ``seeds`` are those of the redrawn traces behind
-    ``spread``; ``notes`` say what was done otherwise than asked.
+    ``spread``; ``notes`` say what was done otherwise than asked. ``engine``: "compiled" or "python", where the search
+    ran on the settings that were asked for; "screening" where ``stand_ins`` ("depth=2 by 1") took their place, and the
+    best were replayed on the cores with the settings themselves: ``core_runs`` times ``core_requests`` requests.
     """
 
     model: str
@@ -91,6 +102,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     met: bool = True
     engine: str = ""
     notes: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
+    core_runs: int = 0
+    core_requests: int = 0
 
     @property
     def placement(self) -> str:
@@ -138,6 +152,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 "score": each.score,
                 **{f"goodput_{rule}": each.goodput.get(rule) for rule in SLO_RULES},
                 "bound": each.bound,
+                **({"screened": each.screened, "gap": each.gap} if self.stand_ins else {}),
                 "bottleneck": each.bottleneck,
                 "price": each.price,
                 **_knobs(each.settings),
@@ -147,7 +162,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         listed = list(self.candidates[:SHOWN])
         if self.paper is not None and not any(same(each, self.paper) for each in listed):
             listed.append(self.paper)
-        header = ("", "method", "score", *SLO_RULES, "bound", "limited by")
+        screened = ("screened", "gap") if self.stand_ins else ()
+        header = ("", "method", "score", *SLO_RULES, "bound", *screened, "limited by")
         return Table(header, [_cells(self, each) for each in listed])
 
     def _lines(self) -> list[str]:
@@ -173,8 +189,9 @@ def _cells(plan: Plan, each: Candidate) -> tuple[str, ...]:
     return (
         each.placement + (f" ({mixed})" if mixed else "") + knobs + mark,
         each.method,
-        figure(each.score) if each.exact else "lower",
+        figure(each.score) if each.exact else "" if plan.stand_ins else "lower",
         *(figure(each.goodput.get(rule)) for rule in SLO_RULES),
         "" if each.bound is None else figure(each.bound),
+        *((figure(each.screened), "" if each.gap is None else f"{each.gap:+.1%}") if plan.stand_ins else ()),
         each.bottleneck,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trinity.costs.step_cost import interference_of
@@ -15,7 +15,7 @@ from trinity.planner.race import race
 from trinity.planner.search import Entry, Found, exhaustive, likely_first
 from trinity.planner.trials import Progress, Trials
 from trinity.traces import resample
-from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE
+from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, ServeFunction
 from trinity.traces.trace import SLO, SLORule, Trace
 
 FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
@@ -59,23 +59,23 @@ class Case:
             offline=offline,
         )
         self.methods = methods_for(self.bounds.load.multimodal)
-        self.trials = self.tried(trace, progress)
+        self.progress = progress
+        self.trials = self.tried(trace, progress=progress)
         self._redrawn: dict[int, Trials] = {}
 
-    def tried(self, trace: Trace, progress: Progress | None = None) -> Trials:
-        """Trials of the same question on a trace."""
+    def tried(
+        self, trace: Trace, serve_of: Callable[[Deployment], ServeFunction] | None = None, **options: Any
+    ) -> Trials:
+        """Trials of the same question on a trace, by what the search replays on, or by ``serve_of``."""
         asked = self.asked
-        return Trials(
-            self._serve,
-            trace,
-            asked.slo,
-            rule=asked.rule,
-            stable=asked.stable,
-            share=asked.share,
-            least_requests=2 if self.offline else asked.least_requests,
-            least_ttfts=asked.least_ttfts,
-            progress=progress,
-        )
+        usual: dict[str, Any] = {
+            "rule": asked.rule,
+            "stable": asked.stable,
+            "share": asked.share,
+            "least_requests": 2 if self.offline else asked.least_requests,
+            "least_ttfts": asked.least_ttfts,
+        }
+        return Trials(serve_of or self._serve, trace, asked.slo, **usual | options)
 
     def redrawn(self, seed: int) -> Trials:
         """Trials of the same question on this trace drawn again; made once for each seed."""
@@ -84,7 +84,7 @@ class Case:
         return self._redrawn[seed]
 
     def _serve(self, deployment: Deployment) -> Any:
-        return self.hardware.simulator(deployment, self.asked.slo).serve(deployment.placement)
+        return self.hardware.screening(deployment, self.asked.slo).serve(deployment.placement)
 
     def entry(self, deployment: Deployment, worth: float = 1.0) -> Entry:
         bounds = self.bounds

@@ -18,12 +18,13 @@ def race(trials: Trials, entries: Iterable[Entry], known: Sequence[Found] = ()) 
     asked once whether it holds at the next rate of the grid above the incumbent's; one that does is searched as if it
     were alone, so that its goodput is what ``exhaustive`` finds, and may become the incumbent: of equal ones the first
     stays. Not asked is one whose upper bound lies below that rate, and one that has no more of the instances of which
-    another, at that rate or below it, had too few (``lacking``). ``known`` were searched before.
+    another, at that rate or below it, had too few (``lacking``). ``known`` were searched before. It ends once one
+    holds and ``trials`` are spent.
     """
     field = _Field(trials, entries, known)
-    while field.open:
+    while field.open and not (field.best and trials.spent):
         field.turn()
-    return ranked(field.found)
+    return ranked([*field.found, *(Found(each.entry, False, None, each.bound) for each in field.open)])
 
 
 class _Runner:

@@ -32,6 +32,7 @@ class Found(NamedTuple):
     """``step``: the highest rate of the grid at which it holds, None where none does; of an ``exact`` one.
 
     Else only ``bound`` is known: requests/s that it does not reach. ``value``: its score, where that is no rate.
+    ``screened``: requests/s by the screening engine, where the cores decide.
     """
 
     entry: Entry
@@ -39,6 +40,7 @@ class Found(NamedTuple):
     step: int | None
     bound: float
     value: float | None = None
+    screened: float | None = None
 
     @property
     def rate(self) -> float:

@@ -48,7 +48,7 @@ class Trials:
 
     A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
     the same question as ``trinity.traces.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises
-    ``TraceTooShort`` as it does. ``runs`` counts replays.
+    ``TraceTooShort`` as it does. ``runs`` counts replays, ``most_runs`` is how many a search should make.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Trials:
         least_requests: int = LEAST_REQUESTS,
         least_ttfts: float = LEAST_TTFTS,
         progress: Progress | None = None,
+        most_runs: float = math.inf,
     ) -> None:
+        self.most_runs = most_runs
         self.serve_of, self.trace, self.slo = serve_of, trace, slo
         self.rule, self.stable, self.share = rule, stable, share
         self.least_s = least_ttfts * slo.ttft
@@ -80,6 +82,11 @@ class Trials:
             self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
             seen[step] = measure_point(self._serve(deployment), self.trace, self.slo, rate_of(step))
         return seen[step]
+
+    @property
+    def spent(self) -> bool:
+        """Whether a search should ask no more."""
+        return self.runs >= self.most_runs
 
     def usage(self, deployment: Deployment, rate: float) -> Usage | None:
         """What a replay at this rate made of the instances; None where what serves does not say."""

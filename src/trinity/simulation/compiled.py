@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
-from trinity.core.routing import RoundRobin, RoutingPolicy, number_of
+from trinity.core.routing import number_of
 from trinity.core.scheduler import BatchRules, StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
@@ -28,7 +28,7 @@ from trinity.simulation.compiled_workload import Workload, rows_of
 from trinity.traces.trace import SLO
 
 SPARE = 1.1
-SIMULATOR = 3  # of the extension's part that this file calls
+SIMULATOR = 4  # of the extension's part that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
 POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
@@ -106,35 +106,6 @@ def missing() -> str:
     return ""
 
 
-def unsupported(settings: Sequence[Settings], costs: Sequence[StepTime], policy: RoutingPolicy) -> str:
-    """What of this the twin has no answer for; "" where it has one."""
-    if type(policy) is not RoundRobin:
-        return "routing other than round_robin"
-    if any(each.lease_s != inf or each.report_s != inf for each in settings):
-        return "leases and reports of load"
-    if any(each.depth != 1 for each in settings):
-        return "steps decided ahead (depth 2)"
-    if any(each.transfers.kv != "off" for each in settings):
-        return "KV that moves while prefill runs"
-    if len({_common(each) for each in settings}) > 1:
-        return "instances with other blocks, caches, transfers or reservation than the rest"
-    for cost in (*costs, *(each.rules.cost for each in settings)):
-        if cost is not None and _kind_of(cost) is None:
-            return f"costs of type {type(cost).__name__}"
-    return ""
-
-
-def _common(each: Settings) -> tuple[Any, ...]:
-    return (
-        each.image_block_size,
-        each.kv_block_size,
-        each.image_cache,
-        each.prefix_cache,
-        each.transfers,
-        each.reservation,
-    )
-
-
 Act = tuple[float, int, bool]  # when, which request, whether it is given up
 
 
@@ -155,6 +126,7 @@ class Deployed:
         max_waiting: int,
         interference: float,
         ask: int = 0,
+        least_loaded: bool = False,
     ) -> None:
         self.settings, self.ask = settings, ask
         known: list[tuple[StepTime, Any]] = []
@@ -164,7 +136,7 @@ class Deployed:
             np.array(limits, np.float64),
             _costs(costs, known),
             _costs([each.rules.cost for each in settings], known),
-            *_options(settings[0], cluster, model, max_waiting, interference),
+            *_options(settings[0], cluster, model, max_waiting, interference, least_loaded),
         )
 
     def run(self, work: Workload, times: Floats, asked: Ints, aborts: npt.NDArray[np.uint8], log: bool = False) -> Raw:
@@ -204,12 +176,12 @@ def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
 
 
 def _options(
-    like: Settings, cluster: Cluster, model: ModelShape, max_waiting: int, interference: float
+    like: Settings, cluster: Cluster, model: ModelShape, max_waiting: int, interference: float, least_loaded: bool
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     moves, link, network = like.transfers, cluster.link, cluster.network
     whole = (
         *(like.image_block_size, like.kv_block_size, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
-        *(like.reservation == "optimistic", max_waiting),
+        *(like.reservation == "optimistic", least_loaded, max_waiting),
         *(model.feature_bytes * like.image_block_size, model.kv_bytes * like.kv_block_size),
     )
     real = (cluster.message_s, interference, link.bandwidth, link.fixed_s, network.bandwidth, network.fixed_s)
@@ -262,7 +234,7 @@ def load(told: Tried, settings: Sequence[Settings], began: float, span: float) -
 
 
 def _kind_of(cost: StepTime) -> Any:
-    return _COSTS.get(type(cost))
+    return COSTS.get(type(cost))
 
 
 def _costs(costs: Sequence[StepTime | None], known: list[tuple[StepTime, Any]]) -> list[Any]:
@@ -305,7 +277,7 @@ def _linear(cost: LinearCost) -> Any:
     return extension.sim_linear(cost.step_s, cost.decode_s, cost.prefill_s, cost.encode_s, cost.media_s)
 
 
-_COSTS: dict[type, Any] = {
+COSTS: dict[type, Any] = {
     Roofline: _roofline,
     StepCost: _step_cost,
     TableCost: _step_cost,

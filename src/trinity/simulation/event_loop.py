@@ -102,7 +102,7 @@ class Engine:
 
     def over(self) -> bool:
         """Nothing comes any more but heartbeats, or nothing else has come for so long that nothing will."""
-        if not self._heap or self._idle_turns > STALLED:
+        if not self._heap or (self._idle_turns > STALLED and not self._lively):
             return True
         if not self.timed or self._lively:
             return False

@@ -16,7 +16,7 @@ from math import inf
 
 import msgspec
 
-from trinity.core.instance.settings import Reservation, check_reservation
+from trinity.core.instance.settings import Reservation, check_depth, check_reservation
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
@@ -31,12 +31,13 @@ from trinity.placement import Placement
 from trinity.simulation import compiled
 from trinity.simulation.cluster_model import Simulated, Worker
 from trinity.simulation.rate_sweep import Requests, Serving, outcomes, replayed
+from trinity.simulation.screening import Screened, StandIn, screened
 from trinity.simulation.workload import Job, jobs_of, shares
 from trinity.timeline import Slice
 from trinity.traces.goodput import RequestOutcome, ServeFunction
 from trinity.traces.trace import SLO, Trace
 
-ENGINES = ("auto", "python", "compiled")
+ENGINES = ("auto", "python", "compiled", "screening")
 LANES = (("joint",), ("vision", "language"))
 
 
@@ -77,8 +78,10 @@ class Simulator:
     ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
     of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
     KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for at least, though it stops after its
-    output; rows with ``max_tokens`` ask for these. ``engine``: "python", the cores themselves, "compiled", their twin
-    in C++ with the same results, or "auto": the twin for all that it can do (``why_python``).
+    output; rows with ``max_tokens`` ask for these. ``depth``: steps in flight on a lane, as an ``Instance``'s.
+    ``engine``: "python", the cores themselves; "compiled", the screening engine where its replays are theirs to the
+    bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with the nearest
+    settings that it has (``stand_ins``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -100,12 +103,14 @@ class Simulator:
         max_waiting: int = 1024,
         reservation: Reservation = "full",
         ask: int = 0,
+        depth: int = 1,
         engine: str = "auto",
     ) -> None:
         self.model = get_model_shape(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
         self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
+        self.depth = depth
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
@@ -123,11 +128,12 @@ class Simulator:
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
         check_reservation(self.reservation)
+        check_depth(self.depth)
         if self.ask < 0:
             raise ConfigError(f"ask is a number of tokens, got {self.ask}")
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is at least 1, got {self.max_waiting}")
-        self._informed = bool(getattr(routing_policy(self.routing), "informed", False))
+        self.informed = bool(getattr(routing_policy(self.routing), "informed", False))
 
     def check(self, placement: Placement | str) -> None:
         """Raise ``PlacementError`` where a placement has not one instance for each device, or is none; ``ConfigError``
@@ -156,13 +162,14 @@ class Simulator:
             dict(pools),
             rules,
             self._lanes_of(roles),
+            depth=self.depth,
             image_cache=shared,
             prefix_cache=shared,
             layers=self.model.language.layers,
             reservation=self.reservation,
             transfers=self.transfers,
             lease_s=inf,
-            report_s=Settings.report_s if self._informed else inf,
+            report_s=Settings.report_s if self.informed else inf,
         )
 
     def _lanes_of(self, roles: str) -> tuple[str, ...]:
@@ -213,32 +220,44 @@ class Simulator:
         )
 
     def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
-        """Why the Python engine replays this placement; "" where its compiled twin does (decision 0017).
+        """Why the Python engine replays this placement; "" where the compiled one does (decision 0033).
 
-        Raises ``ConfigError`` where the compiled one was asked for and cannot.
+        Raises ``ConfigError`` where the compiled or the screening one was asked for and cannot.
         """
         if self.engine == "python":
             return "it was asked for"
-        settings = self.settings(placement)
-        costs = [self.cost_of(place) for place in range(len(settings))]
-        why = compiled.missing() or compiled.unsupported(settings, costs, routing_policy(self.routing))
+        found = self._screened(placement, shared=True)
+        why = compiled.missing() or (found.missing if self.engine == "screening" else found.inexact)
         why = why or ("timelines" if record else "")
-        if why and self.engine == "compiled":
+        if why and self.engine != "auto":
             raise ConfigError(
-                f"the compiled engine cannot do this ({why}): take engine='auto', which replays in Python"
+                f"the {self.engine} engine cannot do this ({why}): take engine='auto', which replays in Python"
             )
         return why
 
-    def _deployed(self, placement: Placement | str, shared: bool) -> compiled.Deployed:
+    def screens(self, placement: Placement | str) -> bool:
+        """Whether the screening engine has something for every setting, and is there."""
+        return not (compiled.missing() or self._screened(placement, shared=True).missing)
+
+    def stand_ins(self, placement: Placement | str) -> tuple[StandIn, ...]:
+        """The settings for which the screening engine takes others; none where its replays are the cores' own."""
+        return self._screened(placement, shared=True).stand_ins
+
+    def _screened(self, placement: Placement | str, *, shared: bool) -> Screened:
         settings = self.settings(placement, shared=shared)
+        return screened(settings, [self.cost_of(place) for place in range(len(settings))], self.routing)
+
+    def _deployed(self, placement: Placement | str, shared: bool) -> compiled.Deployed:
+        found = self._screened(placement, shared=shared)
         return compiled.Deployed(
-            settings,
+            found.settings,
             cluster=self.cluster,
-            costs=[self.cost_of(place) for place in range(len(settings))],
+            costs=[self.cost_of(place) for place in range(len(found.settings))],
             model=self.model,
             max_waiting=self.max_waiting,
             interference=self.interference,
             ask=self.ask,
+            least_loaded=found.least_loaded,
         )
 
     def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:

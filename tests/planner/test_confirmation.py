@@ -1,0 +1,197 @@
+"""The best of a search on the cores that serve: which are asked, at what rates, and what a plan then says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from trinity.costs.model_shape import get_model_shape
+from trinity.planner import HybridPlanner, Plan, confirmation
+from trinity.planner.confirmation import (
+    Confirmation,
+    confirm,
+    confirmed_first,
+    leading,
+    limit_near,
+    rate_for,
+    replay_seconds,
+    stretch_of,
+)
+from trinity.planner.hardware import Hardware, cluster_of
+from trinity.planner.problem import Case, Question
+from trinity.planner.search import Found, exhaustive
+from trinity.planner.trials import rate_of
+from trinity.simulation import compiled
+from trinity.traces import synthesise
+from trinity.traces.trace import SLO, Trace
+
+LLAVA = get_model_shape("llava-1.5-7b")
+STRICT = SLO(0.3, 0.06)
+pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=f"no screening engine: {compiled.missing()}")
+
+
+def trace(count: int = 120, seed: int = 3) -> Trace:
+    return synthesise("POPE", count, visual_tokens=lambda width, height: 576, rate=10, seed=seed)
+
+
+def case(requests: Trace | None = None, instances: int = 2, **options: Any) -> Case:
+    hardware = Hardware(LLAVA, cluster_of("H100", instances), None, {}, {"routing": "least_loaded", **options})
+    return Case(hardware, requests or trace(), Question(STRICT, least_requests=100, least_ttfts=2.0), None)
+
+
+def raced(whole: Case) -> list[Found]:
+    return whole.searched("race", whole.entries(whole.hardware.names))
+
+
+# ---------------------------------------------------------------- a limit near its guess
+
+
+@pytest.mark.parametrize("limit", [-40, -3, -1, 0, 1, 2, 5, 33])
+def test_a_limit_is_found_and_few_rates_are_asked_where_it_is_near(limit: int) -> None:
+    asked: list[int] = []
+
+    def holds(step: int) -> bool:
+        asked.append(step)
+        return step <= limit
+
+    assert limit_near(holds, 0, lambda: True) == (limit, limit + 1)
+    assert len(asked) == len(set(asked)), "no rate is asked twice"
+    assert len(asked) <= 2 + 2 * math.log2(1 + abs(limit) + 1)
+
+
+def test_where_no_more_may_be_asked_what_was_seen_counts() -> None:
+    left = iter([True, True, False])
+    assert limit_near(lambda step: step <= 9, 0, lambda: next(left)) == (1, None)
+    left = iter([True, True, False])
+    assert limit_near(lambda step: step <= -9, 0, lambda: next(left)) == (None, -1)
+
+
+# ---------------------------------------------------------------- who is asked
+
+
+def test_leaders_are_the_best_of_all_by_the_screening_engine() -> None:
+    whole = case(instances=3)
+    every = exhaustive(whole.trials, whole.entries(whole.hardware.names))
+    ahead = leading(whole.trials, raced(case(instances=3)), 3)
+    assert [each.rate for each in ahead] == [each.rate for each in every[:3]]
+
+
+def test_the_cores_hold_what_a_confirmation_says_and_not_the_next_rate() -> None:
+    whole = case()
+    best = confirm(whole, raced(whole)).confirmed[0].found
+    simulator = whole.hardware.simulator(best.entry.deployment, STRICT, engine="python")
+    cores = whole.tried(whole.trace, lambda deployment: simulator.serve(deployment.placement))
+    assert best.exact
+    assert best.step is not None
+    assert cores.holds(best.entry.deployment, best.step)
+    assert not cores.holds(best.entry.deployment, best.step + 1)
+
+
+def test_a_confirmation_has_the_replay_at_its_goodput_and_every_rate_that_was_asked() -> None:
+    whole = case()
+    made = confirm(whole, raced(whole))
+    best = made.confirmed[0]
+    assert best.replay is not None
+    assert best.replay.engine == "python"
+    assert best.found.step is not None
+    rates = [point.rate for point in best.points]
+    assert rates == sorted(rates)
+    assert {rate_of(best.found.step), rate_of(best.found.step + 1)} <= set(rates)
+    assert made.runs == sum(len(each.points) for each in made.confirmed)
+    assert made.requests == len(whole.trace)
+
+
+def test_no_more_replays_are_made_than_the_budget_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirmation, "MOST_RUNS", 3)
+    whole = case(instances=3)
+    assert confirm(whole, raced(whole)).runs <= 3 + 1  # at least two, and a challenger's one
+
+
+def test_a_score_that_is_no_rate_is_asked_for_as_the_rate_that_has_it() -> None:
+    found = raced(case())[0]
+    assert rate_for(found, 12.0) == 12.0
+    assert rate_for(found._replace(entry=found.entry._replace(worth=2.0)), 12.0) == 6.0
+    assert rate_for(found._replace(value=found.rate - 3.0), 12.0) == pytest.approx(15.0)
+
+
+def test_what_was_only_screened_has_no_figure_of_its_own() -> None:
+    found = raced(case())
+    listed = confirmed_first(Confirmation([], 0, 0), found)
+    assert not any(each.exact or each.rate for each in listed)
+    assert listed[0].screened == found[0].rate
+    assert len(listed) == len(found)
+
+
+# ---------------------------------------------------------------- on which requests
+
+
+def test_a_short_trace_is_replayed_whole_and_of_a_long_one_a_stretch() -> None:
+    whole = case(trace(600))
+    leader = raced(whole)[0]
+    assert stretch_of(whole, leader, 550) is whole.trace
+    stretch = stretch_of(whole, leader, 200)
+    assert len(stretch) == 200
+    assert stretch[0].timestamp == 0.0
+    lengths = [row.input_length for row in whole.trace]
+    own = [row.input_length for row in stretch]
+    assert any(lengths[at : at + 200] == own for at in range(401)), "requests in a row"
+
+
+def test_a_stretch_is_as_hard_as_the_trace_by_the_screening_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of a stretch count as those of the whole trace at which the screening engine comes to the same."""
+    monkeypatch.setattr(confirmation, "STRETCH", 200)
+    whole = case(trace(600))
+    made = confirm(whole, raced(whole))
+    assert made.requests < 600
+    best = made.confirmed[0].found
+    assert best.screened is not None
+    assert best.rate == pytest.approx(best.screened, rel=0.07), "loads known at once or told: not far"
+
+
+def test_reports_are_counted_in_what_a_replay_takes() -> None:
+    told, untold = (replay_seconds(trace(100), 10.0, 8, informed) for informed in (True, False))
+    assert told - untold == pytest.approx(10 * 10.0 * 8 * 9 * confirmation.REPORT_S)
+    assert replay_seconds(trace(200), 10.0, 8, False) > 1.8 * untold
+
+
+# ---------------------------------------------------------------- a plan
+
+
+def planned(**options: Any) -> Plan:
+    fixed: dict[str, Any] = {"instances": 2, "seeds": 1, "least_requests": 100, **options}
+    return HybridPlanner(LLAVA, SLO(0.15, 0.06), **fixed).plan(trace())
+
+
+def test_a_plan_says_what_stood_for_what_and_prints_what_the_cores_did() -> None:
+    plan = planned(routing="least_loaded")
+    assert plan.engine == "screening"
+    assert plan.stand_ins == ("routing=least_loaded as least_loaded, loads known at once",)
+    assert (plan.core_runs > 0, plan.core_requests) == (True, plan.trace.requests)
+    assert plan.best.screened
+    assert plan.best.gap == pytest.approx(plan.best.goodput["guard"] / plan.best.screened - 1)
+    assert plan.best.utilisation
+    assert len(plan.best.spread) == 1
+    assert "where the screening engine has" in plan.explain()
+    assert "screened    gap" in str(plan) or "screened" in str(plan).splitlines()[1]
+    rows = list(plan.rows())
+    assert rows[0]["gap"] == plan.best.gap
+
+
+def test_where_the_screening_engine_has_all_nothing_is_confirmed() -> None:
+    plan = planned()
+    assert (plan.engine, plan.stand_ins, plan.core_runs, plan.best.gap) == ("compiled", (), 0, None)
+    assert "screened" not in str(plan)
+    assert "gap" not in next(iter(plan.rows()))
+
+
+def test_a_plan_that_was_saved_before_there_were_gaps_is_read() -> None:
+    plain = msgspec.json.decode(msgspec.json.encode(planned()))
+    for name in ("stand_ins", "core_runs", "core_requests"):
+        del plain[name]
+    for each in (plain["best"], *plain["candidates"]):
+        del each["screened"]
+    read = msgspec.json.decode(msgspec.json.encode(plain), type=Plan)
+    assert (read.stand_ins, read.best.gap) == ((), None)
