@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from random import Random
 from typing import Any
 
 import msgspec
 
 from support.ideal_routing import Loads
+from support.random_costs import any_device, random_cost
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.settings import RESERVATIONS, Reservation, Settings
@@ -38,11 +38,9 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules, Policy
 from trinity.core.transfers import TransferPolicy
-from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
-from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import ModelShape, get_model_shape
-from trinity.costs.step_cost import CostModel, CostTables, Device, Interconnect, Roofline
+from trinity.costs.step_cost import CostModel, Interconnect
 from trinity.simulation.cluster_model import STOP, Simulated
 from trinity.simulation.compiled import Act, Deployed, Told, simulate
 from trinity.simulation.compiled_workload import Asked, Workload
@@ -306,38 +304,6 @@ def random_rules(draw: Random) -> BatchRules:
     )
 
 
-@lru_cache
-def _device(slow: float) -> Device:
-    return Device(name="any", flops=1e14 * slow, bandwidth=1e12 * slow, memory=80e9, pass_s=0.01 / slow)
-
-
-def random_table(draw: Random, scale: float) -> dict[int, float]:
-    counts = sorted(draw.sample(range(1, 60), draw.choice([0, 1, 2, 4])))
-    return {count: scale * (1 + draw.random() + count / 10) for count in counts}
-
-
-def random_cost(draw: Random) -> CostModel:
-    kind = draw.choice(["linear", "linear", "roofline", "tables", "step"])
-    if kind == "linear":
-        scale = draw.choice([0.0, 0.001, 0.02])
-        step, decode, prefill, encode, media = (scale * draw.random() for _ in range(5))
-        return LinearCost(step_s=step, decode_s=decode, prefill_s=prefill, encode_s=encode, media_s=media)
-    if kind == "roofline":
-        shape = get_model_shape(draw.choice(["llava-1.5-7b", "llava-next-7b", "qwen2-vl-7b", "minicpm-v-2.6"]))
-        return Roofline(model=shape, device=_device(draw.choice([0.3, 1.0, 3.0])))
-    tables = [
-        StepCost.from_samples(random_table(draw, 0.01), random_table(draw, 0.02), random_table(draw, 0.05))
-        for _ in range(3)
-    ]
-    if kind == "step":
-        return tables[0]
-    contexts = sorted(draw.sample(range(1, 40), draw.randint(1, 3)))
-    costs = tuple(zip(contexts, tables, strict=False))
-    return CostTables(
-        model="any", device="any", dtype="any", source="drawn", costs=costs, context=draw.choice([1, 7.5, 60])
-    )
-
-
 def random_settings(
     draw: Random, placement: str, works: list[Work], caches: bool, reservation: Reservation = "full"
 ) -> list[Settings]:
@@ -388,7 +354,7 @@ def random_case(seed: int, caches: bool | None = None) -> Case:
         works=works,
         acts=acts,
         cluster=Cluster(
-            devices=(_device(1.0),) * count,
+            devices=(any_device(1.0),) * count,
             hosts=tuple(f"h{draw.randint(0, 1)}" for _ in range(count)) if draw.random() < 0.5 else (),
             link=link,
             network=network,
