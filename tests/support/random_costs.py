@@ -8,7 +8,7 @@ from random import Random
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import CostModel, Device, Roofline
+from trinity.costs.step_cost import CostModel, CostTables, Device, Roofline
 
 
 @lru_cache
