@@ -1,7 +1,8 @@
 """The compiled twin of ``trinity.simulation.cluster_model``: the same replay, event for event, by csrc/simulation/.
 
-What it cannot do it says (``unsupported``), and the Python engine does that. tests/simulation/test_compiled.py holds
-the two together: every event, command, count of free blocks and float time of random replays (decision 0017).
+Its scope is frozen: ``trinity.simulation.screening`` says what stands for other settings. Within it
+tests/simulation/test_compiled.py holds the two together: every event, command, count of free blocks and float time of
+random replays (decisions 0017 and 0033).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ Act = tuple[float, int, bool]  # when, which request, whether it is given up
 
 
 class Deployed:
-    """Instances in the twin's form. ``settings`` must be such that ``unsupported`` is "".
+    """Instances in the twin's form. ``settings`` as ``trinity.simulation.screening.screened`` gives them.
 
     Messages, steps and pulls take what ``trinity.simulation.cluster_model.Simulated`` says. Requests ask for ``ask``
     tokens.

@@ -2,8 +2,8 @@
 
 The engine (``trinity.simulation.compiled``) has a frozen scope: Algorithm 1, pull migration, caches, both reservations,
 routing in turn or to the least loaded. A search over placements runs on the nearest settings that it has; the best are
-then replayed on the cores, with the true ones (``trinity.planner.confirmation``). Each stand-in is earned: in the cases
-of ``benchmarks/screening.py`` both together lose at most ``MOST_LOST`` of the goodput that a search on the cores finds.
+then replayed on the cores, with the true ones (``trinity.planner.confirmation``). Each stand-in is earned: both together
+lose at most ``MOST_LOST`` of the goodput that a search on the cores finds (``benchmarks/planning/screening.py``).
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ SCREENED_AS: Mapping[str, Row] = {
     "BatchRules.cost": Row((None, *COSTS), note="by its type"),
     "TransferPolicy.prefetch": EVERY,
     "TransferPolicy.early": EVERY,
-    "TransferPolicy.kv": Row(("off",), {"layer": "off", "grouped": "off"}),
+    "TransferPolicy.kv": Row(("off",), {"layer": "off", "grouped": "off"}, {"layer": 0.0, "grouped": 0.0}),
     "TransferPolicy.store": Row(note="features are looked for where there are reports: see Simulator.routing"),
     "TransferPolicy.lease_s": Row(note="leases do not end in a simulation"),
     "Simulator.routing": Row(
         ("round_robin",),
         {"least_loaded": LEAST_LOADED, "prefix_hits": LEAST_LOADED, "random": "round_robin"},
+        {"least_loaded": 0.0, "prefix_hits": 0.0},
     ),
     "Simulator.cost": Row(tuple(COSTS), note="by its type"),
     "Simulator.interference": EVERY,
