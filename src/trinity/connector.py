@@ -1,4 +1,4 @@
-"""Connector: moves image-cache and KV-cache blocks between instances over one transport."""
+"""Connector: moves blocks of the image and KV caches between instances over one transport."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from trinity.transport.base import Remote, Transport, find_runs
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
-INLINE_BYTES = 4 << 20  # below this digests cost no more than the way to a thread and back
+INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
 
 
 class Connector:
-    """One for both kinds of block, image and KV (step 3 of TriInfer's pull migration, 4.3).
+    """Pulls image and KV blocks (TriInfer 4.3, pull migration, step 3). Serves one pipeline, which closes it.
 
-    ``transport`` is a name or a ``Transport``; ``timeout_s`` bounds every read. Every read is recorded: scheme, bytes,
-    blocks, pieces, set-up and wire seconds, GB/s on the wire, and digest seconds (both sides) where blocks are
-    verified: ``verify`` is "always", "never", or "network" for transports that leave the host. A connector serves one
-    pipeline, which closes it and its transport.
+    - ``transport`` (name or ``Transport``, "inproc"): the medium; it is closed with the connector.
+    - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
+    - ``verify`` ("always", "never" or "network"; "network"): compare digests of blocks with those of the source; with
+      "network" only for transports that leave the host.
+
+    Every read is recorded: scheme, bytes, blocks, pieces, seconds of set-up and on the wire, GB/s on the wire, and if
+    blocks are verified the seconds of both sides' digests.
     """
 
     def __init__(
@@ -46,22 +49,23 @@ class Connector:
         self._descriptors: dict[tuple[str, str], bytes] = {}
         self._remotes: dict[tuple[str, str, str], Remote] = {}
         self._attaching: dict[tuple[str, str, str], asyncio.Lock] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._detaching: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def scheme(self) -> str:
+        """Name of the transport."""
         return self.transport.scheme
 
     @property
     def verifies(self) -> bool:
-        """Whether sources send digests of their blocks, which are compared with what has arrived."""
+        """True if sources send digests of their blocks, which are compared with the blocks received."""
         return should_verify(self.verify, self.transport)
 
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
-        """Publish an instance's pools; their descriptors by kind.
+        """Publish an instance's pools; return their descriptors by kind.
 
-        Raises ``ConfigError`` where another pipeline uses this connector.
+        Raises ``ConfigError`` if another pipeline uses this connector.
         """
         if self._closed or any(name == instance for name, _ in self._memories):
             raise ConfigError("a Connector serves one pipeline: make one for each")
@@ -71,30 +75,30 @@ class Connector:
         return {kind: self._descriptors[instance, kind] for kind in memories}
 
     def introduce(self, peer: str, pools: Mapping[str, bytes]) -> None:
-        """Learn the descriptors of an instance in another process."""
+        """Add a peer in another process: the descriptors of its pools, by kind."""
         self.forget(peer)
         for kind, descriptor in pools.items():
             self._descriptors[peer, kind] = descriptor
 
     def forget(self, peer: str) -> None:
-        """A peer is gone: its pools cannot be read any more."""
+        """Remove a peer that is gone: its pools cannot be read any more."""
         for key in [key for key in self._descriptors if key[0] == peer and key not in self._memories]:
             del self._descriptors[key]
         for attached in [each for each in self._remotes if each[1] == peer]:
-            self._part_from(self._remotes.pop(attached))
+            self._detach(self._remotes.pop(attached))
 
-    def _part_from(self, remote: Remote) -> None:
-        """Let go of a pool whose owner is gone: its mapping or connection is ours."""
+    def _detach(self, remote: Remote) -> None:
+        """Close the connection to a pool whose owner is gone, in a task that ``aclose`` awaits."""
         task = asyncio.get_running_loop().create_task(self._close(remote))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._detaching.add(task)
+        task.add_done_callback(self._detaching.discard)
 
     async def pull(self, instance: str, pull: Pull) -> Pulled:
-        """Carry out a core's Pull for ``instance``. A failed transfer does not raise: the failure is in the answer."""
+        """Carry out a core's ``Pull`` for ``instance``. Never raises for a failed read: ``Pulled`` has the failure."""
         started = time.perf_counter()
         try:
             return Pulled(pull.offer, pull.part, None, await self._read(instance, pull))
-        except Exception as error:  # transports are other people's: whatever they raise fails this request alone
+        except Exception as error:  # a transport of another package may raise anything: only this request fails
             cause = type(error).__name__ if isinstance(error, (TransportError, ClosedError)) else "TransportError"
             fields = {"source": pull.source, "target": instance, "kind": pull.kind, "cause": cause}
             if isinstance(error, OfferRefused):
@@ -126,19 +130,19 @@ class Connector:
 
     async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:
         memory = self._memories[instance, pull.kind]
-        if moved <= INLINE_BYTES:
+        if moved <= INLINE_DIGEST_BYTES:
             return verify_pull(memory, pull, expected)
         return await asyncio.to_thread(verify_pull, memory, pull, expected)
 
     async def _check_fresh(self, remote: Remote, instance: str, pull: Pull) -> None:
-        """A source that took blocks back may have written something else there while we read."""
+        """Raise ``OfferRefused`` if the source took the blocks back: their bytes may have changed during the read."""
         generation = await remote.generation(pull.source_blocks)
         if generation > pull.generation:
             text = f"{pull.source} took its blocks back (generation {generation}, offered at {pull.generation})"
             raise OfferRefused(text, "stale", self._scheme(instance, pull), pull.source)
 
     def _scheme(self, instance: str, pull: Pull) -> str:
-        """That of the peer, where the transport chooses for each."""
+        """Return the scheme used for this peer, if the transport chooses one for each (auto)."""
         remote = self._remotes.get((instance, pull.source, pull.kind))
         return getattr(remote, "scheme", self.scheme)
 
@@ -158,25 +162,25 @@ class Connector:
         if self._closed:
             raise ClosedError("the connector is closed")
         key = (instance, source, kind)
-        async with self._attaching.setdefault(key, asyncio.Lock()):  # two first reads at once must not attach twice
+        async with self._attaching.setdefault(key, asyncio.Lock()):  # two concurrent first reads must not attach twice
             if key not in self._remotes:
                 descriptor = self._descriptors.get((source, kind))
                 if descriptor is None:
                     raise PeerLost(f"{source} is gone, or has no {kind} blocks", self.scheme, source)
                 remote = await self.transport.attach(descriptor, self._memories[instance, kind])
                 if self._descriptors.get((source, kind)) is not descriptor:
-                    self._part_from(remote)
-                    raise PeerLost(f"{source} was lost while it was attached to", self.scheme, source)
+                    self._detach(remote)
+                    raise PeerLost(f"{source} was lost while attaching to its pool", self.scheme, source)
                 self._remotes[key] = remote
         return self._remotes[key]
 
     async def aclose(self) -> None:
-        """Detach from every peer and withdraw every pool. Twice is once. What cannot be closed is logged."""
+        """Detach from every peer and withdraw every pool. Errors are logged. Calling it twice does no harm."""
         if not self._closed:
             self._closed = True
             for remote in self._remotes.values():
                 await self._close(remote)
-            await asyncio.gather(*self._leaving)
+            await asyncio.gather(*self._detaching)
             await self._close(self.transport)
 
     async def _close(self, each: Remote | Transport) -> None:
@@ -186,15 +190,15 @@ class Connector:
             logger.exception("%r of transport %s could not be closed", each, self.scheme)
 
 
-def choice(connector: str | Transport | Connector | None, hosting: str) -> str | Transport | Connector:
-    """What to use where nobody says, or says "auto": in one process that is inproc for every pair."""
+def choose_connector(connector: str | Transport | Connector | None, hosting: str) -> str | Transport | Connector:
+    """Choose the default transport: inproc for instances of one process, which "auto" means there too, else "auto"."""
     if hosting == "thread" and connector in (None, "auto"):
         return "inproc"
     return connector or "auto"
 
 
 def make_connector(connector: str | Transport | Connector, verify: Verify | None = None) -> Connector:
-    """A connector of one's own keeps its setting where ``verify`` is None."""
+    """Make a connector, or return the one given; its ``verify`` changes only if ``verify`` is set."""
     if not isinstance(connector, Connector):
         return Connector(connector, verify=verify or "network")
     if verify is not None:

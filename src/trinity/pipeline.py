@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from trinity.adapt.auto import resolve_auto_placement
-from trinity.connector import Connector, choice, make_connector
+from trinity.connector import Connector, choose_connector, make_connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.messages import Failure, PeerLoad, PeerLost, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
@@ -30,7 +30,7 @@ from trinity.planner import Plan
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import MediaLimits, ProcessedRequest, RequestProcessor
 from trinity.remote import supervisor
-from trinity.remote.instance_client import InstanceProcess
+from trinity.remote.instance_client import InstanceClient
 from trinity.remote.supervisor import ProcessConfig
 from trinity.request import Output, Request, check_request
 from trinity.runtime.host import Handle, InstanceHost
@@ -81,7 +81,7 @@ class Pipeline:
     """
 
     loop: asyncio.AbstractEventLoop
-    _processes: supervisor.Processes | None = None
+    _processes: supervisor.InstanceSupervisor | None = None
     _processor: RequestProcessor | None = None
     _timer: asyncio.TimerHandle | None = None
     _broken: BaseException | None = None
@@ -117,9 +117,9 @@ class Pipeline:
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._limits = slo, routing, limits or MediaLimits()
         self.hosting = supervisor.check_hosting(hosting, connector, self.instances)
-        self.connector = make_connector(choice(connector, hosting), verify)
+        self.connector = make_connector(choose_connector(connector, hosting), verify)
         self._silence_s = processes.silence_s
-        self._secret = supervisor.check_secret(self.instances, processes.secret)
+        self._secret = supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (cache, observe, transfers or TransferPolicy())
         self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
@@ -180,14 +180,14 @@ class Pipeline:
             host.start()
 
     async def _start_processes(self) -> None:
-        setups = supervisor.setups_for(self.instances, self._deployment, self.connector, str(self.routing))
-        self._processes = supervisor.Processes(
-            self, self.timeline, supervisor.addresses_of(self.instances), self._secret, self._silence_s
+        setups = supervisor.make_setups(self.instances, self._deployment, self.connector, str(self.routing))
+        self._processes = supervisor.InstanceSupervisor(
+            self, self.timeline, supervisor.parse_addresses(self.instances), self._secret, self._silence_s
         )
         self._reached.update(await self._processes.start(setups))
 
     @property
-    def processes(self) -> dict[str, InstanceProcess]:
+    def processes(self) -> dict[str, InstanceClient]:
         """The instances in processes of their own, by name."""
         return self._processes.members if self._processes is not None else {}
 
@@ -329,14 +329,14 @@ class Pipeline:
         for message in messages:
             self.post(message)
 
-    def lost(self, name: str, why: str) -> None:
+    def on_lost(self, name: str, why: str) -> None:
         """An instance's process is gone: its requests end with an error, the pipeline goes on."""
         logger.error("instance %s was lost: %s", name, why)
         self.post(PeerLost(name))
         if self._processes is not None and self._state == "running":
             self._processes.restart(name)
 
-    def back(self, member: InstanceProcess) -> None:
+    def on_back(self, member: InstanceClient) -> None:
         """A lost instance is there again."""
         self._reached[member.name] = member
         self.post(member.announcement())

@@ -1,4 +1,4 @@
-"""What other packages add by entry points: transports, models, stages, routing policies."""
+"""Plugins: transports, models, stages and routing policies that other packages add by entry points."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 from trinity.errors import ConfigError, UnknownName
 
 
-def known(group: str, built_in: Iterable[str] = ()) -> list[str]:
-    """Names of a group such as ``trinity.transports``, trinity's own included."""
+def list_names(group: str, built_in: Iterable[str] = ()) -> list[str]:
+    """List the names in a group such as ``trinity.transports``, with those built in."""
     return sorted({*built_in, *(entry.name for entry in entry_points(group=group))})
 
 
-def find(group: str, what: str, name: str, built_in: Iterable[str] = ()) -> Any:
-    """The object that some package registered under this name. Raises ``UnknownName``, or ``ConfigError`` if broken."""
+def load_plugin(group: str, what: str, name: str, built_in: Iterable[str] = ()) -> Any:
+    """Load the object that a package registered as ``name``; ``what`` names its kind in errors.
+
+    Raises ``UnknownName`` if there is none, ``ConfigError`` if it cannot be loaded.
+    """
     for entry in entry_points(group=group, name=name):
         try:
             return entry.load()
         except Exception as error:  # other people's code
             raise ConfigError(f"{what} {name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     hint = f"Other packages add theirs by the entry point {group}; or pass an object."
-    raise UnknownName(what, name, known(group, built_in), hint)
+    raise UnknownName(what, name, list_names(group, built_in), hint)

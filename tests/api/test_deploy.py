@@ -23,7 +23,7 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote.supervisor import setup_for
+from trinity.remote.supervisor import make_setup
 from trinity.runtime.loading import Deployment, load
 from trinity.traces.trace import SLO
 
@@ -132,7 +132,7 @@ def test_of_a_model_of_text_alone_an_image_is_nothing() -> None:
 
 def test_a_process_is_told_of_both() -> None:
     deployment = Deployment(QUICK, cache=CacheConfig(pools=POOLS))
-    setup = setup_for(
+    setup = make_setup(
         Instance("EPD", "EPD0", token_budget=7, image_budget=3), deployment, Connector("shm"), "round_robin"
     )
     assert (setup.most_tokens, setup.most_images) == (7, 3)

@@ -21,7 +21,7 @@ from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media import MediaLimits
 from trinity.remote import channel
-from trinity.remote.supervisor import SHORTEST_SECRET
+from trinity.remote.channel import SHORTEST_SECRET
 
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, TOOLS = SETTINGS["project"], SETTINGS["tool"]

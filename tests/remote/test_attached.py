@@ -49,8 +49,8 @@ async def test_started_and_attached_ones_serve_together(launcher: Launcher, tmp_
             ("E0", "P0", "shm"),
             ("P0", "D0", "shm"),
         }
-        assert not prefill.gone.done()
-        assert not decode.gone.done()
+        assert not prefill.exit_code.done()
+        assert not decode.exit_code.done()
 
 
 async def test_one_pipeline_after_another(launcher: Launcher) -> None:

@@ -26,7 +26,7 @@ from trinity.pipeline import Pipeline
 from trinity.remote import channel as channels
 from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supervisor import ProcessConfig, setups_for
+from trinity.remote.supervisor import ProcessConfig, make_setups
 from trinity.remote.wire import Hello, Setup, encode
 
 
@@ -96,7 +96,7 @@ async def test_the_model_is_not_there(launcher: Launcher, tmp_path: Path) -> Non
     async with by_hand(launcher, tcp()) as (one,):
         pipe = Pipeline(mine, [one.instance("EPD")], hosting="process", processes=ProcessConfig(secret=SECRET))
         await asyncio.to_thread(pipe._load_processor)
-        setup = setups_for(pipe.instances, pipe._deployment, pipe.connector, "round_robin")[0]
+        setup = make_setups(pipe.instances, pipe._deployment, pipe.connector, "round_robin")[0]
         shutil.rmtree(mine)
         assert "--model" in (await answered(one.address, setup))["message"]
         assert (await answered(one.address, setup))["error"] == "ConfigError"
@@ -129,10 +129,10 @@ async def test_instances_that_differ(
         differs = {"model": str(longer_weights(tmp_path))}
 
     def different(*given: Any) -> list[Setup]:
-        first, *others = setups_for(*given)
+        first, *others = make_setups(*given)
         return [msgspec.structs.replace(first, **differs), *others]
 
-    monkeypatch.setattr(trinity.remote.supervisor, "setups_for", different)
+    monkeypatch.setattr(trinity.remote.supervisor, "make_setups", different)
     async with by_hand(launcher, tcp()) as (one,):
         error = await refused(Instance("EP", "left"), one.instance("D", "right"))
         assert isinstance(error, LayoutMismatch)
@@ -257,6 +257,6 @@ async def test_an_address_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         text = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
-        from trinity.remote.server import serve
+        from trinity.remote.server import serve_instance
 
-        assert await asyncio.to_thread(serve, text, SECRET.encode()) == 1
+        assert await asyncio.to_thread(serve_instance, text, SECRET.encode()) == 1

@@ -99,7 +99,7 @@ async def test_every_process_ends_with_the_pipeline() -> None:
     assert folder is not None
     assert not folder.exists()
     for member in members:
-        assert member.gone.done()
+        assert member.exit_code.done()
         with pytest.raises(ProcessLookupError):
             os.kill(member.process, 0)
 

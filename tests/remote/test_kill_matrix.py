@@ -82,7 +82,7 @@ def wanted() -> list[int]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that is struck twenty times a minute would give up."""
-    monkeypatch.setattr(trinity.remote.supervisor, "MOST_RESTARTS", 1000)
+    monkeypatch.setattr(trinity.remote.supervisor, "MAX_RESTARTS", 1000)
     monkeypatch.setattr(trinity.remote.supervisor, "LONGEST_BACKOFF_S", 0.1)
 
 

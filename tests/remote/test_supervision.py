@@ -27,7 +27,7 @@ from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supervisor import ProcessConfig, Processes
+from trinity.remote.supervisor import InstanceSupervisor, ProcessConfig
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
 
@@ -79,7 +79,7 @@ async def test_a_frozen_one_that_was_started_by_hand_is_attached_again(launcher:
                 await asyncio.wait_for(pipe.complete(request()), LIVENESS_S)
             os.kill(one.process, signal.SIGCONT)
             assert (await recovered(pipe, request())).token_ids == wanted()
-        assert not one.gone.done()
+        assert not one.exit_code.done()
 
 
 async def test_idle_instances_are_heard_of(launcher: Launcher) -> None:
@@ -116,9 +116,9 @@ async def test_lost_after_all_have_met_and_before_the_pipeline_runs(
     launcher: Launcher, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The front end is not to learn of it as one that is there, after it was told of its loss."""
-    whole = Processes.start
+    whole = InstanceSupervisor.start
 
-    async def start(processes: Processes, setups: Any) -> Any:
+    async def start(processes: InstanceSupervisor, setups: Any) -> Any:
         members = await whole(processes, setups)
         os.kill(members[victim].process, signal.SIGKILL)
         async with asyncio.timeout(LIVENESS_S):
@@ -126,7 +126,7 @@ async def test_lost_after_all_have_met_and_before_the_pipeline_runs(
                 await asyncio.sleep(0.005)
         return members
 
-    monkeypatch.setattr(Processes, "start", start)
+    monkeypatch.setattr(InstanceSupervisor, "start", start)
     async with three() as pipe:
         assert (await recovered(pipe, request())).token_ids == wanted()
         assert pipe.processes[victim].setup.epoch == 1
@@ -157,7 +157,7 @@ async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launche
 
 
 async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trinity.remote.fork_client, "START_S", 0.01)
+    monkeypatch.setattr(trinity.remote.fork_client, "INSTANCE_START_S", 0.01)
     launcher = SlowLauncher(torch=False)
     try:
         with pytest.raises(PeerLost, match="was not ready"):
@@ -199,7 +199,7 @@ def test_too_short_a_silence() -> None:
 
 @dataclass
 class Member:
-    heard: float
+    last_heard: float
     alive: bool = True
     why: str = ""
 
@@ -215,11 +215,11 @@ async def listened(monkeypatch: pytest.MonkeyPatch, members: dict[str, Member], 
         now[0] = next(waking)
 
     fake = SimpleNamespace(get_running_loop=lambda: SimpleNamespace(time=lambda: now[0]), sleep=sleep)
-    processes = Processes(cast(Any, None), Timeline(), {}, None, 8.0)
+    processes = InstanceSupervisor(cast(Any, None), Timeline(), {}, None, 8.0)
     processes.members = cast(Any, members)
     monkeypatch.setattr(trinity.remote.supervisor, "asyncio", fake)
     with pytest.raises(RuntimeError):  # the wakes have run out
-        await processes._listen()
+        await processes._watch_silence()
     monkeypatch.undo()
     processes.members = {}
     await processes.aclose()

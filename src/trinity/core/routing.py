@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
-from trinity.plugins import find
+from trinity.plugins import load_plugin
 
 LITTLE = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
 
@@ -108,7 +108,7 @@ def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:
     """The policy of this name, or the object itself. Raises ``UnknownName``."""
     if not isinstance(name, str):
         return name
-    make = POLICIES.get(name) or find("trinity.routing", "routing policy", name, POLICIES)
+    make = POLICIES.get(name) or load_plugin("trinity.routing", "routing policy", name, POLICIES)
     made: RoutingPolicy = make()
     return made
 

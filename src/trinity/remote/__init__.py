@@ -1,1 +1,7 @@
-"""Instances in other processes, and the control plane that reaches them."""
+"""Control plane of instances in other processes.
+
+On the pipeline's side, ``supervisor`` keeps all instance processes alive, ``instance_client`` speaks with one of them,
+and ``fork_client`` with the process that forks them, which runs ``fork_server``. On the instance's side, ``server``
+listens and admits one pipeline at a time, and ``session`` serves that pipeline. Both sides exchange ``wire`` messages
+over a ``channel``.
+"""

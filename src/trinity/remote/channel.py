@@ -1,7 +1,7 @@
-"""Control channel: length-framed messages between two processes, authenticated on both sides.
+"""Control channel: ordered, length-framed messages between two processes, authenticated on both sides.
 
-One per pair, over a Unix or TCP socket, in order. Both sides prove that they hold the pipeline's secret (HMAC over the
-other's challenge) before a byte of what they say is decoded; frames are bounded. Nothing is ever unpickled.
+One for each pair of processes, over a Unix or TCP socket. Both sides prove that they hold the pipeline's secret (HMAC
+over the other's challenge) before any other byte is decoded. Frames are bounded; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from dataclasses import dataclass
 from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
 
 logger = logging.getLogger("trinity")
+SECRET_VARIABLE = "TRINITY_SECRET"  # environment variable that holds the pipeline's secret
+SHORTEST_SECRET = 32  # characters
 VERSION = 1
 MAGIC = b"TRNY"
 NONCE = 32
-MAX_FRAME = 256 << 20  # bytes: a request's pixels are the largest thing that a frame carries
+MAX_FRAME = 256 << 20  # bytes: the pixels of a request are the largest payload
 MAX_HELLO = 1 << 20
-MAX_BACKLOG = 1 << 30  # bytes that may wait for a peer that does not read; beyond, it is lost
+MAX_BACKLOG = 1 << 30  # bytes queued for a peer that does not read; beyond this it counts as lost
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Address:
-    """``unix:/path`` or ``tcp:host:port`` (port 0: any free one)."""
+    """Address of a listener: ``unix:/path`` or ``tcp:host:port`` (port 0: any free port)."""
 
     scheme: str
     path: str = ""
@@ -38,21 +40,21 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ``ConfigError`` where the text is no address."""
+        """Parse an address. Raises ``ConfigError`` if ``text`` is not one."""
         scheme, _, rest = text.partition(":")
         if scheme == "unix" and rest:
             return cls("unix", path=rest)
         host, _, port = rest.rpartition(":")
         if scheme == "tcp" and host and port.isdigit() and int(port) < 65536:
             return cls("tcp", host=host.strip("[]"), port=int(port))
-        raise ConfigError(f"{text!r} is no address; write unix:/path/to/socket or tcp:host:port")
+        raise ConfigError(f"{text!r} is no address: write unix:/path/to/socket or tcp:host:port")
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"
 
 
 class Channel:
-    """An authenticated connection. ``hello`` is what the peer said of itself. All methods: on the loop's thread."""
+    """An authenticated connection, used on the event loop's thread. ``hello``: the peer's first message."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: bytes = b"", limit: int = MAX_FRAME
@@ -62,10 +64,14 @@ class Channel:
 
     @property
     def closed(self) -> bool:
+        """True once the connection is closed or closing."""
         return self._writer.is_closing()
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame; never blocks. Raises ``PeerLost`` where the peer is gone or has stopped reading."""
+        """Queue one frame without blocking.
+
+        Raises ``PeerLost`` if the peer is gone or has stopped reading, ``TransportError`` if the frame is too long.
+        """
         if self.closed:
             raise PeerLost("the control channel is closed", "control")
         if len(payload) > self.limit:
@@ -77,7 +83,7 @@ class Channel:
             raise PeerLost(f"the peer has left more than {MAX_BACKLOG} bytes unread", "control")
 
     async def receive(self) -> bytes:
-        """The next frame. Raises ``PeerLost`` at the end, ``TransportError`` for a frame above the limit."""
+        """Receive the next frame. Raises ``PeerLost`` at the end, ``TransportError`` for a frame above the limit."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
             if size > self.limit:
@@ -93,37 +99,37 @@ class Channel:
             raise PeerLost(f"the control channel broke: {error}", "control") from error
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Frames until the peer is gone."""
+        """Yield frames until the peer is gone."""
         with suppress(PeerLost):
             while True:
                 yield await self.receive()
 
     def abort(self) -> None:
-        """Drop the connection without sending what waits."""
+        """Drop the connection; queued frames are lost."""
         _abort(self._writer)
 
     async def aclose(self) -> None:
-        """Send what waits and close. Twice is once."""
+        """Send queued frames and close. Calling it twice does no harm."""
         self._writer.close()
         with suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._writer.wait_closed(), TIMEOUT_S)
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    with suppress(AttributeError):  # of asyncio: a transport that closed once its buffer was empty has no loop left
+    with suppress(AttributeError):  # asyncio: a transport that closed after its buffer ran empty has no loop any more
         writer.transport.abort()
 
 
 async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S) -> Channel:
-    """Connect, authenticate both sides, exchange hellos. Raises ``HandshakeError``, ``PeerLost``."""
+    """Connect, authenticate both sides and exchange hellos. Raises ``HandshakeError``, ``PeerLost``."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await _open(address)
             try:
-                return await _shake(reader, writer, secret, hello, server=False)
+                return await _handshake(reader, writer, secret, hello, server=False)
             except BaseException:
                 _abort(writer)
-                await asyncio.sleep(0)  # abort closes the socket in the next turn of the loop
+                await asyncio.sleep(0)  # abort closes the socket in the loop's next turn
                 raise
     except TimeoutError as error:
         raise HandshakeError(f"{address} did not answer within {timeout_s} s", "control", str(address)) from error
@@ -141,21 +147,21 @@ async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamW
 async def listen(
     address: Address, secret: bytes, hello: bytes, serve: Callable[[Channel], Awaitable[None]]
 ) -> AsyncIterator[Address]:
-    """Accept channels, each handed to ``serve`` once it is authenticated; yields the address in force.
+    """Accept channels and hand each to ``serve`` once it is authenticated; yield the address in use.
 
-    A peer that fails the handshake is dropped; the others do not notice.
+    A peer that fails the handshake is dropped without harm to others. Raises ``ConfigError`` if it cannot listen.
     """
     tasks: set[asyncio.Task[None]] = set()
 
-    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        with suppress(asyncio.CancelledError):  # asyncio would report it, and whatever else, as an error
+        with suppress(asyncio.CancelledError):  # asyncio would report any exception of this task as an error
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    channel = await _shake(reader, writer, secret, hello, server=True)
+                    channel = await _handshake(reader, writer, secret, hello, server=True)
                 await serve(channel)
             except TimeoutError:
                 logger.warning("a connection to %s was refused: no handshake within %s s", bound, TIMEOUT_S)
@@ -165,7 +171,7 @@ async def listen(
                 _abort(writer)
 
     bound = address
-    server, bound = await _bind(address, accepted)
+    server, bound = await _bind(address, accept)
     try:
         yield bound
     finally:
@@ -179,24 +185,24 @@ async def listen(
                 os.unlink(address.path)
 
 
-async def _bind(address: Address, accepted: Callable[..., Awaitable[None]]) -> tuple[asyncio.Server, Address]:
+async def _bind(address: Address, accept: Callable[..., Awaitable[None]]) -> tuple[asyncio.Server, Address]:
     try:
         if address.scheme == "unix":
-            return await asyncio.start_unix_server(accepted, address.path), address
-        server = await asyncio.start_server(accepted, address.host, address.port)
+            return await asyncio.start_unix_server(accept, address.path), address
+        server = await asyncio.start_server(accept, address.host, address.port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from error
     return server, Address("tcp", host=address.host, port=server.sockets[0].getsockname()[1])
 
 
-async def _shake(
+async def _handshake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, hello: bytes, *, server: bool
 ) -> Channel:
-    """Challenge and answer, the client first: whoever lacks the secret learns nothing and is told nothing."""
+    """Exchange challenges and proofs, the client's proof first: a peer without the secret learns nothing."""
     try:
         mine = secrets.token_bytes(NONCE)
         writer.write(MAGIC + VERSION.to_bytes(2, "big") + mine)
-        theirs = await _greeting(reader)
+        theirs = await _read_greeting(reader)
         roles = (b"server", b"client") if server else (b"client", b"server")
         if server:
             await _verify(reader, secret, roles[1], mine, theirs)
@@ -208,11 +214,11 @@ async def _shake(
         return Channel(reader, writer, await channel.receive())
     except (asyncio.IncompleteReadError, OSError) as error:
         raise HandshakeError(
-            "the peer left during the handshake: the secrets differ, or it is no peer of ours"
+            "the peer left during the handshake: the secrets differ, or it is not an instance of trinity"
         ) from error
 
 
-async def _greeting(reader: asyncio.StreamReader) -> bytes:
+async def _read_greeting(reader: asyncio.StreamReader) -> bytes:
     greeting = await reader.readexactly(len(MAGIC) + 2 + NONCE)
     if not greeting.startswith(MAGIC):
         raise HandshakeError("the peer does not speak trinity's protocol", "control")

@@ -1,4 +1,4 @@
-"""The launcher as a pipeline sees it: a process that forks instances, shared by pipelines where one is kept."""
+"""Client of the fork server: starts that process and has it fork instances; pipelines may share one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 from trinity.errors import ConfigError, PeerLost
 from trinity.remote.channel import Address
 
-START_S = 120.0  # to import, load weights and profile budgets
-STOP_S = 30.0
-ENDED = "the launcher of instance processes has ended, see its output above; close the pipeline and make a new one"
+INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
+INSTANCE_STOP_S = 30.0  # for an instance or the launcher to end
+LAUNCHER_ENDED = (
+    "the launcher of instance processes has ended (see its output above): close the pipeline and make a new one"
+)
 Answer = TypeVar("Answer")
-Forked = tuple[int, concurrent.futures.Future[int]]  # an instance's process, and its exit code once it has ended
+ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended
 
 
 class Launcher:
@@ -40,7 +42,7 @@ class Launcher:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
         self._ready = concurrent.futures.Future[None]()
-        self._started: dict[str, concurrent.futures.Future[Forked]] = {}
+        self._started: dict[str, concurrent.futures.Future[ForkedProcess]] = {}
         self._exits: dict[int, concurrent.futures.Future[int]] = {}
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="trinity-launcher", daemon=True)
@@ -49,44 +51,44 @@ class Launcher:
     async def launch(
         self, address: Address, secret: bytes, model: str, *, once: bool = True
     ) -> tuple[int, asyncio.Future[int]]:
-        """Fork an instance that listens on ``address``: its process number, and its exit code once it has ended.
+        """Fork an instance that listens on ``address``; return its process number and a future of its exit code.
 
-        ``once``: for one pipeline; else it serves one after another, as if started by hand. Raises ``ConfigError``
-        where the launcher has ended, ``PeerLost`` where it does not answer.
+        ``once``: it serves one pipeline and ends; else one after another, as if started by hand. Raises
+        ``ConfigError`` if the launcher has ended, ``PeerLost`` if it does not answer in time.
         """
         await _within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
         order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
         started = self._started[mark] = concurrent.futures.Future()
         try:
-            self._say(order)
-            process, gone = await _within(started, "forked no instance")
+            self._write(order)
+            process, exit_code = await _within(started, "forked no instance")
         except BaseException:
-            started.add_done_callback(_kill)  # nobody else will know its number
+            started.add_done_callback(_kill)  # nobody else would end it
             raise
-        return process, asyncio.wrap_future(gone)
+        return process, asyncio.wrap_future(exit_code)
 
-    def _say(self, order: dict[str, Any]) -> None:
+    def _write(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
             with self._lock:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
         except OSError as error:
-            raise ConfigError(f"{ENDED} ({error})") from error
+            raise ConfigError(f"{LAUNCHER_ENDED} ({error})") from error
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said: dict[str, Any] = json.loads(line)
-            if "ready" in said:
+            answer: dict[str, Any] = json.loads(line)
+            if "ready" in answer:
                 self._ready.set_result(None)
-            elif "id" in said:
-                gone = self._exits[said["process"]] = concurrent.futures.Future()
-                self._started.pop(said["id"]).set_result((said["process"], gone))
-            elif "exited" in said:
-                self._exits.pop(said["exited"]).set_result(said["status"])
-        lost = ConfigError(ENDED)
+            elif "id" in answer:
+                exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
+                self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
+            elif "exited" in answer:
+                self._exits.pop(answer["exited"]).set_result(answer["status"])
+        lost = ConfigError(LAUNCHER_ENDED)
         if not self._ready.done():
             self._ready.set_exception(lost)
         for started in list(self._started.values()):
@@ -95,13 +97,13 @@ class Launcher:
             exited.set_result(-signal.SIGKILL)
 
     def close(self) -> None:
-        """End the launcher and, with it, every instance that is left. Blocks; twice is once."""
+        """End the launcher and every instance that it forked. Blocks; calling it twice does no harm."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(OSError):  # what it was not told before it ended
+        with suppress(OSError):  # unsent orders, if it has ended
             self._process.stdin.close()
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(INSTANCE_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -112,12 +114,12 @@ class Launcher:
 async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
     """What the launcher says. Who gives up waiting must not cancel it: others wait for the same, or it comes later."""
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), START_S)
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), INSTANCE_START_S)
     except TimeoutError as error:
-        raise PeerLost(f"the launcher of instance processes {late} within {START_S} s", "control") from error
+        raise PeerLost(f"the launcher of instance processes {late} within {INSTANCE_START_S} s", "control") from error
 
 
-def _kill(started: concurrent.futures.Future[Forked]) -> None:
+def _kill(started: concurrent.futures.Future[ForkedProcess]) -> None:
     if not started.cancelled() and started.exception() is None:
         with suppress(ProcessLookupError):
             os.kill(started.result()[0], signal.SIGKILL)
@@ -127,7 +129,7 @@ _kept: list[Launcher] = []
 
 
 class KeptLauncher:
-    """A launcher that all pipelines in its ``with`` or ``async with`` block share, so that each starts quickly."""
+    """Context manager of a launcher that all pipelines made within it share, so that each starts quickly."""
 
     def __init__(self, torch: bool = True) -> None:
         self._torch = torch
@@ -153,7 +155,7 @@ def kept_launcher(torch: bool = True) -> KeptLauncher:
     return KeptLauncher(torch)
 
 
-def launcher_in_use(torch: bool = True) -> tuple[Launcher, bool]:
-    """The kept launcher of this sort, or a new one; and whether it is the caller's own to close."""
+def get_launcher(torch: bool = True) -> tuple[Launcher, bool]:
+    """Return the launcher of an open ``kept_launcher`` and False, or a new one and True: the caller closes it."""
     kept = [each for each in _kept if each.torch is torch]
     return (kept[-1], False) if kept else (Launcher(torch), True)

@@ -1,7 +1,7 @@
-"""Launcher: a process that has imported torch once and forks instances, so that each starts in a fraction of a second.
+"""Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
-Speaks JSON lines: {"id", "address", "secret", "model", "once"} on stdin starts an instance; stdout says {"ready"},
-{"id", "process"} and {"exited", "status"}. Its children die with it, and it ends with its stdin.
+Speaks JSON lines. {"id", "address", "secret", "model", "once"} on stdin forks an instance; on stdout it reports
+{"ready"}, {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its children with it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from collections.abc import Sequence
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-PACED = ("trinity.remote.server",)
-COMPUTING = ("torch", "transformers", *PACED, "trinity.stages.language", "trinity.stages.encode")
+PACED_MODULES = ("trinity.remote.server",)
+MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
 _preloaded: set[str] = set()
 
 
 def main() -> None:
-    preload(PACED if "--paced" in sys.argv else COMPUTING)
+    """Fork an instance for every order on stdin, and report those that end, until stdin ends."""
+    preload(PACED_MODULES if "--paced" in sys.argv else MODEL_MODULES)
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends what it started
-    say({"ready": os.getpid()})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends what it started
+    write_message({"ready": os.getpid()})
     children: set[int] = set()
     pending = b""
     while True:
@@ -38,7 +39,7 @@ def main() -> None:
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            reap(children)
+            reap_children(children)
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
@@ -47,17 +48,17 @@ def main() -> None:
             for line in lines:
                 order = json.loads(line)
                 preload_model(order["model"])
-                children.add(start(order))
+                children.add(fork_instance(order))
 
 
 def preload(modules: Sequence[str]) -> None:
-    """What every instance needs and what takes seconds to import; none of it starts a thread."""
+    """Import the modules that every instance needs; this takes seconds and starts no thread."""
     for module in modules:
         importlib.import_module(module)
 
 
 def preload_model(directory: str) -> None:
-    """Import the modules of a checkpoint's classes, which takes seconds; an instance reports what is wrong with it."""
+    """Import the modules of a checkpoint's classes, which takes seconds. Errors are left for the instance to report."""
     if not directory or directory in _preloaded:
         return
     _preloaded.add(directory)
@@ -73,30 +74,33 @@ def preload_model(directory: str) -> None:
             MODEL_MAPPING.get(type(getattr(config, name)), None)
 
 
-def say(message: dict[str, Any]) -> None:
+def write_message(message: dict[str, Any]) -> None:
+    """Write one JSON line to stdout."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def reap(children: set[int]) -> None:
-    """Report every child that has ended."""
+def reap_children(children: set[int]) -> None:
+    """Report every child that has ended, with its exit code."""
     for process in list(children):
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
             children.discard(process)
-            say({"exited": process, "status": os.waitstatus_to_exitcode(status)})
+            write_message({"exited": process, "status": os.waitstatus_to_exitcode(status)})
 
 
 def end_all(children: set[int]) -> None:
+    """Kill every child and wait for its end."""
     for process in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
 
 
-def start(order: dict[str, Any]) -> int:
+def fork_instance(order: dict[str, Any]) -> int:
+    """Fork an instance as ordered and return its process number; the child never returns."""
     launcher, process = os.getpid(), os.fork()
     if process:
-        say({"id": order["id"], "process": process})
+        write_message({"id": order["id"], "process": process})
         return process
     code = 1
     try:
@@ -106,9 +110,9 @@ def start(order: dict[str, Any]) -> int:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(2, 1)
-        from trinity.remote.server import serve
+        from trinity.remote.server import serve_instance
 
-        code = serve(order["address"], bytes.fromhex(order["secret"]), once=order["once"])
+        code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -116,10 +120,11 @@ def start(order: dict[str, Any]) -> int:
 
 
 def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before it could take anybody with it
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""One instance in a process of its own, as the pipeline sees it: reached, told, listened to, fenced."""
+"""Client of one instance process, on the pipeline's side: connects, sends events, takes messages, ends it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,19 @@ from trinity import errors
 from trinity.core.messages import FRONTEND, PeerUp, Value
 from trinity.errors import ConfigError, HandshakeError, OfferRefused, PeerLost, TransportError, TrinityError
 from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.fork_client import START_S, STOP_S
-from trinity.remote.wire import Broken, Connected, Hello, Peers, Setup, Slices, Started, Stop, decode, encode
+from trinity.remote.fork_client import INSTANCE_START_S, INSTANCE_STOP_S
+from trinity.remote.wire import (
+    ConnectReport,
+    Hello,
+    InstanceFailure,
+    InstanceInfo,
+    Peers,
+    Setup,
+    Slices,
+    StopInstance,
+    decode,
+    encode,
+)
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -25,114 +36,128 @@ Answer = TypeVar("Answer")
 
 
 class Watcher(Protocol):
-    """What the processes tell the pipeline, on the loop's thread."""
+    """The pipeline, as instance clients call it on the event loop's thread."""
 
-    def to_frontend(self, messages: list[Value]) -> None: ...
+    def to_frontend(self, messages: list[Value]) -> None:
+        """Take messages for the front end."""
+        ...
 
-    def lost(self, name: str, why: str) -> None: ...
+    def on_lost(self, name: str, why: str) -> None:
+        """Take note that an instance is lost."""
+        ...
 
-    def back(self, member: InstanceProcess) -> None: ...
+    def on_back(self, member: InstanceClient) -> None:
+        """Take note that a lost instance runs again."""
+        ...
 
 
-class InstanceProcess:
-    """One instance in its own process. ``post`` sends an event; a lost process is told to the watcher, once."""
+class InstanceClient:
+    """One instance in its own process. ``post`` sends it an event; its loss is reported to the watcher once."""
 
     def __init__(self, setup: Setup, watcher: Watcher, timeline: Timeline) -> None:
         self.setup, self.name, self.process = setup, setup.name, 0
-        self.started: Started | None = None
-        self.gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.started: InstanceInfo | None = None
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._watcher, self._timeline = watcher, timeline
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._why = ""
+        self._loss = ""
         self._watched = self._stopping = False
         self._connecting: dict[tuple[tuple[str, int], ...], asyncio.Future[None]] = {}
-        self.heard = 0.0  # when it last said something, by the loop's clock
+        self.last_heard = 0.0  # time of its last message, by the loop's clock
 
-    async def attach(self, address: Address, secret: bytes) -> Started:
-        """Connect, have it load, and learn what it offers. Raises what it could not do as the error that it met."""
-        reach = _connect_when_up(address, secret, self.gone) if self.process else _connect_by_hand(address, secret)
+    async def attach(self, address: Address, secret: bytes) -> InstanceInfo:
+        """Connect, have the instance load its model, and return its description.
+
+        Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
+        """
+        reach = _connect_when_up(address, secret, self.exit_code) if self.process else _connect_by_hand(address, secret)
         self._channel = channel = await reach
         channel.send(encode(self.setup))
-        answer = decode(await _within(START_S, channel.receive(), f"instance {self.name} did not load its model"))
-        if isinstance(answer, Broken):
-            raise _typed(answer)
-        if not isinstance(answer, Started):
+        answer = decode(
+            await _within(INSTANCE_START_S, channel.receive(), f"instance {self.name} did not load its model")
+        )
+        if isinstance(answer, InstanceFailure):
+            raise _to_error(answer)
+        if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
-        self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as it is reached from here
-        self.heard = asyncio.get_running_loop().time()
+        self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as the pipeline reaches it
+        self.last_heard = asyncio.get_running_loop().time()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
         return answer
 
-    async def introduce(self, peers: Sequence[Started]) -> None:
-        """Tell it of its peers; returns once it has reached them. Raises why it cannot."""
+    async def introduce(self, peers: Sequence[InstanceInfo]) -> None:
+        """Have it connect to its peers; return once it has. Raises the error that it met, or ``PeerLost``."""
         others = tuple(peer for peer in peers if peer.up.name != self.name)
         key = tuple((peer.up.name, peer.up.epoch) for peer in others)
         if not self.alive:
-            raise PeerLost(f"instance {self.name} was lost: {self._why}", "control", self.name)
+            raise PeerLost(f"instance {self.name} was lost: {self._loss}", "control", self.name)
         connected = self._connecting[key] = asyncio.get_running_loop().create_future()
         try:
             self.post(Peers(others))
-            await _within(START_S, connected, f"instance {self.name} did not reach its peers")
+            await _within(INSTANCE_START_S, connected, f"instance {self.name} did not reach its peers")
         finally:
             del self._connecting[key]
 
     def watch(self) -> None:
-        """From now on its loss is told to the watcher, if that has happened already at once."""
+        """Report a loss to the watcher from now on; one that has happened already at once."""
         self._watched = True
-        if self._why:
-            self._watcher.lost(self.name, self._why)
+        if self._loss:
+            self._watcher.on_lost(self.name, self._loss)
 
     def end(self, why: str) -> None:
-        """Make it end now: it is lost."""
-        self._why = why
+        """Kill it and drop its channel: it counts as lost, for the reason ``why``."""
+        self._loss = why
         self._kill()
         if self._channel is not None:
             self._channel.abort()
 
     def announcement(self) -> PeerUp:
+        """Return the message by which the front end learns of the instance, which must have started."""
         assert self.started is not None
         return self.started.up
 
     def post(self, event: Value) -> None:
-        if self._channel is not None and not self._channel.closed:  # else its loss is on the way
+        """Send an event; one for a lost instance is dropped."""
+        if self._channel is not None and not self._channel.closed:  # else its loss is about to be reported
             try:
                 self._channel.send(encode(event))
             except TransportError as error:
-                logger.error("instance %s cannot be told anything any more: %s", self.name, error)
+                logger.error("instance %s is cut off, an event could not be sent: %s", self.name, error)
                 self._channel.abort()
 
     @property
     def alive(self) -> bool:
-        """Whether it has started and is not lost."""
-        return self.started is not None and not self._why
+        """True from its start until its loss."""
+        return self.started is not None and not self._loss
 
     async def fence(self) -> None:
-        """Make sure that the process is gone: nothing it does can reach memory of ours any more.
+        """Make sure that the process has ended, so that it can reach no memory of this pipeline any more.
 
-        One that was started by hand loses its channel, and drops by itself whatever it did for this pipeline.
+        An instance that was started by hand loses its channel, and then drops all its work for this pipeline.
         """
         self._stopping = True
         if self._channel is not None:
             self._channel.abort()
         self._kill()
         if self.process:
-            await asyncio.wait_for(asyncio.shield(self.gone), STOP_S)
+            await asyncio.wait_for(asyncio.shield(self.exit_code), INSTANCE_STOP_S)
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            if self.process and not self.gone.done():
+            if self.process and not self.exit_code.done():
                 os.kill(self.process, signal.SIGKILL)
 
     def stop(self, at_once: bool = False) -> None:
+        """Ask it to end once it has no requests, or ``at_once``."""
         self._stopping = True
-        self.post(Stop(at_once))
+        self.post(StopInstance(at_once))
 
     async def join(self) -> None:
-        """Wait for the end of its serving; its process is the launcher's to reap."""
+        """Wait until it has stopped serving; the launcher reaps its process."""
         if self._reading is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._reading), STOP_S)
+                await asyncio.wait_for(asyncio.shield(self._reading), INSTANCE_STOP_S)
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
         if self._channel is not None:
@@ -143,9 +168,9 @@ class InstanceProcess:
         loop = asyncio.get_running_loop()
         try:
             async for frame in channel:
-                self.heard = loop.time()
+                self.last_heard = loop.time()
                 message = decode(frame)
-                if isinstance(message, Broken):
+                if isinstance(message, InstanceFailure):
                     why = f"{message.error}: {message.message}"
                 else:
                     self._take(message)
@@ -153,18 +178,18 @@ class InstanceProcess:
             why = str(error)
             channel.abort()
         finally:
-            self._why = self._why or why
+            self._loss = self._loss or why
             for connected in self._connecting.values():
                 if not connected.done():
                     connected.set_exception(PeerLost(f"instance {self.name} was lost: {why}", "control", self.name))
             if self._watched and not self._stopping:
-                self._watcher.lost(self.name, self._why)
+                self._watcher.on_lost(self.name, self._loss)
 
     def _take(self, message: Value) -> None:
-        if isinstance(message, Connected):
+        if isinstance(message, ConnectReport):
             connected = self._connecting.get(message.peers)
             if connected is not None and not connected.done():
-                connected.set_result(None) if message.why is None else connected.set_exception(_typed(message.why))
+                connected.set_result(None) if message.why is None else connected.set_exception(_to_error(message.why))
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
@@ -173,7 +198,7 @@ class InstanceProcess:
 
 
 async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:
-    """What is awaited. Raises ``PeerLost`` where it does not come in time."""
+    """Await ``answer``. Raises ``PeerLost`` with the text ``late`` after ``seconds``."""
     try:
         return await asyncio.wait_for(answer, seconds)
     except TimeoutError as error:
@@ -181,7 +206,7 @@ async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answe
 
 
 async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
-    """Reach an instance that somebody has started; the errors say what to do at its end."""
+    """Connect to an instance that was started by hand; errors say what to do on its side."""
     try:
         return await connect(address, secret, encode(Hello(FRONTEND)))
     except PeerLost as error:
@@ -195,9 +220,12 @@ async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
 
 
 async def _connect_when_up(address: Address, secret: bytes, gone: asyncio.Future[int]) -> Channel:
-    """The instance listens a moment after its fork."""
+    """Connect to a forked instance, retrying until it listens.
+
+    Raises ``ConfigError`` if it ends before, or does not listen within ``INSTANCE_START_S``.
+    """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + START_S
+    deadline = loop.time() + INSTANCE_START_S
     while True:
         try:
             return await connect(address, secret, encode(Hello(FRONTEND)))
@@ -207,10 +235,10 @@ async def _connect_when_up(address: Address, secret: bytes, gone: asyncio.Future
         await asyncio.sleep(0.005)
 
 
-def _typed(broken: Broken) -> TrinityError:
+def _to_error(broken: InstanceFailure) -> TrinityError:
     if broken.error == "OfferRefused":
         return OfferRefused(broken.message, broken.reason, "control")
-    if broken.error == "UnknownName":  # its list of those known is that of the other side, and in the message
+    if broken.error == "UnknownName":  # the message lists the names that the other side knows
         return ConfigError(broken.message)
     kind = getattr(errors, broken.error, TrinityError)
     made: TrinityError = (

@@ -1,9 +1,9 @@
-"""A process that is an instance: it listens, and serves one pipeline after another.
+"""Server of an instance process: listens, and serves one pipeline at a time, each in a session of its own.
 
     TRINITY_SECRET=... python -m trinity.instance --listen tcp:127.0.0.1:7000
 
-It prints the address in force as a line of JSON. Whoever connects must hold the secret; a second pipeline is refused
-while one is served. The instances that a pipeline starts itself are the same, and end with their pipeline.
+It prints the address in use as a line of JSON. Peers must hold the secret; a second pipeline is refused while one is
+served. Instances that a pipeline starts itself run the same server, and end with their pipeline.
 """
 
 from __future__ import annotations
@@ -22,35 +22,42 @@ from pathlib import Path
 from trinity.core.messages import FRONTEND
 from trinity.errors import HandshakeError, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.remote.channel import TIMEOUT_S, Address, Channel, listen
-from trinity.remote.session import Standalone
-from trinity.remote.wire import Broken, Hello, Setup, decode, encode
+from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel, listen
+from trinity.remote.session import InstanceSession
+from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
 
 logger = logging.getLogger("trinity")
-SECRET = "TRINITY_SECRET"
-RELEASE_TRIES, RELEASE_S = 50, 0.05
+RELEASE_TRIES, RELEASE_S = 50, 0.05  # s between two looks if a pipeline's pools are free
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 
-class Listener:
-    """Hands connections to the ``Standalone`` of the pipeline that is served now. ``once``: end after the first."""
+class InstanceServer:
+    """Hands connections to the session of the pipeline that is served now.
+
+    - ``secret`` (bytes): shared with the pipeline and its other instances.
+    - ``once`` (True): end after the first pipeline.
+    - ``model`` (directory, None): a checkpoint on this machine, in place of the one that the pipeline names.
+    """
 
     def __init__(self, secret: bytes, *, once: bool = True, model: str | None = None) -> None:
         self.secret, self.once, self.model = secret, once, model
         self.ended = asyncio.Event()
-        self.session: Standalone | None = None
+        self.session: InstanceSession | None = None
         self._address = ""
         self._turn = asyncio.Lock()
-        self._next = False
+        self._waiting = False
 
     async def serve(self, address: Address, announce: Callable[[Address], None]) -> None:
-        """Listen until the only pipeline has ended, or a thread of the instance has failed. Raises ``ConfigError``."""
-        async with listen(address, self.secret, encode(Hello("instance")), self._accepted) as bound:
+        """Listen until the only pipeline has ended, or a thread of the instance has failed.
+
+        ``announce`` is called with the address in use. Raises ``ConfigError`` if it cannot listen.
+        """
+        async with listen(address, self.secret, encode(Hello("instance")), self._accept) as bound:
             self._address = str(bound)
             announce(bound)
             await self.ended.wait()
 
-    async def _accepted(self, channel: Channel) -> None:
+    async def _accept(self, channel: Channel) -> None:
         try:
             hello = decode(channel.hello)
             if isinstance(hello, Hello) and hello.name == FRONTEND:
@@ -59,7 +66,7 @@ class Listener:
                 await self.session.greet(channel)
         except (TransportError, TimeoutError) as error:
             name = self.session.hello.name if self.session is not None else "an idle instance"
-            logger.warning("a control channel of %s was dropped: %s", name, error or "nothing was said in time")
+            logger.warning("a control channel of %s was dropped: %s", name, error or "no message came in time")
         finally:
             channel.abort()
 
@@ -68,17 +75,17 @@ class Listener:
             setup = decode(await channel.receive())
         if not isinstance(setup, Setup):
             raise HandshakeError("the front end must send its Setup first", "control")
-        if self._next or (self.session is not None and not self.session.leaving):
+        if self._waiting or (self.session is not None and not self.session.leaving):
             text = f"the instance at {self._address} serves another pipeline: close that, or start another instance"
-            channel.send(encode(Broken("OfferRefused", text, "busy")))
+            channel.send(encode(InstanceFailure("OfferRefused", text, "busy")))
             return await channel.aclose()
-        self._next = True  # at most one waits for the end of the one before
+        self._waiting = True  # at most one pipeline waits for the end of the previous one
         async with self._turn:
-            self._next = False
+            self._waiting = False
             await self._session(channel, setup)
 
     async def _session(self, channel: Channel, setup: Setup) -> None:
-        self.session = Standalone(self.secret, self._address, self.ended, self.model)
+        self.session = InstanceSession(self.secret, self._address, self.ended, self.model)
         try:
             await self.session.serve(channel, setup)
         finally:
@@ -86,11 +93,11 @@ class Listener:
             if self.once:
                 self.ended.set()
             else:
-                await _released(pools)
+                await _wait_released(pools)
 
 
-async def _released(pools: list[weakref.ref[BlockMemory]]) -> None:
-    """Until the memory of a pipeline is free: it hangs on cycles, and a moment longer on threads that end."""
+async def _wait_released(pools: list[weakref.ref[BlockMemory]]) -> None:
+    """Wait until a pipeline's pools are freed: reference cycles and ending threads hold them a little longer."""
     for _ in range(RELEASE_TRIES):
         gc.collect()
         if not any(pool() for pool in pools):
@@ -99,7 +106,7 @@ async def _released(pools: list[weakref.ref[BlockMemory]]) -> None:
     logger.warning("pools of a pipeline that has ended are still in use")
 
 
-def serve(
+def serve_instance(
     address: str,
     secret: bytes,
     announce: Callable[[Address], None] = lambda bound: None,
@@ -107,14 +114,14 @@ def serve(
     once: bool = True,
     model: str | None = None,
 ) -> int:
-    """Serve one pipeline, or one after another; the process's exit code."""
+    """Serve one pipeline, or one after another; return the process's exit code."""
 
-    async def listening() -> None:
-        await Listener(secret, once=once, model=model).serve(Address.parse(address), announce)
+    async def listen_and_serve() -> None:
+        await InstanceServer(secret, once=once, model=model).serve(Address.parse(address), announce)
 
-    gc.freeze()  # what is imported stays: to look through it again costs half a second
+    gc.freeze()  # modules stay: collecting them again takes half a second
     try:
-        asyncio.run(listening())
+        asyncio.run(listen_and_serve())
     except TrinityError as error:
         print(f"trinity: {error}", file=sys.stderr)
         return 1
@@ -124,22 +131,23 @@ def serve(
 
 
 def main() -> int:
-    """``python -m trinity.instance --listen ADDRESS``: one instance, served to whoever holds the secret."""
+    """Run one instance that serves any pipeline which holds the secret."""
     parser = argparse.ArgumentParser(prog="python -m trinity.instance", description=main.__doc__)
     parser.add_argument("--listen", required=True, help="unix:/path or tcp:host:port (port 0: any free one)")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory on this machine, if it differs")
     parser.add_argument("--once", action="store_true", help="end with the first pipeline")
-    asked = parser.parse_args()
-    secret = os.environ.get(SECRET, "")
-    if len(secret) < 32:
-        parser.error(f"set {SECRET} to the pipeline's secret, at least 32 characters that only its hosts know")
+    arguments = parser.parse_args()
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if len(secret) < SHORTEST_SECRET:
+        hint = f"at least {SHORTEST_SECRET} characters that only its hosts know"
+        parser.error(f"set {SECRET_VARIABLE} to the pipeline's secret, {hint}")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def announce(bound: Address) -> None:
         print(json.dumps({"listening": str(bound)}), flush=True)
 
-    model = str(asked.model.resolve()) if asked.model is not None else None
-    return serve(asked.listen, secret.encode(), announce, once=asked.once, model=model)
+    model = str(arguments.model.resolve()) if arguments.model is not None else None
+    return serve_instance(arguments.listen, secret.encode(), announce, once=arguments.once, model=model)
 
 
 if __name__ == "__main__":

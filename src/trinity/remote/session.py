@@ -1,4 +1,4 @@
-"""An instance in a process of its own, for as long as it serves one pipeline over control channels.
+"""Session of an instance process: loads an instance and serves one pipeline with it over control channels.
 
 The pipeline connects first, says what to load, and introduces the peers, which then connect to each other.
 """
@@ -28,16 +28,16 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.wire import (
-    Broken,
-    Connected,
-    Dropped,
+    ConnectReport,
+    DropPeer,
     Hello,
+    InstanceFailure,
+    InstanceInfo,
     Layout,
     Peers,
     Setup,
     Slices,
-    Started,
-    Stop,
+    StopInstance,
     decode,
     encode,
 )
@@ -47,15 +47,17 @@ from trinity.runtime.loading import Deployment, config_digest, load
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-LINK_S = 60.0
-SLICES = 50_000  # of its timeline, which goes to the front end in one frame at the end
+PEER_LINK_S = 60.0  # for a peer to connect
+MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
 
-class Standalone:
-    """The instance that this process is: a host, its channel to the front end, one channel to each peer.
+class InstanceSession:
+    """An instance serving one pipeline: its host, a channel to the front end, and one to each peer.
 
-    ``address`` is where it listens; ``model`` a checkpoint of this machine, used in place of the one that the pipeline
-    names. ``crash`` is set when a thread of the instance has failed: such a process should end.
+    - ``secret`` (bytes): authenticates every channel.
+    - ``address``: the server's, at which peers connect.
+    - ``crash``: set when a thread of the instance has failed; the process should then end.
+    - ``model`` (directory, None): a checkpoint on this machine, in place of the one that the pipeline names.
     """
 
     def __init__(self, secret: bytes, address: str, crash: asyncio.Event, model: str | None = None) -> None:
@@ -64,7 +66,7 @@ class Standalone:
         self.pools: list[weakref.ref[BlockMemory]] = []
         self.loop = asyncio.get_running_loop()
         self.connector = Connector("shm")
-        self.timeline = Timeline(limit=SLICES)
+        self.timeline = Timeline(limit=MAX_SLICES)
         self.host: InstanceHost | None = None
         self.hello = Hello("?")
         self._address = address
@@ -77,17 +79,20 @@ class Standalone:
     # ------------------------------------------------------------ the front end's channel
 
     async def serve(self, channel: Channel, setup: Setup) -> None:
-        """Load what the front end asks for and serve until it says stop or is gone; then nothing of it is left."""
+        """Load the instance and serve until the front end stops it or is gone; then release everything.
+
+        Errors of loading and serving are sent to the front end.
+        """
         self._frontend = channel
         try:
             check_there(setup.cores, setup.name)
             with pinned_process(setup.cores):
                 await self._run(channel, setup)
         except TrinityError as error:
-            await _give_up(channel, Broken(type(error).__name__, str(error)))
+            await _give_up(channel, InstanceFailure(type(error).__name__, str(error)))
         except Exception as error:
             logger.exception("instance %s failed", self.hello.name)
-            await _give_up(channel, Broken("TrinityError", repr(error)))
+            await _give_up(channel, InstanceFailure("TrinityError", repr(error)))
         finally:
             self.leaving = True
             await self._end()
@@ -97,22 +102,22 @@ class Standalone:
             setup = msgspec.structs.replace(setup, model=self.model)
         loaded = await asyncio.to_thread(_load, setup)
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
-        self.hello = Hello(setup.name, loaded.model.fingerprint, layouts(loaded), setup.pipeline, setup.epoch)
+        self.hello = Hello(setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch)
         self.connector = Connector(setup.transport, timeout_s=setup.read_timeout_s, verify=setup.verify)
         self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
         pools = self.connector.bind(setup.name, loaded.memory)
         up = self.host.announcement()
         self.host.post(up)
         self.host.start()
-        channel.send(encode(Started(up, self.hello, pools, self._address)))
+        channel.send(encode(InstanceInfo(up, self.hello, pools, self._address)))
         await self._follow(channel)
 
     async def _follow(self, channel: Channel) -> None:
-        """Carry out what the front end says, until it says stop or is gone."""
+        """Carry out messages of the front end until it stops the instance or is gone."""
         assert self.host is not None
         async for frame in channel:
             message = decode(frame)
-            if isinstance(message, Stop):
+            if isinstance(message, StopInstance):
                 self.leaving = True
                 self.host.stop(message.at_once)
                 await self.host.join()
@@ -121,7 +126,7 @@ class Standalone:
                 return
             if isinstance(message, Peers):
                 self._start(self._meet_all(channel, message.peers))
-            elif isinstance(message, Dropped):
+            elif isinstance(message, DropPeer):
                 self._drop_older(message.name, message.epoch + 1)
             else:
                 self.host.post(message)
@@ -136,12 +141,15 @@ class Standalone:
             await peer.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.connector.aclose()
-        self.host, self.connector = None, Connector("shm")  # a channel that broke keeps its last caller, and so this
+        self.host, self.connector = (
+            None,
+            Connector("shm"),
+        )  # a broken channel keeps a reference to its last caller, and so to this
 
     # ------------------------------------------------------------ peers
 
-    async def _meet_all(self, frontend: Channel, peers: tuple[Started, ...]) -> None:
-        """Learn of peers. Of two, one connects (``before``); the core hears of those that are reached."""
+    async def _meet_all(self, frontend: Channel, peers: tuple[InstanceInfo, ...]) -> None:
+        """Connect to peers and tell the core of them; ``connects_first`` says which of two instances connects."""
         assert self.host is not None
         key = tuple((peer.up.name, peer.up.epoch) for peer in peers)
         try:
@@ -149,31 +157,34 @@ class Standalone:
                 check_layouts(self.hello, peer.hello)
                 self._drop_older(peer.up.name, peer.up.epoch)
                 self.connector.introduce(peer.up.name, peer.pools)
-                if before(self.hello.name, self._address, peer.up.name, peer.address):
+                if connects_first(self.hello.name, self._address, peer.up.name, peer.address):
                     await self._reach(peer)
             for peer in peers:
-                await asyncio.wait_for(self._link(peer.up.name).wait(), LINK_S)
+                await asyncio.wait_for(self._link(peer.up.name).wait(), PEER_LINK_S)
                 self.host.post(peer.up)
         except (TrinityError, TimeoutError) as error:
-            why = Broken(type(error).__name__, f"{self.hello.name} cannot reach its peers: {error}")
-            return _send(frontend, encode(Connected(key, why)))
-        _send(frontend, encode(Connected(key)))
+            why = InstanceFailure(type(error).__name__, f"{self.hello.name} cannot reach its peers: {error}")
+            return _send(frontend, encode(ConnectReport(key, why)))
+        _send(frontend, encode(ConnectReport(key)))
 
-    async def _reach(self, peer: Started) -> None:
+    async def _reach(self, peer: InstanceInfo) -> None:
         channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
         channel.send(encode(self.hello))
         self._start(self._serve_peer(channel, peer.up.name, peer.up.epoch))
 
     def _link(self, name: str) -> asyncio.Event:
-        """Set while there is a channel to this peer."""
+        """Return the event that is set while there is a channel to this peer."""
         return self._links.setdefault(name, asyncio.Event())
 
     async def greet(self, channel: Channel) -> None:
-        """A peer has connected: hear who it is, and serve it."""
+        """Serve a peer that has connected, after its hello.
+
+        Raises ``HandshakeError`` or ``LayoutMismatch`` if it does not belong here.
+        """
         async with asyncio.timeout(TIMEOUT_S):
             hello = decode(await channel.receive())
         if not isinstance(hello, Hello) or self.host is None:
-            raise HandshakeError("a peer must say who it is first, to an instance that has started", "control")
+            raise HandshakeError("a peer must send its Hello first, and this instance must have started", "control")
         if hello.pipeline != self.hello.pipeline:
             raise HandshakeError(f"{hello.name} belongs to another pipeline than {self.hello.name}", "control")
         check_layouts(self.hello, hello)
@@ -198,7 +209,7 @@ class Standalone:
                 self._drop_older(name, epoch + 1)
 
     def _drop_older(self, name: str, epoch: int) -> None:
-        """Part from what this peer was before ``epoch``."""
+        """Disconnect this peer if its epoch is below ``epoch``: it was lost, or has been restarted."""
         if name in self._peers and self._epochs[name] < epoch:
             self._peers.pop(name).abort()
             self._link(name).clear()
@@ -211,16 +222,18 @@ class Standalone:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # ------------------------------------------------------------ what the host asks of its network
+    # ------------------------------------------------------------ the network of the host (``trinity.runtime.host``)
 
     def to_peer(self, name: str, message: Value) -> None:
+        """Send a message to a peer; from any thread."""
         self.loop.call_soon_threadsafe(self._send, name, encode(message))
 
     def to_frontend(self, messages: list[Value]) -> None:
+        """Send messages to the front end."""
         self._send_all([encode(message) for message in messages])
 
     def crashed(self, name: str, error: BaseException) -> None:
-        self._send_all([encode(Broken(type(error).__name__, str(error)))])
+        self._send_all([encode(InstanceFailure(type(error).__name__, str(error)))])
         self.crash.set()
 
     def _send(self, name: str, frame: bytes) -> None:
@@ -235,28 +248,32 @@ class Standalone:
 
 
 def _send(channel: Channel, frame: bytes) -> None:
-    """Send where there still is somebody; where not, the channel's reader finds that out."""
+    """Send a frame unless the channel is closed, which its reader notices."""
     if not channel.closed:
         try:
             channel.send(frame)
         except TransportError as error:
-            logger.warning("a control channel is given up: %s", error)
+            logger.warning("a control channel is closed, a message could not be sent: %s", error)
             channel.abort()
 
 
-async def _give_up(channel: Channel, why: Broken) -> None:
+async def _give_up(channel: Channel, why: InstanceFailure) -> None:
     _send(channel, encode(why))
     with suppress(TransportError):
         await channel.aclose()
 
 
-def before(name: str, address: str, other: str, its_address: str) -> bool:
-    """Which of two peers connects: from a Unix socket to TCP, which reaches other hosts; else in order of names."""
+def connects_first(name: str, address: str, other: str, its_address: str) -> bool:
+    """Tell whether the first of two peers connects to the other.
+
+    The one that listens on a Unix socket connects to the one on TCP, since only TCP reaches other hosts; else the names
+    decide, in alphabetical order.
+    """
     return (address.startswith("tcp:"), name) < (its_address.startswith("tcp:"), other)
 
 
 def _load(setup: Setup) -> Loaded:
-    """Weights, pools and budgets of this instance. Blocks: run it on a thread."""
+    """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
     _check_model(setup)
     spec = Instance(
         setup.roles,
@@ -300,7 +317,7 @@ def _load(setup: Setup) -> Loaded:
 
 
 def _check_model(setup: Setup) -> None:
-    """Raise ``ConfigError`` or ``LayoutMismatch`` where this machine has not got the checkpoint of the front end."""
+    """Raise ``ConfigError`` or ``LayoutMismatch`` if this machine lacks the front end's checkpoint."""
     hint = "give its directory on this machine with --model"
     try:
         mine = config_digest(setup.paced or Path(setup.model))
@@ -311,8 +328,8 @@ def _check_model(setup: Setup) -> None:
         raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
 
 
-def layouts(loaded: Loaded) -> dict[str, Layout]:
-    """What a peer must have too: the shape of each kind of block."""
+def describe_layouts(loaded: Loaded) -> dict[str, Layout]:
+    """Describe each kind of block, which peers must have alike."""
     return {
         kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)
         for kind, memory in loaded.memory.items()
@@ -320,7 +337,7 @@ def layouts(loaded: Loaded) -> dict[str, Layout]:
 
 
 def check_layouts(mine: Hello, theirs: Hello) -> None:
-    """Raise ``LayoutMismatch`` naming both sides where they cannot exchange blocks."""
+    """Raise ``LayoutMismatch``, naming both sides, if they cannot exchange blocks."""
     for kind in mine.layouts.keys() & theirs.layouts.keys():
         if mine.layouts[kind] != theirs.layouts[kind]:
             raise LayoutMismatch(

@@ -1,4 +1,4 @@
-"""Messages as bytes: msgpack of tagged structs, tensors as an extension type. Nothing is ever unpickled."""
+"""Control messages and their encoding: msgpack of tagged structs, tensors as an extension type, never pickle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TENSOR = 1  # the extension code of a tensor
 
 
 class Layout(Value, frozen=True):
-    """One kind of block of an instance, as a peer must have it: shape, dtype and bytes."""
+    """One kind of block of an instance: shape, dtype and bytes. Peers must have the same."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,7 +47,7 @@ class Layout(Value, frozen=True):
 
 
 class Hello(Value, frozen=True):
-    """Who is at the other end, and what its blocks are. Two instances must agree on the model and on shared kinds."""
+    """Either side, first: its name and block layouts. Instances must agree on the model and on kinds that both have."""
 
     name: str
     fingerprint: str = ""
@@ -57,10 +57,10 @@ class Hello(Value, frozen=True):
 
 
 class Setup(Value, frozen=True, kw_only=True):
-    """Front end to a new instance: what to load and how to run. ``paced``: in place of the checkpoint ``model``.
+    """Front end to a new instance: what to load and how to run. ``paced`` replaces the checkpoint ``model``.
 
-    ``pipeline`` tells this pipeline's instances from an earlier one's; ``config`` is the digest of the checkpoint's
-    config.json as the front end has it.
+    ``pipeline`` tells this pipeline's instances from those of an earlier one. ``config`` is the digest of the front
+    end's copy of the checkpoint's config.json.
     """
 
     name: str
@@ -102,8 +102,8 @@ class Setup(Value, frozen=True, kw_only=True):
     paced: EmulatedModel | None = None
 
 
-class Started(Value, frozen=True):
-    """Instance to front end: loaded. ``pools``: the transport's descriptors by kind; peers connect to ``address``."""
+class InstanceInfo(Value, frozen=True):
+    """Instance to front end: it has loaded. ``pools``: descriptors by kind; peers connect to ``address``."""
 
     up: PeerUp
     hello: Hello
@@ -112,25 +112,25 @@ class Started(Value, frozen=True):
 
 
 class Peers(Value, frozen=True):
-    """Front end to an instance: those that it works with."""
+    """Front end to an instance: the peers to connect to."""
 
-    peers: tuple[Started, ...]
+    peers: tuple[InstanceInfo, ...]
 
 
-class Stop(Value, frozen=True):
-    """Front end to an instance: end once nothing lives there, or at once."""
+class StopInstance(Value, frozen=True):
+    """Front end to an instance: end once it has no requests, or ``at_once``."""
 
     at_once: bool = False
 
 
 class Slices(Value, frozen=True):
-    """Instance to front end: what ran when, for the timeline: (lane, name, start, seconds, arguments)."""
+    """Instance to front end: rows of its timeline (lane, name, start in s, duration in s, arguments)."""
 
     rows: tuple[tuple[str, str, float, float, dict[str, Any]], ...]
 
 
-class Broken(Value, frozen=True):
-    """Instance to front end: it cannot go on. ``error`` names a class of trinity.errors where it is one.
+class InstanceFailure(Value, frozen=True):
+    """Instance to front end: it cannot go on. ``error`` is the name of the exception's class.
 
     ``reason`` is that of an ``OfferRefused``.
     """
@@ -140,15 +140,15 @@ class Broken(Value, frozen=True):
     reason: str = ""
 
 
-class Connected(Value, frozen=True):
-    """Instance to front end: these peers (name, epoch) are reached, or ``why`` they are not."""
+class ConnectReport(Value, frozen=True):
+    """Instance to front end: these peers (name, epoch) are connected, or ``why`` they are not."""
 
     peers: tuple[tuple[str, int], ...] = ()
-    why: Broken | None = None
+    why: InstanceFailure | None = None
 
 
-class Dropped(Value, frozen=True):
-    """Front end to an instance: this peer is lost, whatever its channel looks like: it may be frozen."""
+class DropPeer(Value, frozen=True):
+    """Front end to an instance: this peer is lost, even if its channel is still open: it may be frozen."""
 
     name: str
     epoch: int
@@ -186,12 +186,12 @@ def _decode_ext(code: int, data: memoryview) -> Any:
     return torch.frombuffer(bytearray(header.data), dtype=dtype).reshape(header.shape)
 
 
-Message = (
-    Broken
+ControlMessage = (
+    InstanceFailure
     | Cancel
     | Commit
-    | Connected
-    | Dropped
+    | ConnectReport
+    | DropPeer
     | Emit
     | Fetch
     | Fetched
@@ -208,22 +208,22 @@ Message = (
     | Release
     | Setup
     | Slices
-    | Started
-    | Stop
+    | InstanceInfo
+    | StopInstance
     | Submit
     | Withdraw
 )
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
-_decoder = msgspec.msgpack.Decoder(Message, ext_hook=_decode_ext, dec_hook=decode_rule)
+_decoder = msgspec.msgpack.Decoder(ControlMessage, ext_hook=_decode_ext, dec_hook=decode_rule)
 
 
 def encode(message: Value) -> bytes:
-    """A message as bytes."""
+    """Encode a message. Raises ``NotImplementedError`` for an object that cannot be sent."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> Value:
-    """A message from bytes. Raises ``HandshakeError`` where they are none."""
+    """Decode a message. Raises ``HandshakeError`` if the frame is not one."""
     try:
         message: Value = _decoder.decode(frame)
     except (msgspec.DecodeError, ValueError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trinity.errors import ConfigError, TrinityError
-from trinity.plugins import find
+from trinity.plugins import load_plugin
 from trinity.stages.base import GrowableStage, Stage
 
 if TYPE_CHECKING:
@@ -45,5 +45,5 @@ def _made(factory: StageFactory, setup: StageSetup) -> Stage:
 def stage_factory(stage: StageFactory | str) -> StageFactory:
     if not isinstance(stage, str):
         return stage
-    found: StageFactory = find("trinity.stages", "stage", stage)
+    found: StageFactory = load_plugin("trinity.stages", "stage", stage)
     return found

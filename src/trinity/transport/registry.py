@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trinity.plugins import find, known
+from trinity.plugins import list_names, load_plugin
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.base import Transport
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
@@ -28,7 +28,7 @@ BUILT_IN: dict[str, Callable[[], Transport]] = {
 
 def known_transports() -> list[str]:
     """List the names of all transports, built in or installed."""
-    return known(GROUP, BUILT_IN)
+    return list_names(GROUP, BUILT_IN)
 
 
 def make_transport(name: str | Transport) -> Transport:
@@ -38,6 +38,6 @@ def make_transport(name: str | Transport) -> Transport:
     """
     if not isinstance(name, str):
         return name
-    factory = BUILT_IN.get(name) or find(GROUP, "transport", name, BUILT_IN)
+    factory = BUILT_IN.get(name) or load_plugin(GROUP, "transport", name, BUILT_IN)
     transport: Transport = factory()
     return transport

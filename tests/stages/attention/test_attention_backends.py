@@ -15,7 +15,7 @@ from trinity.errors import ConfigError, UnknownName
 from trinity.memory import native
 from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
-from trinity.remote.supervisor import setup_for
+from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.host import Loaded
 from trinity.runtime.loading import Deployment, load
@@ -115,7 +115,7 @@ def test_an_instance_runs_what_it_names() -> None:
 
 def test_it_travels_to_an_instance_in_a_process() -> None:
     deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
-    setup = setup_for(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
+    setup = make_setup(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
     there = decode(encode(setup))
     assert isinstance(there, Setup)
     assert type(_backend(_load(there))) is TorchAttention

@@ -16,7 +16,7 @@ from trinity.connector import Connector
 from trinity.emulation.model import EmulatedModel
 from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
-from trinity.remote.supervisor import setup_for
+from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.loading import Deployment, load
 from trinity.stages.kernels import linear
@@ -245,7 +245,7 @@ def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, as
 def test_whether_to_pack_travels_to_an_instance_in_a_process() -> None:
     deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
     for asked in (None, True, False):
-        there = decode(encode(setup_for(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
+        there = decode(encode(make_setup(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
         assert isinstance(there, Setup)
         assert there.pack is asked
         assert _load(there).spec.pack is (asked is not False)
