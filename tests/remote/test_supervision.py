@@ -149,7 +149,7 @@ async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launche
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        launcher._say({})
+        launcher._write({})
         process, _ = await asyncio.wait_for(other, LIVENESS_S)
         assert process == 5_000_000
     finally:
