@@ -54,7 +54,7 @@ class ByHand:
 
     address: Address
     process: int
-    gone: asyncio.Future[int]
+    exit_code: asyncio.Future[int]
 
     def instance(self, roles: str, name: str = "", **named: Any) -> Instance:
         return Instance(roles, name, address=str(self.address), pools=POOLS, **named)
@@ -62,7 +62,7 @@ class ByHand:
     async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.process, number)
-        await asyncio.wait_for(asyncio.shield(self.gone), LIVENESS_S)
+        await asyncio.wait_for(asyncio.shield(self.exit_code), LIVENESS_S)
 
     def descriptors(self) -> list[str]:
         return descriptors(self.process)
