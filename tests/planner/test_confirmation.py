@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from trinity.costs.model_shape import get_model_shape
-from trinity.planner import HybridPlanner, Plan, confirmation
+from trinity.planner import HybridPlanner, Plan, confirmation, hybrid
 from trinity.planner.confirmation import (
     Confirmation,
     confirm,
@@ -195,3 +195,18 @@ def test_a_plan_that_was_saved_before_there_were_gaps_is_read() -> None:
         del each["screened"]
     read = msgspec.json.decode(msgspec.json.encode(plain), type=Plan)
     assert (read.stand_ins, read.best.gap) == ((), None)
+
+
+# ---------------------------------------------------------------- what is not screened
+
+
+def test_what_is_not_screened_is_searched_on_the_cores_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hybrid, "SHORT", 100)
+    plan = planned(depth=2)
+    assert (plan.engine, plan.stand_ins, plan.trace.requests) == ("python", (), 100)
+    assert "Not screened (depth=2)" in plan.explain()
+    assert "Not screened (depth=2)" in caplog.text, "it is said before the search"
+    assert set(plan.best.goodput) == {"guard"}
+    assert plan.best.spread == ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
-from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import Split
 from trinity.planner.bayesian import tuned, valued
@@ -27,6 +28,8 @@ from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
+logger = logging.getLogger("trinity")
+SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search
 KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
 MAX_WAITING, WAITING_EACH = 1024, 64  # of a pipeline that is not told otherwise; of each instance where there are many
@@ -155,8 +158,12 @@ class HybridPlanner:
 
     def _simulates(self) -> None:
         """Options that no simulator takes are refused now."""
+        self.hardware.simulator(self._general, self.asked.slo)
+
+    @property
+    def _general(self) -> Deployment:
         names = self.hardware.names
-        self.hardware.simulator(Deployment.of(Placement.of([Group(len(names), "EPD")]), names), self.asked.slo)
+        return Deployment.of(Placement.of([Group(len(names), "EPD")]), names)
 
     # ------------------------------------------------------------ a plan
 
@@ -175,8 +182,21 @@ class HybridPlanner:
             )
 
     def _planned(self, drawn: Drawn, progress: Progress) -> Plan:
+        """On the whole trace or, where the cores must search, on as much of it as they replay in a minute."""
+        why = self.hardware.why_on_cores(self._general, self.asked.slo)
+        count = len(drawn.trace) if not why else min(SHORT, len(drawn.trace))
+        while count < len(drawn.trace):
+            note = f"Not screened ({why}): searched on the cores that serve, on the first {count:,} requests."
+            logger.warning(note)
+            try:
+                return self._planned_on(Drawn(drawn.trace.head(count), (*drawn.notes, note)), progress, dear=True)
+            except TraceTooShort:
+                count *= 2
+        return self._planned_on(drawn, progress)
+
+    def _planned_on(self, drawn: Drawn, progress: Progress, dear: bool = False) -> Plan:
         offline = self.options.objective == "throughput"
-        case = Case(self.hardware, drawn.trace, self.asked, progress, offline)
+        case = Case(self.hardware, drawn.trace, self.asked, progress, offline, dear)
         searched = self._search(case)
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
@@ -296,6 +316,7 @@ class HybridPlanner:
             kept[0] if met else max(kept, key=lambda each: candidate(case, each).best_attainment(case.asked.rule) or 0)
         )
         seeds = tuple(own.seed + 1 + n for n in range(own.seeds)) if own.objective not in REPLAYED else ()
+        seeds = () if case.dear else seeds
         notes = [*drawn.notes, *searched.notes]
         if MAX_WAITING < self.waiting < UNBOUNDED:
             notes.append(f"Run it with max_waiting={self.waiting}: a pipeline's default of {MAX_WAITING} refuses more.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from trinity.traces import resample
 from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, SHARE, ServeFunction
 from trinity.traces.trace import SLO, SLORule, Trace
 
+DEAR_RUNS = 12  # replays of a search on the cores, once a rate holds
 FINEST = 32  # instances up to which every ratio is tried; of more, some, then all near the best
 
 
@@ -35,13 +37,21 @@ class Question(NamedTuple):
 class Case:
     """What every strategy and objective searches. ``offline``: there is no SLO, and no rate.
 
+    ``dear``: replays are, and a search makes few.
+
     Raises ``TraceTooShort`` and ``TraceError`` as ``Trials`` and ``workload`` do.
     """
 
     def __init__(
-        self, hardware: Hardware, trace: Trace, asked: Question, progress: Progress | None, offline: bool = False
+        self,
+        hardware: Hardware,
+        trace: Trace,
+        asked: Question,
+        progress: Progress | None,
+        offline: bool = False,
+        dear: bool = False,
     ) -> None:
-        self.hardware, self.trace, self.asked, self.offline = hardware, trace, asked, offline
+        self.hardware, self.trace, self.asked, self.offline, self.dear = hardware, trace, asked, offline, dear
         options = hardware.options
         rules = options.get("rules")
         costs = {name: kind.cost for name, kind in hardware.kinds.items()}
@@ -60,7 +70,7 @@ class Case:
         )
         self.methods = methods_for(self.bounds.load.multimodal)
         self.progress = progress
-        self.trials = self.tried(trace, progress=progress)
+        self.trials = self.tried(trace, progress=progress, most_runs=DEAR_RUNS if dear else math.inf)
         self._redrawn: dict[int, Trials] = {}
 
     def tried(
