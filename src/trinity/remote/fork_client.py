@@ -26,9 +26,9 @@ ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number
 
 
 class Launcher:
-    """The process that forks instances. A pipeline starts its own, or shares the one of ``kept_launcher``.
+    """The fork server's process. A pipeline starts its own, or shares the one of ``kept_launcher``.
 
-    ``torch``: have it import what takes seconds; emulated instances come from one that does not.
+    - ``torch`` (True): import torch and the stages once, which takes seconds; emulated instances need neither.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -112,7 +112,7 @@ class Launcher:
 
 
 async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
-    """What the launcher says. Who gives up waiting must not cancel it: others wait for the same, or it comes later."""
+    """Await an answer of the launcher without cancelling it: others may wait for it too. Raises ``PeerLost``."""
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), INSTANCE_START_S)
     except TimeoutError as error:
@@ -151,7 +151,7 @@ class KeptLauncher:
 
 
 def kept_launcher(torch: bool = True) -> KeptLauncher:
-    """Start instances of several pipelines from one launcher; ``torch=False``: emulated ones."""
+    """Make a context in which pipelines share one launcher; ``torch=False`` if all their instances are emulated."""
     return KeptLauncher(torch)
 
 
