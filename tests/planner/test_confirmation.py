@@ -210,3 +210,9 @@ def test_what_is_not_screened_is_searched_on_the_cores_and_said(
     assert "Not screened (depth=2)" in caplog.text, "it is said before the search"
     assert set(plan.best.goodput) == {"guard"}
     assert plan.best.spread == ()
+
+
+def test_an_objective_of_one_replay_is_screened_and_says_so() -> None:
+    plan = HybridPlanner(LLAVA, None, instances=2, objective="throughput", routing="least_loaded").plan(trace())
+    assert (plan.engine, plan.core_runs) == ("screening", 0)
+    assert "The search ran on the screening engine, with routing=least_loaded" in plan.explain()

@@ -200,8 +200,7 @@ class HybridPlanner:
         searched = self._search(case)
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
-        if self.options.objective not in REPLAYED:
-            searched = self._confirmed(case, searched)
+        searched = self._confirmed(case, searched)
         return self._written(case, searched, drawn)
 
     def _search(self, case: Case) -> Searched:
@@ -282,14 +281,14 @@ class HybridPlanner:
         """With the best replayed on the cores, where the search ran on other settings than theirs."""
         kinds = {each.entry.deployment.settings: each.entry.deployment for each in searched.found}
         stand_ins = [each for kind in kinds.values() for each in self.hardware.stand_ins(kind, self.asked.slo)]
-        if not stand_ins:
+        searched = searched._replace(stand_ins=tuple(dict.fromkeys(map(str, stand_ins))))
+        if not stand_ins or self.options.objective in REPLAYED:
             return searched
         cores = confirm(case, searched.found, [searched.paper] if searched.paper else [])
         paper = searched.paper and cores.of(searched.paper.entry.deployment)
         return searched._replace(
             found=confirmed_first(cores, searched.found),
             paper=paper.found if paper else searched.paper and screened_only(searched.paper),
-            stand_ins=tuple(dict.fromkeys(map(str, stand_ins))),
             cores=cores,
         )
 
@@ -359,8 +358,8 @@ class HybridPlanner:
             return confirmed_details(case, confirmed, seeds) if confirmed else candidate(case, found), "screening"
         if self.options.objective not in REPLAYED:
             return detailed(case, found, seeds)
-        offered, _, _ = self._by_replay(case)
-        return seen_in(case, found, offered)
+        described, engine = seen_in(case, found, self._by_replay(case)[0])
+        return described, "screening" if searched.stand_ins else engine
 
 
 def _waiting(objective: Objective, instances: int) -> int:
