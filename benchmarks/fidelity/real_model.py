@@ -31,7 +31,7 @@ from trinity.costs.step_cost import CostTables, Device
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.runtime.loading import Deployment, make_processor, profiled
+from trinity.runtime.loader import ServingConfig, make_processor, profile_copies
 from trinity.simulation.simulator import Simulator
 from trinity.traces.goodput import GoodputOptions, goodput
 from trinity.traces.trace import SLO, ServedRequest, Trace, TraceImage, TraceRow
@@ -125,8 +125,8 @@ def profile_alone(directory: Path, roles: str, out: Path, counts: dict[str, Any]
     """What such a process does."""
     processor = make_processor(directory)
     try:
-        profiled(
-            Deployment(directory, "float32", cache=CacheConfig(pools=POOLS)),
+        profile_copies(
+            ServingConfig(directory, "float32", cache=CacheConfig(pools=POOLS)),
             named([Instance(roles)]),
             processor,
             {},

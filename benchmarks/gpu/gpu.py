@@ -29,8 +29,8 @@ from trinity.costs.step_cost import Device, Roofline
 from trinity.errors import TrinityError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.runtime.host import Loaded
-from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import Probe
 from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
 from trinity.stages.base import Stage
@@ -162,9 +162,9 @@ def steps(work: Work) -> list[dict[str, Any]]:
     sizes, cost = work.sizes, Roofline(model=read_model_shape(work.model), device=work.limit)
     with_room = [n for n in sizes.rows if n * _block_bytes(work) * _blocks(sizes) < 0.75 * work.limit.memory]
     held = {"kv": max([*with_room, 1]) * _blocks(sizes), "image": max(sizes.images) + 1}
-    deployment = Deployment(work.model, sizes.dtype, sizes.device, cache=CacheConfig(pools=held))
+    deployment = ServingConfig(work.model, sizes.dtype, sizes.device, cache=CacheConfig(pools=held))
     processor = make_processor(work.model)
-    (loaded,) = load(deployment, [Instance("EPD")], processor)
+    (loaded,) = load_instances(deployment, [Instance("EPD")], processor)
     probe = Probe(loaded, processor)
     rows: list[dict[str, Any]] = []
     try:
@@ -195,12 +195,12 @@ def _block_bytes(work: Work) -> int:
     return 16 * read_model_shape(work.model).kv_bytes
 
 
-def recorded(loaded: Loaded) -> list[Stage]:
+def recorded(loaded: LoadedInstance) -> list[Stage]:
     """Stages that use CUDA graphs."""
     return [stage for stage in loaded.stages if getattr(stage, "_graphs", None) is not None]
 
 
-def without_graphs(loaded: Loaded) -> None:
+def without_graphs(loaded: LoadedInstance) -> None:
     """Have the stages run as they are from now on."""
     for stage in recorded(loaded):
         vars(stage)["_graphs"] = None

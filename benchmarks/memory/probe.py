@@ -41,7 +41,7 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
 
     from trinity.instance import Instance
     from trinity.preprocess.processor import RequestProcessor
-    from trinity.runtime.loading import Deployment, load
+    from trinity.runtime.loader import ServingConfig, load_instances
     from trinity.runtime.profiler import Probe
 
     torch.set_num_threads(1)
@@ -49,8 +49,8 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     processor.dummy_inputs()  # libraries that are imported at first use count as imported
     imported = resident()
     pools = {"image": 2 * images, "kv": 2 * PROMPT_TOKENS // 16}
-    (loaded,) = load(
-        Deployment(directory, "float32", cache=CacheConfig(pools=pools)), [Instance(roles, roles)], processor
+    (loaded,) = load_instances(
+        ServingConfig(directory, "float32", cache=CacheConfig(pools=pools)), [Instance(roles, roles)], processor
     )
     sizes: dict[str, Any] = {"imported": imported, "loaded": resident(), "weight_bytes": loaded.model.weight_bytes}
     work = Probe(loaded, processor)

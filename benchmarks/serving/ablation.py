@@ -48,7 +48,7 @@ from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
-from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import profile_tables
 from trinity.traces.synthetic import synthesise
 from trinity.traces.trace import SLO, Trace, TraceRow
@@ -107,7 +107,9 @@ def measured(model: Path, quick: bool) -> CostTables:
     counts = QUICKLY if quick else COUNTS
     processor = make_processor(model)
     try:
-        (loaded,) = load(Deployment(model, "bfloat16", cache=CacheConfig(pools=POOLS)), named(placed("EPD")), None)
+        (loaded,) = load_instances(
+            ServingConfig(model, "bfloat16", cache=CacheConfig(pools=POOLS)), named(placed("EPD")), None
+        )
         return profile_tables([loaded], processor, **counts)
     finally:
         processor.close()

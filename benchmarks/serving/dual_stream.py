@@ -32,9 +32,9 @@ from benchmarks.setting import FOREIGN, Setting, disturbed
 from trinity.costs.model_config import read_model_shape
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
-from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import Probe
-from trinity.runtime.profiler_lanes import Timed, busy
+from trinity.runtime.profiler_lanes import StepTimer, keep_busy
 
 DUAL = ("vision", "language")
 OUTPUTS, SHARES, ROUNDS = 24, (0.5, 0.8), 2  # shares of what the sequential instance does of a burst
@@ -79,8 +79,8 @@ def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int
     try:
         with ExitStack() as stack:
             probes = []
-            for loaded in load(
-                Deployment(model, "bfloat16", cache=CacheConfig(pools=pools)), named([sequential, dual]), None
+            for loaded in load_instances(
+                ServingConfig(model, "bfloat16", cache=CacheConfig(pools=pools)), named([sequential, dual]), None
             ):
                 probes.append(stack.enter_context(closing(Probe(loaded, processor))))
             for rows in batches:
@@ -98,10 +98,10 @@ def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int
     return found
 
 
-def timed(step: Timed, beside: Timed | None, repeats: int) -> float:
+def timed(step: StepTimer, beside: StepTimer | None, repeats: int) -> float:
     """Median seconds of a step after one that is left out, alone or while the other lane is busy."""
     step()
-    with busy(beside) if beside is not None else nullcontext():
+    with keep_busy(beside) if beside is not None else nullcontext():
         return median(step() for _ in range(repeats))
 
 

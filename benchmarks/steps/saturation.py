@@ -16,7 +16,7 @@ from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.report.plots import plot_saturation, render_svg
 from trinity.report.plots.costs import ITEMS, TITLES
-from trinity.runtime.loading import Deployment, load, make_processor
+from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import Probe
 
 Counts = Mapping[str, Sequence[int]]  # batches by stage
@@ -57,7 +57,9 @@ def probed(model: Path, dtype: str, counts: Counts, until: float) -> dict[str, S
     pools = {"image": max(counts["E"]), "kv": max(max(counts["D"]) * (context // 16 + 2), max(counts["P"]) // 16 + 2)}
     processor = make_processor(model)
     try:
-        (loaded,) = load(Deployment(model, dtype, cache=CacheConfig(pools=pools)), named([Instance("EPD")]), None)
+        (loaded,) = load_instances(
+            ServingConfig(model, dtype, cache=CacheConfig(pools=pools)), named([Instance("EPD")]), None
+        )
         with closing(Probe(loaded, processor)) as probe:
             return measure(probe, counts, context, until)
     finally:

@@ -80,32 +80,33 @@ class Instance:
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # one stream of work has nothing to run beside it
         check_depth(self.depth)
-        self.cores = check_form(self.cores, len(self.lanes), self.threads)
+        self.cores = check_core_numbers(self.cores, len(self.lanes), self.threads)
 
     @property
     def group(self) -> Group:
         return Group(1, self.roles)
 
 
-def check_form(cores: Sequence[int], lanes: int, threads: int) -> tuple[int, ...]:
+def check_core_numbers(cores: Sequence[int], lanes: int, threads: int) -> tuple[int, ...]:
     """Cores as they may be given: numbers, none twice, that lanes can share, one for each intra-op thread of a lane.
 
-    Raises ``ConfigError``. Whether this machine has them is for ``check_there`` to say, where the instance runs.
+    Raises ``ConfigError``. Whether this machine has them is for ``check_cores`` to say, where the instance runs.
     """
     given = tuple(cores)
     if not all(type(core) is int and core >= 0 for core in given) or len(set(given)) < len(given):
         raise ConfigError(f"cores are numbers of processors, each named once, such as cores=(0, 1); got {cores!r}")
     if len(given) > 1 and len(given) % lanes:
         raise ConfigError(f"{lanes} lanes cannot share {len(given)} cores: give one for all, or as many for each")
-    if given and threads > len(shares(given, lanes)[0]):
+    each = len(split_cores(given, lanes)[0])
+    if given and threads > each:
         raise ConfigError(
-            f"{threads} intra-op threads of a lane do not fit on {len(shares(given, lanes)[0])} core(s), where they "
-            "would wait for each other: give more cores or fewer threads"
+            f"{threads} intra-op threads of a lane do not fit on {each} core(s), where they would wait for each other: "
+            "give more cores or fewer threads"
         )
     return given
 
 
-def shares(cores: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
+def split_cores(cores: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
     """The cores of each lane: the only one is for all, others are dealt out in their order, as many to each."""
     if len(cores) <= 1:
         return [tuple(cores)] * lanes

@@ -33,9 +33,9 @@ from trinity.remote import supervisor
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.supervisor import ProcessConfig
 from trinity.request import Output, Request, check_request
-from trinity.runtime.host import Handle, InstanceHost
-from trinity.runtime.loading import Deployment, load, make_hosts, make_processor, model_of, profiled
-from trinity.runtime.shielded_wait import outlast
+from trinity.runtime import loader
+from trinity.runtime.host import InstanceHandle, InstanceHost
+from trinity.runtime.shielded_wait import wait_shielded
 from trinity.stream import Stream, late, trace_row, with_time_left
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
@@ -111,7 +111,8 @@ class Pipeline:
         **options: Unpack[InstanceOptions],
     ) -> None:
         cache, processes = cache or CacheConfig(), processes or ProcessConfig()
-        self.auto, placement = resolve_auto_placement(model_of(model), placement, instances, slo, cache.memory_bytes)
+        source = loader.resolve_model(model)
+        self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
         self.instances = named(placed(placement, options, limited=rules is not None or budgets is not None))
         rules, routing = rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
@@ -122,12 +123,10 @@ class Pipeline:
         self._secret = supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (cache, observe, transfers or TransferPolicy())
-        self._deployment = Deployment(model_of(model), dtype, device, slo, budgets, rules, *rest)
-        self.cost: CostModel | None = (
-            model.cost if isinstance(model, EmulatedModel) else None
-        )  # what profile() measured last
+        self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
+        self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
         self.hosts: dict[str, InstanceHost] = {}  # those in this process
-        self._reached: dict[str, Handle] = {}
+        self._reached: dict[str, InstanceHandle] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
         self._departed, self._state, self._preparing = asyncio.Event(), "new", 0
@@ -167,20 +166,20 @@ class Pipeline:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        self._processor = make_processor(self._deployment.model, self._limits)
+        self._processor = loader.make_processor(self._serving_config.model, self._limits)
         self.placement.check(self._processor.multimodal)
 
     async def _start_threads(self) -> None:
-        loaded = await asyncio.to_thread(load, self._deployment, self.instances, self._processor)
+        loaded = await asyncio.to_thread(loader.load_instances, self._serving_config, self.instances, self._processor)
         if self._state != "starting":
             raise ClosedError("the pipeline was closed while it started")
-        self.hosts = make_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
+        self.hosts = loader.make_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
         self._reached.update(self.hosts)
         for host in self.hosts.values():
             host.start()
 
     async def _start_processes(self) -> None:
-        setups = supervisor.make_setups(self.instances, self._deployment, self.connector, str(self.routing))
+        setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, str(self.routing))
         self._processes = supervisor.InstanceSupervisor(
             self, self.timeline, supervisor.parse_addresses(self.instances), self._secret, self._silence_s
         )
@@ -203,8 +202,8 @@ class Pipeline:
         ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` where nothing can be measured here.
         """
         await self.idle()
-        given = (self._deployment, self.instances, self.processor, self.hosts)
-        self.cost = tables = await asyncio.to_thread(profiled, *given, path, **counts)
+        given = (self._serving_config, self.instances, self.processor, self.hosts)
+        self.cost = tables = await asyncio.to_thread(loader.profile_copies, *given, path, **counts)
         return tables
 
     def stream(self, request: Request) -> Stream:
@@ -292,7 +291,7 @@ class Pipeline:
             elif isinstance(command, End) and command.request in self._streams:
                 self._streams[command.request].end(command)
             elif isinstance(command, Send):
-                self.to_peer(command.to, command.message)
+                self.send_to_peer(command.to, command.message)
         self._arm()
         if len(self._frontend.entries) < before:
             self._departed.set()
@@ -321,10 +320,10 @@ class Pipeline:
         self.metrics.add(stream.output)
         self.trace.append(trace_row(stream))
 
-    def to_peer(self, name: str, message: Value) -> None:
+    def send_to_peer(self, name: str, message: Value) -> None:
         self._reached[name].post(message)
 
-    def to_frontend(self, messages: list[Value]) -> None:
+    def send_to_frontend(self, messages: list[Value]) -> None:
         """Take what instances say, on the loop's thread."""
         for message in messages:
             self.post(message)
@@ -341,7 +340,7 @@ class Pipeline:
         self._reached[member.name] = member
         self.post(member.announcement())
 
-    def crashed(self, name: str, error: BaseException) -> None:
+    def report_crash(self, name: str, error: BaseException) -> None:
         """A thread of an instance failed: end every request with an error, refuse new ones, stop all threads."""
         if self._broken is not None:
             return
@@ -375,7 +374,7 @@ class Pipeline:
         if self._closing is None:
             self._state = "closed"
             self._closing = asyncio.ensure_future(self._close())
-        await outlast(self._closing)
+        await wait_shielded(self._closing)
 
     async def _close(self) -> None:
         if self.auto is not None:

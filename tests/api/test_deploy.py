@@ -24,7 +24,7 @@ from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.supervisor import make_setup
-from trinity.runtime.loading import Deployment, load
+from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.traces.trace import SLO
 
 QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
@@ -104,34 +104,34 @@ def test_limits_of_a_batch_are_said_once() -> None:
 def test_the_instances_own_limits_go_before_the_pipelines(
     limits: dict[str, Any], expected: tuple[int, int], slo: SLO | None
 ) -> None:
-    deployment = Deployment(
+    deployment = ServingConfig(
         QUICK, slo=slo, budgets=StepBudgets(token_budget=100, image_budget=576), cache=CacheConfig(pools=POOLS)
     )
-    (loaded,) = load(deployment, [Instance("EPD", "EPD0", **limits)], None)
+    (loaded,) = load_instances(deployment, [Instance("EPD", "EPD0", **limits)], None)
     assert (loaded.settings.rules.token_budget, loaded.settings.rules.image_budget) == expected
 
 
 def test_an_image_of_a_checkpoint_has_as_many_rows_as_its_processor_says() -> None:
-    deployment = Deployment(
+    deployment = ServingConfig(
         checkpoint("llava"),
         "float32",
         cache=CacheConfig(image_block_size=64, pools=POOLS),
     )
     with closing(RequestProcessor(checkpoint("llava"))) as processor:
         rows = processor.dummy_inputs()[0].tokens
-        (loaded,) = load(deployment, [Instance("E", "E0", image_budget=3)], processor)
+        (loaded,) = load_instances(deployment, [Instance("E", "E0", image_budget=3)], processor)
     assert loaded.settings.rules.image_budget == 3 * rows > 3
 
 
 def test_of_a_model_of_text_alone_an_image_is_nothing() -> None:
-    deployment = Deployment(checkpoint("llama"), "float32", cache=CacheConfig(pools=POOLS))
+    deployment = ServingConfig(checkpoint("llama"), "float32", cache=CacheConfig(pools=POOLS))
     with closing(RequestProcessor(checkpoint("llama"))) as processor:
-        (loaded,) = load(deployment, [Instance("PD", "PD0", token_budget=7, image_budget=3)], processor)
+        (loaded,) = load_instances(deployment, [Instance("PD", "PD0", token_budget=7, image_budget=3)], processor)
     assert (loaded.settings.rules.token_budget, loaded.settings.rules.image_budget) == (7, 3)
 
 
 def test_a_process_is_told_of_both() -> None:
-    deployment = Deployment(QUICK, cache=CacheConfig(pools=POOLS))
+    deployment = ServingConfig(QUICK, cache=CacheConfig(pools=POOLS))
     setup = make_setup(
         Instance("EPD", "EPD0", token_budget=7, image_budget=3), deployment, Connector("shm"), "round_robin"
     )

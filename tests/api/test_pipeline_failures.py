@@ -341,7 +341,7 @@ async def test_a_crash_does_not_wait_for_reads_in_flight() -> None:
         reading = asyncio.ensure_future(pipe.complete(TEXT.request()))
         while not pipe.hosts["D0"]._tasks:
             await asyncio.sleep(0.001)
-        pipe.crashed("EP0", Crash("an invariant is broken"))
+        pipe.report_crash("EP0", Crash("an invariant is broken"))
         with pytest.raises(RequestError, match="EP0 failed"):
             await reading
         async with asyncio.timeout(20):

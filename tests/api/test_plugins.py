@@ -10,7 +10,7 @@ from trinity import plugins
 from trinity.core.messages import PeerUp, Work
 from trinity.core.routing import POLICIES, RoundRobin, routing_policy
 from trinity.errors import ConfigError, UnknownName
-from trinity.runtime.custom_stages import stage_factory
+from trinity.runtime.custom_stages import find_stage_factory
 from trinity.transport.inproc import InprocTransport
 from trinity.transport.registry import known_transports, make_transport
 
@@ -50,7 +50,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_registered_name_is_found() -> None:
     assert isinstance(routing_policy("last"), LastPeer)
     assert make_transport("own").scheme == "own"
-    assert stage_factory("own-encoder")("X") == "a stage of X"  # type: ignore[arg-type,comparison-overlap]
+    assert find_stage_factory("own-encoder")("X") == "a stage of X"  # type: ignore[arg-type,comparison-overlap]
     assert "own" in known_transports()
     assert "inproc" in known_transports()
 
@@ -62,7 +62,7 @@ def test_an_unknown_name_lists_built_in_and_registered_ones() -> None:
     with pytest.raises(UnknownName, match=r"inproc, .*own"):
         make_transport("pigeon")
     with pytest.raises(UnknownName, match="own-encoder"):
-        stage_factory("pigeon")
+        find_stage_factory("pigeon")
 
 
 def test_built_in_names_win_and_objects_pass() -> None:
@@ -70,7 +70,7 @@ def test_built_in_names_win_and_objects_pass() -> None:
     policy = RoundRobin()
     assert routing_policy(policy) is policy
     assert routing_policy("round_robin") is not routing_policy("round_robin")
-    assert stage_factory(own_stage) is own_stage  # type: ignore[arg-type,comparison-overlap]
+    assert find_stage_factory(own_stage) is own_stage  # type: ignore[arg-type,comparison-overlap]
 
 
 def test_a_registered_object_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

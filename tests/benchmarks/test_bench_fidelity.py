@@ -20,7 +20,7 @@ from support.checkpoint_files import checkpoint
 from trinity.bench.live_replay import replay
 from trinity.costs.step_cost import CostTables
 from trinity.request import Output
-from trinity.runtime.loading import load
+from trinity.runtime.loader import load_instances
 from trinity.traces.goodput import Goodput, RatePoint, RequestOutcome
 from trinity.traces.trace import SLO, SLO_RULES, Trace
 
@@ -99,7 +99,7 @@ def test_both_sides_have_the_same_budgets() -> None:
     found = fidelity.budgets("1EP1D")
     pipe = fidelity.pipeline("1EP1D")
     settings = {each.roles: each.rules for each in fidelity.simulator("1EP1D", Host(step_s=0.01)).settings("1EP1D")}
-    for each in load(pipe._deployment, pipe.instances, None):
+    for each in load_instances(pipe._serving_config, pipe.instances, None):
         rules = each.settings.rules
         assert (rules.token_budget, rules.image_budget) == (
             found[each.spec.roles].token_budget,

@@ -96,7 +96,7 @@ async def test_the_model_is_not_there(launcher: Launcher, tmp_path: Path) -> Non
     async with by_hand(launcher, tcp()) as (one,):
         pipe = Pipeline(mine, [one.instance("EPD")], hosting="process", processes=ProcessConfig(secret=SECRET))
         await asyncio.to_thread(pipe._load_processor)
-        setup = make_setups(pipe.instances, pipe._deployment, pipe.connector, "round_robin")[0]
+        setup = make_setups(pipe.instances, pipe._serving_config, pipe.connector, "round_robin")[0]
         shutil.rmtree(mine)
         assert "--model" in (await answered(one.address, setup))["message"]
         assert (await answered(one.address, setup))["error"] == "ConfigError"

@@ -17,7 +17,7 @@ from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.runtime.core_thread import CoreThread, Stop
+from trinity.runtime.core_thread import CoreThread, StopCore
 from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
@@ -74,7 +74,7 @@ def deciding(core: Core) -> Iterator[tuple[CoreThread, Ends]]:
     try:
         yield thread, ends
     finally:
-        thread.post(Stop(at_once=True))
+        thread.post(StopCore(at_once=True))
         thread.join()
     assert ends.ended.is_set()
 
@@ -212,7 +212,7 @@ def test_a_timer_that_is_due_comes_before_what_waits() -> None:
     ends = Ends()
     thread = CoreThread(cast(InstanceCore, core), core.handle, ends.failures.append, ends.ended.set)
     thread.post(event(1))
-    thread.post(Stop(at_once=False))
+    thread.post(StopCore(at_once=False))
     thread.start()
     thread.join()
     assert core.events == [Tick(), event(1)]
@@ -223,7 +223,7 @@ def test_it_ends_once_the_core_is_idle_whoever_decided_last() -> None:
     core = Core()
     core.busy = True
     with deciding(core) as (thread, ends):
-        thread.post(Stop(at_once=False))
+        thread.post(StopCore(at_once=False))
         thread.post(event(1))
         until(lambda: core.heard)
         assert not ends.ended.is_set()

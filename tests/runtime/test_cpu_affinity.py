@@ -20,12 +20,12 @@ from trinity.core.messages import Open, Sampled, Step, Stepped
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import ConfigError
-from trinity.instance import Instance, check_form, shares
+from trinity.instance import Instance, check_core_numbers, split_cores
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.runtime import cpu_affinity
-from trinity.runtime.cpu_affinity import check_there, pinned_process
+from trinity.runtime.cpu_affinity import check_cores, pin_process
 from trinity.runtime.lane import Lane
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
@@ -78,11 +78,11 @@ def affinities(process: int | str = "self") -> dict[int, set[int]]:
 
 
 def test_lanes_share_one_core_or_have_as_many_each() -> None:
-    assert shares((), 2) == [(), ()]
-    assert shares((3,), 2) == [(3,), (3,)]
-    assert shares((3, 1), 2) == [(3,), (1,)]
-    assert shares((4, 5, 6, 7), 2) == [(4, 5), (6, 7)]
-    assert shares((4, 5, 6), 1) == [(4, 5, 6)]
+    assert split_cores((), 2) == [(), ()]
+    assert split_cores((3,), 2) == [(3,), (3,)]
+    assert split_cores((3, 1), 2) == [(3,), (1,)]
+    assert split_cores((4, 5, 6, 7), 2) == [(4, 5), (6, 7)]
+    assert split_cores((4, 5, 6), 1) == [(4, 5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -105,21 +105,21 @@ def test_what_cannot_be_pinned_is_refused_when_it_is_said(asked: dict[str, Any],
 def test_an_instance_with_one_lane_has_all_its_cores() -> None:
     assert Instance("D", cores=(0, 1, 2), lanes=DUAL).lanes == ("joint",), "nothing to run beside it"
     assert Instance("EPD", cores=(0, 1), threads=2).cores == (0, 1)
-    assert check_form([2, 0], 2, 1) == (2, 0), "a list is as good, and its order stays"
+    assert check_core_numbers([2, 0], 2, 1) == (2, 0), "a list is as good, and its order stays"
 
 
 def test_cores_that_are_not_there_are_named() -> None:
-    check_there((), "E0")
-    check_there(CORES, "E0")
-    with pytest.raises(ConfigError, match=f"E0 asks for core\\(s\\) {FAR}, and this process may use {CORES[0]}"):
-        check_there((CORES[0], FAR), "E0")
+    check_cores((), "E0")
+    check_cores(CORES, "E0")
+    with pytest.raises(ConfigError, match=f"E0 asks for core\\(s\\) {FAR}, but this process may only use {CORES[0]}"):
+        check_cores((CORES[0], FAR), "E0")
 
 
 def test_a_platform_without_affinity_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_affinity, "os", object())
-    check_there((), "E0")
+    check_cores((), "E0")
     with pytest.raises(ConfigError, match="this platform cannot pin threads to cores; leave out cores="):
-        check_there((0,), "E0")
+        check_cores((0,), "E0")
 
 
 # ---------------------------------------------------------------- a whole process
@@ -132,7 +132,7 @@ def test_every_thread_of_a_process_is_pinned_within_the_block_only() -> None:
     other.start()
     before = affinities()
     try:
-        with pinned_process((CORES[1],)):
+        with pin_process((CORES[1],)):
             assert set(map(tuple, affinities().values())) == {(CORES[1],)}
             inside: list[set[int]] = []
             child = threading.Thread(target=lambda: inside.append(os.sched_getaffinity(0)))
@@ -147,7 +147,7 @@ def test_every_thread_of_a_process_is_pinned_within_the_block_only() -> None:
 
 def test_no_cores_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *given: pytest.fail("pinned"))
-    with pinned_process(()):
+    with pin_process(()):
         cpu_affinity.pin_thread(())
 
 

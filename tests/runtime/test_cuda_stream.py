@@ -12,7 +12,7 @@ import pytest
 
 from trinity.core.messages import Encode, MediaSpan, Open, Sampled, Step, Stepped
 from trinity.instance import Instance
-from trinity.runtime.cuda_stream import CudaLaneStream, LaneStream, stream_for
+from trinity.runtime.cuda_stream import CudaLaneStream, LaneStream, make_lane_stream
 from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
@@ -172,7 +172,7 @@ def test_the_stream_is_left_when_the_lane_ends() -> None:
     ],
 )
 def test_only_two_lanes_of_one_gpu_have_streams_of_their_own(device: str | None, lane: str, own: bool) -> None:
-    made = stream_for(device, lane)
+    made = make_lane_stream(device, lane)
     assert isinstance(made, CudaLaneStream) == own
     if own:
         assert isinstance(made, CudaLaneStream)

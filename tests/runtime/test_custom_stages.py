@@ -12,7 +12,7 @@ import pytest
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import ConfigError, UnknownName, UnsupportedModel
 from trinity.instance import Instance
-from trinity.runtime.custom_stages import own_stages
+from trinity.runtime.custom_stages import make_custom_stages
 from trinity.stages.base import StageSetup
 
 
@@ -32,7 +32,7 @@ class Own:
 
 def made(roles: str, *factories: Callable[[StageSetup], Any]) -> Sequence[Any]:
     setup = StageSetup(roles, SimpleNamespace(), {})  # type: ignore[arg-type]
-    return own_stages(Instance(roles, "mine", stages=factories), setup)
+    return make_custom_stages(Instance(roles, "mine", stages=factories), setup)
 
 
 def own(letters: str) -> Callable[[StageSetup], Own]:
@@ -70,11 +70,11 @@ def refuse(setup: StageSetup) -> Any:
 @pytest.mark.parametrize(
     ("roles", "factories", "says"),
     [
-        ("E", [own("P")], "do not fit the roles E of mine"),
+        ("E", [own("P")], "stages= of mine .* do not fit its roles E"),
         ("EP", [own("E"), own("EP")], "do not fit"),
         ("PD", [own("P")], "one stage with letters 'PD'"),
         ("EPD", [own("ED")], "one stage with letters 'PD'"),
-        ("E", [lambda setup: None], "None is no Stage"),
+        ("E", [lambda setup: None], "None is not a Stage"),
         ("E", [lambda setup: SimpleNamespace(letters="E")], "needs letters, open, close and forward"),
         ("E", [fail], r"failed: LookupError\('no weights here'\)"),
         ("E", [refuse], "^only for cats"),
@@ -92,9 +92,9 @@ def test_one_that_decodes_must_grow_where_blocks_come_as_requests_decode() -> No
 
     setup = StageSetup("PD", SimpleNamespace(), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="grow"):
-        own_stages(Instance("PD", "mine", stages=[own("PD")], reservation="optimistic"), setup)
-    assert own_stages(Instance("PD", "mine", stages=[lambda _: Grows("PD")], reservation="optimistic"), setup)
-    assert own_stages(Instance("EP", "mine", stages=[own("E")], reservation="optimistic"), setup)
+        make_custom_stages(Instance("PD", "mine", stages=[own("PD")], reservation="optimistic"), setup)
+    assert make_custom_stages(Instance("PD", "mine", stages=[lambda _: Grows("PD")], reservation="optimistic"), setup)
+    assert make_custom_stages(Instance("EP", "mine", stages=[own("E")], reservation="optimistic"), setup)
 
 
 def test_an_unknown_reservation_is_refused() -> None:

@@ -27,10 +27,10 @@ from trinity.errors import ConfigError, TrinityWarning
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
-from trinity.runtime.host import Loaded
-from trinity.runtime.loading import Deployment, load
-from trinity.runtime.profiler import Probe, paced_budgets, profile_budgets, profile_tables
-from trinity.runtime.profiler_lanes import LaneThreads, interference
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.runtime.profiler import Probe, predict_emulated_budgets, profile_budgets, profile_tables
+from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 
@@ -77,18 +77,18 @@ def test_it_is_the_ratio_of_steps_beside_the_other_lane_and_alone(letter: str) -
         busy.clear()
         return 1.0
 
-    found = interference(other, {letter: own}, rounds=9)
+    found = measure_interference(other, {letter: own}, rounds=9)
     assert found in (1.0, 1.5), "a median over what was seen, of which the machine decides how much met"
 
 
 def test_lanes_that_do_not_meet_are_not_slower() -> None:
-    assert interference(always(0.5), {"P": always(0.2), "D": always(0.1)}) == 1.0
+    assert measure_interference(always(0.5), {"P": always(0.2), "D": always(0.1)}) == 1.0
 
 
 def test_the_lane_that_suffers_most_decides() -> None:
     machine = Machine({"vision": 1.25, "language": 1.75})
     machine.changed = threading.Condition()
-    seen = interference(machine.step("vision"), {"D": machine.step("language")})
+    seen = measure_interference(machine.step("vision"), {"D": machine.step("language")})
     assert 1.0 <= seen <= 1.75
     assert machine.steps > 2 * 2 * 3 * 2, "both lanes were run alone and beside each other"
 
@@ -102,7 +102,7 @@ def test_what_goes_wrong_beside_is_told() -> None:
         raise RuntimeError("the encoder broke")
 
     with pytest.raises(RuntimeError, match="the encoder broke"):
-        interference(breaks, {"D": always(1.0)})
+        measure_interference(breaks, {"D": always(1.0)})
     assert calls
     assert not [each for each in threading.enumerate() if each.name == "trinity-probe-busy"]
 
@@ -155,7 +155,7 @@ def test_a_paced_instance_with_two_lanes_keeps_its_limit_beside(lanes: tuple[str
         shape=LLAVA_15_7B, cost=LinearCost(step_s=0.01, prefill_s=1e-4, encode_s=0.01, media_s=1e-5), interference=1.6
     )
     instance: Any = type("Loaded", (), {"spec": Instance("EPD", lanes=lanes)})()
-    found = paced_budgets(paced, instance, 0.25)
+    found = predict_emulated_budgets(paced, instance, 0.25)
     assert found.interference == factor
     assert factor * paced.cost.seconds(0, found.token_budget, 0) <= 0.25
 
@@ -212,13 +212,13 @@ def processor() -> Iterator[RequestProcessor]:
     made.close()
 
 
-def loaded(processor: RequestProcessor, roles: str, **asked: Any) -> Loaded:
-    deployment = Deployment(
+def loaded(processor: RequestProcessor, roles: str, **asked: Any) -> LoadedInstance:
+    deployment = ServingConfig(
         checkpoint("llava"),
         "float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
-    return load(deployment, named([Instance(roles, **asked)]), processor)[0]
+    return load_instances(deployment, named([Instance(roles, **asked)]), processor)[0]
 
 
 @pytest.mark.parametrize("roles", ["EP", "ED", "EPD"])

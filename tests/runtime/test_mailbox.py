@@ -96,7 +96,7 @@ async def test_what_is_put_while_an_item_is_taken_comes_behind_it(system: str) -
     box = Mailbox(take)
     box.open(asyncio.get_running_loop())
     box.put(1)
-    box.empty()
+    box.drain()
     assert taken == [1, 2]
     box.close()
 

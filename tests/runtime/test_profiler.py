@@ -18,9 +18,9 @@ from trinity.errors import TrinityWarning
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
-from trinity.runtime import loading
-from trinity.runtime.host import Loaded
-from trinity.runtime.loading import Deployment, load
+from trinity.runtime import loader
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.runtime.profiler import Probe, profile_budgets
 from trinity.stages.language import LanguageStage
 from trinity.traces.trace import SLO
@@ -33,8 +33,8 @@ def processor() -> Iterator[RequestProcessor]:
     made.close()
 
 
-def deployment(slo: SLO | None = None, budgets: StepBudgets | None = None) -> Deployment:
-    return Deployment(
+def deployment(slo: SLO | None = None, budgets: StepBudgets | None = None) -> ServingConfig:
+    return ServingConfig(
         model=checkpoint("llava"),
         dtype="float32",
         slo=slo,
@@ -45,8 +45,8 @@ def deployment(slo: SLO | None = None, budgets: StepBudgets | None = None) -> De
     )
 
 
-def loaded(roles: str, processor: RequestProcessor) -> Loaded:
-    return load(deployment(), named([Instance(roles)]), processor)[0]
+def loaded(roles: str, processor: RequestProcessor) -> LoadedInstance:
+    return load_instances(deployment(), named([Instance(roles)]), processor)[0]
 
 
 @pytest.mark.parametrize("roles", ["E", "P", "D", "EP", "ED", "PD", "EPD"])
@@ -180,24 +180,24 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
 ) -> None:
     asked: dict[str, float] = {}
 
-    def profile(instance: Loaded, processor: RequestProcessor, limit_s: float) -> StepBudgets:
+    def profile(instance: LoadedInstance, processor: RequestProcessor, limit_s: float) -> StepBudgets:
         asked[instance.spec.roles] = limit_s
         return StepBudgets(token_budget=77, image_budget=33, limit_s=limit_s)
 
-    monkeypatch.setattr(loading, "profile_budgets", profile)
+    monkeypatch.setattr(loader, "profile_budgets", profile)
     slo = SLO(ttft=8.0, tbt=0.5)
     instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
-    made = load(deployment(slo), instances, processor)
+    made = load_instances(deployment(slo), instances, processor)
     assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
     assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in made} == {(77, 33)}
-    by_hand = load(deployment(slo, StepBudgets(token_budget=5, image_budget=6)), instances, processor)
+    by_hand = load_instances(deployment(slo, StepBudgets(token_budget=5, image_budget=6)), instances, processor)
     assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in by_hand} == {(5, 6)}
     assert len(asked) == 4
 
 
 def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
+    monkeypatch.setattr(loader, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = load(deployment(), named([Instance("EPD")]), processor)
+        made = load_instances(deployment(), named([Instance("EPD")]), processor)
     assert (made[0].settings.rules.token_budget, made[0].settings.rules.image_budget) == (2048, 1)

@@ -20,9 +20,9 @@ from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
-from trinity.runtime.host import Loaded
-from trinity.runtime.loading import Deployment, load
-from trinity.runtime.profiler import Probe, Together, profile_tables
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.runtime.profiler import CombinedProbe, Probe, profile_tables
 from trinity.stages.language import LanguageStage
 
 FEW: dict[str, Any] = {"contexts": (1, 32), "rows": (1, 4), "tokens": (1, 16), "images": (1, 2), "repeats": 1}
@@ -35,13 +35,13 @@ def processor() -> Iterator[RequestProcessor]:
     made.close()
 
 
-def loaded(processor: RequestProcessor, *roles: str) -> list[Loaded]:
-    deployment = Deployment(
+def loaded(processor: RequestProcessor, *roles: str) -> list[LoadedInstance]:
+    deployment = ServingConfig(
         checkpoint("llava"),
         "float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
-    return load(deployment, named([Instance(each) for each in roles]), processor)
+    return load_instances(deployment, named([Instance(each) for each in roles]), processor)
 
 
 def check(tables: CostTables, letters: str) -> None:
@@ -68,7 +68,7 @@ def test_what_no_pool_has_room_for_is_not_tried(processor: RequestProcessor) -> 
 
 def test_each_stage_runs_on_the_first_instance_that_has_it(processor: RequestProcessor) -> None:
     first, second, third = (Probe(each, processor) for each in loaded(processor, "EP", "PD", "D"))
-    together = Together([first, second, third])
+    together = CombinedProbe([first, second, third])
     assert together.letters == "EPD"
     assert together._having == {"E": first, "P": first, "D": second}
     assert together.longest == min(first.longest, second.longest)
@@ -128,17 +128,17 @@ async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
 
 
 async def test_what_cannot_be_measured_is_said() -> None:
-    paced = Pipeline(
+    emulated = Pipeline(
         EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048),
         "EPD",
         cache=CacheConfig(pools={"image": 2, "kv": 64}),
     )
-    assert paced.cost == LinearCost()
+    assert emulated.cost == LinearCost()
     with pytest.raises(ClosedError):
-        await paced.profile()
-    async with paced:
-        with pytest.raises(ConfigError, match="nothing to measure"):
-            await paced.profile()
+        await emulated.profile()
+    async with emulated:
+        with pytest.raises(ConfigError, match="nothing to profile"):
+            await emulated.profile()
     async with serving("EPD") as pipe:
         pipe.instances[0].address = "tcp:elsewhere:1"
         with pytest.raises(ConfigError, match="run elsewhere"):

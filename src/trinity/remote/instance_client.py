@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 class Watcher(Protocol):
     """The pipeline, as instance clients call it on the event loop's thread."""
 
-    def to_frontend(self, messages: list[Value]) -> None:
+    def send_to_frontend(self, messages: list[Value]) -> None:
         """Take messages for the front end."""
         ...
 
@@ -194,7 +194,7 @@ class InstanceClient:
             for row in message.rows:
                 self._timeline.add(self.name, *row)
         else:
-            self._watcher.to_frontend([message])
+            self._watcher.send_to_frontend([message])
 
 
 async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:

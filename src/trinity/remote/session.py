@@ -41,9 +41,9 @@ from trinity.remote.wire import (
     decode,
     encode,
 )
-from trinity.runtime.cpu_affinity import check_there, pinned_process
-from trinity.runtime.host import InstanceHost, Loaded
-from trinity.runtime.loading import Deployment, config_digest, load
+from trinity.runtime.cpu_affinity import check_cores, pin_process
+from trinity.runtime.host import InstanceHost, LoadedInstance
+from trinity.runtime.loader import ServingConfig, config_digest, load_instances
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -85,8 +85,8 @@ class InstanceSession:
         """
         self._frontend = channel
         try:
-            check_there(setup.cores, setup.name)
-            with pinned_process(setup.cores):
+            check_cores(setup.cores, setup.name)
+            with pin_process(setup.cores):
                 await self._run(channel, setup)
         except TrinityError as error:
             await _give_up(channel, InstanceFailure(type(error).__name__, str(error)))
@@ -224,15 +224,15 @@ class InstanceSession:
 
     # ------------------------------------------------------------ the network of the host (``trinity.runtime.host``)
 
-    def to_peer(self, name: str, message: Value) -> None:
+    def send_to_peer(self, name: str, message: Value) -> None:
         """Send a message to a peer; from any thread."""
         self.loop.call_soon_threadsafe(self._send, name, encode(message))
 
-    def to_frontend(self, messages: list[Value]) -> None:
+    def send_to_frontend(self, messages: list[Value]) -> None:
         """Send messages to the front end."""
         self._send_all([encode(message) for message in messages])
 
-    def crashed(self, name: str, error: BaseException) -> None:
+    def report_crash(self, name: str, error: BaseException) -> None:
         self._send_all([encode(InstanceFailure(type(error).__name__, str(error)))])
         self.crash.set()
 
@@ -272,7 +272,7 @@ def connects_first(name: str, address: str, other: str, its_address: str) -> boo
     return (address.startswith("tcp:"), name) < (its_address.startswith("tcp:"), other)
 
 
-def _load(setup: Setup) -> Loaded:
+def _load(setup: Setup) -> LoadedInstance:
     """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
     _check_model(setup)
     spec = Instance(
@@ -293,7 +293,7 @@ def _load(setup: Setup) -> Loaded:
         token_budget=setup.most_tokens,
         image_budget=setup.most_images,
     )
-    deployment = Deployment(
+    deployment = ServingConfig(
         model=setup.paced or Path(setup.model),
         dtype=setup.dtype,
         slo=setup.slo,
@@ -308,7 +308,7 @@ def _load(setup: Setup) -> Loaded:
     measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
     processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
     try:
-        loaded = load(deployment, [spec], processor)[0]
+        loaded = load_instances(deployment, [spec], processor)[0]
         loaded.settings = replace(loaded.settings, epoch=setup.epoch)
         return loaded
     finally:
@@ -328,7 +328,7 @@ def _check_model(setup: Setup) -> None:
         raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
 
 
-def describe_layouts(loaded: Loaded) -> dict[str, Layout]:
+def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
     """Describe each kind of block, which peers must have alike."""
     return {
         kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)

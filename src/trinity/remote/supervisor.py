@@ -25,7 +25,7 @@ from trinity.remote.fork_client import Launcher, get_launcher
 from trinity.remote.fork_client import kept_launcher as kept_launcher
 from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.wire import DropPeer, InstanceInfo, Setup
-from trinity.runtime.loading import Deployment, config_digest
+from trinity.runtime.loader import ServingConfig, config_digest
 from trinity.timeline import Timeline
 from trinity.transport.auto import pick_scheme
 
@@ -194,7 +194,7 @@ class InstanceSupervisor:
 
 
 def make_setups(
-    instances: Sequence[Instance], deployment: Deployment, connector: Connector, routing: str
+    instances: Sequence[Instance], deployment: ServingConfig, connector: Connector, routing: str
 ) -> list[Setup]:
     """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does."""
     pipeline = secrets.token_hex(8)
@@ -204,7 +204,7 @@ def make_setups(
     return [msgspec.structs.replace(each, pipeline=pipeline, config=config, transport=transport) for each in setups]
 
 
-def make_setup(spec: Instance, deployment: Deployment, connector: Connector, routing: str) -> Setup:
+def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, routing: str) -> Setup:
     """Build the setup message of one instance process. Raises ``ConfigError`` for objects that cannot be sent."""
     if spec.stages or deployment.observe is not None:
         raise ConfigError(

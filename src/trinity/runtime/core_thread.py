@@ -1,4 +1,4 @@
-"""CoreThread: the thread of an instance's core, and who decides in its place."""
+"""CoreThread: runs an instance's core, one event after another, on a thread of its own or of a caller."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from trinity.runtime.cpu_affinity import pin_thread
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The end of a core: once it is idle, or ``at_once``."""
+class StopCore:
+    """Ends a core once it is idle, or ``at_once``."""
 
     at_once: bool
 
 
 class CoreThread:
-    """Has ``handle(event, now)`` called for one event after another, in the order of their posts, and Ticks when due.
+    """Calls ``handle(event, now)`` for one event after another, in the order of their posts, and for Ticks when due.
 
-    Whoever holds the lock calls it: this thread, or one that has nothing to do before the core has answered
-    (``decide``). Then nobody has to be woken, and what the decision reads is in the caches of that processor.
-    ``failed`` is told where it raises, which ends the core; ``ended`` is called when the thread ends.
+    The thread that holds the lock calls it: this one, or one that has nothing to do before the core has answered
+    (``decide``). The latter saves waking a thread, and its processor has in its caches what the decision reads.
+
+    - ``core``: asked for its next timer.
+    - ``handle``: called with an event and ``time.monotonic()``.
+    - ``failed``: called with the error if ``handle`` raises, which ends the core.
+    - ``ended``: called when the thread ends.
+    - ``cores`` (any): processors to keep the thread on.
     """
 
     def __init__(
@@ -40,8 +45,8 @@ class CoreThread:
         cores: Sequence[int] = (),
     ) -> None:
         self._core, self._handle, self._failed, self._ended, self._cores = core, handle, failed, ended, tuple(cores)
-        self._inbox: deque[Value | Stop] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()  # rung where there is something to do for the thread
+        self._inbox: deque[Value | StopCore] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung when the thread has something to do
         self._lock = threading.Lock()
         self._due = inf  # when the thread wakes by itself
         self._stopping = self._over = False
@@ -57,13 +62,16 @@ class CoreThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def post(self, event: Value | Stop) -> None:
-        """Have it decided; never blocks."""
+    def post(self, event: Value | StopCore) -> None:
+        """Queue an event for the core; never blocks."""
         self._inbox.append(event)
         self._bell.put(None)
 
     def decide(self, event: Value) -> None:
-        """As ``post``, and decide here and now, unless another thread is at it; on nothing that comes behind it."""
+        """Queue an event and have the core decide on it at once, on this thread, unless another thread is deciding.
+
+        Events that come after it are left to the core's thread.
+        """
         self._inbox.append(event)
         if not self._lock.acquire(False):
             self._bell.put(None)
@@ -71,7 +79,7 @@ class CoreThread:
         ring = True
         try:
             while not self._over and self._inbox and self._take() is not event:
-                pass  # empty where the thread was at it when this came, and has decided on it since
+                pass  # empty if the core's thread has decided on it meanwhile
             due = self._core.next_timer()
             ring = self._over or (due is not None and due < self._due)
         finally:
@@ -94,7 +102,7 @@ class CoreThread:
             self._ended()
 
     def _drain(self) -> float:
-        """Decide on all that is there; seconds until the next Tick is due."""
+        """Decide on all queued events. Returns the seconds until the next Tick is due."""
         while not self._over:
             due = self._core.next_timer()
             self._due = inf if due is None else due
@@ -106,11 +114,11 @@ class CoreThread:
             self._take()
         return inf
 
-    def _take(self) -> Value | Stop:
+    def _take(self) -> Value | StopCore:
         """Decide on the oldest event."""
         event = self._inbox.popleft()
         try:
-            if isinstance(event, Stop):
+            if isinstance(event, StopCore):
                 self._stopping, self._over = True, event.at_once
             else:
                 self._handle(event, time.monotonic())

@@ -1,4 +1,4 @@
-"""Stages of a user's own: what the factories of an instance make, and whether that can serve its roles."""
+"""Builds user-supplied stages and checks that they fit the instance's roles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ if TYPE_CHECKING:
     from trinity.stages.base import StageFactory, StageSetup
 
 
-def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
-    """What the instance's factories make. Raises ``ConfigError`` where that cannot serve its roles."""
-    made = [_made(stage_factory(each), setup) for each in spec.stages]
+def make_custom_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
+    """Make the stages of the instance's own factories. Raises ``ConfigError`` if they cannot serve its roles."""
+    made = [_make_stage(find_stage_factory(each), setup) for each in spec.stages]
     letters = "".join(stage.letters for stage in made)
     if len(set(letters)) != len(letters) or set(letters) - set(spec.roles):
-        raise ConfigError(f"own stages with letters {letters!r} do not fit the roles {spec.roles} of {spec.name}")
+        raise ConfigError(
+            f"stages= of {spec.name} have the letters {letters!r}, which do not fit its roles {spec.roles}: "
+            "give at most one stage for each role"
+        )
     if {"P", "D"} <= set(spec.roles) and any(len({"P", "D"} & set(stage.letters)) == 1 for stage in made):
-        raise ConfigError(f"{spec.name} ({spec.roles}) prefills and decodes: one stage with letters 'PD' does both")
+        raise ConfigError(
+            f"{spec.name} ({spec.roles}) prefills and decodes: give one stage with letters 'PD' that does both"
+        )
     if spec.reservation == "optimistic" and any(
         "D" in each.letters and not isinstance(each, GrowableStage) for each in made
     ):
@@ -30,19 +35,20 @@ def own_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
     return made
 
 
-def _made(factory: StageFactory, setup: StageSetup) -> Stage:
+def _make_stage(factory: StageFactory, setup: StageSetup) -> Stage:
     try:
         stage = factory(setup)
     except TrinityError:
         raise
-    except Exception as error:  # other people's code
+    except Exception as error:  # user code raises anything
         raise ConfigError(f"the stage factory {factory!r} failed: {error!r}") from error
     if not isinstance(stage, Stage):
-        raise ConfigError(f"{stage!r:.200} is no Stage: it needs letters, open, close and forward")
+        raise ConfigError(f"{stage!r:.200} is not a Stage: it needs letters, open, close and forward")
     return stage
 
 
-def stage_factory(stage: StageFactory | str) -> StageFactory:
+def find_stage_factory(stage: StageFactory | str) -> StageFactory:
+    """Find a factory by its entry point's name; a factory itself is returned as it is. Raises ``UnknownName``."""
     if not isinstance(stage, str):
         return stage
     found: StageFactory = load_plugin("trinity.stages", "stage", stage)

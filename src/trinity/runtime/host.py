@@ -1,4 +1,4 @@
-"""InstanceHost: a core, its block memory and its stages, run by threads of this process."""
+"""InstanceHost: runs an instance's core and stages on threads of this process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trinity.costs.pool_sizes import check_available
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
-from trinity.instance import Instance, shares
+from trinity.instance import Instance, split_cores
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.digests import Digests
-from trinity.runtime.core_thread import CoreThread, Stop
-from trinity.runtime.cpu_affinity import check_there
-from trinity.runtime.cuda_stream import stream_for
-from trinity.runtime.custom_stages import own_stages
+from trinity.runtime.core_thread import CoreThread, StopCore
+from trinity.runtime.cpu_affinity import check_cores
+from trinity.runtime.cuda_stream import make_lane_stream
+from trinity.runtime.custom_stages import make_custom_stages
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
 from trinity.stages.attention.backends import make_backend
@@ -41,20 +41,23 @@ logger = logging.getLogger("trinity")
 
 
 class Network(Protocol):
-    """How an instance reaches the others: ``loop`` runs transfers and all calls but ``to_peer``, which never blocks."""
+    """Connection of an instance to the others.
+
+    ``loop`` runs transfers and all calls but ``send_to_peer``, which any thread may call and which never blocks.
+    """
 
     loop: asyncio.AbstractEventLoop
     connector: Connector
 
-    def to_peer(self, name: str, message: Value) -> None: ...
+    def send_to_peer(self, name: str, message: Value) -> None: ...
 
-    def to_frontend(self, messages: list[Value]) -> None: ...
+    def send_to_frontend(self, messages: list[Value]) -> None: ...
 
-    def crashed(self, name: str, error: BaseException) -> None: ...
+    def report_crash(self, name: str, error: BaseException) -> None: ...
 
 
-class Handle(Protocol):
-    """An instance as its pipeline sees it: on threads of this process, or in a process of its own."""
+class InstanceHandle(Protocol):
+    """An instance as its pipeline sees it, on threads of this process or in a process of its own."""
 
     def post(self, event: Value) -> None: ...
 
@@ -66,8 +69,8 @@ class Handle(Protocol):
 
 
 @dataclass
-class Loaded:
-    """An instance with its weights, memory and stages, ready to run."""
+class LoadedInstance:
+    """An instance with its weights, block memory and stages, ready to run."""
 
     spec: Instance
     model: LoadedModel | EmulatedModel
@@ -79,7 +82,10 @@ class Loaded:
 def block_shapes(
     roles: str, model: LoadedModel | EmulatedModel, image_block_size: int = 576, kv_block_size: int = 16
 ) -> dict[str, BlockShape]:
-    """Shapes of the kinds of block that these roles have (TriInfer 3.3, 4.4: E has no KV cache, D no image cache)."""
+    """List the block shapes that these roles need, by kind.
+
+    E has no KV cache, D no image cache (TriInfer 3.3, 4.4). ``image_block_size`` in rows, ``kv_block_size`` in tokens.
+    """
     shapes: dict[str, BlockShape] = {}
     image = model.image_shape(image_block_size)
     if set(roles) & {"E", "P"} and image is not None:
@@ -89,8 +95,8 @@ def block_shapes(
     return shapes
 
 
-def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
-    """The stages of trinity for every letter of the roles that no own stage serves."""
+def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
+    """Make trinity's stages for the roles that are not in ``taken``, the letters of the user's own stages."""
     from trinity.stages.cuda_graphs import make_graph_cache
     from trinity.stages.encode import EncodeStage
     from trinity.stages.language import LanguageStage
@@ -111,7 +117,7 @@ def built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     return made
 
 
-def build(
+def build_instance(
     spec: Instance,
     model: LoadedModel | EmulatedModel,
     pools: Mapping[str, int],
@@ -119,10 +125,14 @@ def build(
     blocks: tuple[int, int],
     observe: Callable[..., None] | None,
     shared: bool = False,
-) -> Loaded:
-    """Allocate the pools and make the stages. ``blocks``: rows of an image block, tokens of a KV block."""
+) -> LoadedInstance:
+    """Allocate an instance's pools and make its stages.
+
+    ``blocks``: rows of an image block and tokens of a KV block; ``shared``: pools in memory files, which other
+    processes can map. Raises ``ConfigError`` if it cannot run here, or a pool has no block.
+    """
     image_block_size, kv_block_size = blocks
-    check_there(spec.cores, spec.name)
+    check_cores(spec.cores, spec.name)
     shapes = block_shapes(spec.roles, model, image_block_size, kv_block_size)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
     if missing:
@@ -132,7 +142,7 @@ def build(
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
     memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
-    loaded = Loaded(spec, model, memory, _stages(spec, model, memory, observe))
+    loaded = LoadedInstance(spec, model, memory, _make_stages(spec, model, memory, observe))
     loaded.settings = Settings(
         name=spec.name,
         roles=spec.roles,
@@ -150,26 +160,36 @@ def build(
     return loaded
 
 
-def _stages(
+def _make_stages(
     spec: Instance,
     model: LoadedModel | EmulatedModel,
     memory: Mapping[str, BlockMemory],
     observe: Callable[..., None] | None,
 ) -> list[Stage]:
-    """What runs on the instance's lanes: its own stages, and trinity's for the other letters."""
+    """Make the stages of the instance's lanes: its own, and trinity's for the other roles."""
     if isinstance(model, EmulatedModel):
         if spec.stages or observe is not None:
-            raise ConfigError("emulated instances compute nothing: stages= and observe= need a checkpoint")
+            raise ConfigError(
+                "emulated instances compute nothing: stages= and observe= need a checkpoint, not an EmulatedModel"
+            )
         return list(build_emulated_stages(model, spec.roles, spec.lanes, memory))
     setup = StageSetup(spec.roles, model, memory, observe, spec.attention)
-    own = own_stages(spec, setup)
-    return own + built_in_stages(setup, "".join(stage.letters for stage in own))
+    own = make_custom_stages(spec, setup)
+    return own + make_built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
 class InstanceHost:
-    """Runs a loaded instance: one thread for its core, one for each lane. Public methods are safe from any thread."""
+    """Runs a loaded instance with one thread for its core and one for each lane.
 
-    def __init__(self, loaded: Loaded, network: Network, timeline: Timeline, policy: RoutingPolicy) -> None:
+    - ``loaded``: the instance with its memory and stages.
+    - ``network``: connection to peers and front end.
+    - ``timeline``: records steps and transfers.
+    - ``policy``: chooses the instance for a request's next stage.
+
+    Public methods are safe from any thread.
+    """
+
+    def __init__(self, loaded: LoadedInstance, network: Network, timeline: Timeline, policy: RoutingPolicy) -> None:
         self.loaded = loaded
         self.name = loaded.spec.name
         self.core = InstanceCore(loaded.settings, policy)
@@ -178,7 +198,7 @@ class InstanceHost:
         self._network, self._timeline = network, timeline
         self._thread = CoreThread(self.core, self._handle, self._failed, self._stop_lanes, loaded.spec.cores)
         self._lanes = self._make_lanes()
-        self._mail = Mailbox(network.to_frontend)
+        self._mail = Mailbox(network.send_to_frontend)
         self._digests = Digests(loaded.memory) if network.connector.verifies else None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -196,15 +216,15 @@ class InstanceHost:
                 self._timeline,
                 0 if isinstance(self.loaded.model, EmulatedModel) else spec.threads,
                 cores,
-                stream_for(spec.device, lane),
+                make_lane_stream(spec.device, lane),
                 self.loaded.settings.depth,
                 self._thread.decide,
             )
-            for lane, cores in zip(spec.lanes, shares(spec.cores, len(spec.lanes)), strict=True)
+            for lane, cores in zip(spec.lanes, split_cores(spec.cores, len(spec.lanes)), strict=True)
         }
 
     def start(self) -> None:
-        """On the loop's thread."""
+        """Start the threads; call it on the loop's thread."""
         self._mail.open(self._network.loop)
         for lane in self._lanes.values():
             lane.start()
@@ -214,11 +234,11 @@ class InstanceHost:
         self._thread.post(event)
 
     def stop(self, at_once: bool = False) -> None:
-        """End the threads once nothing lives here any more, or ``at_once`` after the steps in flight."""
-        self._thread.post(Stop(at_once))
+        """End the threads once no request is left here, or ``at_once`` after the steps in flight."""
+        self._thread.post(StopCore(at_once))
 
     async def join(self) -> None:
-        """Wait for the end of the threads, and of the transfers that an instance stopped at once has left."""
+        """Wait for the threads to end, and cancel the transfers that an instance stopped at once has left."""
         await asyncio.to_thread(self._join)
         self._mail.close()
         for task in self._tasks:
@@ -227,7 +247,7 @@ class InstanceHost:
 
     def _join(self) -> None:
         self._thread.join()
-        self._stop_lanes()  # again where its thread has ended; for the first time where it could not be started
+        self._stop_lanes()  # the thread has done so when it ended, but it may never have started
         for lane in self._lanes.values():
             lane.join()
 
@@ -236,7 +256,7 @@ class InstanceHost:
 
     @property
     def stage_cpu_s(self) -> float:
-        """CPU seconds that the lanes have spent."""
+        """CPU time of the lanes, in seconds."""
         return sum(lane.cpu_s for lane in self._lanes.values())
 
     def _stop_lanes(self) -> None:
@@ -244,16 +264,16 @@ class InstanceHost:
             lane.stop()
 
     def _failed(self, error: BaseException) -> None:
-        """A thread ends by an error: the pipeline must know, or every reader would wait for ever."""
+        """Report the error that ended a thread, or every reader would wait for ever."""
         error.add_note(f"last events of {self.name}: {list(self.events)[-16:]}")
-        if self._network.loop.is_closed():  # the program ended without aclose(): nobody is there to be told
+        if self._network.loop.is_closed():  # the program ended without aclose(): there is no one to report to
             return
         logger.error("%s failed", threading.current_thread().name, exc_info=error)
         self._network.loop.call_soon_threadsafe(self._crashed, error)
 
     def _crashed(self, error: BaseException) -> None:
-        self._mail.empty()
-        self._network.crashed(self.name, error)
+        self._mail.drain()
+        self._network.report_crash(self.name, error)
 
     def _handle(self, event: Value, now: float) -> None:
         self.events.append(event)
@@ -268,7 +288,7 @@ class InstanceHost:
                 if command.to == FRONTEND:
                     to_frontend.append(command.message)
                 else:
-                    self._network.to_peer(command.to, self._verifiable(command))
+                    self._network.send_to_peer(command.to, self._verifiable(command))
             elif isinstance(command, Step):
                 self.steps += 1
                 self._lanes[command.lane].post(command)
@@ -284,7 +304,7 @@ class InstanceHost:
             self._mail.put(to_frontend)
 
     def _verifiable(self, send: Send) -> Value:
-        """The message to a peer, with digests of the blocks that it says are ready, where they are verified."""
+        """Add digests of the blocks that a message says are ready, where blocks are verified."""
         return send.message if self._digests is None else self._digests.add_digests(send, self.core.state.outgoing)
 
     def _start_pull(self, pull: Pull) -> None:

@@ -1,4 +1,4 @@
-"""Lane: the thread on which an instance's stages run, one step at a time."""
+"""Lane: runs an instance's stages on a thread, one step at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trinity.stages.base import GrowableStage, LaunchableStage, LayerReporter, P
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-PLAIN = {Sampled}
-LOOK_S = 0.0002  # between two looks at a launched step, while a command may come that would be launched behind it
+SAMPLED_ONLY = {Sampled}
+POLL_S = 0.0002  # between two polls of a launched step, while another may still be launched behind it
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that a stage has begun and whose tokens nobody has read; ``since`` its launch."""
+class InFlightStep:
+    """A step that a stage has launched (at ``since``) and whose tokens have not been read."""
 
     step: Step
     pending: PendingStep
@@ -32,12 +32,19 @@ class Launched:
 
 
 class Lane:
-    """Runs Open, Grow, Close and Step commands in order; each Step is answered by one Stepped through ``post``.
+    """Runs Open, Grow, Close and Step commands in order, and answers each Step with one Stepped.
 
-    ``threads``: torch's for each operator; 0 where no stage uses torch, which is then not imported. ``cores``: what it
-    is kept on, with the OpenMP threads of its operators: they are made by the first operator that it runs, and inherit.
-    ``stream``: its own queue on a GPU. ``depth``: of stages that launch steps, so many are begun before the first is
-    waited for. ``decide``: as ``post``, and has the core decide at once, on this thread.
+    - ``instance``, ``name``: name of the instance and of this lane.
+    - ``stages``: stages that this lane runs.
+    - ``post``: takes messages to the core.
+    - ``failed``: called with the error that ends the thread.
+    - ``timeline``: records steps.
+    - ``threads`` (threads, 1): intra-op threads of torch; 0 if no stage uses torch, which is then not imported.
+    - ``cores`` (any): processors for the thread and for the OpenMP threads of its operators, which inherit them: the
+      first operator that it runs creates these.
+    - ``stream`` (none): its CUDA stream.
+    - ``depth`` (steps, 1): launched steps in flight, as in vLLM's async scheduling.
+    - ``decide`` (``post``): like ``post``, and has the core decide at once, on this thread.
     """
 
     def __init__(
@@ -56,20 +63,20 @@ class Lane:
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
-        self._streams = type(self._stream) is not LaneStream  # whether there is anything to be said to it
+        self._streams = type(self._stream) is not LaneStream  # a CPU's has nothing to wait for
         self.cpu_s = 0.0
-        self._depth, self._flight = depth, deque[Launched]()
+        self._depth, self._flight = depth, deque[InFlightStep]()
         self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
         self._decide = decide or post
         self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
-        self._launching = [stage for stage in self.stages if isinstance(stage, LaunchableStage)]
-        self._remarking: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
-        self._telling: Step | None = None  # whose progress is told
-        self._told = False
+        self._launchable = [stage for stage in self.stages if isinstance(stage, LaunchableStage)]
+        self._with_remarks: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
+        self._reporting: Step | None = None  # the step whose layers are reported
+        self._reported = False
         for stage in self.stages:
             if isinstance(stage, LayerReporter):
-                stage.on_layers = self._progress
+                stage.on_layers = self._report_layers
         self._queue: SimpleQueue[Value | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
 
@@ -102,55 +109,58 @@ class Lane:
         with self._stream:
             while (command := self._next()) is not None:
                 if not isinstance(command, Step):
-                    self._tell(command)
-                elif not (self._launching and self._launch(command)):
-                    self._reply(command, self._step(command))
+                    self._apply(command)
+                elif not (self._launchable and self._launch(command)):
+                    self._reply(command, self._run_step(command))
 
     def _reply(self, step: Step, answer: Stepped) -> None:
-        """Tell the core, which decides on this thread where it waits for that alone. Not behind a prefill or an encode:
-        what follows from those, such as digests for peers, takes longer than to wake another thread."""
+        """Answer the core, which decides on this thread if nothing else is queued here.
+
+        Not after a prefill or an encode: what follows from those, such as digests for peers, takes longer than waking
+        another thread.
+        """
         if not (step.prefills or step.encodes) and self._queue.empty():
             self._decide(answer)
         else:
             self._post(answer)
 
     def _next(self) -> Value | None:
-        """The next command. Launched steps are waited for as soon as nothing more is to be launched behind them."""
+        """Wait for the next command. Launched steps are finished once nothing more can be launched behind them."""
         while self._flight:
             if len(self._flight) < self._depth and not self._flight[0].pending.ready():
                 try:
-                    command = self._queue.get(timeout=LOOK_S)
+                    command = self._queue.get(timeout=POLL_S)
                 except Empty:
                     continue
                 if command is not None:
                     return command
-                self._queue.put(None)  # the end comes after what is in flight
+                self._queue.put(None)  # stop only after the steps in flight
             self._finish()
         if self._queue.empty():
             self.cpu_s = time.thread_time()
         return self._queue.get()
 
     def _launch(self, step: Step) -> bool:
-        """Begin a step of one stage that can. Where this is False, nothing is in flight any more."""
-        rows = [(stage, found) for stage in self.stages if (found := rows_for(step, stage.letters)) is not None]
+        """Launch a step of a single stage that can. Returns False, with nothing in flight any more, if it was not."""
+        rows = [(stage, found) for stage in self.stages if (found := select_rows(step, stage.letters)) is not None]
         stage, only = rows[0] if len(rows) == 1 else (None, step)
-        launching = next((each for each in self._launching if each is stage), None)
+        launching = next((each for each in self._launchable if each is stage), None)
         if launching is not None and not step.group:
             try:
                 self._stream.begin()
-                self._flight.append(Launched(step, launching.launch(only), time.perf_counter()))
+                self._flight.append(InFlightStep(step, launching.launch(only), time.perf_counter()))
                 return True
-            except BaseException:  # running it as any other step tells whose fault it is
+            except BaseException:  # run as any other step, it shows which request is at fault
                 logger.exception("step %d of %s could not be launched", step.id, self.name)
         while self._flight:
             self._finish()
         return False
 
     def _finish(self) -> None:
-        """Answer the oldest launched step. Where it failed, it and all behind it run again, one after the other."""
+        """Answer the oldest launched step. If it failed, run it and all behind it again, one after the other."""
         first = self._flight.popleft()
         try:
-            sampled = complete(first.step, first.pending.wait() or {})
+            sampled = check_complete(first.step, first.pending.wait() or {})
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
             again = [first, *self._flight]
@@ -158,11 +168,11 @@ class Lane:
             for each in reversed(again):
                 each.pending.drop()
             for each in again:
-                self._reply(each.step, self._step(each.step))
+                self._reply(each.step, self._run_step(each.step))
         else:
-            self._reply(first.step, self._answer(first.step, max(first.since, self._free_at), sampled, {}))
+            self._reply(first.step, self._make_answer(first.step, max(first.since, self._free_at), sampled, {}))
 
-    def _tell(self, command: Value) -> None:
+    def _apply(self, command: Value) -> None:
         for stage in self.stages:
             try:
                 if isinstance(command, Open):
@@ -171,42 +181,44 @@ class Lane:
                     stage.grow(command)
                 elif isinstance(command, Close):
                     stage.close(command.request)
-            except BaseException:  # its rows will fail in the next step, and that is reported
+            except BaseException:  # its rows fail in the next step, which is reported
                 logger.exception("stage %s of %s could not %s", stage.letters, self.instance, type(command).__name__)
 
-    def _progress(self, first: int, end: int) -> None:
-        """Some layers are written. While rows run again, alone, nothing is told: it was told once, and is void."""
-        step = self._telling
+    def _report_layers(self, first: int, end: int) -> None:
+        """Report layers that are written. Not while rows run again alone: the first report has been revoked."""
+        step = self._reporting
         if step is not None:
-            self._told = True
+            self._reported = True
             self._post(Progress(step.id, self.name, (first, end)))
 
-    def _step(self, step: Step) -> Stepped:
+    def _run_step(self, step: Step) -> Stepped:
         started = time.perf_counter()
         failed: dict[str, Failure] = {}
-        self._telling, self._told = step, False
+        self._reporting, self._reported = step, False
         try:
             sampled = self._forward(step)
         except BaseException:  # a stage that calls sys.exit() must not end the lane: its requests would wait for ever
             logger.exception(
-                "step %d of %s failed; its requests run alone to find whose fault it is", step.id, self.name
+                "step %d of %s failed; its requests run alone to find the one at fault", step.id, self.name
             )
-            self._telling = None
-            if self._told:
+            self._reporting = None
+            if self._reported:
                 self._post(Progress(step.id, self.name, None))
-            sampled, failed = self._alone(step)
-        return self._answer(step, started, sampled, failed)
+            sampled, failed = self._run_alone(step)
+        return self._make_answer(step, started, sampled, failed)
 
-    def _answer(self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]) -> Stepped:
+    def _make_answer(
+        self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]
+    ) -> Stepped:
         self._free_at = time.perf_counter()
         seconds = self._free_at - started
         if step.encodes or step.prefills:
-            title, said = _shown(step)
+            title, said = _describe_step(step)
         else:  # most steps
             title, said = "decode", {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
-        if self._emulated:  # must not pass for computed
+        if self._emulated:  # must not be taken for computed
             title = f"emulated {title}"
-        for stage in self._remarking:
+        for stage in self._with_remarks:
             said.update(stage.remarks)
         self._timeline.add(self.instance, self.name, title, started, seconds, said)
         return Stepped(step.id, self.name, sampled, failed, seconds)
@@ -217,21 +229,21 @@ class Lane:
             self._stream.begin()
         try:
             for stage in self.stages:
-                rows = rows_for(step, stage.letters)
+                rows = select_rows(step, stage.letters)
                 if rows is not None:
                     found = stage.forward(rows) or {}
-                    sampled = checked(sampled) | checked(found) if sampled else found
+                    sampled = check_sampled(sampled) | check_sampled(found) if sampled else found
         finally:
             if self._streams:
-                self._stream.settle()  # of what has failed too: its blocks are soon somebody else's
-        return complete(step, sampled)
+                self._stream.settle()  # after a failure too: its blocks soon belong to another request
+        return check_complete(step, sampled)
 
-    def _alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
-        """Every request's rows by themselves: one that fails alone has failed; the others go on."""
+    def _run_alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+        """Run each request's rows alone: only those that fail alone have failed."""
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}
-        for rows in split(step):
-            request = requests_of(rows)[0]
+        for rows in split_by_request(step):
+            request = list_requests(rows)[0]
             try:
                 sampled.update(self._forward(rows))
             except BaseException as error:
@@ -240,27 +252,27 @@ class Lane:
         return sampled, failed
 
 
-def checked(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
-    """What a stage returned. Raises ``TypeError`` where it is not tokens by request: the core must not trip over it."""
+def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """Check what a stage returned. Raises ``TypeError`` if it is not a dict of ``Sampled`` by request."""
     kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
     if not all(issubclass(kind, Sampled) for kind in kinds):
         raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
     return sampled
 
 
-def complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
-    """Tokens of every row that asks for one. Raises ``RuntimeError`` where some are missing, ``TypeError`` as above."""
-    if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == PLAIN:
+def check_complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """Check that each row that needs a token has one. Raises ``RuntimeError`` if not, ``TypeError`` as above."""
+    if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == SAMPLED_ONLY:
         return sampled  # most steps
-    checked(sampled)
+    check_sampled(sampled)
     missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
     if missing:
-        raise RuntimeError(f"no token came back for {', '.join(sorted(missing))}")
+        raise RuntimeError(f"Stage.forward() returned no token for {', '.join(sorted(missing))}")
     return sampled
 
 
-def rows_for(step: Step, letters: str) -> Step | None:
-    """The rows of a step that a stage with these letters runs; None where there are none."""
+def select_rows(step: Step, letters: str) -> Step | None:
+    """Select the rows of a step that a stage with these letters runs; None if there are none."""
     if step.decodes and not (step.encodes or step.prefills) and "D" in letters:
         return step  # most steps
     encodes = step.encodes if "E" in letters else ()
@@ -269,13 +281,14 @@ def rows_for(step: Step, letters: str) -> Step | None:
     return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
 
 
-def requests_of(step: Step) -> list[str]:
+def list_requests(step: Step) -> list[str]:
+    """List the requests that have rows in a step, each once."""
     rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
     return list(dict.fromkeys(rows + list(step.decodes)))
 
 
-def split(step: Step) -> list[Step]:
-    """One step per request."""
+def split_by_request(step: Step) -> list[Step]:
+    """Split a step into one per request."""
     return [
         Step(
             step.id,
@@ -285,7 +298,7 @@ def split(step: Step) -> list[Step]:
             tuple(each for each in step.decodes if each == request),
             step.group,
         )
-        for request in requests_of(step)
+        for request in list_requests(step)
     ]
 
 
@@ -299,8 +312,8 @@ def _title(step: Step) -> str:
     return "+".join(names[letter] for letter in _letters(step))
 
 
-def _shown(step: Step) -> tuple[str, dict[str, float]]:
-    """What the timeline says of a step: its name and its rows."""
+def _describe_step(step: Step) -> tuple[str, dict[str, float]]:
+    """Name a step and count its rows, for the timeline."""
     return _title(step), {
         "media tokens": sum(row.span.tokens for row in step.encodes),
         "prefill tokens": sum(row.length for row in step.prefills),

@@ -1,4 +1,4 @@
-"""Profiling of a loaded instance: the budgets of Algorithm 1 (line 5) by running its own stages on synthetic rows."""
+"""Profiles a loaded instance's stages on synthetic rows, for the budgets of Algorithm 1 (line 5) and cost tables."""
 
 from __future__ import annotations
 
@@ -35,54 +35,57 @@ from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Sampling
 from trinity.runtime.cuda_stream import LaneStream
-from trinity.runtime.host import Loaded
-from trinity.runtime.profiler_lanes import LaneThreads, interference
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
 from trinity.stages.base import Stage
 
-MEAN_CONTEXT = 512  # tokens of context that a decode row is profiled with, where the model has as many
+MEAN_CONTEXT = 512  # tokens of context of a profiled decode row, or half the model's context if that is less
 PROBE = "trinity-probe"
-BESIDE_TOKENS, BESIDE_ROWS = 256, 8  # of a usual step of the language lane, while the other lane encodes an image
+BESIDE_TOKENS, BESIDE_ROWS = 256, 8  # prefill tokens and decode rows of a usual step beside an encode
 
 
 def profile_budgets(
-    loaded: Loaded, processor: RequestProcessor, limit_s: float, cache: BudgetCache | None = None
+    loaded: LoadedInstance, processor: RequestProcessor, limit_s: float, cache: BudgetCache | None = None
 ) -> StepBudgets:
-    """Token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
+    """Search the token budget and image budget that keep one step of this instance within ``limit_s`` seconds.
 
-    Prefill tokens where the instance prefills, decode rows at a mean context where it only decodes; images in visual
-    tokens. Where it has two lanes, steps keep the limit beside the other lane: how much longer they take so is measured
-    first. Cached on disk by model, dtype, device, threads, cores, lanes, roles and limit. Warns where not even one item
-    fits.
+    The token budget counts prefill tokens if the instance prefills, and decode rows at a mean context if it only
+    decodes; the image budget counts visual tokens. With two lanes, a step keeps the limit beside a step of the other
+    lane: how much longer it takes then is measured first. Results are cached on disk by model, dtype, device, threads,
+    cores, lanes, roles and limit. Warns if not even one item fits.
     """
     cache = cache or BudgetCache()
-    key = _key(loaded, limit_s)
+    key = _budget_key(loaded, limit_s)
     known = cache.get(key)
     if known is None:
         with closing(Probe(loaded, processor)) as probe:
-            known = _search(probe, loaded.spec.roles, limit_s)
+            known = _search_budgets(probe, loaded.spec.roles, limit_s)
         cache.put(key, known)
     elif not known.feasible:
-        text = f"not even one item keeps a step of {loaded.spec.name} within {limit_s:.4g} s: its SLO will be missed"
+        text = (
+            f"not even a step of one item stays within {limit_s:.4g} s on {loaded.spec.name}: its SLO will be missed; "
+            "relax the SLO or use a faster device"
+        )
         warnings.warn(text, TrinityWarning, stacklevel=2)
     return known
 
 
-def _ways(spec: Instance) -> str:
-    """What else makes a step faster or slower here."""
+def _describe_kernels(spec: Instance) -> str:
+    """Describe what else decides a step's time here: kernels, attention backend, layout of weights."""
     return f"{native.describe()}, attention {spec.attention}, {'packed' if spec.pack else 'plain'} weights"
 
 
-def profile_tables(loaded: Sequence[Loaded], processor: RequestProcessor, **counts: Any) -> CostTables:
-    """Profile steps per stage, batch and context with ``CostTables.profile``, on instances that serve nothing.
+def profile_tables(loaded: Sequence[LoadedInstance], processor: RequestProcessor, **counts: Any) -> CostTables:
+    """Profile steps by stage, batch and context with ``CostTables.profile``, on instances that serve nothing.
 
-    Each stage is measured on the first instance that has it, ``interference`` on the first one with two lanes.
-    ``device`` names the processor and its threads.
+    Each stage is measured on the first instance that has it, ``interference`` on the first one with two lanes. The
+    tables' ``device`` names the processor and its threads.
     """
-    key = _key(loaded[0], 1.0)
+    key = _budget_key(loaded[0], 1.0)
     device = f"{_device_name(key.device)} x {key.threads}" if key.device == "cpu" else _device_name(key.device)
     with ExitStack() as stack:
         probes = [stack.enter_context(closing(Probe(each, processor))) for each in loaded]
-        tables = CostTables.profile(Together(probes), model=key.model, device=device, dtype=key.dtype, **counts)
+        tables = CostTables.profile(CombinedProbe(probes), model=key.model, device=device, dtype=key.dtype, **counts)
         beside = next((probe.interference() for probe in probes if probe.dual), 1.0)
     return msgspec.structs.replace(tables, interference=beside)
 
@@ -93,9 +96,10 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} {platform.machine()}"
 
 
-class Together:
-    """Probes of several instances as one (``trinity.costs.step_cost.CostProbe``): each stage runs on the first that has
-    it.
+class CombinedProbe:
+    """Combines probes of several instances into one ``trinity.costs.step_cost.CostProbe``.
+
+    Each stage runs on the first instance that has it.
     """
 
     def __init__(self, probes: Sequence[Probe]) -> None:
@@ -118,12 +122,12 @@ class Together:
         return self._having["D"].decode(rows, context)
 
 
-def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
+def _budget_key(loaded: LoadedInstance, limit_s: float) -> BudgetKey:
     import torch
     import transformers
 
     model, spec = loaded.model, loaded.spec
-    assert not isinstance(model, EmulatedModel), "an emulated instance has its budgets from its cost model"
+    assert not isinstance(model, EmulatedModel), "an emulated instance takes its budgets from its cost model"
     return BudgetKey(
         model=model.fingerprint,
         dtype=str(model.dtype),
@@ -131,13 +135,13 @@ def _key(loaded: Loaded, limit_s: float) -> BudgetKey:
         threads=spec.threads,
         roles=spec.roles,
         limit_s=limit_s,
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_ways(spec)}",
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_describe_kernels(spec)}",
         lanes=spec.lanes,
         cores=spec.cores,
     )
 
 
-def _search(probe: Probe, roles: str, limit_s: float) -> StepBudgets:
+def _search_budgets(probe: Probe, roles: str, limit_s: float) -> StepBudgets:
     found: dict[str, BudgetResult] = {}
     beside = probe.interference() if probe.dual else 1.0
     if "P" in roles:
@@ -153,10 +157,10 @@ def _search(probe: Probe, roles: str, limit_s: float) -> StepBudgets:
 class Probe:
     """Runs synthetic steps on the stages of an instance that serves nothing yet, and times them.
 
-    Each on a thread as its lane will have it: ``close`` ends them.
+    Each lane has a thread as it will have when it serves; ``close`` ends these threads.
     """
 
-    loaded: Loaded
+    loaded: LoadedInstance
     processor: RequestProcessor
     span: MediaSpan | None = None
     inputs: Any = None
@@ -172,14 +176,14 @@ class Probe:
 
     @property
     def dual(self) -> bool:
-        """Whether an encode may run beside another stage."""
+        """True if an encode may run beside another stage: two lanes, and a model with images."""
         return len(self.loaded.spec.lanes) > 1 and self.span is not None
 
     def interference(self) -> float:
-        """How many times longer a step takes beside the other lane than alone, measured on an instance with two."""
+        """Measure how many times longer a step takes beside a step of the other lane than alone."""
         steps = {"P": partial(self.prefill, min(BESIDE_TOKENS, self.longest)), "D": partial(self.decode, BESIDE_ROWS)}
         language = {letter: steps[letter] for letter in self.letters if letter in steps}
-        return interference(partial(self.encode, 1), language)
+        return measure_interference(partial(self.encode, 1), language)
 
     @property
     def image_tokens(self) -> int:
@@ -187,17 +191,17 @@ class Probe:
 
     @property
     def letters(self) -> str:
-        """The stages that can be probed; an encoder only where the model has one."""
+        """Letters of the stages that can be probed; E only if the model has an encoder."""
         return "".join(each for each in self.loaded.spec.roles if each != "E" or self.span is not None)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that a probe can have; 1 where the instance has no KV cache."""
+        """Length of the longest prompt that a probe can have, in tokens; 1 without a KV cache."""
         return self._context if KV in self.loaded.memory else 1
 
     @property
     def _context(self) -> int:
-        """Context of a profiled row: bounded by the model and by the pool, which all rows of a probe share."""
+        """Longest context of a profiled row, in tokens: the model and the pool, which all rows share, bound it."""
         kv = self.loaded.memory[KV]
         room = kv.blocks * self.loaded.settings.kv_block_size
         return max(1, min(self.processor.context_length, room) - 2)
@@ -213,7 +217,7 @@ class Probe:
         return max(1, min(MAX_STEP_IMAGES, self.loaded.memory[IMAGE].blocks // blocks))
 
     def encode(self, images: int) -> float:
-        """Seconds of one step that encodes so many images."""
+        """Time a step that encodes ``images`` images, in seconds."""
         assert self.span is not None
         each = blocks_for(self.image_tokens, self.loaded.settings.image_block_size)
         rows = tuple(
@@ -223,9 +227,9 @@ class Probe:
         return self._run("E", Step(0, "joint", encodes=rows), [])
 
     def prefill(self, tokens: int, prefilled: int = 0) -> float:
-        """Seconds of one step that prefills so many tokens, in prompts no longer than the context.
+        """Time a step that prefills ``tokens`` tokens, in prompts no longer than the context, in seconds.
 
-        With ``prefilled``: of one prompt, after so many tokens that are in the KV cache already.
+        With ``prefilled``: a chunk of one prompt, behind so many tokens that are in the KV cache already.
         """
         if prefilled:
             one = self._open(0, prefilled + tokens, ())
@@ -239,15 +243,15 @@ class Probe:
         return self._run("P", Step(0, "joint", prefills=rows), opened)
 
     def decode(self, rows: int, context: int | None = None) -> float:
-        """Seconds of one step that decodes so many rows at this context, or at a mean one."""
+        """Time a step that decodes ``rows`` rows at this context (tokens; None: a mean one), in seconds."""
         length = max(1, min(MEAN_CONTEXT, self._context // 2)) if context is None else context
         opened = [self._open(n, length, (0,)) for n in range(rows)]
         return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
 
     def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
-        """A request over blocks of its own as long as there are some: what is in them means nothing yet.
+        """Make a request with KV blocks of its own while there are some; their content does not matter.
 
-        Rows that all read the same blocks would find them in a processor's cache, as those of a real batch are not.
+        Rows that all read the same blocks would find them in a processor's cache, unlike those of a real batch.
         """
         work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
         there = self.loaded.memory[KV].blocks
@@ -256,19 +260,21 @@ class Probe:
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
         stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
-        return self._threads.run(letter, lambda stream: _timed(stage, step, opened, partial(self._settled, stream)))
+        return self._threads.run(
+            letter, lambda stream: _time_step(stage, step, opened, partial(self._synchronize, stream))
+        )
 
-    def _settled(self, stream: LaneStream) -> None:
-        """Waits until the device has done what it was given: a GPU's stages return before that."""
+    def _synchronize(self, stream: LaneStream) -> None:
+        """Wait until the device has run what was queued: a GPU's stages return before that."""
         device = self.loaded.spec.device or "cpu"
-        if self.dual or not device.startswith("cuda"):  # of two lanes, each waits for its own kernels
+        if self.dual or not device.startswith("cuda"):  # each of two lanes waits for its own kernels
             return stream.settle()
         import torch
 
         torch.cuda.synchronize(device)
 
 
-def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:
+def _time_step(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:
     for request in opened:
         stage.open(request)
     try:
@@ -282,8 +288,8 @@ def _timed(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], N
             stage.close(request.work.request)
 
 
-def paced_budgets(paced: EmulatedModel, loaded: Loaded, limit_s: float) -> StepBudgets:
-    """As ``profile_budgets``, for an instance that only waits: its cost model is asked instead."""
-    image = paced.shape.image_tokens if paced.multimodal else 0
-    beside = paced.interference if len(loaded.spec.lanes) > 1 else 1.0
-    return predict_budgets(paced.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)
+def predict_emulated_budgets(model: EmulatedModel, loaded: LoadedInstance, limit_s: float) -> StepBudgets:
+    """Compute the budgets of ``profile_budgets`` for an emulated instance, from its cost model."""
+    image = model.shape.image_tokens if model.multimodal else 0
+    beside = model.interference if len(loaded.spec.lanes) > 1 else 1.0
+    return predict_budgets(model.cost.seconds, loaded.spec.roles, limit_s, image, interference=beside)

@@ -1,4 +1,4 @@
-"""Where stages are measured: on a thread for each lane as when they serve, and both lanes at once (TriInfer 4.2)."""
+"""Threads for profiling: one for each lane as when it serves, and both lanes at once (TriInfer 4.2)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from statistics import median
 from typing import TypeVar
 
 from trinity.core.instance.lanes import LANES
-from trinity.instance import shares
+from trinity.instance import split_cores
 from trinity.runtime.cpu_affinity import pin_thread
-from trinity.runtime.cuda_stream import LaneStream, stream_for
+from trinity.runtime.cuda_stream import LaneStream, make_lane_stream
 
 T = TypeVar("T")
-ROUNDS = 3  # of steps alone and steps beside the other lane, in turns
+ROUNDS = 3  # each of steps alone, then steps beside the other lane
 STEPS = 2  # of each kind in a round
-Timed = Callable[[], float]  # runs one step of a lane on its thread; seconds of it
+StepTimer = Callable[[], float]  # runs one step of a lane on its thread and returns its seconds
 
 
 class LaneThreads:
-    """A thread for each lane, on its cores, with its intra-op threads and its stream, as ``Lane`` has them."""
+    """Runs a thread for each lane, with its cores, intra-op threads and stream, as ``Lane`` has them."""
 
     def __init__(self, lanes: Sequence[str], cores: Sequence[int], threads: int, device: str | None) -> None:
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._streams: dict[str, LaneStream] = {}
-        for lane, own in zip(lanes, shares(cores, len(lanes)), strict=True):
-            stream = self._streams[lane] = stream_for(device, lane)
-            begin = partial(_begin, own, threads, stream)
+        for lane, own in zip(lanes, split_cores(cores, len(lanes)), strict=True):
+            stream = self._streams[lane] = make_lane_stream(device, lane)
+            begin = partial(_set_up_thread, own, threads, stream)
             self._pools[lane] = ThreadPoolExecutor(1, f"trinity-probe-{lane}", begin)
 
     def run(self, letter: str, work: Callable[[LaneStream], T]) -> T:
-        """Do it on the thread of the lane that has this stage, and wait."""
+        """Call ``work(stream)`` on the thread of the lane that runs this stage, and wait for its result."""
         lane = next(lane for lane in self._pools if letter in LANES[lane])
         return self._pools[lane].submit(work, self._streams[lane]).result()
 
@@ -42,40 +42,40 @@ class LaneThreads:
             pool.shutdown()
 
 
-def _begin(cores: Sequence[int], threads: int, stream: LaneStream) -> None:
+def _set_up_thread(cores: Sequence[int], threads: int, stream: LaneStream) -> None:
     import torch
 
     pin_thread(cores)
     torch.set_num_threads(threads)
-    stream.__enter__()  # until the thread ends, with all that it was given
+    stream.__enter__()  # never left: it ends with the thread
 
 
-def interference(vision: Timed, language: Mapping[str, Timed], rounds: int = ROUNDS) -> float:
-    """How many times longer a step of one lane takes while the other one is busy, where that is most; at least 1.
+def measure_interference(vision: StepTimer, language: Mapping[str, StepTimer], rounds: int = ROUNDS) -> float:
+    """Measure how many times longer a step takes while the other lane is busy: the worst case, at least 1.
 
-    ``vision`` runs one encode step on its lane, ``language`` a prefill and a decode step on the other. Steps alone and
+    ``vision`` runs an encode step on its lane, ``language`` a prefill and a decode step on the other. Steps alone and
     steps beside the other lane take turns, and medians are compared.
     """
     found = [1.0]
     for step in language.values():
-        found += [_slower(step, vision, rounds), _slower(vision, step, rounds)]
+        found += [_measure_slowdown(step, vision, rounds), _measure_slowdown(vision, step, rounds)]
     return max(found)
 
 
-def _slower(own: Timed, other: Timed, rounds: int) -> float:
+def _measure_slowdown(own: StepTimer, other: StepTimer, rounds: int) -> float:
     own()
     alone: list[float] = []
     beside: list[float] = []
     for _ in range(rounds):
         alone += [own() for _ in range(STEPS)]
-        with busy(other):
+        with keep_busy(other):
             beside += [own() for _ in range(STEPS)]
     return median(beside) / max(median(alone), 1e-12)
 
 
 @contextmanager
-def busy(step: Timed) -> Iterator[None]:
-    """The other lane runs one step after another, from before the block begins until it ends."""
+def keep_busy(step: StepTimer) -> Iterator[None]:
+    """Run steps on the other lane, one after another, from before the block begins until it ends."""
     over, begun = threading.Event(), threading.Event()
     failed: list[BaseException] = []
 

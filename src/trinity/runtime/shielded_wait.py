@@ -1,4 +1,4 @@
-"""Waiting for what must end first, whatever becomes of who waits."""
+"""Waits for a task to its end even if the waiting caller is cancelled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 import anyio
 
 
-async def outlast(task: asyncio.Task[None]) -> None:
-    """Wait for the task's end even where the caller is cancelled meanwhile; the cancel is passed on after it."""
+async def wait_shielded(task: asyncio.Task[None]) -> None:
+    """Wait for a task to its end; a cancellation of the caller meanwhile is raised only afterwards."""
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):  # a cancelled scope of anyio would cancel every await anew
         while not task.done():

@@ -17,8 +17,8 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
 from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
-from trinity.runtime.host import Loaded
-from trinity.runtime.loading import Deployment, load
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.attention import backends
 from trinity.stages.attention.backends import BACKENDS, BackendSpec, CacheKind, make_backend, pick_backend
 from trinity.stages.attention.native import NativeAttention
@@ -95,26 +95,26 @@ def test_an_unknown_name_is_refused_when_it_is_written() -> None:
         Instance("PD", attention="flesh")
 
 
-def _backend(loaded: Loaded) -> Any:
+def _backend(loaded: LoadedInstance) -> Any:
     (stage,) = (stage for stage in loaded.stages if isinstance(stage, LanguageStage))
     return stage._backend
 
 
 def test_an_instance_runs_what_it_names() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4}))
-    named, auto = load(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
+    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4}))
+    named, auto = load_instances(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
     assert type(_backend(named)) is TorchAttention
     assert type(_backend(auto)) is (NativeAttention if pick_backend("auto", kind()) == "native" else TorchAttention)
     with pytest.raises(ConfigError, match=r"attention='native' cannot run here: .*float64"):
-        load(
-            Deployment(checkpoint("llava"), "float64", cache=CacheConfig(pools={"kv": 4})),
+        load_instances(
+            ServingConfig(checkpoint("llava"), "float64", cache=CacheConfig(pools={"kv": 4})),
             [Instance("D", attention="native")],
             None,
         )
 
 
 def test_it_travels_to_an_instance_in_a_process() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
+    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
     setup = make_setup(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
     there = decode(encode(setup))
     assert isinstance(there, Setup)

@@ -147,7 +147,7 @@ class Silent:
 def run(stage: Stage, step: Step) -> list[Value]:
     said: list[Value] = []
     lane = Lane("P0", "joint", [stage], said.append, lambda error: pytest.fail(repr(error)), Timeline())
-    said.append(lane._step(step))
+    said.append(lane._run_step(step))
     return said
 
 

@@ -18,7 +18,7 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.remote.session import _load
 from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
-from trinity.runtime.loading import Deployment, load
+from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.kernels import linear
 from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, count_packed_bytes, pack_weights, use_onednn
 from trinity.stages.models import LoadedModel, load_model, loader
@@ -232,8 +232,8 @@ def _embeddings(model: LoadedModel) -> torch.Tensor:
 )
 def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, asked: bool | None, wanted: str) -> None:
     specs = [Instance(each, pack=asked) for each in roles.split()]
-    loaded = load(
-        Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
+    loaded = load_instances(
+        ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
     )
     languages = [each.model.language for each in loaded if not isinstance(each.model, EmulatedModel)]
     kinds = [{type(layer) for layer in part.modules() if isinstance(layer, nn.Linear)} for part in languages if part]
@@ -243,7 +243,7 @@ def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, as
 
 
 def test_whether_to_pack_travels_to_an_instance_in_a_process() -> None:
-    deployment = Deployment(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
+    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
     for asked in (None, True, False):
         there = decode(encode(make_setup(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
         assert isinstance(there, Setup)

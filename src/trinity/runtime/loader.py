@@ -1,0 +1,246 @@
+"""Loads the instances of a pipeline: weights, pools, budgets and hosts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity.core.messages import IMAGE, KV
+from trinity.core.routing import RoutingPolicy
+from trinity.core.scheduler import BatchRules, latency_bound
+from trinity.core.transfers import TransferPolicy
+from trinity.costs.budgets import StepBudgets
+from trinity.costs.pool_sizes import available_memory, size_pools
+from trinity.costs.step_cost import CostTables
+from trinity.emulation.model import EmulatedModel
+from trinity.emulation.processor import EmulatedProcessor
+from trinity.errors import ConfigError
+from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
+from trinity.preprocess.loader import check_directory
+from trinity.preprocess.media import MediaLimits
+from trinity.preprocess.processor import RequestProcessor
+from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance
+from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables
+from trinity.timeline import Timeline
+from trinity.traces.trace import SLO
+
+if TYPE_CHECKING:
+    from trinity.stages.models import LoadedModel
+
+DEFAULT_CACHE_BYTES = 1 << 30  # at most, of an instance's pools on a CPU; an eighth of free memory if that is less
+DEFAULT_BLOCKS = 8192  # at most, of each kind
+PROBE_BLOCKS = {IMAGE: 64, KV: 512}  # blocks of each kind in a copy that is only profiled
+DEFAULT_RULES = BatchRules()
+DEFAULT_TRANSFERS = TransferPolicy()
+DEFAULT_CACHE = CacheConfig()
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Settings that all instances of a pipeline share.
+
+    - ``model``: a checkpoint's directory, or an emulated model.
+    - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches.
+    - ``slo`` (seconds, None): TTFT and TBT bounds, for which budgets are profiled.
+    - ``budgets`` (None): token and image budgets set by the user.
+    - ``rules``: scheduling rules of instances that have none of their own.
+    - ``cache``: block sizes, and pools or memory of instances that set none.
+    - ``observe`` (None): called with the logits before sampling.
+    - ``transfers``: when blocks start to move.
+    - ``shared`` (False): pools in memory files, which other processes can map.
+    """
+
+    model: Path | EmulatedModel
+    dtype: str = "auto"
+    device: str = "cpu"
+    slo: SLO | None = None
+    budgets: StepBudgets | None = None
+    rules: BatchRules = DEFAULT_RULES
+    cache: CacheConfig = DEFAULT_CACHE
+    observe: Callable[..., None] | None = None
+    transfers: TransferPolicy = DEFAULT_TRANSFERS
+    shared: bool = False
+
+
+def config_digest(model: Path | EmulatedModel) -> str:
+    """Hash the checkpoint's config.json, on which front end and instances must agree before weights are compared.
+
+    Raises ``ConfigError`` if it cannot be read.
+    """
+    if isinstance(model, EmulatedModel):
+        return model.fingerprint
+    try:
+        return hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(
+            f"{model} has no readable config.json ({error}); give the directory of a transformers checkpoint"
+        ) from error
+
+
+def resolve_model(model: str | Path | EmulatedModel) -> Path | EmulatedModel:
+    """Return a checkpoint's directory, or an emulated model. Raises ``ConfigError`` if there is no checkpoint."""
+    if isinstance(model, EmulatedModel):
+        return model
+    check_directory(Path(model))
+    return Path(model)
+
+
+def make_processor(model: Path | EmulatedModel, limits: MediaLimits | None = None) -> RequestProcessor:
+    """Make the model's request processor. Blocks: run it on a thread."""
+    if isinstance(model, EmulatedModel):
+        return EmulatedProcessor(model, limits=limits)
+    return RequestProcessor(model, limits=limits)
+
+
+def load_instances(
+    config: ServingConfig, instances: Sequence[Instance], processor: RequestProcessor | None
+) -> list[LoadedInstance]:
+    """Load the weights of each instance's roles, allocate pools, search budgets. Blocks: run it on a thread."""
+    loaded: list[LoadedInstance] = []
+    for spec in instances:
+        spec = _complete_spec(config, spec, instances)
+        model = _get_model(config, spec)
+        pools = _choose_pools(config, spec, model, len(instances))
+        blocks = (config.cache.image_block_size, config.cache.kv_block_size)
+        instance = build_instance(spec, model, pools, config.rules, blocks, config.observe, config.shared)
+        rules = _make_rules(config, instance, processor)
+        transfers = config.transfers
+        instance.settings = replace(instance.settings, rules=rules, transfers=transfers, lease_s=transfers.lease_s)
+        loaded.append(instance)
+    return loaded
+
+
+def profile_copies(
+    config: ServingConfig,
+    instances: Sequence[Instance],
+    processor: RequestProcessor,
+    hosts: Mapping[str, InstanceHost],
+    path: str | Path | None = None,
+    **counts: Any,
+) -> CostTables:
+    """Profile copies of these instances, with pools of their own so that caches stay as they are.
+
+    Each stage is measured on the first instance that has it. Weights are those of ``hosts``, or loaded here. The tables
+    are saved to ``path``, if given; ``counts`` are those of ``CostTables.profile``. Blocks: run it on a thread.
+
+    Raises ``ConfigError`` if the model is emulated, or instances run elsewhere or on different devices.
+    """
+    if isinstance(config.model, EmulatedModel):
+        raise ConfigError(
+            "an emulated pipeline waits for the times of its cost model (Pipeline.cost): there is nothing to profile"
+        )
+    away = [spec.name for spec in instances if spec.address]
+    devices = {spec.device or config.device for spec in instances}
+    if away or len(devices) > 1:
+        why = f"{', '.join(away)} run elsewhere" if away else f"these instances run on {', '.join(sorted(devices))}"
+        raise ConfigError(
+            f"a cost table describes one device of this machine, but {why}; profile each device by itself"
+        )
+    copies = [_build_copy(config, _complete_spec(config, spec, instances), hosts, len(instances)) for spec in instances]
+    tables = profile_tables(copies, processor, **counts)
+    if path is not None:
+        tables.save(path)
+    return tables
+
+
+def _build_copy(config: ServingConfig, spec: Instance, hosts: Mapping[str, InstanceHost], count: int) -> LoadedInstance:
+    model = hosts[spec.name].loaded.model if spec.name in hosts else _get_model(config, spec)
+    pools = {
+        kind: min(blocks, PROBE_BLOCKS[kind]) for kind, blocks in _choose_pools(config, spec, model, count).items()
+    }
+    return build_instance(
+        spec, model, pools, config.rules, (config.cache.image_block_size, config.cache.kv_block_size), None
+    )
+
+
+def _complete_spec(config: ServingConfig, spec: Instance, here: Sequence[Instance]) -> Instance:
+    """Fill in device and packing: weights are packed if an instance here decodes, as all share one copy."""
+    pack = any("D" in each.roles for each in here) if spec.pack is None else spec.pack
+    return replace(spec, device=spec.device or config.device, pack=pack)
+
+
+def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedModel:
+    if isinstance(config.model, EmulatedModel):
+        return config.model
+    from trinity.stages.models import load_model
+
+    device, packed = spec.device or "cpu", bool(spec.pack)
+    return load_model(config.model, spec.roles, dtype=config.dtype, device=device, packed=packed)
+
+
+def make_hosts(
+    loaded: Sequence[LoadedInstance], network: Network, timeline: Timeline, policy: Callable[[], RoutingPolicy]
+) -> dict[str, InstanceHost]:
+    """Make a host for each instance, publish its pools and announce it to the others. The caller starts the threads."""
+    hosts = {each.spec.name: InstanceHost(each, network, timeline, policy()) for each in loaded}
+    for host in hosts.values():
+        network.connector.bind(host.name, host.loaded.memory)
+        for peer in hosts.values():
+            host.post(peer.announcement())
+    return hosts
+
+
+def _choose_pools(
+    config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel, instances: int
+) -> dict[str, int]:
+    """Choose the blocks of each kind: as the user set them, for a memory budget, or for a share of free memory."""
+    pools = spec.pools if spec.pools is not None else config.cache.pools if spec.memory_bytes is None else None
+    if pools is not None:
+        return dict(pools)
+    shapes = block_shapes(spec.roles, model, config.cache.image_block_size, config.cache.kv_block_size)
+    bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
+    memory = spec.memory_bytes or config.cache.memory_bytes
+    if memory is None:
+        memory = model.weight_bytes + _default_cache_bytes(spec.device or "cpu", instances)
+        sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+        return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
+    return size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+
+
+def _default_cache_bytes(device: str, instances: int) -> int:
+    """Return the default size of an instance's pools, in bytes; the weights are loaded already."""
+    if device == "cpu":
+        return min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return free * 8 // 10 // instances
+
+
+def _make_rules(config: ServingConfig, instance: LoadedInstance, processor: RequestProcessor | None) -> BatchRules:
+    """Make the scheduler's rules, with budgets as the user set them, or profiled for the SLO, or the defaults.
+
+    The instance's own batch limits override all of them.
+    """
+    rules = instance.spec.rules or config.rules
+    budgets = config.budgets
+    if budgets is None and config.slo is not None and instance.spec.rules is None:
+        limit = latency_bound(instance.spec.roles, config.slo.ttft, config.slo.tbt)
+        if isinstance(instance.model, EmulatedModel):
+            budgets = predict_emulated_budgets(instance.model, instance, limit)
+        else:
+            assert processor is not None
+            budgets = profile_budgets(instance, processor, limit)
+    if budgets is not None:
+        given = {
+            "token_budget": budgets.token_budget,
+            "image_budget": budgets.image_budget,
+            "limit_s": budgets.limit_s,
+            "cost": budgets.cost,
+        }
+        rules = replace(rules, **given)  # type: ignore[arg-type]
+    tokens, images = instance.spec.token_budget, instance.spec.image_budget
+    media = rules.image_budget if images is None else images * _image_tokens(instance.model, processor)
+    return replace(rules, token_budget=tokens or rules.token_budget, image_budget=media)
+
+
+def _image_tokens(model: LoadedModel | EmulatedModel, processor: RequestProcessor | None) -> int:
+    """Count the visual tokens of a usual image; 1 for a text-only model."""
+    if isinstance(model, EmulatedModel):
+        return model.shape.image_tokens if model.multimodal else 1
+    assert processor is not None
+    return processor.dummy_inputs()[0].tokens if processor.multimodal else 1
