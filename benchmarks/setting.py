@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity.bench import machine
-from trinity.bench.machine import FOREIGN, busy_seconds
+from trinity.bench.machine import MAX_FOREIGN_SHARE, busy_seconds
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ class Setting:
         while time.monotonic() < until:
             with ForeignLoad() as load:
                 time.sleep(1.0)
-            if load.share <= FOREIGN / 2:
+            if load.share <= MAX_FOREIGN_SHARE / 2:
                 return
 
 
@@ -113,14 +113,16 @@ class ForeignLoad:
 
 def calm(rounds: Sequence[tuple[float, T]]) -> tuple[list[T], bool]:
     """Of (foreign share, what was measured): what counts, and whether it does; all where every round was disturbed."""
-    quiet = [found for share, found in rounds if share <= FOREIGN]
+    quiet = [found for share, found in rounds if share <= MAX_FOREIGN_SHARE]
     return (quiet, True) if quiet else ([found for _, found in rounds], False)
 
 
 def disturbed(which: Sequence[object]) -> list[str]:
     """A note on the figures that had no undisturbed round."""
     named = ", ".join(map(str, which))
-    return [f"Others took more than {FOREIGN:.0%} of the machine in every round of: {named}."] if which else []
+    return (
+        [f"Others took more than {MAX_FOREIGN_SHARE:.0%} of the machine in every round of: {named}."] if which else []
+    )
 
 
 def _own_seconds() -> float:
@@ -155,7 +157,7 @@ def facts(foreign_load: float = 0.0) -> dict[str, Any]:
     import torch
 
     return {
-        **machine.facts(),
+        **machine.machine_facts(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "threads": torch.get_num_threads(),
         "foreign_load": foreign_load,

@@ -20,7 +20,7 @@ from benchmarks.fidelity import real_model as fidelity_real
 from benchmarks.fidelity.comparison import Load, Row, seen
 from benchmarks.fidelity.host import Host, calibrated
 from benchmarks.report import Aim, Result, Table
-from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, disturbed
 from trinity.bench.live_replay import live_goodput, replay
 from trinity.core.scheduler import latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
@@ -175,7 +175,7 @@ def run(setting: Setting) -> Result:
 def result(host: Host, cases: Sequence[Case], real: fidelity_real.Real) -> Result:
     rows = [Row(case.placement, load, TOLERANCE) for case in cases for load in case.loads]
     actual = [Row(fidelity_real.PLACEMENT, load, TOLERANCE) for load in real.loads]
-    shaken = [f"{row.name} at {row.load.share:g}" for row in (*rows, *actual) if row.load.foreign > FOREIGN]
+    shaken = [f"{row.name} at {row.load.share:g}" for row in (*rows, *actual) if row.load.foreign > MAX_FOREIGN_SHARE]
     return Result(
         name="fidelity",
         title="Live pipelines beside the simulator",

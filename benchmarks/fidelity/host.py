@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from trinity.bench.live_replay import RequestOf
+from trinity.bench.live_replay import RequestFactory
 from trinity.costs.budgets import StepCost
 from trinity.costs.step_cost import CostTables, Interconnect
 from trinity.pipeline import Pipeline
@@ -34,7 +34,7 @@ class Host:
 
 
 async def calibrated(
-    pipe: Pipeline, make: RequestOf, asked: Trace, simulate: Callable[[Host, Trace], Sequence[ServedRequest]]
+    pipe: Pipeline, make: RequestFactory, asked: Trace, simulate: Callable[[Host, Trace], Sequence[ServedRequest]]
 ) -> Host:
     """Serve each request alone; then choose what pulls, steps and messages take so that simulated medians are as live.
 

@@ -17,8 +17,8 @@ import msgspec
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ROOT, Setting
 from trinity.bench import measure, outcome
-from trinity.bench.load import Maker, burst, made
-from trinity.bench.servers import DTYPES, PEERS, Asked, Engine
+from trinity.bench.load import CheckpointRequests, burst_row, make_requests
+from trinity.bench.servers import DTYPES, PEERS, BenchRequest, EngineSpec
 from trinity.tables import Table as Cells
 
 REQUESTS, PROMPT, OUTPUT = 8, 28, 32  # the prompt: a first token, 576 of the image, a line break and these
@@ -33,31 +33,33 @@ class Found(msgspec.Struct, kw_only=True):
     """Of one precision: sweeps and bursts by engine."""
 
     dtype: str
-    swept: dict[str, list[measure.Swept]]
+    swept: dict[str, list[measure.SweepPoint]]
     bursts: dict[str, list[measure.Burst]]
 
 
 async def measured(
-    setting: Setting, checkpoint: Path, requests: Sequence[Asked], kinds: Sequence[str], dtype: str
+    setting: Setting, checkpoint: Path, requests: Sequence[BenchRequest], kinds: Sequence[str], dtype: str
 ) -> Found:
-    engines = [Engine(dtype=dtype), *(Engine(kind=kind, dtype=dtype) for kind in kinds)]
+    engines = [EngineSpec(dtype=dtype), *(EngineSpec(kind=kind, dtype=dtype) for kind in kinds)]
     sweep, count = ((64, 128), 1) if setting.quick else (SWEEP, ROUNDS)
-    swept = {each.name: await measure.sweep(measure.settings(each, sweep), checkpoint, requests) for each in engines}
+    swept = {
+        each.name: await measure.sweep(measure.sweep_settings(each, sweep), checkpoint, requests) for each in engines
+    }
     ran = [each for each in engines if not all(one.problem for one in swept[each.name])]
-    chosen = [msgspec.structs.replace(each, tokens=measure.best(swept[each.name]).tokens) for each in ran]
+    chosen = [msgspec.structs.replace(each, tokens=measure.best_setting(swept[each.name]).tokens) for each in ran]
     await asyncio.to_thread(setting.settle)
-    async with measure.started(chosen, checkpoint) as servers:
-        return Found(dtype=dtype, swept=swept, bursts=await measure.rounds(servers, requests, count))
+    async with measure.start_servers(chosen, checkpoint) as servers:
+        return Found(dtype=dtype, swept=swept, bursts=await measure.run_rounds(servers, requests, count))
 
 
 async def everything(setting: Setting) -> Result:
     checkpoint = await asyncio.to_thread(setting.pick, "llava-110m", "llava")
-    there, missing = measure.ready(PEERS)
+    there, missing = measure.split_installed(PEERS)
     output = 3 if setting.quick else OUTPUT
-    with await asyncio.to_thread(Maker, checkpoint, "cpu") as make:
-        requests = await made(make, [burst(1, PROMPT, output)] * REQUESTS)
-    engines = [Engine(), *(Engine(kind=kind) for kind in there)]
-    exact = await measure.exactness(engines, checkpoint, requests[:EXACT])
+    with await asyncio.to_thread(CheckpointRequests, checkpoint, "cpu") as make:
+        requests = await make_requests(make, [burst_row(1, PROMPT, output)] * REQUESTS)
+    engines = [EngineSpec(), *(EngineSpec(kind=kind) for kind in there)]
+    exact = await measure.count_exact(engines, checkpoint, requests[:EXACT])
     found = [await measured(setting, checkpoint, requests, there, dtype) for dtype in DTYPES]
     return result(found, exact, missing, f"{len(requests[0].ids)} + {requests[0].tokens}")
 
@@ -121,12 +123,12 @@ def problems(found: Sequence[Found]) -> list[str]:
 def aims(found: Sequence[Found], ours: str) -> list[Aim]:
     made: list[Aim] = []
     for each in found:
-        rows: dict[str, Any] = {name: measure.calm(bursts)[0] for name, bursts in each.bursts.items()}
+        rows: dict[str, Any] = {name: measure.select_undisturbed(bursts)[0] for name, bursts in each.bursts.items()}
         seen = {name: sorted(one.per_cpu_s for one in bursts)[len(bursts) // 2] for name, bursts in rows.items()}
         own = seen.pop(ours)
         made.append(Aim(f"Requests per CPU second, {each.dtype}", f"≥ {AIM}", f"{own:.2f}", own >= AIM))
         for name, rate in seen.items():
-            over = measure.paired(each.bursts[ours], each.bursts[name])[0]
+            over = measure.compare_rounds(each.bursts[ours], each.bursts[name])[0]
             said = f"{over:.2f} ({own:.2f} against {rate:.2f})"
             made.append(Aim(f"the same, over {name}'s", f"> {AHEAD}", said, over > AHEAD))
     return made

@@ -24,11 +24,11 @@ from benchmarks.report import Aim, Result
 from benchmarks.setting import ROOT, Setting
 from trinity import traces
 from trinity.bench import measure, outcome
-from trinity.bench.client import replayed
-from trinity.bench.commands import goals_of
-from trinity.bench.load import Maker, drawn, fitted, made
-from trinity.bench.search import Found, Goal, Trial, goodputs, ratios, turns
-from trinity.bench.servers import PEERS, Asked, Engine, Server
+from trinity.bench.client import replay_to_server
+from trinity.bench.commands import make_goals
+from trinity.bench.load import CheckpointRequests, draw_stretch, make_requests, shrink_trace
+from trinity.bench.search import EngineGoodput, Goal, Trial, find_goodputs, goodput_ratio, schedule_trials
+from trinity.bench.servers import PEERS, BenchRequest, EngineSpec, Server
 from trinity.traces.trace import SLO, Trace
 
 TRACE = "servegen-image-1h"
@@ -62,21 +62,21 @@ class Sizes(NamedTuple):
 QUICK = Sizes("float32", 1, 8, 1, 8, 3, (64,), 4, 2, (0.5,), ("E+PD",), ())
 
 
-def engines_of(sizes: Sizes, peers: Sequence[str]) -> list[Engine]:
+def engines_of(sizes: Sizes, peers: Sequence[str]) -> list[EngineSpec]:
     """(a), (b), every method, the peers: each has two cores."""
     both: Record = {"dtype": sizes.dtype, "threads": sizes.threads}
-    ours = [Engine(placement=each, dtype=sizes.dtype) for each in ("2EPD", *sizes.methods)]
-    return [Engine(**both), *ours, *(Engine(kind=kind, **both) for kind in peers)]
+    ours = [EngineSpec(placement=each, dtype=sizes.dtype) for each in ("2EPD", *sizes.methods)]
+    return [EngineSpec(**both), *ours, *(EngineSpec(kind=kind, **both) for kind in peers)]
 
 
-def settings_of(engine: Engine, tokens: Sequence[int], slo: SLO) -> list[Engine]:
+def settings_of(engine: EngineSpec, tokens: Sequence[int], slo: SLO) -> list[EngineSpec]:
     """What a sweep tries: tokens a step; of trinity also what a user would try besides, for as many settings in all.
 
     Where a step may encode or decode beside a prefill: budgets under the middle SLO, for steps of a predicted length.
     Of two instances: a second thread for the one that prefills, which takes what the other leaves of its core. Prompts
     need not be cut where nobody decodes beside them.
     """
-    plain = measure.settings(engine, tokens)
+    plain = measure.sweep_settings(engine, tokens)
     if engine.kind != "trinity" or len(plain) != 3:
         return plain
     few, some, whole = plain
@@ -89,7 +89,7 @@ def settings_of(engine: Engine, tokens: Sequence[int], slo: SLO) -> list[Engine]
     }.get(engine.placement, [few, some, searched])
 
 
-def _wider(engine: Engine, roles: str) -> Engine:
+def _wider(engine: EngineSpec, roles: str) -> EngineSpec:
     return msgspec.structs.replace(engine, options={"threads_of": {roles: 2}})
 
 
@@ -126,53 +126,56 @@ def sources(root: Path = ROOT) -> str:
 class Ready(msgspec.Struct, kw_only=True):
     """What is known before the first trial: engines with their settings, SLOs, rates; how exact each engine is."""
 
-    engines: list[Engine]
+    engines: list[EngineSpec]
     slos: list[SLO]
     rates: list[float]
     exact: dict[str, int]
-    swept: dict[str, list[measure.Swept]]
+    swept: dict[str, list[measure.SweepPoint]]
 
 
-async def alone(server: Server, requests: Sequence[Asked], apart: Trace) -> tuple[float, float]:
+async def alone(server: Server, requests: Sequence[BenchRequest], apart: Trace) -> tuple[float, float]:
     """Median seconds to the first token and between tokens, of requests one after another."""
     served: list[Any] = []
     for row, request in zip(apart, requests, strict=True):
-        served += await replayed(server, Trace([row]), [request])
+        served += await replay_to_server(server, Trace([row]), [request])
     gaps = [gap for row in served for gap in row.itl_s]
     return median(row.ttft_s or 0.0 for row in served), max(LEAST_TBT_S, median(gaps))
 
 
 async def tuned(
-    settings: Sequence[Sequence[Engine]], checkpoint: Path, requests: Sequence[Asked], tried: measure.Tried
-) -> tuple[list[Engine], dict[str, list[measure.Swept]]]:
+    settings: Sequence[Sequence[EngineSpec]],
+    checkpoint: Path,
+    requests: Sequence[BenchRequest],
+    trial: measure.TrialFunction,
+) -> tuple[list[EngineSpec], dict[str, list[measure.SweepPoint]]]:
     """Each engine with the best of its settings. One of which no setting runs is left out."""
-    swept = {each[0].name: await measure.sweep(each, checkpoint, requests, tried=tried) for each in settings}
+    swept = {each[0].name: await measure.sweep(each, checkpoint, requests, trial=trial) for each in settings}
     chosen = []
     for each in settings:
         found = swept[each[0].name]
         if not found:
             chosen.append(each[0])
         elif not all(one.problem for one in found):
-            chosen.append(each[found.index(measure.best(found, wall=True))])
+            chosen.append(each[found.index(measure.best_setting(found, wall=True))])
     return chosen, swept
 
 
-async def prepare(setting: Setting, sizes: Sizes, checkpoint: Path, trace: Trace, make: Maker) -> Ready:
+async def prepare(setting: Setting, sizes: Sizes, checkpoint: Path, trace: Trace, make: CheckpointRequests) -> Ready:
     """SLOs at light load, the grid of rates, sweeps, exactness: all before the first trial."""
-    rows = drawn(trace, 8, 0)
-    some = await made(make, rows)
-    engines = engines_of(sizes, measure.ready(sizes.peers)[0])
+    rows = draw_stretch(trace, 8, 0)
+    some = await make_requests(make, rows)
+    engines = engines_of(sizes, measure.split_installed(sizes.peers)[0])
     await asyncio.to_thread(setting.settle)
     async with Server(engines[0], checkpoint) as server:
-        await measure.burst(server, some)
-        rate = (await measure.burst(server, some)).per_s
+        await measure.run_burst(server, some)
+        rate = (await measure.run_burst(server, some)).per_s
         ttft, tbt = await alone(server, some, rows)
     slos = [SLO(round(times * ttft, 3), round(times * tbt, 4)) for times in TIMES]
     rates = [round(share * rate, 3) for share in sizes.shares]
-    tried = measure.attaining(trace, make, goals_of(slos), round(SWEEP_SHARE * rate, 3), sizes.swept)
+    tried = measure.make_trial(trace, make, make_goals(slos), round(SWEEP_SHARE * rate, 3), sizes.swept)
     settings = [settings_of(each, sizes.sweep, slos[len(slos) // 2]) for each in engines]
     chosen, swept = await tuned(settings, checkpoint, some[:SWEEP_BURST], tried)
-    exact = await measure.exactness(chosen, checkpoint, some[: sizes.exact])
+    exact = await measure.count_exact(chosen, checkpoint, some[: sizes.exact])
     return Ready(engines=chosen, slos=slos, rates=rates, exact=exact, swept=swept)
 
 
@@ -180,23 +183,23 @@ async def everything(setting: Setting, sizes: Sizes) -> Result:
     until = time.monotonic() + 60 * max(MINUTES, setting.minutes)
     kept = Kept(setting.kept and setting.kept / "served-trials.jsonl", sizes)
     checkpoint = await asyncio.to_thread(setting.pick, "llava-110m", "llava")
-    with await asyncio.to_thread(Maker, checkpoint, "served") as make:
+    with await asyncio.to_thread(CheckpointRequests, checkpoint, "served") as make:
         shipped = await asyncio.to_thread(traces.read_shipped, TRACE)
-        trace = fitted(shipped, text=sizes.text, output=sizes.output, images=1)
+        trace = shrink_trace(shipped, text=sizes.text, output=sizes.output, images=1)
         known = kept.of("ready") or [
             kept.add("ready", msgspec.to_builtins(await prepare(setting, sizes, checkpoint, trace, make)))
         ]
         ready = msgspec.convert(known[-1], Ready)
-        goals = goals_of(ready.slos)
+        goals = make_goals(ready.slos)
         trials = [msgspec.convert(each, Trial) for each in kept.of("trial")]
         names = [each.name for each in ready.engines]
-        async with measure.started(ready.engines, checkpoint) as servers:
+        async with measure.start_servers(ready.engines, checkpoint) as servers:
             for server in servers.values():
-                await measure.burst(server, await made(make, drawn(trace, 4, 1)))
-            for name, rate, seed in turns(trials, names, goals, ready.rates, range(sizes.seeds), TOLERANCE):
+                await measure.run_burst(server, await make_requests(make, draw_stretch(trace, 4, 1)))
+            for name, rate, seed in schedule_trials(trials, names, goals, ready.rates, range(sizes.seeds), TOLERANCE):
                 if time.monotonic() > until:
                     break
-                seen = await measure.trial_of(servers[name], trace, make, goals, rate, seed, sizes.requests)
+                seen = await measure.run_trial(servers[name], trace, make, goals, rate, seed, sizes.requests)
                 kept.add("trial", msgspec.to_builtins(seen))
                 trials.append(seen)
     return result(ready, trials, goals, sizes)
@@ -212,12 +215,12 @@ def run(setting: Setting) -> Result:
 
 def result(ready: Ready, trials: Sequence[Trial], goals: Sequence[Goal], sizes: Sizes) -> Result:
     names = [each.name for each in ready.engines]
-    found = goodputs(trials, names, goals, ready.rates, range(sizes.seeds), TOLERANCE)
+    found = find_goodputs(trials, names, goals, ready.rates, range(sizes.seeds), TOLERANCE)
     missing = [each for each in sizes.peers if not any(one.kind == each for one in ready.engines)]
     goodput = outcome.goodput_table(found, goals, names, names[0])
     methods = [each.name for each in ready.engines if each.placement in sizes.methods]
     slos = ", ".join(f"{slo.ttft:g} s / {slo.tbt * 1e3:g} ms" for slo in ready.slos)
-    settings = "; ".join(f"{each.name}: {outcome.setting(each)}" for each in ready.engines)
+    settings = "; ".join(f"{each.name}: {outcome.describe_setting(each)}" for each in ready.engines)
     exact = ", ".join(f"{name} {count} of {sizes.exact}" for name, count in ready.exact.items())
     return Result(
         name="served",
@@ -247,14 +250,16 @@ def result(ready: Ready, trials: Sequence[Trial], goals: Sequence[Goal], sizes: 
     )
 
 
-def best_of(found: Sequence[Found], goal: Goal, names: Sequence[str]) -> tuple[str, float] | None:
+def best_of(found: Sequence[EngineGoodput], goal: Goal, names: Sequence[str]) -> tuple[str, float] | None:
     """The engine with the highest median goodput, and that; None where none has run."""
     seen = [(each.engine, each.median) for each in found if each.goal == goal.key and each.engine in names]
     ran = [(name, rate) for name, rate in seen if rate is not None]
     return max(ran, key=lambda each: each[1], default=None)
 
 
-def plainly(found: Sequence[Found], goals: Sequence[Goal], names: Sequence[str], methods: Sequence[str]) -> list[str]:
+def plainly(
+    found: Sequence[EngineGoodput], goals: Sequence[Goal], names: Sequence[str], methods: Sequence[str]
+) -> list[str]:
     """A sentence for each SLO and rule: where disaggregation wins, and where it loses."""
     said = []
     for goal in goals:
@@ -272,7 +277,9 @@ def plainly(found: Sequence[Found], goals: Sequence[Goal], names: Sequence[str],
     return said
 
 
-def aims(found: Sequence[Found], goals: Sequence[Goal], names: Sequence[str], methods: Sequence[str]) -> list[Aim]:
+def aims(
+    found: Sequence[EngineGoodput], goals: Sequence[Goal], names: Sequence[str], methods: Sequence[str]
+) -> list[Aim]:
     """Trinity's best placement over the best of every other engine, by goal."""
     made = []
     ours = [each for each in names if each.startswith("trinity")]
@@ -280,7 +287,7 @@ def aims(found: Sequence[Found], goals: Sequence[Goal], names: Sequence[str], me
         own, other = best_of(found, goal, ours), best_of(found, goal, [each for each in names if each not in ours])
         if own is None or other is None:
             continue
-        over = ratios(found, goal.key, own[0], other[0])
+        over = goodput_ratio(found, goal.key, own[0], other[0])
         told = f"{own[0]} {own[1]:.2f}, {other[0]} {other[1]:.2f}" + (f", ratio {over[0]:.2f}" if over else "")
         what = f"Goodput at TTFT {goal.slo.ttft:g} s, TBT {goal.slo.tbt * 1e3:g} ms, {goal.rule}, requests/s"
         made.append(Aim(what, "ahead of every peer", told, own[1] > other[1]))

@@ -36,7 +36,7 @@ from benchmarks.serving.live import (
     traffic,
     unreached,
 )
-from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, disturbed
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
@@ -240,7 +240,7 @@ def run(setting: Setting) -> Result:
 
 def result(kinds: dict[str, Seen], name: str) -> Result:
     own, emulated = kinds[name], kinds["emulated"]
-    noisy = [kind for kind, each in kinds.items() if each.foreign > FOREIGN]
+    noisy = [kind for kind, each in kinds.items() if each.foreign > MAX_FOREIGN_SHARE]
     return Result(
         name="ablation",
         title="Ablation, live (TriInfer figure 10)",

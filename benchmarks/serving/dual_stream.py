@@ -28,7 +28,7 @@ from benchmarks.serving.live import (
     traffic,
     unreached,
 )
-from benchmarks.setting import FOREIGN, Setting, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, Setting, disturbed
 from trinity.costs.model_config import read_model_shape
 from trinity.instance import Instance, named
 from trinity.memory.cache_config import CacheConfig
@@ -162,7 +162,7 @@ def result(found: Rounds, facts: dict[str, Any], name: str) -> Result:
             Table("At rest, and a burst of requests", ("way", "burst, requests/s", "TTFT alone", "TBT alone"), alone),
             Table("Under load", HEADER, [row_of(way, rate, seen(rounds)) for (way, rate), rounds in found.items()]),
         ],
-        notes=disturbed(["all ways"] if facts["foreign"] > FOREIGN else [])
+        notes=disturbed(["all ways"] if facts["foreign"] > MAX_FOREIGN_SHARE else [])
         + unreached(found, facts["cells"])
         + bursts(facts["burst"])
         + compared(found),

@@ -24,7 +24,7 @@ from benchmarks.serving.live import (
     traffic,
     unreached,
 )
-from benchmarks.setting import FOREIGN, Setting, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, Setting, disturbed
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.model_config import read_model_shape
@@ -117,7 +117,7 @@ def result(found: Rounds, facts: dict[str, Any], name: str) -> Result:
             f"{ms(rest_ttft)} ms and one every {rest_gap * 1e3:.1f} ms. {facts['exact']}"
         ),
         tables=[Table("Time between tokens and throughput", HEADER, [row_of(*each) for each in figures.items()])],
-        notes=disturbed(["all ways"] if facts["foreign"] > FOREIGN else [])
+        notes=disturbed(["all ways"] if facts["foreign"] > MAX_FOREIGN_SHARE else [])
         + unreached(found, facts["cells"])
         + lessons(figures),
         values={"figures": figures, **facts},

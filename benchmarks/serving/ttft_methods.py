@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Result, Table
-from benchmarks.setting import FOREIGN, ForeignLoad, Setting, calm, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, calm, disturbed
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
@@ -102,7 +102,7 @@ async def measure(model: Path, method: str, schedule: Schedule, setting: Setting
     }
     async with Pipeline(model, method, **options) as pipe:
         await pipe.complete(schedule.request(setting.photos, 0))
-        while len(served) < 2 * rounds and sum(each.foreign[0] <= FOREIGN for each in served) < rounds:
+        while len(served) < 2 * rounds and sum(each.foreign[0] <= MAX_FOREIGN_SHARE for each in served) < rounds:
             await asyncio.to_thread(setting.settle)
             served.append(await serve(pipe, schedule, setting.photos))
     kept, _ = calm([(each.foreign[0], each) for each in served])
@@ -121,7 +121,7 @@ def run(setting: Setting) -> Result:
 
 
 def result(found: dict[str, Served], schedule: Schedule, rounds: int) -> Result:
-    noisy = [method for method, served in found.items() if max(served.foreign) > FOREIGN]
+    noisy = [method for method, served in found.items() if max(served.foreign) > MAX_FOREIGN_SHARE]
     return Result(
         name="ttft_methods",
         title="TTFT, ITL and migration by disaggregation method",
@@ -129,8 +129,8 @@ def result(found: dict[str, Served], schedule: Schedule, rounds: int) -> Result:
             f"llava-110m in float32, {schedule.count} requests of one photograph (576 visual tokens) and "
             f"{schedule.tokens} output tokens, one every {schedule.interval_s:g} s, {rounds} rounds; every instance "
             "has one intra-op thread, and all share the machine's cores, the client too. Wall time in ms, from when a "
-            f"request was due. Rounds in which others took more than {FOREIGN:.0%} of the machine are left out. "
-            "A read is the copy of the blocks; a migration counts from the offer to the blocks' arrival."
+            f"request was due. Rounds in which others took more than {MAX_FOREIGN_SHARE:.0%} of the machine are left "
+            "out. A read is the copy of the blocks; a migration counts from the offer to the blocks' arrival."
         ),
         tables=[
             Table("Latencies, ms", LATENCIES, [latency_row(*each) for each in found.items()]),

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import Aim, Result, Table
-from benchmarks.setting import FOREIGN, ForeignLoad, Setting, disturbed, prompt_of
+from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, disturbed, prompt_of
 from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
@@ -289,7 +289,7 @@ def result(found: Found) -> Result:
             Table("Prefetch and grouped KV (emulated)", COMBINED_HEADER, combined_rows(found.combinations)),
         ],
         aims=aims(found),
-        notes=disturbed([name for name, served in everything.items() if served.foreign > FOREIGN]),
+        notes=disturbed([name for name, served in everything.items() if served.foreign > MAX_FOREIGN_SHARE]),
         values={name: values(served) for name, served in everything.items()},
     )
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import Aim, Result, Table
-from benchmarks.setting import FOREIGN, ROOT, ForeignLoad, Setting, disturbed
+from benchmarks.setting import MAX_FOREIGN_SHARE, ROOT, ForeignLoad, Setting, disturbed
 from trinity.errors import TransportUnavailable
 from trinity.transport import make_transport
 
@@ -164,7 +164,7 @@ def undisturbed(
         setting.settle()
         with ForeignLoad() as load:
             cases = measure(medium, block_bytes, counts, most, 0.02 if setting.quick else 1.0)
-        if load.share <= FOREIGN:
+        if load.share <= MAX_FOREIGN_SHARE:
             return cases, True
     return cases, False
 

@@ -15,8 +15,8 @@ from support.checkpoint_files import checkpoint
 from support.fake_servers import FakeServer
 from trinity.bench import commands, outcome, search
 from trinity.bench.__main__ import main
-from trinity.bench.measure import Burst, Swept
-from trinity.bench.search import Found, Goal, Trial
+from trinity.bench.measure import Burst, SweepPoint
+from trinity.bench.search import EngineGoodput, Goal, Trial
 from trinity.bench.servers import Server
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -24,7 +24,7 @@ from trinity.traces.trace import SLO, Trace, TraceRow
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine is the fake one, which has the tokens of the fake ``generate()``; a busy machine costs no time."""
-    monkeypatch.setattr(search, "TRIES", 1)
+    monkeypatch.setattr(search, "MAX_TRIES", 1)
     monkeypatch.setattr(Server, "_command", FakeServer._command)
 
 
@@ -133,9 +133,13 @@ def test_the_cpu_table_pairs_rounds_and_marks_what_was_disturbed() -> None:
 
 
 def test_a_setting_that_did_not_run_has_no_figure() -> None:
-    table = outcome.sweep_table({"a": [Swept(tokens=1, per_cpu_s=2.0, per_s=3.0), Swept(tokens=2, problem="no")]})
+    table = outcome.sweep_table(
+        {"a": [SweepPoint(tokens=1, per_cpu_s=2.0, per_s=3.0), SweepPoint(tokens=2, problem="no")]}
+    )
     assert table.rows == [("a", "1", "2.00", "3.00"), ("a", "2", "-", "-")]
-    tried = outcome.sweep_table({"a": [Swept(tokens=1, per_s=3.0, attained=0.5), Swept(tokens=2, problem="no")]})
+    tried = outcome.sweep_table(
+        {"a": [SweepPoint(tokens=1, per_s=3.0, attained=0.5), SweepPoint(tokens=2, problem="no")]}
+    )
     assert tried.header[-1] == "in time"
     assert [row[-1] for row in tried.rows] == ["50%", "-"]
 
@@ -146,7 +150,7 @@ GOALS = [Goal(SLO(1.0, 0.1), rule) for rule in ("p90", "p99")]
 def test_the_goodput_table_says_who_is_ahead_seed_by_seed() -> None:
     rates = {"a": ({0: 1.0, 1: 2.0}, {0: 0.5, 1: 0.0}), "b": ({0: 2.0, 1: 3.0}, {0: 1.0, 1: 1.0})}
     found = [
-        Found(engine=name, goal=goal.key, by_seed=each, open=False)
+        EngineGoodput(engine=name, goal=goal.key, by_seed=each, open=False)
         for name, both in rates.items()
         for goal, each in zip(GOALS, both, strict=True)
     ]
@@ -190,4 +194,4 @@ def test_serve_from_end_to_end(tmp_path: Path, trace: Path) -> None:
 
 
 def test_shipped_traces_go_by_their_names() -> None:
-    assert len(commands.loaded("servegen-image-1h")) > 1000
+    assert len(commands.load_trace("servegen-image-1h")) > 1000

@@ -11,7 +11,7 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.bench.live_replay import replay
-from trinity.bench.lookalike import Lookalikes, picture
+from trinity.bench.lookalike import Lookalikes, draw_jpeg
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
@@ -94,10 +94,10 @@ def test_a_row_with_less_text_than_a_prompt_needs_gets_the_least(processor: Requ
 
 
 def test_a_picture_has_its_size_and_differs_by_its_seed() -> None:
-    made = picture("a", 33, 21)
+    made = draw_jpeg("a", 33, 21)
     with Image.open(io.BytesIO(made)) as image:
         assert (image.size, image.mode) == ((33, 21), "RGB")
-    assert picture("a", 33, 21) == made != picture("b", 33, 21)
+    assert draw_jpeg("a", 33, 21) == made != draw_jpeg("b", 33, 21)
 
 
 async def test_a_real_pipeline_replays_and_writes_every_field_of_its_trace(tmp_path: Path) -> None:

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import pytest
 
 from trinity.bench import search
-from trinity.bench.search import Bracket, Goal, Trial, bracket, checked_rates, counted, goodputs, next_rate, turns
+from trinity.bench.search import (
+    Bracket,
+    Goal,
+    Trial,
+    check_rates,
+    countable_trials,
+    find_bracket,
+    find_goodputs,
+    next_rate,
+    schedule_trials,
+)
 from trinity.errors import ConfigError
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -50,9 +60,9 @@ def test_bisection_comes_within_its_tolerance_of_every_goals_limit(limits: tuple
     known = dict(zip(GOALS, limits, strict=True))
     trials = searched(known)
     for goal, limit in known.items():
-        found = bracket(trials, goal)
+        found = find_bracket(trials, goal)
         assert found.low <= limit < found.high
-        assert found.high / found.low <= 1 + search.TOLERANCE
+        assert found.high / found.low <= 1 + search.BISECTION_TOLERANCE
     rates = [each.rate for each in trials]
     assert len(rates) == len(set(rates)) <= 14
 
@@ -81,50 +91,50 @@ def test_a_grid_is_bisected() -> None:
 
 def test_none_that_holds_is_0_and_one_that_always_does_is_open() -> None:
     trials = searched({TIGHT: 0.1, LOOSE: 100.0})
-    assert bracket(trials, TIGHT) == Bracket(0.0, 0.5)
-    assert bracket(trials, LOOSE) == Bracket(4.0, math.inf)
-    tight, loose = goodputs(trials, ["a"], GOALS, RATES, [0])
-    assert (tight.by_seed, tight.open, tight.said()) == ({0: 0.0}, False, "0.00 (0.00 to 0.00)")
-    assert (loose.by_seed, loose.open, loose.said()) == ({0: 4.0}, True, "≥ 4.00 (4.00 to 4.00)")
+    assert find_bracket(trials, TIGHT) == Bracket(0.0, 0.5)
+    assert find_bracket(trials, LOOSE) == Bracket(4.0, math.inf)
+    tight, loose = find_goodputs(trials, ["a"], GOALS, RATES, [0])
+    assert (tight.by_seed, tight.open, tight.describe()) == ({0: 0.0}, False, "0.00 (0.00 to 0.00)")
+    assert (loose.by_seed, loose.open, loose.describe()) == ({0: 4.0}, True, "≥ 4.00 (4.00 to 4.00)")
 
 
 def test_a_rate_above_one_that_failed_does_not_hold() -> None:
     trials = [seen(1.0, {TIGHT: 2.0}), seen(2.0, {TIGHT: 1.0}), seen(4.0, {TIGHT: 9.0})]
-    assert bracket(trials, TIGHT) == Bracket(1.0, 2.0)
+    assert find_bracket(trials, TIGHT) == Bracket(1.0, 2.0)
 
 
 def test_a_late_client_proves_nothing_good() -> None:
     trials = [seen(1.0, {TIGHT: 9.0}), seen(2.0, {TIGHT: 9.0}, late=1.0)]
-    assert trials[1].late
-    assert bracket(trials, TIGHT).low == 1.0
-    assert bracket([seen(2.0, {TIGHT: 1.0}, late=1.0)], TIGHT).high == 2.0
+    assert trials[1].is_late
+    assert find_bracket(trials, TIGHT).low == 1.0
+    assert find_bracket([seen(2.0, {TIGHT: 1.0}, late=1.0)], TIGHT).high == 2.0
 
 
 def test_disturbed_trials_count_only_where_there_are_no_others() -> None:
     rough, calm = seen(1.0, {TIGHT: 0.1}, foreign=0.5), seen(1.0, {TIGHT: 9.0})
     alone = seen(2.0, {TIGHT: 9.0}, foreign=0.5)
-    assert counted([rough, calm, alone]) == [calm, alone]
-    assert counted([rough]) == [rough]
+    assert countable_trials([rough, calm, alone]) == [calm, alone]
+    assert countable_trials([rough]) == [rough]
 
 
 @pytest.mark.parametrize("foreign", [0.05, 0.5])
 def test_a_goodput_that_rests_on_disturbed_trials_says_so(foreign: float) -> None:
     trials = [seen(1.0, {TIGHT: 9.0}, foreign=foreign), seen(2.0, {TIGHT: 9.0})]
-    (found,) = goodputs(trials, ["a"], [TIGHT], [1.0, 2.0], [0])
+    (found,) = find_goodputs(trials, ["a"], [TIGHT], [1.0, 2.0], [0])
     assert found.disturbed == (foreign > 0.1)
-    assert found.said().endswith("DISTURBED") == found.disturbed
+    assert found.describe().endswith("DISTURBED") == found.disturbed
 
 
 def test_turns_alternate_between_engines_and_go_on_seed_by_seed() -> None:
     limits = {"a": {TIGHT: 1.5}, "b": {TIGHT: 3.0}}
     trials: list[Trial] = []
-    for engine, rate, seed in turns(trials, ["a", "b"], [TIGHT], RATES, [0, 1]):
+    for engine, rate, seed in schedule_trials(trials, ["a", "b"], [TIGHT], RATES, [0, 1]):
         trials.append(seen(rate, limits[engine], engine=engine, seed=seed))
     assert [each.engine for each in trials[:4]] == ["a", "b", "a", "b"]
     assert [each.seed for each in trials] == sorted(each.seed for each in trials)
-    found = {each.engine: each for each in goodputs(trials, ["a", "b"], [TIGHT], RATES, [0, 1])}
+    found = {each.engine: each for each in find_goodputs(trials, ["a", "b"], [TIGHT], RATES, [0, 1])}
     assert all(1.5 / 1.12 <= rate <= 1.5 for rate in found["a"].by_seed.values())
-    ratio = search.ratios(list(found.values()), TIGHT.key, "b", "a")
+    ratio = search.goodput_ratio(list(found.values()), TIGHT.key, "b", "a")
     assert ratio is not None
     assert ratio[0] == pytest.approx(2.0, rel=0.13)
     assert ratio[1] <= ratio[0] <= ratio[2]
@@ -132,17 +142,17 @@ def test_turns_alternate_between_engines_and_go_on_seed_by_seed() -> None:
 
 def test_a_disturbed_trial_is_repeated_a_few_times() -> None:
     trials: list[Trial] = []
-    for number, (engine, rate, seed) in enumerate(turns(trials, ["a"], [TIGHT], [1.0], [0])):
+    for number, (engine, rate, seed) in enumerate(schedule_trials(trials, ["a"], [TIGHT], [1.0], [0])):
         assert number < 10
         trials.append(seen(rate, {TIGHT: 9.0}, engine=engine, seed=seed, foreign=0.5))
-    assert [each.rate for each in trials] == [1.0] * search.TRIES
+    assert [each.rate for each in trials] == [1.0] * search.MAX_TRIES
 
 
 def test_a_seed_that_has_not_come_to_its_end_has_no_goodput() -> None:
     trials = searched({TIGHT: 1.5, LOOSE: 1.5})
-    assert goodputs(trials[:-1], ["a"], GOALS, RATES, [0])[0].said() == "not run"
-    assert goodputs(trials, ["a"], GOALS, RATES, [0, 1])[0].by_seed.keys() == {0}
-    assert search.ratios(goodputs(trials, ["a"], GOALS, RATES, [0]), TIGHT.key, "a", "nobody") is None
+    assert find_goodputs(trials[:-1], ["a"], GOALS, RATES, [0])[0].describe() == "not run"
+    assert find_goodputs(trials, ["a"], GOALS, RATES, [0, 1])[0].by_seed.keys() == {0}
+    assert search.goodput_ratio(find_goodputs(trials, ["a"], GOALS, RATES, [0]), TIGHT.key, "a", "nobody") is None
 
 
 def row(at: float, ttft: float | None, gaps: Sequence[float] = (), late: float = 0.0) -> TraceRow:
@@ -160,7 +170,7 @@ def row(at: float, ttft: float | None, gaps: Sequence[float] = (), late: float =
 
 def test_the_first_tenth_warms_up_and_failures_are_in_the_denominator() -> None:
     rows = [row(0, 9.0), *(row(at, 0.1) for at in range(1, 9)), row(9, None)]
-    made = search.trial("a", 1.0, 0, Trace(rows), [TIGHT], cpu_s=1.0, wall_s=2.0, foreign=0.0)
+    made = search.score_trial("a", 1.0, 0, Trace(rows), [TIGHT], cpu_s=1.0, wall_s=2.0, foreign=0.0)
     assert (made.requests, made.failed) == (9, 1)
     assert made.attainment[TIGHT.key] == pytest.approx(8 / 9)
     assert made.ttft_s is not None
@@ -169,24 +179,24 @@ def test_the_first_tenth_warms_up_and_failures_are_in_the_denominator() -> None:
 
 def test_both_rules_stand_side_by_side() -> None:
     stalls = [row(at, 0.1, [0.01] * 18 + [1.0]) for at in range(10)]  # one gap in nineteen
-    goals = [Goal(SLO(0.5, 0.05), rule) for rule in search.RULES]
-    made = search.trial("a", 1.0, 0, Trace(stalls), goals, cpu_s=0.0, wall_s=1.0, foreign=0.0)
+    goals = [Goal(SLO(0.5, 0.05), rule) for rule in search.GOODPUT_RULES]
+    made = search.score_trial("a", 1.0, 0, Trace(stalls), goals, cpu_s=0.0, wall_s=1.0, foreign=0.0)
     assert [made.holds(goal) for goal in goals] == [True, False]
 
 
 def test_lateness_is_its_95th_percentile() -> None:
     rows = [row(at, 0.1, late=0.2 if at >= 18 else 0.0) for at in range(20)]
     given = {"cpu_s": 0.0, "wall_s": 1.0, "foreign": 0.0}
-    assert search.trial("a", 1.0, 0, Trace(rows), [TIGHT], **given).late
+    assert search.score_trial("a", 1.0, 0, Trace(rows), [TIGHT], **given).is_late
     rows[18] = row(18, 0.1)
-    assert not search.trial("a", 1.0, 0, Trace(rows), [TIGHT], **given).late
+    assert not search.score_trial("a", 1.0, 0, Trace(rows), [TIGHT], **given).is_late
 
 
 @pytest.mark.parametrize("rates", [[], [0.0], [1.0, -1.0], [math.inf], [math.nan]])
 def test_rates_are_positive(rates: list[float]) -> None:
     with pytest.raises(ConfigError, match="requests a second"):
-        checked_rates(rates)
+        check_rates(rates)
 
 
 def test_rates_are_put_in_order() -> None:
-    assert checked_rates([2, 0.5, 2]) == [0.5, 2]
+    assert check_rates([2, 0.5, 2]) == [0.5, 2]

@@ -13,7 +13,7 @@ import pytest
 from support.fake_servers import FakeServer, asked, engine, right
 from trinity.bench import servers
 from trinity.bench.engines import __main__ as entry
-from trinity.bench.servers import Engine, Server, installed, prepared, python_of
+from trinity.bench.servers import EngineSpec, Server, find_python, is_installed, prepared_path
 from trinity.errors import ConfigError, PeerLost, UnknownName
 
 
@@ -53,7 +53,7 @@ async def test_a_server_that_says_nonsense_fails_what_was_asked_of_it(tmp_path: 
     async with FakeServer(engine(), tmp_path) as server:
         answer = server.ask(asked(text="babble"))
         await asyncio.wait_for(answer.done.wait(), 10)
-        assert "understands (KeyError('out'))" in answer.end
+        assert "cannot be read (KeyError('out'))" in answer.end
         assert server.ask(asked()).end.startswith("error: the server is gone")
 
 
@@ -64,7 +64,7 @@ async def test_who_waits_for_an_answer_is_told_that_the_server_was_stopped(tmp_p
 
 
 async def test_an_engine_that_takes_too_long_to_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "START_S", 0.2)
+    monkeypatch.setattr(servers, "SERVER_START_S", 0.2)
     monkeypatch.setattr(servers, "_ENDS_S", 0.1)
     server = FakeServer(engine(silent=True), tmp_path)
     with pytest.raises(ConfigError, match=r"fake did not start within 0\.2 s: it said nothing"):
@@ -97,25 +97,30 @@ async def test_stopping_ends_the_whole_session_and_twice_is_once(tmp_path: Path)
 def test_peers_that_are_not_installed_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_PEERS", str(tmp_path))
     with pytest.raises(ConfigError, match="make bench-peers"):
-        python_of("openvino")
+        find_python("openvino")
     with pytest.raises(UnknownName, match="vllm"):
-        python_of("sglang")
+        find_python("sglang")
     python = tmp_path / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert python_of("vllm") == python
-    assert [installed(each) for each in ("trinity", "generate_batch", "vllm", "openvino")] == [True, True, True, False]
+    assert find_python("vllm") == python
+    assert [is_installed(each) for each in ("trinity", "generate_batch", "vllm", "openvino")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_command_reaches_engines_by_their_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_PEERS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    ours = Server(Engine(), tmp_path)
+    ours = Server(EngineSpec(), tmp_path)
     assert ours._command(Path(sys.executable)) == [sys.executable, "-m", "trinity.bench.engines", "trinity"]
     python = tmp_path / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    theirs = Server(Engine(kind="vllm", threads=2), tmp_path)
+    theirs = Server(EngineSpec(kind="vllm", threads=2), tmp_path)
     assert theirs._command(python)[1:] == [str(Path(entry.__file__).parent), "vllm"]
     seen = theirs._environment()
     assert seen["PYTHONPATH"].endswith("site")  # and not ours
@@ -124,9 +129,9 @@ def test_the_command_reaches_engines_by_their_pythons(tmp_path: Path, monkeypatc
 
 
 def test_settings_say_what_an_engine_needs(tmp_path: Path) -> None:
-    assert Server(Engine(kind="generate"), tmp_path)._settings()["tokens"] == 0
-    given = Server(Engine(kind="openvino", tokens=64, options={"x": 1}), tmp_path)._settings()
-    assert given["prepared"] == str(prepared("openvino", tmp_path))
+    assert Server(EngineSpec(kind="generate"), tmp_path)._settings()["tokens"] == 0
+    given = Server(EngineSpec(kind="openvino", tokens=64, options={"x": 1}), tmp_path)._settings()
+    assert given["prepared"] == str(prepared_path("openvino", tmp_path))
     assert (given["tokens"], given["pipeline"], given["checkpoint"]) == (64, {"x": 1}, str(tmp_path.resolve()))
     json.dumps(given)
 
@@ -134,14 +139,20 @@ def test_settings_say_what_an_engine_needs(tmp_path: Path) -> None:
 def test_what_an_engine_prepared_belongs_to_one_state_of_a_checkpoint(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1")
-    first = prepared("vllm", tmp_path)
-    assert first == prepared("vllm", tmp_path) != prepared("openvino", tmp_path)
+    first = prepared_path("vllm", tmp_path)
+    assert first == prepared_path("vllm", tmp_path) != prepared_path("openvino", tmp_path)
     weights.write_bytes(b"22")
-    assert prepared("vllm", tmp_path) != first
+    assert prepared_path("vllm", tmp_path) != first
 
 
 def test_names_tell_engines_apart() -> None:
-    every = [Engine(), Engine(placement="E+PD"), Engine(threads=2), Engine(caches=True), Engine(kind="vllm")]
+    every = [
+        EngineSpec(),
+        EngineSpec(placement="E+PD"),
+        EngineSpec(threads=2),
+        EngineSpec(caches=True),
+        EngineSpec(kind="vllm"),
+    ]
     assert [each.name for each in every] == [
         "trinity EPD",
         "trinity E+PD",

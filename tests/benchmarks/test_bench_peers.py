@@ -16,9 +16,9 @@ from benchmarks.setting import Setting
 from support.checkpoint_files import checkpoint
 from support.fake_servers import FakeServer
 from trinity.bench import search
-from trinity.bench.measure import Burst, Swept
-from trinity.bench.search import Found, Goal
-from trinity.bench.servers import Engine, Server
+from trinity.bench.measure import Burst, SweepPoint
+from trinity.bench.search import EngineGoodput, Goal
+from trinity.bench.servers import EngineSpec, Server
 from trinity.traces.trace import SLO
 
 
@@ -27,7 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No peer is installed, every engine is the fake one, and a busy machine costs no time."""
     monkeypatch.setenv("TRINITY_PEERS", str(tmp_path / "nothing"))
     monkeypatch.setattr(Server, "_command", FakeServer._command)
-    monkeypatch.setattr(search, "TRIES", 1)
+    monkeypatch.setattr(search, "MAX_TRIES", 1)
 
 
 @pytest.mark.usefixtures("alone")
@@ -47,7 +47,7 @@ def of(per_cpu_s: float, count: int = 3) -> list[Burst]:
 
 @pytest.mark.parametrize(("ours", "met"), [(1.4, [True, True]), (1.29, [False, False]), (1.31, [True, False])])
 def test_the_aim_is_a_figure_and_to_be_ahead_of_every_peer(ours: float, met: list[bool]) -> None:
-    swept = {"vllm": [Swept(tokens=1, per_cpu_s=1.0), Swept(tokens=2, problem="too small")]}
+    swept = {"vllm": [SweepPoint(tokens=1, per_cpu_s=1.0), SweepPoint(tokens=2, problem="too small")]}
     one = cpu_second.Found(dtype="float32", swept=swept, bursts={"trinity EPD": of(ours), "vllm": of(1.35)})
     found = cpu_second.result([one], {"trinity EPD": 3}, [], "605 + 32")
     assert [aim.met for aim in found.aims] == met
@@ -55,7 +55,7 @@ def test_the_aim_is_a_figure_and_to_be_ahead_of_every_peer(ours: float, met: lis
 
 
 def test_an_engine_of_which_no_setting_ran_has_a_row_that_says_so() -> None:
-    swept = {"vllm": [Swept(tokens=1, problem="no such kernel")]}
+    swept = {"vllm": [SweepPoint(tokens=1, problem="no such kernel")]}
     one = cpu_second.Found(dtype="float32", swept=swept, bursts={"trinity EPD": of(1.5)})
     found = cpu_second.result([one], {}, ["openvino"], "605 + 32")
     assert [row[:2] for row in found.tables[0].rows[1:]] == [
@@ -81,7 +81,7 @@ def test_served_keeps_its_trials_and_goes_on_from_them(tmp_path: Path, monkeypat
     json.dumps(first.values)
     lines = (tmp_path / "served-trials.jsonl").read_text().splitlines()
     assert len(lines) == 1 + len(first.values["trials"])
-    monkeypatch.setattr(served.measure, "trial_of", None)  # nothing is left to be tried
+    monkeypatch.setattr(served.measure, "run_trial", None)  # nothing is left to be tried
     monkeypatch.setattr(served, "prepare", None)
     again = served.run(setting)
     assert again.values == first.values
@@ -113,9 +113,9 @@ def test_every_engine_has_two_cores() -> None:
 GOALS = [Goal(SLO(1.0, 0.1), rule) for rule in ("p90", "p99")]
 
 
-def found(engine: str, *rates: float) -> list[Found]:
+def found(engine: str, *rates: float) -> list[EngineGoodput]:
     both = zip(GOALS, rates, strict=True)
-    return [Found(engine=engine, goal=goal.key, by_seed={0: rate}, open=False) for goal, rate in both]
+    return [EngineGoodput(engine=engine, goal=goal.key, by_seed={0: rate}, open=False) for goal, rate in both]
 
 
 def test_it_is_said_plainly_where_disaggregation_loses() -> None:
@@ -130,7 +130,7 @@ def test_it_is_said_plainly_where_disaggregation_loses() -> None:
 def test_no_verdict_rests_on_disturbed_trials() -> None:
     goal = GOALS[0]
     seen = [
-        Found(engine=name, goal=goal.key, by_seed={0: rate}, open=False, disturbed=rate > 1)
+        EngineGoodput(engine=name, goal=goal.key, by_seed={0: rate}, open=False, disturbed=rate > 1)
         for name, rate in (("trinity EPD", 1.0), ("trinity E+PD", 2.0))
     ]
     (said,) = served.plainly(seen, [goal], ["trinity EPD", "trinity E+PD"], ["trinity E+PD"])
@@ -138,17 +138,17 @@ def test_no_verdict_rests_on_disturbed_trials() -> None:
 
 
 def test_nothing_is_said_of_what_has_not_run() -> None:
-    nothing = [Found(engine="trinity EPD", goal=goal.key, by_seed={}, open=False) for goal in GOALS]
+    nothing = [EngineGoodput(engine="trinity EPD", goal=goal.key, by_seed={}, open=False) for goal in GOALS]
     assert served.plainly(nothing, GOALS, ["trinity EPD"], []) == []
     assert served.aims(nothing, GOALS, ["trinity EPD"], []) == []
 
 
 async def test_an_engine_of_which_no_setting_runs_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def swept(settings: Sequence[Engine], *_: object, **__: object) -> list[Swept]:
+    async def swept(settings: Sequence[EngineSpec], *_: object, **__: object) -> list[SweepPoint]:
         engine = settings[0]
         late = engine.placement == "EP+D"
-        found = [Swept(tokens=tokens, per_s=tokens / 10, attained=late * 64 / tokens) for tokens in (64, 128)]
-        return [Swept(tokens=64, problem="no")] if engine.kind == "vllm" else found
+        found = [SweepPoint(tokens=tokens, per_s=tokens / 10, attained=late * 64 / tokens) for tokens in (64, 128)]
+        return [SweepPoint(tokens=64, problem="no")] if engine.kind == "vllm" else found
 
     async def tried(_: object) -> float:
         return 1.0
@@ -180,10 +180,10 @@ def test_every_engine_has_as_many_settings_and_trinity_what_a_user_would_try() -
 async def test_the_setting_that_is_chosen_is_the_one_that_is_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def swept(settings: Sequence[Engine], *_: object, **__: object) -> list[Swept]:
+    async def swept(settings: Sequence[EngineSpec], *_: object, **__: object) -> list[SweepPoint]:
         shares = [0.5, 0.6, 0.9]
         return [
-            Swept(tokens=one.tokens, options=one.options, attained=share)
+            SweepPoint(tokens=one.tokens, options=one.options, attained=share)
             for one, share in zip(settings, shares, strict=True)
         ]
 
@@ -191,7 +191,7 @@ async def test_the_setting_that_is_chosen_is_the_one_that_is_served(
         return 1.0
 
     monkeypatch.setattr(served.measure, "sweep", swept)
-    engine = Engine(placement="EP+D")
+    engine = EngineSpec(placement="EP+D")
     (chosen,), _ = await served.tuned([served.settings_of(engine, (1, 2, 3), SLO(1.0, 0.1))], tmp_path, [], tried)
     assert (chosen.tokens, chosen.options) == (3, {"threads_of": {"EP": 2}})
 

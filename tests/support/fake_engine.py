@@ -13,15 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from trinity.bench.engines.wire import Message, Out, Wire, serve
+from trinity.bench.engines.wire import ServerWire, TokenUpdate, WireMessage, serve_engine
 
 
-def right(request: Message) -> list[int]:
+def right(request: WireMessage) -> list[int]:
     return [(sum(request["ids"]) + n) % 97 for n in range(request["tokens"])]
 
 
 class Fake:
-    def __init__(self, settings: Message, wire: Wire | None = None) -> None:
+    def __init__(self, settings: WireMessage, wire: ServerWire | None = None) -> None:
         self.wire = wire
         if settings["options"].get("silent"):
             time.sleep(60)
@@ -35,7 +35,7 @@ class Fake:
     def busy(self) -> bool:
         return bool(self._running)
 
-    def add(self, request: Message) -> None:
+    def add(self, request: WireMessage) -> None:
         if request["text"] == "refuse":
             raise ValueError("it is refused")
         if request["text"] == "die":
@@ -46,7 +46,7 @@ class Fake:
         tokens = right(request)[: len(right(request)) - self.options.get("lacks", 0)]
         self._running.append([request["id"], [each + self.options.get("wrong", 0) for each in tokens]])
 
-    def step(self) -> Iterator[Out]:
+    def step(self) -> Iterator[TokenUpdate]:
         """One token of every request, as a batch takes it."""
         time.sleep(self.options.get("step_s", 0.001))
         running, self._running = self._running, []
@@ -58,5 +58,5 @@ class Fake:
 
 
 if __name__ == "__main__":
-    connected = Wire(int(sys.argv[1]))
-    serve(Fake(json.loads(sys.argv[2]), connected), connected)
+    connected = ServerWire(int(sys.argv[1]))
+    serve_engine(Fake(json.loads(sys.argv[2]), connected), connected)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trinity.bench.servers import Asked, Engine, Server
+from trinity.bench.servers import BenchRequest, EngineSpec, Server
 
 FAKE = Path(__file__).resolve().parent / "fake_engine.py"
 
@@ -19,22 +19,22 @@ class FakeServer(Server):
         return [sys.executable, str(FAKE)]
 
 
-def engine(label: str = "fake", **options: Any) -> Engine:
-    return Engine(kind="generate_batch", label=label, options=options)
+def engine(label: str = "fake", **options: Any) -> EngineSpec:
+    return EngineSpec(kind="generate_batch", label=label, options=options)
 
 
-def asked(number: int = 0, tokens: int = 4, text: str = "") -> Asked:
-    return Asked(text, [number, number + 1], [], [], tokens)
+def asked(number: int = 0, tokens: int = 4, text: str = "") -> BenchRequest:
+    return BenchRequest(text, [number, number + 1], [], [], tokens)
 
 
-def right(request: Asked) -> list[int]:
+def right(request: BenchRequest) -> list[int]:
     return [(sum(request.ids) + n) % 97 for n in range(request.tokens)]
 
 
-def starter(*wrong: str) -> Callable[[Engine, Path], Server]:
+def starter(*wrong: str) -> Callable[[EngineSpec, Path], Server]:
     """Starts fakes; those of these names give wrong tokens."""
 
-    def start(engine: Engine, checkpoint: Path) -> Server:
+    def start(engine: EngineSpec, checkpoint: Path) -> Server:
         options = {**engine.options, "wrong": 1} if engine.name in wrong else engine.options
         import msgspec
 

@@ -1,4 +1,4 @@
-"""The client: sends requests at their times whatever becomes of them, and notes when tokens come. It serves nothing."""
+"""The open-loop client: sends requests at their times and records when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from itertools import pairwise
 
 import msgspec
 
-from trinity.bench.servers import Answer, Asked, Peer
+from trinity.bench.servers import BenchRequest, BenchServer, ServerAnswer
 from trinity.traces.trace import Trace, TraceRow
 
 LEAD_S = 0.05  # before the first arrival
-PATIENCE_S = 120.0  # after the last arrival, for all that was asked; what has not ended then has failed
+FINISH_TIMEOUT_S = 120.0  # after the last arrival; requests that have not ended by then have failed
 
 
-async def replayed(server: Peer, offered: Trace, requests: Sequence[Asked], patience_s: float = PATIENCE_S) -> Trace:
-    """Serve the rows at their times on an absolute schedule (open loop), to the end of the last: a row for each.
+async def replay_to_server(
+    server: BenchServer, offered: Trace, requests: Sequence[BenchRequest], patience_s: float = FINISH_TIMEOUT_S
+) -> Trace:
+    """Send the rows at their times on an absolute schedule (open loop) and wait for all; returns a row for each.
 
-    ``ttft_s`` and ``latency_s`` count from the scheduled arrival, ``late_s`` says how much later it was sent,
-    ``finish_reason`` is "error" where the engine failed, or has not ended it ``patience_s`` after the last arrival.
+    ``ttft_s`` and ``latency_s`` count from the scheduled arrival, ``late_s`` is the delay of sending. ``finish_reason``
+    is "error" where the engine failed or had not finished the request ``patience_s`` seconds after the last arrival.
     """
     rows = list(offered)
     first = min(row.timestamp for row in rows)
     start = time.monotonic() + LEAD_S
     due = [start + (row.timestamp - first) / 1000 for row in rows]
-    sent: dict[int, tuple[float, Answer]] = {}
+    sent: dict[int, tuple[float, ServerAnswer]] = {}
     for number in sorted(range(len(rows)), key=due.__getitem__):
         await asyncio.sleep(due[number] - time.monotonic())
         sent[number] = (time.monotonic(), server.ask(requests[number]))
-    await _ended([answer for _, answer in sent.values()], patience_s)
-    return Trace(_row(rows[number], due[number], *sent[number]) for number in range(len(rows)))
+    await _wait_for_all([answer for _, answer in sent.values()], patience_s)
+    return Trace(_measured_row(rows[number], due[number], *sent[number]) for number in range(len(rows)))
 
 
-async def _ended(answers: Sequence[Answer], patience_s: float) -> None:
+async def _wait_for_all(answers: Sequence[ServerAnswer], patience_s: float) -> None:
     try:
         async with asyncio.timeout(patience_s):
             for answer in answers:
@@ -45,8 +47,8 @@ async def _ended(answers: Sequence[Answer], patience_s: float) -> None:
                 answer.finish("error: not ended in time", time.monotonic())
 
 
-def _row(row: TraceRow, due: float, sent: float, answer: Answer) -> TraceRow:
-    """Fewer tokens than asked for are a failure too: output lengths are fixed."""
+def _measured_row(row: TraceRow, due: float, sent: float, answer: ServerAnswer) -> TraceRow:
+    """Make the row of one answer. Fewer tokens than requested are a failure too: output lengths are fixed."""
     whole = answer.end == "length" and len(answer.tokens) == row.output_length
     times = list(answer.times)
     return msgspec.structs.replace(

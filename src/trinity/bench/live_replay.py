@@ -1,4 +1,4 @@
-"""Replay: a trace served live and in open loop, and what is measured so: goodput, candidates of Algorithm 2."""
+"""Replay traces on live pipelines in open loop, and measure goodput and Algorithm 2's candidates with them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 T = TypeVar("T")
-RequestOf = Callable[[TraceRow, int], Request]  # from a row and its number in the trace
-LATE_S = 0.05  # a request that is sent later than this after its arrival was the client's fault
-_LEAD_S = 0.05  # before the first arrival: the first request shall not be late by what starts the replay
-_DEEPEST = 16.0
-_START = 0.9  # of a bound, where a search of goodput begins
+RequestFactory = Callable[[TraceRow, int], Request]  # of a row and its number in the trace
+LATE_WARNING_S = 0.05  # seconds after its arrival; a request sent later is the client's fault
+_LEAD_S = 0.05  # before the first arrival, so that starting the replay does not make the first request late
+_DEEPEST_SEARCH = 16.0
+_START_SHARE = 0.9  # of a bound, where a search of goodput begins
 _salts = itertools.count(1)
 
 
@@ -36,16 +36,15 @@ async def replay(
     trace: Trace,
     *,
     rate: float | None = None,
-    request_of: RequestOf | None = None,
-    late_s: float = LATE_S,
+    request_of: RequestFactory | None = None,
+    late_s: float = LATE_WARNING_S,
 ) -> Trace:
-    """Serve a trace's requests at their times, or scaled to ``rate`` requests a second, whatever becomes of them.
+    """Serve a trace's requests at their times, or scaled to ``rate`` requests/s; returns a row for each, in order.
 
     Open loop on an absolute schedule: a request is sent when the time since the first arrival says so, never because
-    another has ended. What comes back has one row for each, in the trace's order: sizes as served, the scheduled
-    ``timestamp``, ``ttft_s`` and ``latency_s`` from that time on, ``late_s`` (how much later it was sent),
-    ``finish_reason`` "refused" for one that the pipeline did not take. Warns (``TrinityWarning``) where the client
-    itself was more than ``late_s`` late.
+    another has ended. Each row has the sizes as served, the scheduled ``timestamp``, ``ttft_s`` and ``latency_s`` from
+    that time on, ``late_s`` (the delay of sending), and ``finish_reason`` "refused" where the pipeline did not take it.
+    Warns (``TrinityWarning``) where the client itself was more than ``late_s`` seconds late.
 
     All requests are made before the first is sent: ``request_of(row, number)``, else an ``EmulatedRequest`` for an
     emulated pipeline and ``trinity.bench.lookalike.Lookalikes`` for others. Contents that rows share are shared;
@@ -57,22 +56,22 @@ async def replay(
     if not len(offered):
         raise TraceError("a trace without requests cannot be replayed")
     rows = list(offered)
-    make = request_of or _maker(pipe)
+    make = request_of or _request_factory(pipe)
     requests = await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(rows)])
     await pipe.idle()
-    served = Trace(await _all(pipe, rows, requests))
+    served = Trace(await _serve_all(pipe, rows, requests))
     _report_lateness(served, late_s)
     return served
 
 
-def _maker(pipe: Pipeline) -> RequestOf:
+def _request_factory(pipe: Pipeline) -> RequestFactory:
     salt = f"replay {next(_salts)}/"
     if isinstance(pipe.processor, EmulatedProcessor):
         return lambda row, number: EmulatedRequest.of(row, number, salt)
     return Lookalikes(pipe.processor, salt)
 
 
-async def _all(pipe: Pipeline, rows: list[TraceRow], requests: list[Request]) -> list[TraceRow]:
+async def _serve_all(pipe: Pipeline, rows: list[TraceRow], requests: list[Request]) -> list[TraceRow]:
     first = min(row.timestamp for row in rows)
     start = time.monotonic() + _LEAD_S
     tasks: dict[int, asyncio.Task[TraceRow]] = {}
@@ -81,13 +80,13 @@ async def _all(pipe: Pipeline, rows: list[TraceRow], requests: list[Request]) ->
             for number in sorted(range(len(rows)), key=lambda each: rows[each].timestamp):
                 due = start + (rows[number].timestamp - first) / 1000
                 await asyncio.sleep(due - time.monotonic())
-                tasks[number] = group.create_task(_one(pipe, rows[number], requests[number], due))
+                tasks[number] = group.create_task(_serve_one(pipe, rows[number], requests[number], due))
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [tasks[number].result() for number in range(len(rows))]
 
 
-async def _one(pipe: Pipeline, row: TraceRow, request: Request, due: float) -> TraceRow:
+async def _serve_one(pipe: Pipeline, row: TraceRow, request: Request, due: float) -> TraceRow:
     stream = pipe.stream(request)
     try:
         async with stream:
@@ -97,10 +96,12 @@ async def _one(pipe: Pipeline, row: TraceRow, request: Request, due: float) -> T
         if isinstance(error, ClosedError) or not failed:
             raise
     late = max(0.0, stream.arrived - due)
-    return _served(row, stream, late) if stream.done and stream.processed else _refused(row, request, late, stream)
+    return (
+        _served_row(row, stream, late) if stream.done and stream.processed else _refused_row(row, request, late, stream)
+    )
 
 
-def _served(row: TraceRow, stream: Stream, late: float) -> TraceRow:
+def _served_row(row: TraceRow, stream: Stream, late: float) -> TraceRow:
     found = msgspec.convert(trace_row(stream), TraceRow)
     changes: dict[str, Any] = {"timestamp": row.timestamp, "hash_ids": row.hash_ids, "late_s": late}
     changes["latency_s"] = late + stream.output.latency_s
@@ -109,8 +110,8 @@ def _served(row: TraceRow, stream: Stream, late: float) -> TraceRow:
     return msgspec.structs.replace(found, **changes)
 
 
-def _refused(row: TraceRow, request: Request, late: float, stream: Stream) -> TraceRow:
-    """Not taken, or past its deadline before it was prepared: its sizes are those that were asked for."""
+def _refused_row(row: TraceRow, request: Request, late: float, stream: Stream) -> TraceRow:
+    """Make the row of a request that was not taken, or expired before it was prepared, with its requested sizes."""
     reason = stream.output.finish_reason if stream.done else "refused"
     asked = {"request_id": request.request_id, "max_tokens": request.max_tokens, "output_length": 0}
     return msgspec.structs.replace(row.request_at(row.timestamp), **asked, finish_reason=reason, late_s=late)
@@ -134,20 +135,20 @@ async def live_goodput(
     trace: Trace,
     slo: SLO,
     *,
-    request_of: RequestOf | None = None,
-    late_s: float = LATE_S,
+    request_of: RequestFactory | None = None,
+    late_s: float = LATE_WARNING_S,
     **options: Unpack[GoodputOptions],
 ) -> Goodput:
-    """The goodput of a live pipeline: ``trinity.traces.goodput.goodput`` over replays of the trace, with its options.
+    """Measure a live pipeline's goodput: ``trinity.traces.goodput.goodput`` over replays, with its options.
 
-    Given a function that makes pipelines, every rate has a new one. A search takes about seven replays at 2 %; a
-    coarser one (``step=1.1, tolerance=0.05``) from a simulated goodput on (``bound=``) three or four. Where nothing
-    holds it gives up (``deepest``) 16 times below the first rate: a replay takes as long as its trace.
+    A function that makes pipelines gives every rate a new one. A search takes about seven replays at 2 %; a coarser
+    one (``step=1.1, tolerance=0.05``) that starts from a simulated goodput (``bound=``) takes three or four. Where no
+    rate holds, it gives up (``deepest``) 16 times below the first rate: a replay takes as long as its trace.
     """
-    search = search_goodput(trace, slo, {"deepest": _DEEPEST, **options})
+    search = search_goodput(trace, slo, {"deepest": _DEEPEST_SEARCH, **options})
     offered = next(search)
     while True:
-        served = await _replayed(pipe, offered, request_of, late_s)
+        served = await _replay_once(pipe, offered, request_of, late_s)
         try:
             offered = search.send(served)
         except StopIteration as end:
@@ -155,8 +156,8 @@ async def live_goodput(
             return found
 
 
-async def _replayed(
-    pipe: Pipeline | Callable[[], Pipeline], offered: Trace, request_of: RequestOf | None, late_s: float
+async def _replay_once(
+    pipe: Pipeline | Callable[[], Pipeline], offered: Trace, request_of: RequestFactory | None, late_s: float
 ) -> Trace:
     if isinstance(pipe, Pipeline):
         return await replay(pipe, offered, request_of=request_of, late_s=late_s)
@@ -174,16 +175,16 @@ async def measure_candidates(
     pipeline: Mapping[str, Any] | None = None,
     **options: Unpack[GoodputOptions],
 ) -> dict[str, Goodput]:
-    """Start each candidate, replay the trace, measure: TriInfer's Algorithm 2, lines 17 to 19. The best comes first.
+    """Measure each candidate by a live replay (TriInfer, Algorithm 2, lines 17 to 19); the best comes first.
 
-    One pipeline after another, ``Pipeline(model, placement, slo=slo, **pipeline)``. ``expected`` has goodputs by
-    placement, as a simulator says: a search begins there. Raises ``ConfigError`` where there is no candidate.
+    One pipeline after another, ``Pipeline(model, placement, slo=slo, **pipeline)``. ``expected`` has simulated
+    goodputs by placement, in requests/s, where the searches begin. Raises ``ConfigError`` where there is no candidate.
     """
     found: dict[str, Goodput] = {}
     for placement in placements:
         name = str(placement)
         near = (expected or {}).get(name)
-        bounded: GoodputOptions = {**options, "bound": near / _START} if near else options
+        bounded: GoodputOptions = {**options, "bound": near / _START_SHARE} if near else options
         async with Pipeline(model, placement, **{"slo": slo, **(pipeline or {})}) as pipe:
             found[name] = await live_goodput(pipe, trace, slo, **bounded)
     if not found:

@@ -1,4 +1,4 @@
-"""Lookalikes: requests of the size of a trace's rows, for a model that reads text and images. Nothing is downloaded."""
+"""Lookalikes: requests of the size of a trace's rows, for real models. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TEXT = (
 )
 _WORD = "light"
 _FILLERS = (" a", " I", ".", ",", " .", "\n", "!", "a", "1")  # one token each in most vocabularies
-_PATCHES = 8  # squares along each side of a picture: enough to tell any two apart
+_PATCHES = 8  # squares along each side of an image: enough to tell any two apart
 _MARKER = "<image>"
 
 
 class Lookalikes:
-    """Makes a ``Request`` of a row: as many tokens of text, an image of each image's pixels, as many tokens of output.
+    """Makes a ``Request`` of a row: equal numbers of text and output tokens, images of equal size.
 
     Text and pixels are drawn at random from ``salt``, the row's number and the images' content hashes: equal hashes
-    give equal images. An image of which only the tokens are known gets a size that the model turns into about as many.
-    Texts share no prefix. What the model puts around images counts as text, as measured on the first row with as many
-    images; ``row.text_length`` is met exactly where the tokenizer has a way to. Blocks: call it on a thread.
+    give equal images. Where only an image's tokens are known, it gets a size that the model turns into about as many.
+    Texts share no prefix. Tokens that the model puts around images count as text, as measured on the first row with
+    as many images. ``row.text_length`` is met exactly where the tokenizer allows it. It blocks: call it on a thread.
     """
 
     def __init__(self, processor: RequestProcessor, salt: str = "") -> None:
@@ -37,9 +37,9 @@ class Lookalikes:
         self._pictures: dict[tuple[str, int, int], bytes] = {}
 
     def __call__(self, row: TraceRow, number: int) -> Request:
-        """Raises what the processor says of images that the model does not take (``BadMedia``)."""
+        """Make a row's request. Raises ``BadMedia`` for images that the model does not take."""
         images = [self._picture(image, f"{number}.{at}") for at, image in enumerate(row.images)]
-        text = self._written(row.text_tokens - self._overhead(images), f"{self._salt}{number}")
+        text = self._write_text(row.text_tokens - self._overhead(images), f"{self._salt}{number}")
         return Request(
             _MARKER * len(images) + text,
             media=[Media("image", each) for each in images],
@@ -49,7 +49,7 @@ class Lookalikes:
         )
 
     def _overhead(self, images: Sequence[bytes]) -> int:
-        """Tokens that are neither visual nor of the text: a first one, what stands around images."""
+        """Count the prompt's tokens that are neither visual nor text: a first one, and those around images."""
         if len(images) not in self._around:
             asked = Request(_MARKER * len(images) + _WORD, media=[Media("image", each) for each in images])
             work = self._processor.process(asked).work
@@ -66,17 +66,17 @@ class Lookalikes:
     def _words_per_token(self) -> float:
         return len(_TEXT.split()) / self._count(_TEXT)
 
-    def _written(self, tokens: int, seed: str) -> str:
-        """Words of at most so many tokens, and fillers up to them; at least one word."""
+    def _write_text(self, tokens: int, seed: str) -> str:
+        """Write words of at most ``tokens`` tokens, at least one word, then fillers up to that number."""
         draw, known = random.Random(seed), _TEXT.split()
         words = [draw.choice(known) for _ in range(max(1, int(2 * tokens * self._words_per_token)) + 1)]
         low, high = 1, len(words)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._count(" ".join(words[:middle])) <= tokens else (low, middle - 1)
-        return self._filled(" ".join(words[:low]), tokens)
+        return self._fill_text(" ".join(words[:low]), tokens)
 
-    def _filled(self, text: str, tokens: int) -> str:
+    def _fill_text(self, text: str, tokens: int) -> str:
         lacking = tokens - self._count(text)
         while lacking > 0:
             longer = [text + each for each in _FILLERS]
@@ -94,7 +94,7 @@ class Lookalikes:
         width, height = self._size(image)
         key = (self._salt + (image.content or name), width, height)
         if key not in self._pictures:
-            self._pictures[key] = picture(*key)
+            self._pictures[key] = draw_jpeg(*key)
         return self._pictures[key]
 
     def _size(self, image: TraceImage) -> tuple[int, int]:
@@ -107,8 +107,8 @@ class Lookalikes:
         return self._sizes[tokens]
 
 
-def picture(seed: str, width: int, height: int) -> bytes:
-    """A JPEG of this size, of squares in random colours; equal for equal seeds."""
+def draw_jpeg(seed: str, width: int, height: int) -> bytes:
+    """Draw a JPEG of this size from squares in random colours; equal for equal seeds."""
     from PIL import Image
 
     colours = random.Random(seed).randbytes(3 * _PATCHES * _PATCHES)

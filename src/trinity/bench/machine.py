@@ -1,4 +1,4 @@
-"""The machine that is measured on: its facts, CPU seconds of processes, and what others take of it."""
+"""Facts of the machine, CPU seconds of processes, and the share that other processes take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from trinity.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[3]
-FOREIGN = 0.10  # share of the machine that others may take before a wall time no longer counts
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+MAX_FOREIGN_SHARE = 0.10  # share of the machine that others may take before a wall time no longer counts
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -39,7 +39,7 @@ def own_seconds() -> float:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all processes of the machine have taken; 0 where the system does not say."""
+    """CPU seconds that all processes of the machine have taken; 0 without /proc."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     except OSError:
@@ -48,8 +48,8 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / _TICKS
 
 
-class Load:
-    """Within the block: ``cpu_s`` of the sessions given, and the share of the machine that all others took.
+class LoadMeter:
+    """Measures a ``with`` block: ``cpu_s`` of the given sessions, ``wall_s``, and ``foreign``, the share of others.
 
     This process is not counted among the others: it is the client.
     """
@@ -59,7 +59,7 @@ class Load:
     def __init__(self, sessions: Iterable[int]) -> None:
         self._sessions = list(sessions)
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> LoadMeter:
         self._busy, self._own = busy_seconds(), own_seconds()
         self._theirs, self._wall = session_seconds(self._sessions), time.monotonic()
         return self
@@ -72,19 +72,19 @@ class Load:
         self.foreign = min(1.0, max(0.0, others / room)) if room else 0.0
 
 
-def facts() -> dict[str, Any]:
-    """What a figure depends on: machine, versions, threads, commit, date. Imports nothing large."""
+def machine_facts() -> dict[str, Any]:
+    """Collect what a figure depends on: machine, versions, threads, commit, date. Imports nothing large."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cpu": cpu_lines("model name") or platform.processor() or platform.machine(),
-        "flags": sorted(set(cpu_lines("flags").split()).intersection(FLAGS)),
+        "cpu": read_cpu_field("model name") or platform.processor() or platform.machine(),
+        "flags": sorted(set(read_cpu_field("flags").split()).intersection(CPU_FLAGS)),
         "cores": os.cpu_count(),
         "system": platform.platform(terse=True),
         "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")},
         "python": platform.python_version(),
         "trinity": _version(DISTRIBUTION),
         **{name: _version(name) for name in ("torch", "transformers")},
-        "git": commit(),
+        "git": measured_commit(),
     }
 
 
@@ -95,7 +95,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def cpu_lines(key: str) -> str:
+def read_cpu_field(key: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -103,8 +103,8 @@ def cpu_lines(key: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-def commit(root: Path = ROOT) -> str:
-    """The commit that was measured, with "+" where files differ from it; "unknown" outside a checkout."""
+def measured_commit(root: Path = ROOT) -> str:
+    """Name the commit that was measured, with "+" where files differ from it; "unknown" outside a checkout."""
     try:
         head = _git(root, "rev-parse", "--short", "HEAD")
         return head + ("+" if _git(root, "status", "--porcelain", "--", "src", "benchmarks") else "")

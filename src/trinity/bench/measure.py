@@ -1,4 +1,4 @@
-"""What is done with servers: bursts by the CPU second, sweeps of their batching, exactness, trials in open loop."""
+"""Measurements on servers: bursts per CPU second, sweeps of batching, exactness, open-loop trials."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from trinity.bench.client import replayed
-from trinity.bench.load import Make, drawn, made
-from trinity.bench.machine import FOREIGN, Load
-from trinity.bench.search import Goal, Trial, trial
-from trinity.bench.servers import Answer, Asked, Engine, Peer, Server, installed
+from trinity.bench.client import replay_to_server
+from trinity.bench.load import RequestMaker, draw_stretch, make_requests
+from trinity.bench.machine import MAX_FOREIGN_SHARE, LoadMeter
+from trinity.bench.search import Goal, Trial, score_trial
+from trinity.bench.servers import BenchRequest, BenchServer, EngineSpec, Server, ServerAnswer, is_installed
 from trinity.errors import ConfigError, PeerLost
 from trinity.traces.trace import Trace
 
-Starter = Callable[[Engine, Path], Server]
-Tried = Callable[[Peer], Awaitable[float]]
+ServerFactory = Callable[[EngineSpec, Path], Server]
+TrialFunction = Callable[[BenchServer], Awaitable[float]]
 SWEEP_SEED = 1 << 16
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests asked for at once: CPU seconds of the engine's processes, wall seconds, what others took."""
+    """Result of requests sent at once: the engine's CPU seconds, wall seconds, and the share that others took."""
 
     requests: int
     cpu_s: float
@@ -42,9 +42,9 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
         return self.requests / self.wall_s
 
 
-async def burst(server: Peer, requests: Sequence[Asked]) -> Burst:
-    """Raises ``PeerLost`` where a request fails or has too few tokens."""
-    with Load(server.sessions) as load:
+async def run_burst(server: BenchServer, requests: Sequence[BenchRequest]) -> Burst:
+    """Send all requests at once and wait. Raises ``PeerLost`` where one fails or has too few tokens."""
+    with LoadMeter(server.sessions) as load:
         answers = [server.ask(each) for each in requests]
         for answer in answers:
             await answer.done.wait()
@@ -53,16 +53,16 @@ async def burst(server: Peer, requests: Sequence[Asked]) -> Burst:
     return Burst(requests=len(requests), cpu_s=max(load.cpu_s, 1e-3), wall_s=load.wall_s, foreign=load.foreign)
 
 
-def _check(server: Peer, answer: Answer, request: Asked) -> None:
+def _check(server: BenchServer, answer: ServerAnswer, request: BenchRequest) -> None:
     if answer.end != "length" or len(answer.tokens) != request.tokens:
         ended = f"ended with {answer.end!r} after {len(answer.tokens)} of {request.tokens} tokens"
         raise PeerLost(f"a request to {server.engine.name} {ended}", "bench")
 
 
-class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting of an engine, tokens a step and options, tried on a burst; ``problem`` says why it did not run.
+class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one setting of an engine (tokens a step, options) on a burst; ``problem`` says why it did not run.
 
-    ``attained``: the share of a short trial's requests that were in time, mean of the goals; None without a trial.
+    ``attained`` is the share of a short trial's requests that met the SLO, mean of the goals; None without a trial.
     """
 
     tokens: int
@@ -73,38 +73,38 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def settings(engine: Engine, tokens: Sequence[int]) -> list[Engine]:
-    """The engine with every number of tokens a step."""
+def sweep_settings(engine: EngineSpec, tokens: Sequence[int]) -> list[EngineSpec]:
+    """Make one spec of the engine for every number of tokens a step."""
     return [replace(engine, tokens=each) for each in tokens]
 
 
 async def sweep(
-    engines: Sequence[Engine],
+    engines: Sequence[EngineSpec],
     checkpoint: Path,
-    requests: Sequence[Asked],
-    start: Starter = Server,
-    tried: Tried | None = None,
-) -> list[Swept]:
-    """The same burst under every setting of an engine, each after one request to warm up; nothing for only one.
+    requests: Sequence[BenchRequest],
+    start: ServerFactory = Server,
+    trial: TrialFunction | None = None,
+) -> list[SweepPoint]:
+    """Run one burst under every setting of an engine, each after a warm-up request; a single setting is not run.
 
-    ``tried``: a trial that follows each burst, as ``attaining`` makes it.
+    ``trial`` follows each burst and returns the share in time, see ``make_trial``.
     """
-    found: list[Swept] = []
+    found: list[SweepPoint] = []
     for each in engines if len(engines) > 1 else ():
-        one = Swept(tokens=each.tokens, options=each.options)
+        one = SweepPoint(tokens=each.tokens, options=each.options)
         try:
             async with start(each, checkpoint) as server:
-                await burst(server, requests[:1])
-                seen = await burst(server, requests)
-                share = await tried(server) if tried else None
+                await run_burst(server, requests[:1])
+                seen = await run_burst(server, requests)
+                share = await trial(server) if trial else None
             found.append(replace(one, per_cpu_s=seen.per_cpu_s, per_s=seen.per_s, attained=share))
         except (ConfigError, PeerLost) as error:
             found.append(replace(one, problem=str(error)))
     return found
 
 
-def best(swept: Sequence[Swept], wall: bool = False) -> Swept:
-    """The setting that attains most, and does most by CPU or wall time where that is equal.
+def best_setting(swept: Sequence[SweepPoint], wall: bool = False) -> SweepPoint:
+    """Choose the setting that attains most; of equals the one with most requests per CPU or wall second.
 
     Raises ``ConfigError`` where none ran.
     """
@@ -114,10 +114,10 @@ def best(swept: Sequence[Swept], wall: bool = False) -> Swept:
     return max(ran, key=lambda each: (each.attained or 0.0, each.per_s if wall else each.per_cpu_s))
 
 
-async def tokens_of(
-    engine: Engine, checkpoint: Path, requests: Sequence[Asked], start: Starter = Server
+async def answer_tokens(
+    engine: EngineSpec, checkpoint: Path, requests: Sequence[BenchRequest], start: ServerFactory = Server
 ) -> list[list[int]]:
-    """What an engine answers, in float32."""
+    """Return an engine's output tokens for each request, in float32."""
     async with start(replace(engine, dtype="float32"), checkpoint) as server:
         answers = [server.ask(each) for each in requests]
         for answer in answers:
@@ -125,74 +125,76 @@ async def tokens_of(
     return [answer.tokens for answer in answers]
 
 
-async def exactness(
-    engines: Sequence[Engine], checkpoint: Path, requests: Sequence[Asked], start: Starter = Server
+async def count_exact(
+    engines: Sequence[EngineSpec], checkpoint: Path, requests: Sequence[BenchRequest], start: ServerFactory = Server
 ) -> dict[str, int]:
-    """By engine: how many of the requests have, in float32 and all asked at once, the tokens of ``generate()``."""
-    right = await tokens_of(Engine(kind="generate"), checkpoint, requests, start)
+    """Count by engine the requests whose tokens equal those of ``generate()``, in float32, all sent at once."""
+    right = await answer_tokens(EngineSpec(kind="generate"), checkpoint, requests, start)
     found = {}
     for engine in engines:
-        given = await tokens_of(engine, checkpoint, requests, start)
+        given = await answer_tokens(engine, checkpoint, requests, start)
         found[engine.name] = sum(bool(a) and a == b for a, b in zip(given, right, strict=True))
     return found
 
 
 @asynccontextmanager
-async def started(
-    engines: Sequence[Engine], checkpoint: Path, start: Starter = Server
+async def start_servers(
+    engines: Sequence[EngineSpec], checkpoint: Path, start: ServerFactory = Server
 ) -> AsyncIterator[dict[str, Server]]:
-    """All of them up at once, by name. Those that wait take no CPU time; if one does, it counts as others' load."""
+    """Start all servers at once, by name. Idle ones take no CPU time; if one does, it counts as others' load."""
     async with AsyncExitStack() as stack:
         yield {each.name: await stack.enter_async_context(start(each, checkpoint)) for each in engines}
 
 
-async def rounds(servers: dict[str, Server], requests: Sequence[Asked], count: int) -> dict[str, list[Burst]]:
-    """Bursts in turn, A B A B, after one each that does not count."""
+async def run_rounds(
+    servers: dict[str, Server], requests: Sequence[BenchRequest], count: int
+) -> dict[str, list[Burst]]:
+    """Run bursts in turn, A B A B, after one each that does not count."""
     found: dict[str, list[Burst]] = {name: [] for name in servers}
     for turn in range(count + 1):
         for name, server in servers.items():
-            seen = await burst(server, requests)
+            seen = await run_burst(server, requests)
             if turn:
                 found[name].append(seen)
     return found
 
 
-def calm(bursts: Sequence[Burst]) -> tuple[list[Burst], bool]:
-    """Those that others left alone, or all where there is none, and whether they do."""
-    quiet = [each for each in bursts if each.foreign <= FOREIGN]
+def select_undisturbed(bursts: Sequence[Burst]) -> tuple[list[Burst], bool]:
+    """Select undisturbed bursts and True, or all of them and False where every one was disturbed."""
+    quiet = [each for each in bursts if each.foreign <= MAX_FOREIGN_SHARE]
     return (quiet, True) if quiet else (list(bursts), False)
 
 
-def paired(ours: Sequence[Burst], theirs: Sequence[Burst]) -> tuple[float, float, float]:
-    """Requests per CPU second, ours over theirs, round by round: median, lowest, highest."""
+def compare_rounds(ours: Sequence[Burst], theirs: Sequence[Burst]) -> tuple[float, float, float]:
+    """Compare requests per CPU second round by round, ours over theirs: median, lowest, highest."""
     each = sorted(a.per_cpu_s / b.per_cpu_s for a, b in zip(ours, theirs, strict=True))
     return median(each), each[0], each[-1]
 
 
-async def trial_of(
-    server: Peer, trace: Trace, make: Make, goals: Sequence[Goal], rate: float, seed: int, requests: int
+async def run_trial(
+    server: BenchServer, trace: Trace, make: RequestMaker, goals: Sequence[Goal], rate: float, seed: int, requests: int
 ) -> Trial:
-    """One stretch of the trace at one rate. Requests are made before the first is sent."""
-    offered = drawn(trace, requests, seed).scale(rate=rate)
-    asked = await made(make, offered)
+    """Run one stretch of the trace at one rate. All requests are made before the first is sent."""
+    offered = draw_stretch(trace, requests, seed).scale(rate=rate)
+    asked = await make_requests(make, offered)
     gc.collect()
-    with Load(server.sessions) as load:
-        served = await replayed(server, offered, asked)
+    with LoadMeter(server.sessions) as load:
+        served = await replay_to_server(server, offered, asked)
     seen = {"cpu_s": load.cpu_s, "wall_s": load.wall_s, "foreign": load.foreign}
-    return trial(server.engine.name, rate, seed, served, goals, **seen)
+    return score_trial(server.engine.name, rate, seed, served, goals, **seen)
 
 
-def attaining(trace: Trace, make: Make, goals: Sequence[Goal], rate: float, requests: int) -> Tried:
-    """A short trial for ``sweep``, of a stretch of the trace that no seed of ``range`` draws."""
+def make_trial(trace: Trace, make: RequestMaker, goals: Sequence[Goal], rate: float, requests: int) -> TrialFunction:
+    """Make a short trial for ``sweep``, of a stretch that no seed of the measurement draws."""
 
-    async def tried(server: Peer) -> float:
-        seen = await trial_of(server, trace, make, goals, rate, SWEEP_SEED, requests)
+    async def attain(server: BenchServer) -> float:
+        seen = await run_trial(server, trace, make, goals, rate, SWEEP_SEED, requests)
         return mean(seen.attainment.values())
 
-    return tried
+    return attain
 
 
-def ready(kinds: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of these engines: those installed, those not."""
-    there = [each for each in kinds if installed(each)]
+def split_installed(kinds: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split engines into those installed and those not."""
+    there = [each for each in kinds if is_installed(each)]
     return there, [each for each in kinds if each not in there]

@@ -1,4 +1,4 @@
-"""Server: an engine under measurement in a process of its own, as its client sees it; and which engines there are."""
+"""Server: a measured engine in its own process, as its client sees it; and the engines to choose from."""
 
 from __future__ import annotations
 
@@ -22,19 +22,29 @@ from trinity.bench.engines import __file__ as _engines
 from trinity.bench.machine import session_seconds
 from trinity.errors import ConfigError, PeerLost, UnknownName
 
-LINE = 1 << 26  # bytes: the longest line that a server says
-START_S = 600.0  # a first start exports the checkpoint
+REPLY_LINE_BYTES = 1 << 26  # bytes of the longest line that a server sends
+SERVER_START_S = 600.0  # a first start exports the checkpoint
 PEERS = ("generate_batch", "openvino", "vllm")
 DTYPES = ("float32", "bfloat16")
 _MODULES = {"generate_batch": "transformers", "generate": "transformers"}
-_ENDS_S, _PEER_ENDS_S = 10.0, 3.0  # some never end by themselves
+_ENDS_S, _PEER_ENDS_S = 10.0, 3.0  # seconds before a process is killed: some never exit by themselves
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be served with: trinity under a placement, or a peer.
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an engine to measure: trinity under a placement, or a peer.
 
-    ``tokens`` bounds a step (prefill tokens and decodes), ``requests`` those that run at once. ``caches``: prefix and
-    image caches. ``options`` go to ``Pipeline``, see ``engines.serve_trinity``.
+    - ``kind`` ("trinity"): the engine, or one of ``PEERS``.
+    - ``placement`` ("EPD"): trinity's placement.
+    - ``dtype`` ("float32"): one of ``DTYPES``.
+    - ``threads`` (1): intra-op threads of an instance, and of a peer.
+    - ``tokens`` (2048): token budget of a step, prefill tokens and decodes.
+    - ``requests`` (32): requests that run at once, at most.
+    - ``context`` (tokens, 2048): longest prompt with its output.
+    - ``images`` (1): images of a request, at most.
+    - ``media`` (1): images encoded in a step, at most.
+    - ``caches`` (False): use the prefix cache and the image cache.
+    - ``options`` (none): options of ``Pipeline``, see ``engines.serve_trinity``.
+    - ``label`` (none): a name for tables instead of the one made of kind and placement.
     """
 
     kind: str = "trinity"
@@ -57,8 +67,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         return self.label or (f"trinity {self.placement}" if self.kind == "trinity" else self.kind) + threads + caches
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A request as every engine is given it; ``spans`` are (first, count) of visual tokens in ``ids``."""
+class BenchRequest(msgspec.Struct, frozen=True):
+    """A request, the same for all: ``spans`` (first, count) of visual tokens in ``ids``, ``images`` base64 JPEGs."""
 
     text: str
     ids: list[int]
@@ -67,8 +77,8 @@ class Asked(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Answer:
-    """What became of a request: when its tokens came (``time.monotonic``), which they were, how it ended."""
+class ServerAnswer:
+    """Progress of a request: its tokens, their arrival times (``time.monotonic`` seconds), and how it ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -88,15 +98,15 @@ class Answer:
         self.done.set()
 
 
-class Peer(Protocol):
-    """What a benchmark needs of an engine: started, asked, stopped."""
+class BenchServer(Protocol):
+    """Interface of a server to a benchmark: start, ask, stop."""
 
-    engine: Engine
+    engine: EngineSpec
     about: dict[str, Any]
 
     async def start(self) -> None: ...
 
-    def ask(self, request: Asked) -> Answer: ...
+    def ask(self, request: BenchRequest) -> ServerAnswer: ...
 
     @property
     def sessions(self) -> list[int]: ...
@@ -105,32 +115,34 @@ class Peer(Protocol):
 
 
 def peers_folder() -> Path:
-    """Where ``make bench-peers`` puts other engines' environments: TRINITY_PEERS, else ``.peers``."""
+    """Folder of other engines' environments, see ``make bench-peers``: TRINITY_PEERS, else ``.peers``."""
     return Path(os.environ.get("TRINITY_PEERS", ".peers")).absolute()
 
 
-def python_of(kind: str) -> Path:
-    """The Python that runs an engine. Raises ``UnknownName``, ``ConfigError`` where it is not installed."""
+def find_python(kind: str) -> Path:
+    """Find the Python that runs an engine. Raises ``UnknownName``, and ``ConfigError`` where it is not installed."""
     if kind in ("trinity", "generate", "generate_batch"):
         return Path(sys.executable)
     if kind not in PEERS:
         raise UnknownName("engine", kind, PEERS)
     python = peers_folder() / kind / "bin" / "python"
     if not python.exists():
-        raise ConfigError(f"{kind} is not installed: make bench-peers (looked for {python}; TRINITY_PEERS moves it)")
+        raise ConfigError(
+            f"{kind} is not installed: run make bench-peers (looked for {python}; TRINITY_PEERS sets another folder)"
+        )
     return python
 
 
-def installed(kind: str) -> bool:
+def is_installed(kind: str) -> bool:
     try:
-        python_of(kind)
+        find_python(kind)
     except ConfigError:
         return False
     return True
 
 
-def prepared(kind: str, checkpoint: Path) -> Path:
-    """Where an engine keeps its own form of a checkpoint, by the checkpoint's path and weights."""
+def prepared_path(kind: str, checkpoint: Path) -> Path:
+    """Folder of an engine's own form of a checkpoint, named by the checkpoint's path and weights."""
     weights = sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in checkpoint.iterdir())
     digest = hashlib.sha256(repr((str(checkpoint.resolve()), weights)).encode()).hexdigest()[:16]
     return peers_folder() / "prepared" / f"{kind}-{digest}"
@@ -139,13 +151,13 @@ def prepared(kind: str, checkpoint: Path) -> Path:
 class Server:
     """An engine's process: ``async with Server(engine, checkpoint) as server``, then ``server.ask(request)``.
 
-    Starting raises ``ConfigError`` where the engine is not installed or does not start, with the end of what it said.
+    Starting raises ``ConfigError``, with the end of the log, where the engine is not installed or does not start.
     """
 
-    def __init__(self, engine: Engine, checkpoint: Path) -> None:
+    def __init__(self, engine: EngineSpec, checkpoint: Path) -> None:
         self.engine, self.checkpoint = engine, Path(checkpoint)
         self.about: dict[str, Any] = {}
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ServerAnswer] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._asked = 0
@@ -159,7 +171,7 @@ class Server:
 
     @property
     def sessions(self) -> list[int]:
-        """The session that its process and all of that one's children are in."""
+        """The session of the server's process and all its children; empty when it is stopped."""
         return [] if self._process is None else [self._process.pid]
 
     @property
@@ -167,7 +179,7 @@ class Server:
         return session_seconds(self.sessions)
 
     async def start(self) -> None:
-        python = python_of(self.engine.kind)
+        python = find_python(self.engine.kind)
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
@@ -180,21 +192,21 @@ class Server:
                 start_new_session=True,
                 env=self._environment(),
             )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=REPLY_LINE_BYTES)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(SERVER_START_S):
                 first = await self._reader.readline()
         except TimeoutError as error:
-            said = self.said()
+            log = self.log_tail()
             await self.stop()
-            raise ConfigError(f"{self.engine.name} did not start within {START_S:g} s: {said}") from error
+            raise ConfigError(f"{self.engine.name} did not start within {SERVER_START_S:g} s: {log}") from error
         except BaseException:
             await self.stop()
             raise
         if not first:
-            said = self.said()
+            log = self.log_tail()
             await self.stop()
-            raise ConfigError(f"{self.engine.name} did not start: {said}")
+            raise ConfigError(f"{self.engine.name} did not start: {log}")
         self.about = json.loads(first)
         self._reading = asyncio.create_task(self._read())
 
@@ -209,7 +221,7 @@ class Server:
         if self.engine.kind == "generate":
             given["tokens"] = 0
         if self.engine.kind in ("openvino", "vllm"):
-            given["prepared"] = str(prepared(self.engine.kind, self.checkpoint))
+            given["prepared"] = str(prepared_path(self.engine.kind, self.checkpoint))
         return {**given, "pipeline": given["options"], "checkpoint": str(self.checkpoint.resolve())}
 
     def _environment(self) -> dict[str, str]:
@@ -220,18 +232,18 @@ class Server:
             given["PYTHONPATH"] = str(Path(_engines).parent / "site")
         else:
             given["PYTHONPATH"] = (
-                os.environ.get("PYTHONPATH", "") if python_of(self.engine.kind).samefile(sys.executable) else ""
+                os.environ.get("PYTHONPATH", "") if find_python(self.engine.kind).samefile(sys.executable) else ""
             )
         return {**os.environ, **given}
 
-    def said(self, lines: int = 6) -> str:
-        """The end of what its process wrote."""
+    def log_tail(self, lines: int = 6) -> str:
+        """Return the end of the process's log, joined into one line."""
         self._log.seek(0)
         return " | ".join(self._log.read().decode(errors="replace").strip().splitlines()[-lines:]) or "it said nothing"
 
-    def ask(self, request: Asked) -> Answer:
-        """Send a request now; never blocks. Its tokens come to the answer."""
-        answer = Answer()
+    def ask(self, request: BenchRequest) -> ServerAnswer:
+        """Send a request now, without blocking; its tokens are added to the answer."""
+        answer = ServerAnswer()
         if self._reading is None or self._reading.done():
             answer.finish("error: the server is gone", time.monotonic())
             return answer
@@ -248,13 +260,13 @@ class Server:
         except OSError:
             pass  # it hung up with something of ours unread
         except Exception as error:
-            why = f"it said what nobody here understands ({error!r}): "
+            why = f"it sent a message that cannot be read ({error!r}): "
         self._give_up(why)
 
     def _give_up(self, why: str = "") -> None:
-        """No answer comes any more; whoever waits for one waits without end."""
+        """Fail all open answers: none comes any more, and their readers would wait for ever."""
         for answer in self._answers.values():
-            answer.finish(f"error: the server is gone: {why}{self.said(2)}", time.monotonic())
+            answer.finish(f"error: the server is gone: {why}{self.log_tail(2)}", time.monotonic())
         self._answers.clear()
 
     def _take(self, out: list[tuple[int, list[int], str]], now: float) -> None:
@@ -265,17 +277,17 @@ class Server:
                 if end:
                     del self._answers[number]
 
-    async def complete(self, requests: list[Asked]) -> list[Answer]:
-        """All of them at once, to their ends. Raises ``PeerLost`` where the server goes."""
+    async def complete(self, requests: list[BenchRequest]) -> list[ServerAnswer]:
+        """Send all requests at once and wait for all. Raises ``PeerLost`` where the server is gone."""
         answers = [self.ask(each) for each in requests]
         for answer in answers:
             await answer.done.wait()
         if self._reading is not None and self._reading.done():
-            raise PeerLost(f"{self.engine.name} is gone: {self.said()}", "bench")
+            raise PeerLost(f"{self.engine.name} is gone: {self.log_tail()}", "bench")
         return answers
 
     async def stop(self) -> None:
-        """Hang up, wait, and end what is left of its session. Twice is once."""
+        """Hang up, wait, and kill what is left of the session. A second call does nothing."""
         process, self._process = self._process, None
         if process is None:
             return

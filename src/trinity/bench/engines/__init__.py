@@ -1,1 +1,1 @@
-"""Servers under measurement, each in a process of its own. Those of other engines run under Pythons without trinity."""
+"""Servers to measure, each in its own process; those of other engines run under Pythons without trinity."""

@@ -1,6 +1,6 @@
-"""``python PATH/engines NAME SOCKET SETTINGS``: serves with the engine ``NAME`` over an inherited socket.
+"""Serve with one engine over an inherited socket: ``python PATH/engines NAME SOCKET SETTINGS``.
 
-Started by its path, so that a Python in whose environment trinity is not installed can run it: that of another engine.
+It is started by its path, so that the Python of another engine can run it without trinity installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 def main(arguments: list[str]) -> None:
     name, socket, settings = arguments
-    if not __package__:  # by its path: let `trinity` be found from here, and nothing else beside it
+    if not __package__:  # started by path: make `trinity` importable from here, and nothing else beside it
         package = ModuleType("trinity")
         package.__path__ = [str(HERE.parent.parent)]
         sys.modules["trinity"] = package

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trinity.bench.engines.renaming import renamed
-from trinity.bench.engines.wire import Message, Out, Wire, pictures, serve
+from trinity.bench.engines.vision_keys import rename_vision_keys
+from trinity.bench.engines.wire import ServerWire, TokenUpdate, WireMessage, decode_images, serve_engine
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
-BLOCK = 32  # tokens of a KV block on a CPU
+OPENVINO_BLOCK = 32  # tokens of a KV block on a CPU
 
 
-def exported(source: Path, target: Path) -> Path:
-    """The checkpoint in OpenVINO's format, float32 weights; written once."""
+def export_checkpoint(source: Path, target: Path) -> Path:
+    """Export the checkpoint to OpenVINO's format with float32 weights, once; returns ``target``."""
     if not target.exists():
         export: Any = importlib.import_module("optimum.exporters.openvino")
         config: Any = importlib.import_module("optimum.intel").OVConfig
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-        known = renamed(source, scratch.with_suffix(".keys"))
+        known = rename_vision_keys(source, scratch.with_suffix(".keys"))
         weights = config(dtype="fp32")
         export.main_export(str(known), scratch, task="image-text-to-text", ov_config=weights, convert_tokenizer=True)
         shutil.copy(source / "preprocessor_config.json", scratch)
@@ -31,10 +31,10 @@ def exported(source: Path, target: Path) -> Path:
     return target
 
 
-def properties(settings: Message) -> dict[str, Any]:
-    """Of the plug-in: precision, the KV cache in the same, threads.
+def device_properties(settings: WireMessage) -> dict[str, Any]:
+    """Properties of OpenVINO's CPU plug-in: precision, the same for the KV cache, and threads.
 
-    Asked for one thread in bfloat16 it dies (SIGFPE, 2026.4.1, on a CPU with AMX), so it then takes what it likes.
+    With one thread in bfloat16 it crashes (SIGFPE, 2026.4.1, on a CPU with AMX): it then chooses its threads itself.
     """
     precision = PRECISIONS[settings["dtype"]]
     chosen: dict[str, Any] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
@@ -43,16 +43,16 @@ def properties(settings: Message) -> dict[str, Any]:
     return chosen
 
 
-class OpenVino:
-    def __init__(self, settings: Message) -> None:
-        model = exported(Path(settings["checkpoint"]), Path(settings["prepared"]))
+class OpenVinoEngine:
+    def __init__(self, settings: WireMessage) -> None:
+        model = export_checkpoint(Path(settings["checkpoint"]), Path(settings["prepared"]))
         self._genai: Any = importlib.import_module("openvino_genai")
         self._tensor: Any = importlib.import_module("openvino").Tensor
         rules = self._genai.SchedulerConfig()
         rules.max_num_batched_tokens, rules.max_num_seqs = settings["tokens"], settings["requests"]
-        rules.num_kv_blocks = settings["requests"] * (settings["context"] // BLOCK + 1)
+        rules.num_kv_blocks = settings["requests"] * (settings["context"] // OPENVINO_BLOCK + 1)
         rules.dynamic_split_fuse, rules.enable_prefix_caching = True, settings["caches"]
-        chosen = properties(settings)
+        chosen = device_properties(settings)
         self._pipe = self._genai.ContinuousBatchingPipeline(str(model), rules, "CPU", properties=chosen)
         self._running: dict[int, Any] = {}
         self.about = {"version": self._genai.__version__, "engine": "OpenVINO GenAI", "properties": chosen}
@@ -61,17 +61,17 @@ class OpenVino:
     def busy(self) -> bool:
         return bool(self._running)
 
-    def add(self, request: Message) -> None:
+    def add(self, request: WireMessage) -> None:
         numpy: Any = importlib.import_module("numpy")
         greedy = self._genai.GenerationConfig()
         greedy.max_new_tokens, greedy.ignore_eos, greedy.do_sample = request["tokens"], True, False
         greedy.apply_chat_template = False
-        images = [self._tensor(numpy.asarray(each)) for each in pictures(request)]
+        images = [self._tensor(numpy.asarray(each)) for each in decode_images(request)]
         self._running[request["id"]] = self._pipe.add_request(
             request["id"], request["text"], images=images, generation_config=greedy
         )
 
-    def step(self) -> Iterator[Out]:
+    def step(self) -> Iterator[TokenUpdate]:
         self._pipe.step()
         for number, handle in list(self._running.items()):
             status = handle.get_status().name
@@ -85,5 +85,5 @@ class OpenVino:
                 yield number, tokens, {"RUNNING": "", "FINISHED": "length"}.get(status, f"error: {status}")
 
 
-def main(socket: int, settings: Message) -> None:
-    serve(OpenVino(settings), Wire(socket))
+def main(socket: int, settings: WireMessage) -> None:
+    serve_engine(OpenVinoEngine(settings), ServerWire(socket))

@@ -1,4 +1,4 @@
-"""trinity itself, under a placement: a pipeline in a process of its own, its instances in further ones."""
+"""Serve with trinity under a placement: a pipeline in its own process, its instances in further ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import socket as sockets
 from typing import Any
 
-from trinity.bench.engines.wire import Message, about
+from trinity.bench.engines.wire import WireMessage, describe_server
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.deploy import InstanceOptions
@@ -18,11 +18,11 @@ from trinity.placement import Placement
 from trinity.request import Media, Request, Sampling
 from trinity.traces.trace import SLO
 
-LINE = 1 << 28  # bytes of the longest line: a request's pictures
+REQUEST_LINE_BYTES = 1 << 28  # bytes of the longest line: a request with its images
 
 
-class Answers:
-    """Tokens of one turn of the loop leave as one line."""
+class ReplyWriter:
+    """Collects the tokens of one turn of the event loop and writes them as one line."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._out = writer, list[Any]()
@@ -32,7 +32,7 @@ class Answers:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out.append((number, tokens, end))
 
-    def say(self, message: Message) -> None:
+    def say(self, message: WireMessage) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _flush(self) -> None:
@@ -40,11 +40,14 @@ class Answers:
         self.say({"out": out})
 
 
-def pipeline(settings: Message) -> Pipeline:
-    """One instance on threads of this process, several in processes of their own.
+def make_pipeline(settings: WireMessage) -> Pipeline:
+    """Make the pipeline: one instance on threads of this process, several in processes of their own.
 
-    Options: those of ``Pipeline`` and of its instances; ``threads_of``, threads by roles; ``slo``, TTFT and TBT in
-    seconds: budgets are searched under it, and the engine's tokens are left out; ``policy`` of the scheduler.
+    ``settings["pipeline"]`` has options of ``Pipeline`` and of its instances, and these:
+
+    - ``threads_of`` (none): threads by an instance's roles.
+    - ``slo`` (seconds, none): TTFT and TBT under which the token budgets are searched, instead of the engine's tokens.
+    - ``policy`` ("alg1"): the scheduler's policy.
     """
     given = dict(settings.get("pipeline", {}))
     slo, policy, threads = given.pop("slo", None), given.pop("policy", "alg1"), given.pop("threads_of", {})
@@ -64,7 +67,7 @@ def pipeline(settings: Message) -> Pipeline:
     )
 
 
-async def one(pipe: Pipeline, message: Message, answers: Answers) -> None:
+async def serve_request(pipe: Pipeline, message: WireMessage, answers: ReplyWriter) -> None:
     media = [Media("image", base64.b64decode(each)) for each in message["images"]]
     asked = Request(message["text"], media=media, max_tokens=message["tokens"], sampling=Sampling(ignore_eos=True))
     try:
@@ -72,17 +75,17 @@ async def one(pipe: Pipeline, message: Message, answers: Answers) -> None:
             async for token in tokens:
                 answers.add(message["id"], [token.id])
         answers.add(message["id"], [], tokens.output.finish_reason)
-    except Exception as error:  # of any sort: the client waits for an end
+    except Exception as error:  # whatever it is: the client waits for an end
         answers.add(message["id"], [], f"error: {type(error).__name__}: {error}")
 
 
-async def served(socket: int, settings: Message) -> None:
-    reader, writer = await asyncio.open_connection(sock=sockets.socket(fileno=socket), limit=LINE)
-    answers, running = Answers(writer), set[asyncio.Task[None]]()
-    async with pipeline(settings) as pipe:
-        answers.say(about({"engine": "trinity", "placement": str(pipe.placement)}))
+async def serve_pipeline(socket: int, settings: WireMessage) -> None:
+    reader, writer = await asyncio.open_connection(sock=sockets.socket(fileno=socket), limit=REQUEST_LINE_BYTES)
+    answers, running = ReplyWriter(writer), set[asyncio.Task[None]]()
+    async with make_pipeline(settings) as pipe:
+        answers.say(describe_server({"engine": "trinity", "placement": str(pipe.placement)}))
         while line := await reader.readline():
-            task = asyncio.create_task(one(pipe, json.loads(line), answers))
+            task = asyncio.create_task(serve_request(pipe, json.loads(line), answers))
             running.add(task)
             task.add_done_callback(running.discard)
         for task in running:
@@ -91,8 +94,8 @@ async def served(socket: int, settings: Message) -> None:
     writer.close()
 
 
-def main(socket: int, settings: Message) -> None:
+def main(socket: int, settings: WireMessage) -> None:
     import torch
 
     torch.set_num_threads(settings["threads"])
-    asyncio.run(served(socket, settings))
+    asyncio.run(serve_pipeline(socket, settings))

@@ -1,1 +1,1 @@
-"""On the path of Pythons that must start with something done."""
+"""Startup code for the Pythons of engines that need a patch before they import anything."""

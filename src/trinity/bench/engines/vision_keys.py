@@ -1,6 +1,6 @@
-"""A checkpoint with the vision tower's keys as releases of transformers before 5.17 and vLLM's LLaVA know them.
+"""Rename a checkpoint's vision tower keys to those of transformers before 5.17 and of vLLM's LLaVA.
 
-A loader that does not find ``vision_tower.vision_model.*`` leaves the tower at random, some without an error.
+A loader that does not find ``vision_tower.vision_model.*`` leaves the tower's weights random, some without an error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from pathlib import Path
 HEADER = struct.Struct("<Q")
 
 
-def renamed(source: Path, target: Path) -> Path:
-    """The checkpoint with the vision tower's keys under their older names; written once."""
+def rename_vision_keys(source: Path, target: Path) -> Path:
+    """Copy the checkpoint with the vision tower's keys under their older names, once; returns ``target``."""
     if not (target / "config.json").exists():
         target.mkdir(parents=True, exist_ok=True)
-        for file in sorted(
-            source.iterdir(), key=lambda each: each.name == "config.json"
-        ):  # config.json last: all there
+        # config.json comes last: where it exists, the copy is complete.
+        for file in sorted(source.iterdir(), key=lambda each: each.name == "config.json"):
             _rewrite(file, target / file.name) if file.suffix == ".safetensors" else shutil.copy(file, target)
     return target
 
