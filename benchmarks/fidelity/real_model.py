@@ -28,7 +28,7 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Device
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.runtime.loader import ServingConfig, make_processor, profile_copies
@@ -127,7 +127,7 @@ def profile_alone(directory: Path, roles: str, out: Path, counts: dict[str, Any]
     try:
         profile_copies(
             ServingConfig(directory, "float32", cache=CacheConfig(pools=POOLS)),
-            named([Instance(roles)]),
+            name_instances([Instance(roles)]),
             processor,
             {},
             out,

@@ -44,7 +44,7 @@ from trinity.costs.model_config import read_model_shape
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.emulation.model import EmulatedModel, EmulatedShape
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner
@@ -108,7 +108,7 @@ def measured(model: Path, quick: bool) -> CostTables:
     processor = make_processor(model)
     try:
         (loaded,) = load_instances(
-            ServingConfig(model, "bfloat16", cache=CacheConfig(pools=POOLS)), named(placed("EPD")), None
+            ServingConfig(model, "bfloat16", cache=CacheConfig(pools=POOLS)), name_instances(placed("EPD")), None
         )
         return profile_tables([loaded], processor, **counts)
     finally:

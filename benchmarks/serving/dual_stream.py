@@ -30,7 +30,7 @@ from benchmarks.serving.live import (
 )
 from benchmarks.setting import MAX_FOREIGN_SHARE, Setting, disturbed
 from trinity.costs.model_config import read_model_shape
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import Probe
@@ -80,7 +80,9 @@ def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int
         with ExitStack() as stack:
             probes = []
             for loaded in load_instances(
-                ServingConfig(model, "bfloat16", cache=CacheConfig(pools=pools)), named([sequential, dual]), None
+                ServingConfig(model, "bfloat16", cache=CacheConfig(pools=pools)),
+                name_instances([sequential, dual]),
+                None,
             ):
                 probes.append(stack.enter_context(closing(Probe(loaded, processor))))
             for rows in batches:

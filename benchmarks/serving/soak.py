@@ -108,7 +108,7 @@ async def soak(model: Path, seconds: float, connector: str, seed: int = 0) -> tu
         until = time.monotonic() + seconds
         clients = [client(pipe, random.Random(seed + each), until, ends) for each in range(CLIENTS)]
         await asyncio.gather(watch(pipe, seconds, series), *clients)
-        await pipe.idle()
+        await pipe.wait_idle()
     return series, ends
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks.report import Result, Table
 from benchmarks.setting import Setting
 from trinity.costs.budgets import StepCost
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.report.plots import plot_saturation, render_svg
 from trinity.report.plots.costs import ITEMS, TITLES
@@ -58,7 +58,7 @@ def probed(model: Path, dtype: str, counts: Counts, until: float) -> dict[str, S
     processor = make_processor(model)
     try:
         (loaded,) = load_instances(
-            ServingConfig(model, dtype, cache=CacheConfig(pools=pools)), named([Instance("EPD")]), None
+            ServingConfig(model, dtype, cache=CacheConfig(pools=pools)), name_instances([Instance("EPD")]), None
         )
         with closing(Probe(loaded, processor)) as probe:
             return measure(probe, counts, context, until)

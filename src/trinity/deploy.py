@@ -1,4 +1,4 @@
-"""What a placement, a plan's settings and the user's own keywords make of a pipeline's instances, rules and routing."""
+"""Turns a placement or plan and the user's keywords into a pipeline's instances, rules and routing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trinity.instance import Instance
 from trinity.placement import Placement
 from trinity.planner import Plan
 
-SEARCHED = 0  # a batch limit in a plan: what Algorithm 1 finds
-RULES = ("order", "policy")
-LIMITS = ("tokens", "mixed_tokens", "images")
-KNOBS = (*RULES, *LIMITS, "routing", "reservation", "depth")
+SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
+SEARCHED_RULES = ("order", "policy")
+BATCH_LIMITS = ("tokens", "mixed_tokens", "images")
+PLAN_SETTINGS = (*SEARCHED_RULES, *BATCH_LIMITS, "routing", "reservation", "depth")
 
 
 class InstanceOptions(TypedDict, total=False):
@@ -35,22 +35,22 @@ class InstanceOptions(TypedDict, total=False):
     image_budget: int | None
 
 
-def placed(
+def make_instances(
     placement: str | Placement | Plan | Sequence[Instance], options: InstanceOptions, *, limited: bool = False
 ) -> list[Instance]:
-    """Instances of a placement, of a plan's best one, or the user's own as they are.
+    """Make the instances of a placement or of a plan's best one; a list of instances stays as it is.
 
-    ``options`` go before what a plan says; where the user has ``limited`` batches in another way, by rules or budgets,
-    a plan's batch limits are left out. Raises ``ConfigError``: an option that is none (``UnknownName``), options beside
-    instances that have their own.
+    ``options`` override a plan's settings. A plan's batch limits are left out if the user has ``limited`` batches by
+    rules or budgets. Raises ``ConfigError`` for an unknown option (``UnknownName``), for no instances, and for options
+    beside instances, which have their own.
     """
     for name in options:
         if name not in InstanceOptions.__annotations__:
             raise UnknownName("keyword of Pipeline or its instances", name, InstanceOptions.__annotations__)
     if isinstance(placement, Plan):
-        knobs, named = settings_of(placement), Placement.parse(placement.placement).instances()
+        knobs, named = read_plan_settings(placement), Placement.parse(placement.placement).instances()
         given: dict[str, Any] = {**options}
-        return [Instance(roles, name, **_options(knobs, roles, limited) | given) for name, roles in named]
+        return [Instance(roles, name, **_plan_options(knobs, roles, limited) | given) for name, roles in named]
     if isinstance(placement, str):
         placement = Placement.parse(placement)
     if isinstance(placement, Placement):
@@ -58,32 +58,34 @@ def placed(
     if not placement:
         raise ConfigError("a pipeline needs at least one instance")
     if options:
-        raise ConfigError(f"instances are given as they are: give {', '.join(options)} to each Instance instead")
+        raise ConfigError(
+            f"options cannot be given beside a list of instances: give {', '.join(options)} to each Instance instead"
+        )
     return list(placement)
 
 
-def _options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[str, Any]:
-    """What a plan has set for an instance of these roles."""
+def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[str, Any]:
+    """Select a plan's settings for an instance of these roles."""
     found = {name: knobs[name] for name in ("reservation", "depth") if name in knobs}
     if not limited:
-        tokens = knobs.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)
-        images = knobs.get("images", SEARCHED) if "E" in roles else SEARCHED
+        tokens = knobs.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED_LIMIT)
+        images = knobs.get("images", SEARCHED_LIMIT) if "E" in roles else SEARCHED_LIMIT
         found |= {"token_budget": tokens or None, "image_budget": images or None}
     return found
 
 
-def rules_and_routing(
+def choose_rules_and_routing(
     placement: object, rules: BatchRules | None, routing: str | RoutingPolicy | None
 ) -> tuple[BatchRules, str | RoutingPolicy]:
-    """Rules and routing: the user's, else those that a plan's wider search has set, else the defaults."""
-    knobs = settings_of(placement) if isinstance(placement, Plan) else {}
-    chosen = rules or replace(BatchRules(), **{name: knobs[name] for name in RULES if name in knobs})
+    """Choose rules and routing: the user's, else those that a plan's wider search has set, else the defaults."""
+    knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
+    chosen = rules or replace(BatchRules(), **{name: knobs[name] for name in SEARCHED_RULES if name in knobs})
     return chosen, str(knobs.get("routing", "round_robin")) if routing is None else routing
 
 
-def settings_of(plan: Plan) -> dict[str, Any]:
-    """Knobs that its wider search has set. Raises ``UnknownName`` for one that this version has not got."""
+def read_plan_settings(plan: Plan) -> dict[str, Any]:
+    """Read the settings of a plan's wider search. Raises ``UnknownName`` for one that this version does not have."""
     for name in plan.best.settings:
-        if name not in KNOBS:
-            raise UnknownName("setting of a plan", name, KNOBS)
+        if name not in PLAN_SETTINGS:
+            raise UnknownName("setting of a plan", name, PLAN_SETTINGS)
     return dict(plan.best.settings)

@@ -1,29 +1,29 @@
-"""Every error that trinity raises, in one tree (design: errors are typed and say what to do next).
+"""Errors: one tree of all that trinity raises; each message says what is wrong and what to do next.
 
 ::
 
     TrinityError
-    ├── ConfigError (ValueError)      the pipeline cannot be built as asked
+    ├── ConfigError (ValueError)      the pipeline cannot be built with these settings
     │   ├── PlacementError            a placement is malformed or lacks a stage
     │   ├── LayoutMismatch            two instances disagree about model, dtype or block layout
-    │   ├── UnknownName               no such transport, policy or stage: lists those known
-    │   ├── UnsupportedModel          the model has no adapter, or layers a paged cache cannot serve
+    │   ├── UnknownName               no such transport, policy or stage: lists the known ones
+    │   ├── UnsupportedModel          the model has no adapter, or layers that a paged cache cannot serve
     │   └── TraceError                a bad row in a trace (``.line``)
-    │       └── TraceTooShort         a trace too short for an answer (``.needed_s``)
-    ├── RequestError                  one request cannot be served (``.request_id``); others go on
-    │   ├── RequestTooLarge           it would never fit the context or a block pool
+    │       └── TraceTooShort         a trace is too short for an answer (``.needed_s``)
+    ├── RequestError                  one request cannot be served (``.request_id``); others continue
+    │   ├── RequestTooLarge           it can never fit the context or a block pool
     │   ├── BadMedia                  an image (video, audio) is corrupt, missing, too many or too large
     │   ├── Overloaded                the waiting queue is full
     │   ├── DeadlineExceeded          its deadline passed before its last token (``.output``)
-    │   ├── StageError                a stage raised while it worked on it (``.stage``)
+    │   ├── StageError                a stage raised an error on it (``.stage``)
     │   └── MigrationError            its blocks could not be moved (``.source .target .kind``)
     ├── TransportError                a transport failed (``.scheme .peer``)
     │   ├── TransportUnavailable      the transport cannot run here
-    │   ├── HandshakeError            the peer is not who or what it should be
-    │   ├── OfferRefused              the peer refused (``.reason``)
-    │   ├── PeerLost                  the peer is gone
-    │   ├── TransferTimeout           a transfer passed its deadline
-    │   └── IntegrityError            blocks arrived altered
+    │   ├── HandshakeError            the peer has the wrong identity, version or secret
+    │   ├── OfferRefused              the peer refused an offer or a read (``.reason``)
+    │   ├── PeerLost                  the connection to the peer is lost
+    │   ├── TransferTimeout           a transfer took longer than its limit
+    │   └── IntegrityError            blocks arrived with other content than they were sent with
     └── ClosedError                   the pipeline, stream or transport is closed
 """
 
@@ -36,19 +36,19 @@ DISTRIBUTION = "trinity-epd"  # on the package index, where `trinity` is another
 
 
 def pip_install(extra: str) -> str:
-    """The command that adds an extra, for messages that name what is missing: ``pip install 'trinity-epd[plot]'``."""
+    """Return the command that installs an extra, for error messages: ``pip install 'trinity-epd[plot]'``."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 class TrinityError(Exception):
-    """Base of every error that trinity raises on purpose. All can be pickled, so that they come back from a process."""
+    """Base of every error that trinity raises on purpose. All can be pickled, to be passed between processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), self.args), dict(self.__dict__)
+        return _restore_error, (type(self), self.args), dict(self.__dict__)
 
 
 class ConfigError(TrinityError, ValueError):
-    """The pipeline cannot be built as asked."""
+    """The pipeline cannot be built with these settings."""
 
 
 class PlacementError(ConfigError):
@@ -73,7 +73,7 @@ class UnsupportedModel(ConfigError):
 
 
 class TraceError(ConfigError):
-    """A bad row in a trace."""
+    """A trace has a bad row, at ``.line`` where known."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message if line is None else f"line {line}: {message}")
@@ -81,7 +81,7 @@ class TraceError(ConfigError):
 
 
 class TraceTooShort(TraceError):
-    """A trace too short for an answer."""
+    """A trace is too short for an answer; ``.needed_s`` is the length that would do, in seconds."""
 
     def __init__(self, message: str, needed_s: float) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class TraceTooShort(TraceError):
 
 
 class RequestError(TrinityError):
-    """One request cannot be served; the others go on."""
+    """One request (``.request_id``) cannot be served; the others continue."""
 
     def __init__(self, message: str, request_id: str = "") -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class RequestError(TrinityError):
 
 
 class RequestTooLarge(RequestError):
-    """The request would never fit the model's context or a block pool."""
+    """The request can never fit the model's context or a block pool."""
 
 
 class BadMedia(RequestError):
@@ -110,11 +110,11 @@ class Overloaded(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request's deadline passed before its last token; ``.output`` has what there was."""
+    """The request's deadline passed before its last token; ``.output`` has the tokens until then."""
 
 
 class StageError(RequestError):
-    """A stage raised while it worked on the request."""
+    """A stage (``.stage``, its letters) raised an error on the request."""
 
     def __init__(self, message: str, request_id: str = "", stage: str = "") -> None:
         super().__init__(message, request_id)
@@ -122,7 +122,7 @@ class StageError(RequestError):
 
 
 class MigrationError(RequestError):
-    """The request's blocks could not be moved; ``__cause__`` is the TransportError where known."""
+    """The request's blocks could not be moved; ``__cause__`` is the ``TransportError`` where known."""
 
     def __init__(self, message: str, request_id: str = "", source: str = "", target: str = "", kind: str = "") -> None:
         super().__init__(message, request_id)
@@ -142,7 +142,7 @@ class TransportUnavailable(TransportError):
 
 
 class HandshakeError(TransportError):
-    """The peer is not who or what it should be."""
+    """The peer has the wrong identity, version or secret."""
 
 
 class OfferRefused(TransportError):
@@ -154,15 +154,15 @@ class OfferRefused(TransportError):
 
 
 class PeerLost(TransportError):
-    """The peer is gone."""
+    """The connection to the peer is lost."""
 
 
 class TransferTimeout(TransportError):
-    """A transfer passed its deadline."""
+    """A transfer took longer than its limit."""
 
 
 class IntegrityError(TransportError):
-    """Blocks arrived altered."""
+    """Blocks arrived with other content than they were sent with."""
 
 
 class ClosedError(TrinityError):
@@ -170,9 +170,9 @@ class ClosedError(TrinityError):
 
 
 class TrinityWarning(UserWarning):
-    """Something is served otherwise than asked, and what to change: not an error, since requests are still served."""
+    """Something does not run as asked, and what to change; not an error, since requests are still served."""
 
 
-def _remade(kind: type[TrinityError], args: tuple[Any, ...]) -> TrinityError:
-    """With its message as it was: what it was made from is not kept."""
+def _restore_error(kind: type[TrinityError], args: tuple[Any, ...]) -> TrinityError:
+    """Restore a pickled error with its message, without calling its constructor, whose arguments are not kept."""
     return kind.__new__(kind, *args)

@@ -1,4 +1,4 @@
-"""Instance: what a user says of one instance of a pipeline."""
+"""Instance: settings of one instance of a pipeline."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Instance:
         if self.lanes not in (("joint",), ("vision", "language")):
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
-            self.lanes = ("joint",)  # one stream of work has nothing to run beside it
+            self.lanes = ("joint",)  # with one kind of work there is nothing to run beside it
         check_depth(self.depth)
         self.cores = check_core_numbers(self.cores, len(self.lanes), self.threads)
 
@@ -88,9 +88,9 @@ class Instance:
 
 
 def check_core_numbers(cores: Sequence[int], lanes: int, threads: int) -> tuple[int, ...]:
-    """Cores as they may be given: numbers, none twice, that lanes can share, one for each intra-op thread of a lane.
+    """Check cores: distinct numbers that the lanes can share, one for each intra-op thread of a lane.
 
-    Raises ``ConfigError``. Whether this machine has them is for ``check_cores`` to say, where the instance runs.
+    Raises ``ConfigError``. ``check_cores`` checks where the instance runs that the machine has them.
     """
     given = tuple(cores)
     if not all(type(core) is int and core >= 0 for core in given) or len(set(given)) < len(given):
@@ -107,15 +107,15 @@ def check_core_numbers(cores: Sequence[int], lanes: int, threads: int) -> tuple[
 
 
 def split_cores(cores: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
-    """The cores of each lane: the only one is for all, others are dealt out in their order, as many to each."""
+    """Divide cores among lanes, in order and equally many to each; a single core is for all lanes."""
     if len(cores) <= 1:
         return [tuple(cores)] * lanes
     each = len(cores) // lanes
     return [tuple(cores[at : at + each]) for at in range(0, each * lanes, each)]
 
 
-def named(instances: Sequence[Instance]) -> list[Instance]:
-    """Copies of the instances in which each has a name of its own. Raises ``ConfigError`` for a name used twice."""
+def name_instances(instances: Sequence[Instance]) -> list[Instance]:
+    """Copy the instances, each with a name of its own. Raises ``ConfigError`` for a name used twice."""
     counts: dict[str, int] = {}
     result: list[Instance] = []
     for instance in instances:
@@ -128,5 +128,5 @@ def named(instances: Sequence[Instance]) -> list[Instance]:
     return result
 
 
-if __name__ == "__main__":  # by name: what serves an instance alone knows this module, not the other way round
+if __name__ == "__main__":  # by name: trinity.remote.server imports this module, not the other way round
     runpy.run_module("trinity.remote.server", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Metrics: counts, latencies, SLO attainment, the spans of TriInfer's figure 11 and the bytes that moved."""
+"""Metrics: counts requests, latencies, SLO attainment, the spans of TriInfer's figure 11 and bytes transferred."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ SPANS = (
     "decode_queue",
     "decode",
 )
-_GAPS_PER_OUTPUT = 16  # gaps kept for each output kept: bounds memory where outputs are long
+_GAPS_PER_OUTPUT = 16  # gaps kept for each output kept, which bounds memory if outputs are long
 _LATENCIES = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT"}
 _RULE_NAMES = {"p90": "90 % of gaps", "p99": "99 % of gaps", "guard": "90 % + guard", "tpot": "mean gap"}
 
 
 class Metrics:
-    """What a pipeline served. Memory is bounded: percentiles are over the ``last`` outputs, all else is exact."""
+    """Counts and latencies of all requests of a pipeline.
+
+    - ``slo`` (None): TTFT and TBT bounds, for attainment.
+    - ``last`` (outputs, 4096): percentiles cover this many outputs, to bound memory; all else covers every request.
+
+    Raises ``ConfigError`` for ``last`` below 1.
+    """
 
     def __init__(self, slo: SLO | None = None, last: int = 4096) -> None:
         if last < 1:
-            raise ConfigError(f"metrics need room for at least 1 output, got last={last}")
+            raise ConfigError(f"last must be at least 1 output, got {last}")
         self.slo = slo
         self._finished: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -49,7 +55,7 @@ class Metrics:
 
     @property
     def requests(self) -> int:
-        """All requests that have ended, refused ones included."""
+        """Number of requests that have ended, refused ones included."""
         return self._finished.total()
 
     def add(self, output: Output) -> None:
@@ -67,8 +73,8 @@ class Metrics:
         if self.slo is not None:
             self._met.update(rule for rule in SLO_RULES if self.slo.is_met(output, rule))
 
-    def refused(self, error: BaseException) -> None:
-        """Count a request that never started: for the SLO it is one more that was not in time."""
+    def add_refused(self, error: BaseException) -> None:
+        """Count a request that never started; for the SLO it is one that was not in time."""
         self._finished["refused"] += 1
         self._refused[type(error).__name__] += 1
 
@@ -92,12 +98,17 @@ class Metrics:
         moved["bytes"] += int(transfer.get("bytes", 0))
 
     def summary(self) -> dict[str, Any]:
-        """Plain values, ready for JSON. Times in seconds; None where nothing was measured.
+        """Summarize as plain values, ready for JSON. Times in seconds; None where nothing was measured.
 
-        ``attainment`` is by rule (``SLO.is_met``) over all requests. ``spans_s`` are means over requests served
-        to their end. ``prefix_hits`` are requests whose prompt was partly in a KV cache. ``migrations`` count by kind
-        what was pulled, and what needed no transfer because the target had it. ``emulated`` requests were served by
-        emulated stages. ``preemptions`` of all requests.
+        - ``requests``, ``finished``, ``refused``: number of requests, by finish reason, and by error.
+        - ``emulated``: requests served by emulated stages.
+        - ``tokens``: prompt, media, cached and output tokens.
+        - ``prefix_hits``: requests whose prompt was partly in the prefix cache.
+        - ``preemptions``: over all requests.
+        - ``ttft_s``, ``itl_s``, ``tpot_s``: mean, percentiles and maximum.
+        - ``slo``, ``attainment``: bounds, and share of all requests that met them, by rule (``SLO.is_met``).
+        - ``spans_s``: means over requests served to their end.
+        - ``migrations``: by kind, transfers pulled, transfers not needed because the target had the blocks, and bytes.
         """
         served = sum(self._finished[reason] for reason in COMPLETE)
         return {
@@ -128,7 +139,7 @@ class Metrics:
 
 
 def _tables(summary: dict[str, Any]) -> list[Table]:
-    """The summary as tables without empty ones: counts, latencies, attainment, spans, migrations."""
+    """Turn a summary into tables, without empty ones: counts, latencies, attainment, spans, migrations."""
     emulated = {"of them emulated": summary["emulated"]} if summary["emulated"] else {}
     counts = {"requests": summary["requests"], **emulated, **summary["finished"], "prefix hits": summary["prefix_hits"]}
     counts |= {"preemptions": summary["preemptions"]} if summary["preemptions"] else {}

@@ -1,4 +1,4 @@
-"""Pipeline: a model served by instances under a placement, inside the user's own asyncio program."""
+"""Pipeline: serves one model on instances under a placement, inside the user's own asyncio program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
-from trinity.deploy import InstanceOptions, placed, rules_and_routing
+from trinity.deploy import InstanceOptions, choose_rules_and_routing, make_instances
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
@@ -36,13 +36,13 @@ from trinity.request import Output, Request, check_request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHandle, InstanceHost
 from trinity.runtime.shielded_wait import wait_shielded
-from trinity.stream import Stream, late, trace_row, with_time_left
+from trinity.stream import Stream, make_late_failure, make_trace_row, reduce_deadline
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 from trinity.transport.base import Transport
 
 logger = logging.getLogger("trinity")
-TRACE_ROWS = 1_000_000  # a pipeline keeps its last requests, not all of them for ever
+TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bound memory
 
 
 class Pipeline:
@@ -113,8 +113,9 @@ class Pipeline:
         cache, processes = cache or CacheConfig(), processes or ProcessConfig()
         source = loader.resolve_model(model)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
-        self.instances = named(placed(placement, options, limited=rules is not None or budgets is not None))
-        rules, routing = rules_and_routing(placement, rules, routing)
+        limited = rules is not None or budgets is not None
+        self.instances = name_instances(make_instances(placement, options, limited=limited))
+        rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._limits = slo, routing, limits or MediaLimits()
         self.hosting = supervisor.check_hosting(hosting, connector, self.instances)
@@ -125,7 +126,7 @@ class Pipeline:
         rest = (cache, observe, transfers or TransferPolicy())
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
-        self.hosts: dict[str, InstanceHost] = {}  # those in this process
+        self.hosts: dict[str, InstanceHost] = {}  # instances of this process
         self._reached: dict[str, InstanceHandle] = {}
         self._frontend = FrontendCore(routing_policy(routing), max_waiting)
         self._streams: dict[str, Stream] = {}
@@ -146,9 +147,9 @@ class Pipeline:
         return self._processor
 
     async def start(self) -> None:
-        """Load the weights, profile budgets where an SLO asks for it, start the instances."""
+        """Load the weights, profile budgets for the SLO, if there is one, and start the instances."""
         if self._state != "new":
-            raise ClosedError("a pipeline starts once; make a new one")
+            raise ClosedError("a pipeline starts once; make a new Pipeline")
         self._state = "starting"
         self.loop = asyncio.get_running_loop()
         try:
@@ -160,7 +161,7 @@ class Pipeline:
         for host in self._reached.values():
             self._frontend.handle(host.announcement(), time.monotonic())
         self._state = "running"
-        if self._processes is not None:  # not before: who was lost by then is lost to a front end that knows it
+        if self._processes is not None:  # only now: the front end must know an instance before it is lost
             self._processes.watch()
         if self.auto is not None:
             await self.auto.begin(self)
@@ -192,45 +193,45 @@ class Pipeline:
 
     @property
     def loads(self) -> dict[str, PeerLoad]:
-        """What each instance said of itself last: seconds of work that waits, free blocks, what it has cached."""
+        """Last report of each instance: waiting work in seconds, free blocks, cached content."""
         return dict(self._frontend.router.loads)
 
     async def profile(self, path: str | Path | None = None, **counts: Any) -> CostTables:
-        """Seconds of a step by stage, batch and context, measured on copies of these instances; saved as JSON.
+        """Measure step times by stage, batch and context on copies of these instances; save them as JSON to ``path``.
 
-        Then also ``cost``, for a planner. Weights are shared with instances of this process. ``counts``: those of
-        ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` where nothing can be measured here.
+        They become ``cost``, for a planner. Weights are shared with instances of this process; ``counts`` are those of
+        ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` if nothing can be measured here.
         """
-        await self.idle()
+        await self.wait_idle()
         given = (self._serving_config, self.instances, self.processor, self.hosts)
         self.cost = tables = await asyncio.to_thread(loader.profile_copies, *given, path, **counts)
         return tables
 
     def stream(self, request: Request) -> Stream:
-        """The request's tokens, as they come: a context manager and iterator. Leaving it ends the request."""
+        """Make a stream of the request's tokens: a context manager and iterator. Leaving it ends the request."""
         return Stream(self, request)
 
     async def complete(self, request: Request) -> Output:
-        """Serve the request to its end."""
+        """Serve the request to its end. Raises the request's own error (``RequestError``), or ``ClosedError``."""
         async with self.stream(request) as tokens:
-            return await tokens.whole()
+            return await tokens.collect()
 
     # ------------------------------------------------------------ a request comes in
 
     async def submit(self, stream: Stream) -> None:
-        """Check, process (off the loop) and submit a stream's request."""
+        """Check, process (on a thread) and submit a stream's request."""
         self._check_open()
         request = stream.request
         try:
             check_request(request)
             self._check_room(request)
         except RequestError as error:
-            self.metrics.refused(error)
+            self.metrics.add_refused(error)
             raise
         self._streams[request.request_id] = stream
-        processed = await self._prepared(stream)
+        processed = await self._prepare(stream)
         if processed is None:
-            stream.end(End(request.request_id, "deadline", late(request)))
+            stream.end(End(request.request_id, "deadline", make_late_failure(request)))
             return
         stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
         self.post(Submit(processed.work, processed.inputs))
@@ -242,18 +243,18 @@ class Pipeline:
             hint = "make a new one" if self._state == "closed" else "use it inside 'async with', or await start()"
             raise ClosedError(f"the pipeline is {'closed' if self._state == 'closed' else 'not started'}; {hint}")
         if asyncio.get_running_loop() is not self.loop:
-            raise ConfigError("the pipeline was started on another event loop; use it there, or make one for this loop")
+            raise ConfigError("the pipeline runs on another event loop; use it there, or make a new one on this loop")
 
     def _check_room(self, request: Request) -> None:
         if request.request_id in self._streams:
-            raise RequestError(f"request {request.request_id} is being served already", request.request_id)
+            raise RequestError(f"request_id {request.request_id!r} is in use; give another", request.request_id)
         waiting = self._frontend.waiting + self._preparing
         if waiting >= self._frontend.max_waiting:
             text = f"{waiting} requests wait already; try later or raise max_waiting"
             raise Overloaded(text, request.request_id)
 
-    async def _prepared(self, stream: Stream) -> ProcessedRequest | None:
-        """The request's work with what is left of its deadline; None where that passed meanwhile."""
+    async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
+        """Process a request, with what is left of its deadline; None if that passed meanwhile."""
         request = stream.request
         self._preparing += 1
         try:
@@ -270,20 +271,20 @@ class Pipeline:
             raise
         finally:
             self._preparing -= 1
-        return with_time_left(processed, time.monotonic() - stream.arrived)
+        return reduce_deadline(processed, time.monotonic() - stream.arrived)
 
     def _refuse(self, stream: Stream, error: BaseException) -> None:
-        """The request never started: by its own fault, or because its reader or the pipeline left."""
+        """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
         if isinstance(error, RequestError):
             self._streams.pop(stream.request.request_id, None)
-            self.metrics.refused(error)
+            self.metrics.add_refused(error)
         else:
             stream.end(End(stream.request.request_id, "cancelled"))
 
     # ------------------------------------------------------------ between the front end, readers and instances
 
     def post(self, event: Value) -> None:
-        """Give an event to the front end, on the loop's thread."""
+        """Pass an event to the front end, on the loop's thread, and carry out its commands."""
         before = len(self._frontend.entries)
         for command in self._frontend.handle(event, time.monotonic()):
             if isinstance(command, Deliver):
@@ -302,8 +303,8 @@ class Pipeline:
             return
         try:
             stream.deliver(command)
-        except Exception as error:  # whatever a tokenizer raises on a token that a stage made up
-            text = f"token {command.sampled.token} cannot be turned into text ({error!r})"
+        except Exception as error:  # a tokenizer may raise anything on a token id that a stage invented
+            text = f"token {command.sampled.token} cannot be decoded to text ({error!r})"
             stream.end(End(command.request, "error", Failure("RequestError", text)))
             self.post(Abort(command.request, "cancelled"))
 
@@ -315,33 +316,34 @@ class Pipeline:
         if due is not None:
             self._timer = self.loop.call_later(max(0.0, due - time.monotonic()), self.post, Tick())
 
-    def ended(self, stream: Stream) -> None:
+    def on_end(self, stream: Stream) -> None:
+        """Count a request that has ended, and add it to the trace."""
         self._streams.pop(stream.request.request_id, None)
         self.metrics.add(stream.output)
-        self.trace.append(trace_row(stream))
+        self.trace.append(make_trace_row(stream))
 
     def send_to_peer(self, name: str, message: Value) -> None:
         self._reached[name].post(message)
 
     def send_to_frontend(self, messages: list[Value]) -> None:
-        """Take what instances say, on the loop's thread."""
+        """Pass the instances' messages to the front end, on the loop's thread."""
         for message in messages:
             self.post(message)
 
     def on_lost(self, name: str, why: str) -> None:
-        """An instance's process is gone: its requests end with an error, the pipeline goes on."""
+        """End the requests of an instance whose process is gone with an error, and restart it."""
         logger.error("instance %s was lost: %s", name, why)
         self.post(PeerLost(name))
         if self._processes is not None and self._state == "running":
             self._processes.restart(name)
 
     def on_back(self, member: InstanceClient) -> None:
-        """A lost instance is there again."""
+        """Announce an instance whose process runs again."""
         self._reached[member.name] = member
         self.post(member.announcement())
 
     def report_crash(self, name: str, error: BaseException) -> None:
-        """A thread of an instance failed: end every request with an error, refuse new ones, stop all threads."""
+        """End every request with an error, refuse new ones and stop all threads, as an instance's thread failed."""
         if self._broken is not None:
             return
         self._broken = error
@@ -355,21 +357,21 @@ class Pipeline:
         self._departed.set()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
-        """Wait for something that the departure of a request brings about."""
+        """Wait until ``reached()``, which is checked whenever a request has left the front end."""
         while not reached() and self._broken is None:
             self._departed.clear()
             await self._departed.wait()
 
-    async def idle(self) -> None:
-        """Wait until no request is anywhere: readers may be gone while steps in flight still end."""
+    async def wait_idle(self) -> None:
+        """Wait until no instance has a request: steps in flight may run on after their readers have gone."""
         await self._until(lambda: not self._frontend.entries)
 
     # ------------------------------------------------------------ the end
 
     async def aclose(self) -> None:
-        """End every request, wait for what is in flight, stop the threads. Again is harmless, and waits as well.
+        """End every request, wait for steps and transfers in flight, stop the threads. May be called twice.
 
-        A caller that is cancelled leaves only afterwards: what is in flight would use memory that is gone.
+        A caller that is cancelled returns only afterwards: work in flight would use memory that has been freed.
         """
         if self._closing is None:
             self._state = "closed"
@@ -383,7 +385,7 @@ class Pipeline:
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))
         try:
-            await self.idle()
+            await self.wait_idle()
         finally:
             for host in self._reached.values():
                 host.stop(at_once=bool(self._frontend.entries))

@@ -1,4 +1,4 @@
-"""Placements: which roles each instance has. "1E3P4D", "2EP2D", "ED+P", "EPD" (TriInfer 3.3, 4.4)."""
+"""Placements: roles of each instance, such as "1E3P4D", "2EP2D", "ED+P", "EPD" (TriInfer 3.3, 4.4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Group:
 
     @classmethod
     def parse(cls, roles: str) -> Group:
-        """One instance's roles, "E" or "PD". Raises ``PlacementError``."""
+        """Read one instance's roles, such as "E" or "PD". Raises ``PlacementError``."""
         if not (isinstance(roles, str) and roles.isalpha()):
             raise PlacementError(f"an instance's roles are letters of E, P, D, such as 'EP', got {roles!r}")
         return cls(1, _roles(roles.upper(), roles))
@@ -36,15 +36,16 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """Read ``[n]LETTERS`` groups joined by their counts or by ``+``; a missing count is 1.
+        """Read groups ``[n]LETTERS``, one after another or joined by ``+``; a missing count is 1.
 
-        Raises ``PlacementError`` where the text is no placement or lacks prefill or decode.
+        Raises ``PlacementError`` if the text is not a placement, or has no prefill or decode.
         """
         pieces = "".join(text.split()).upper().split("+")
         return cls.of(group for piece in pieces for group in _groups(piece, text))
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Placement:
+        """Make a placement of groups. Raises ``PlacementError`` if it has no prefill or decode."""
         placement = cls(tuple(groups))
         missing = [stage for stage in "PD" if stage not in placement.stages]
         if missing:
@@ -56,14 +57,17 @@ class Placement:
 
     @property
     def stages(self) -> str:
+        """Letters of the stages that some instance has, in the order E, P, D."""
         return "".join(stage for stage in STAGES if any(stage in group.roles for group in self.groups))
 
     @property
     def size(self) -> int:
+        """Number of instances."""
         return sum(group.count for group in self.groups)
 
     @property
     def method(self) -> str:
+        """Disaggregation method: one of ``METHODS``, or the roles joined by ``+``."""
         roles = {group.roles for group in self.groups}
         for name in METHODS:
             if set(name.split("+")) == roles:
@@ -71,7 +75,7 @@ class Placement:
         return "+".join(sorted(roles, key=lambda each: (STAGES.index(each[0]), -len(each))))
 
     def instances(self) -> list[tuple[str, str]]:
-        """(name, roles) of every instance: ("E0", "E"), ("P0", "P"), ("P1", "P"), ..."""
+        """List (name, roles) of every instance: ("E0", "E"), ("P0", "P"), ("P1", "P"), ..."""
         named: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         for group in self.groups:
@@ -82,7 +86,7 @@ class Placement:
         return named
 
     def check(self, multimodal: bool) -> None:
-        """Raise ``PlacementError`` where this placement does not suit the model."""
+        """Raise ``PlacementError`` if this placement does not suit the model."""
         if multimodal and "E" not in self.stages:
             raise PlacementError(f"placement {self} has no encode stage (E), which a multimodal model needs")
         if not multimodal and any(group.roles == "E" for group in self.groups):
@@ -94,7 +98,9 @@ class Placement:
 
 def _groups(piece: str, text: str) -> Iterable[Group]:
     if not piece or _GROUP.sub("", piece):
-        raise PlacementError(f"{text!r} is no placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P")
+        raise PlacementError(
+            f"{text!r} is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"
+        )
     for count, letters in _GROUP.findall(piece):
         yield Group(_count(count, text), _roles(letters, text))
 

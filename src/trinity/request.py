@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back: Request, Media, Sampling, Token, Output."""
+"""Requests and their results: Request, Media, Sampling, Token, Output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ _ids = count(1)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen. The default is greedy.
+    """Choice of the next token. The default is greedy.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off.
-    Noise is a function of (``seed``, output index) alone, so that the same seed gives the same tokens under
-    every placement and batch; ``seed`` None draws a fresh seed at submission. ``stop`` ends the output before
-    the first of these strings, ``stop_token_ids`` at one of these tokens; ``ignore_eos`` goes on past the
-    model's end token. ``logprobs`` n reports the log-probability of the token and of the n most likely ones,
-    taken after temperature and penalty and before truncation.
+    - ``temperature`` (0.0): divides the logits; 0 is greedy.
+    - ``top_k`` (tokens, 0): sample from the k most likely tokens; 0 is off.
+    - ``top_p`` (1.0): sample from the most likely tokens that reach this probability together; 1 is off.
+    - ``min_p`` (0.0): drop tokens below this share of the largest probability; 0 is off.
+    - ``repetition_penalty`` (1.0): reduces the logits of tokens that occurred already; 1 is off.
+    - ``seed`` (None): noise depends on the seed and the output index alone, so that a seed gives the same tokens under
+      every placement and batch. None draws a new seed at submission.
+    - ``stop`` (strings, none): the output ends before the first of these.
+    - ``stop_token_ids`` (token ids, none): the output ends at one of these.
+    - ``ignore_eos`` (False): continue past the model's end-of-sequence token.
+    - ``logprobs`` (tokens, None): report the log-probability of the chosen token and of this many most likely ones,
+      after temperature and penalty and before truncation.
     """
 
     temperature: float = 0.0
@@ -38,26 +44,35 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
+        """True if each token is the most likely one."""
         return self.temperature == 0.0
 
 
 class Media(msgspec.Struct, frozen=True):
-    """One media item: ``source`` is a path, bytes, a PIL image, an array [H, W, 3] uint8, or an http(s) URL."""
+    """One media item.
+
+    - ``kind``: "image"; models without a processor for it refuse other kinds ("video", "audio").
+    - ``source``: a path, bytes, a PIL image, an array [H, W, 3] uint8, or an http(s) URL (``MediaLimits.allow_urls``).
+    """
 
     kind: str
     source: Any
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request.
+    """One request. Give either ``prompt`` or ``messages``.
 
-    ``prompt`` is raw text in which ``<image>`` marks the place of each image in turn, whatever the model's own
-    placeholder; or give ``messages`` in the chat form (a list of {"role", "content"}), to which the model's chat
-    template is applied. ``images`` is a shorthand for ``media`` of kind "image". ``max_tokens`` is clipped to the
-    model's context. ``deadline_s`` counts from submission. ``session`` names the conversation that it is part of, for
-    the trace.
+    - ``prompt`` (None): raw text in which ``<image>`` marks the place of each image in turn, for every model.
+    - ``messages`` (None): a chat as a list of {"role", "content"}, to which the model's chat template is applied.
+    - ``images`` (none): sources of media of kind "image", as in ``Media``.
+    - ``media`` (none): ``Media`` items, after ``images``.
+    - ``max_tokens`` (tokens, 256): longest output; reduced to what the model's context leaves.
+    - ``sampling`` (``Sampling()``): choice of tokens and end of the output.
+    - ``deadline_s`` (seconds, None): the request ends with ``DeadlineExceeded`` this long after submission.
+    - ``session`` (""): conversation that the request belongs to, for the trace.
+    - ``request_id`` ("request-1", ...): unique name, used in errors and in the trace.
 
-    Raises ``RequestError`` where a field has no meaning (``max_tokens`` ≤ 0, NaN temperature, ...).
+    Submitting it raises ``RequestError`` if a field is out of range (``max_tokens`` ≤ 0, NaN temperature, ...).
     """
 
     prompt: str | None = None
@@ -71,11 +86,19 @@ class Request(msgspec.Struct, frozen=True):
     request_id: str = msgspec.field(default_factory=lambda: f"request-{next(_ids)}")
 
     def all_media(self) -> list[Media]:
+        """List ``images`` and ``media``, in this order."""
         return [Media("image", source) for source in self.images] + list(self.media)
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One output token. ``text`` is what it adds to the output ("" while held back); ``index`` counts from 0."""
+    """One output token.
+
+    - ``id``: token id.
+    - ``text``: text that it adds to the output; "" while that may still change.
+    - ``index``: position in the output, from 0.
+    - ``logprob`` (None), ``top_logprobs`` (None): its log-probability, and (id, log-probability) of the most likely
+      tokens, if ``Sampling.logprobs`` asks for them.
+    """
 
     id: int
     text: str
@@ -85,13 +108,25 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """The end of a request.
+    """Result of one request.
 
-    ``finish_reason`` is stop, length, cancelled, deadline or error. ``spans`` has the eight spans of TriInfer's
-    figure 11 in seconds. ``itl_s`` are the gaps between tokens. ``max_tokens`` is the limit in force after
-    clipping to the context (``clipped`` says whether it was). ``emulated``: stages waited in place of computing, so
-    that tokens mean nothing and times are a cost model's. ``preemptions``: how often it gave up its KV blocks
-    for an older request and was computed again (``Instance(reservation="optimistic")``).
+    - ``request_id``: the request's.
+    - ``text``, ``token_ids``: the output, without the stop string.
+    - ``finish_reason``: "stop", "length", "cancelled", "deadline" or "error".
+    - ``prompt_tokens``, ``media_tokens`` (tokens): length of the prompt with visual tokens, and of these alone.
+    - ``cached_tokens`` (tokens): part of the prompt that was in the prefix cache.
+    - ``max_tokens`` (tokens): the limit in force; ``clipped``: it is below the request's, to fit the context.
+    - ``ttft_s`` (seconds): time to first token; None if there was none.
+    - ``itl_s`` (seconds): gaps between tokens, one less than there are tokens.
+    - ``latency_s`` (seconds): from submission to the end.
+    - ``spans`` (seconds): the eight spans of TriInfer's figure 11, by name (``trinity.metrics.SPANS``).
+    - ``transfers``: records of its block transfers: kind, source, target, bytes, ...
+    - ``route``: names of the instances that served it, in order.
+    - ``attempts``: how often it was started.
+    - ``logprobs``: of each token, if ``Sampling.logprobs`` is set.
+    - ``emulated``: stages waited in place of computing, so that tokens mean nothing and times are a cost model's.
+    - ``preemptions``: times that it gave up its KV blocks for an older request and was recomputed
+      (``Instance(reservation="optimistic")``).
     """
 
     request_id: str
@@ -116,12 +151,12 @@ class Output(msgspec.Struct, kw_only=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first, in seconds."""
+        """Mean time per output token after the first (TPOT), in seconds; None with fewer than two tokens."""
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
 
 def check_request(request: Request) -> None:
-    """Raise ``RequestError`` where a field of the request has no meaning."""
+    """Raise ``RequestError`` if a field of the request is out of range."""
     if not isinstance(request, Request):
         raise RequestError(f"give a trinity.Request, got {request!r:.80}")
     problem = _request_problem(request) or _sampling_problem(request.sampling)
@@ -138,7 +173,7 @@ def _request_problem(request: Request) -> str | None:
     if any(not isinstance(item, Media) for item in request.media):
         return "media must hold trinity.Media(kind, source)"
     if not isinstance(request.request_id, str) or not request.request_id:
-        return f"request_id must be text that is not empty, got {request.request_id!r}"
+        return f"request_id must be non-empty text, got {request.request_id!r}"
     if not isinstance(request.session, str):
         return f"session must be text, got {request.session!r:.80}"
     if not isinstance(request.max_tokens, int) or request.max_tokens <= 0:
@@ -175,7 +210,7 @@ def _number_problem(sampling: Sampling) -> str | None:
 
 def _stop_problem(sampling: Sampling) -> str | None:
     if not isinstance(sampling.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in sampling.stop):
-        return f"stop must be a tuple of strings that are not empty, got {sampling.stop!r:.80}"
+        return f"stop must be a tuple of non-empty strings, got {sampling.stop!r:.80}"
     ids = sampling.stop_token_ids
     if not isinstance(ids, (tuple, list)) or any(not isinstance(token, int) for token in ids):
         return f"stop_token_ids must be a tuple of token ids, got {ids!r:.80}"

@@ -1,4 +1,4 @@
-"""Stream: the reader's end of one request."""
+"""Stream: reads the tokens of one request as they come."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Output, Request, Token
 
 
-class Host(Protocol):
-    """What a stream needs of its pipeline."""
+class StreamHost(Protocol):
+    """Calls that a stream makes to its pipeline."""
 
     async def submit(self, stream: Stream) -> None: ...
 
     def post(self, event: Value) -> None: ...
 
-    def ended(self, stream: Stream) -> None: ...
+    def on_end(self, stream: Stream) -> None: ...
 
 
 class Stream:
     """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
 
-    Leaving the block ends the request. ``output`` is there after its end. Entering and iterating raise the request's
-    own error (``RequestError`` and below), or ``ClosedError`` where the pipeline was closed. A stream is entered once.
+    Leaving the block ends the request, and ``output`` is available after that. Entering and iterating raise the
+    request's own error (``RequestError`` and its subclasses), or ``ClosedError`` if the pipeline was closed. A stream
+    can be entered once.
     """
 
-    def __init__(self, host: Host, request: Request) -> None:
+    def __init__(self, host: StreamHost, request: Request) -> None:
         self.request = request
         self.processed: ProcessedRequest | None = None
         self.arrived = time.monotonic()
@@ -59,24 +60,26 @@ class Stream:
 
     @property
     def output(self) -> Output:
-        """The whole output. Raises ``RequestError`` while the request goes on."""
+        """The whole output. Raises ``RequestError`` while the request is being served."""
         if self._output is None:
-            raise RequestError("the output is there once the stream has ended", self.request.request_id)
+            raise RequestError(
+                "the output is available once the stream has ended; read it to its end first", self.request.request_id
+            )
         return self._output
 
     @property
     def done(self) -> bool:
-        """True once the request has ended, however it did."""
+        """True once the request has ended, for whatever reason."""
         return self._output is not None
 
     @property
     def token_times(self) -> list[float]:
-        """When each token arrived, in seconds since the request did."""
+        """Arrival of each token, in seconds since the request's."""
         return [each - self.arrived for each in self._times]
 
     async def __aenter__(self) -> Stream:
         if self._entered:
-            raise RequestError("a stream is entered once; ask the pipeline for a new one", self.request.request_id)
+            raise RequestError("a stream can be entered once; get a new one from the pipeline", self.request.request_id)
         self._entered = True
         self.arrived, self.arrived_at = time.monotonic(), time.time()
         await self._host.submit(self)
@@ -88,13 +91,13 @@ class Stream:
         self.cancel()
 
     def cancel(self) -> None:
-        """End the request now. After its end this does nothing."""
+        """End the request now; does nothing if it has ended."""
         if not self.done:
             self._host.post(Abort(self.request.request_id, "cancelled"))
 
     def __aiter__(self) -> Stream:
         if not self._entered:
-            text = "a stream is read inside its block: async with pipe.stream(request) as tokens"
+            text = "a stream can only be read inside its block: async with pipe.stream(request) as tokens"
             raise RequestError(text, self.request.request_id)
         return self
 
@@ -108,8 +111,8 @@ class Stream:
             await self._wake.wait()
         return self._tokens.popleft()
 
-    async def whole(self) -> Output:
-        """The output at its end. Tokens are not kept to be read, and wake nobody. Raises what iterating would."""
+    async def collect(self) -> Output:
+        """Wait for the whole output, without keeping tokens to be read one by one. Raises what iterating would."""
         aiter(self)
         self._unread = True
         self._tokens.clear()
@@ -118,11 +121,12 @@ class Stream:
         return self.output
 
     def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
+        """Take the processed request; ``make_text`` makes its detokenizer from its stop strings."""
         self.processed = processed
         self._text = make_text(self.request.sampling.stop)
 
     def deliver(self, event: Deliver) -> None:
-        """Take the next token. Text that may still change (part of a stop string, half a character) is held back."""
+        """Take the next token. Text that may still change (part of a stop string or of a character) is held back."""
         assert self._text is not None
         if self.done or self._text.stopped:
             return
@@ -144,7 +148,7 @@ class Stream:
         if self._text.stopped or token.text:
             self._put(token)
         else:
-            self._held = token  # its text, if any, goes out with it at the end
+            self._held = token  # its text, if it has any, is released with it
 
     def _release(self, text: str) -> None:
         if self._held is not None:
@@ -156,18 +160,18 @@ class Stream:
         self._wake.set()
 
     def end(self, event: End) -> None:
-        """The request has ended: flush the text, make the output, wake the reader."""
+        """End the request: flush the text, make the output, wake the reader."""
         if self.done:
             return
         self._flush()
         self._output = self._make_output(event.reason, event.finished)
         if event.failure is not None:
-            self.fail(to_error(event.failure, self.request.request_id))
+            self.fail(make_error(event.failure, self.request.request_id))
         self._wake.set()
-        self._host.ended(self)
+        self._host.on_end(self)
 
     def fail(self, error: TrinityError, cause: BaseException | None = None) -> None:
-        """What iterating raises after the tokens that are here."""
+        """Have iterating raise this error after the tokens that have come."""
         self._error = error
         if cause is not None:
             error.__cause__ = cause
@@ -175,7 +179,7 @@ class Stream:
             error.output = self._output
 
     def close(self) -> None:
-        """The pipeline closes: a reader that still waits gets ``ClosedError``."""
+        """Have a reader that still waits get ``ClosedError``, as the pipeline closes."""
         if not self.done:
             self._error = ClosedError("the pipeline was closed while the request was being served")
 
@@ -204,7 +208,7 @@ class Stream:
             ttft_s=times[0] if times else None,
             itl_s=[later - earlier for earlier, later in pairwise(times)],
             latency_s=time.monotonic() - self.arrived,
-            spans=_all_spans(finished),
+            spans=_fill_spans(finished),
             transfers=list(finished.transfers) if finished else [],
             preemptions=finished.preemptions if finished else 0,
             route=list(finished.route) if finished else [],
@@ -213,13 +217,14 @@ class Stream:
         )
 
 
-def _all_spans(finished: Finished | None) -> dict[str, float]:
+def _fill_spans(finished: Finished | None) -> dict[str, float]:
+    """Return all spans in seconds, 0 for those that the request did not have."""
     known: dict[str, Any] = finished.spans if finished else {}
     return {name: known.get(name, 0.0) for name in SPANS}
 
 
-def to_error(failure: Failure, request_id: str) -> TrinityError:
-    """The typed error that a failure names; its fields become attributes."""
+def make_error(failure: Failure, request_id: str) -> TrinityError:
+    """Make the typed error that a failure names; its fields become attributes."""
     kind = getattr(errors, failure.error, RequestError)
     error: TrinityError = kind(failure.message, request_id) if issubclass(kind, RequestError) else kind(failure.message)
     fields = dict(failure.fields)
@@ -231,12 +236,14 @@ def to_error(failure: Failure, request_id: str) -> TrinityError:
     return error
 
 
-def late(request: Request) -> Failure:
-    return Failure("DeadlineExceeded", f"the deadline of {request.deadline_s} s passed before the request was prepared")
+def make_late_failure(request: Request) -> Failure:
+    """Make the failure of a request whose deadline passed while it was being preprocessed."""
+    text = f"the deadline of {request.deadline_s} s passed before the request was prepared; give more time"
+    return Failure("DeadlineExceeded", text)
 
 
-def with_time_left(processed: ProcessedRequest, spent_s: float) -> ProcessedRequest:
-    """The deadline counts from the submission: preparing the request has used some of it."""
+def reduce_deadline(processed: ProcessedRequest, spent_s: float) -> ProcessedRequest:
+    """Subtract the time that preprocessing took (seconds): the deadline counts from submission."""
     deadline = processed.work.deadline_s
     if deadline is None:
         return processed
@@ -244,8 +251,8 @@ def with_time_left(processed: ProcessedRequest, spent_s: float) -> ProcessedRequ
     return msgspec.structs.replace(processed, work=work)
 
 
-def trace_row(stream: Stream) -> dict[str, Any]:
-    """The row of the trace for a request that has ended."""
+def make_trace_row(stream: Stream) -> dict[str, Any]:
+    """Make the trace row of a request that has ended."""
     output, work = stream.output, stream.processed.work if stream.processed else None
     media = work.media if work else ()
     return {

@@ -1,4 +1,4 @@
-"""Tables of figures as text and as HTML, and percentiles."""
+"""Formats tables as text and HTML, and computes percentiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, at least one; between two of them on the line that joins them."""
+    """Interpolate a percentile linearly, of at least one value in ascending order."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -18,7 +18,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and largest value; None where there are none."""
+    """Compute mean, ``PERCENTILES`` and maximum; None of no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -27,13 +27,14 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 class Table(NamedTuple):
-    """A header, and rows of as many cells; the first cell names what the others tell."""
+    """A header and rows of equally many cells; the first cell of a row is its name."""
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
 def as_text(table: Table) -> str:
+    """Format with aligned columns: the first to the left, the others to the right."""
     lines = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
@@ -41,6 +42,7 @@ def as_text(table: Table) -> str:
 
 
 def as_html(table: Table) -> str:
+    """Format as an HTML table with escaped cells."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

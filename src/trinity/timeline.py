@@ -1,4 +1,4 @@
-"""Timeline: what every instance did when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Timeline: records the work of every instance as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import msgspec
 
 from trinity.errors import ConfigError
 
-GIVEN = "migration out"  # the lane on which the source of a migration is shown
+SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
 
 
 class Slice(NamedTuple):
-    """One piece of work: start in seconds of any one clock, duration in seconds."""
+    """One piece of work on a lane of an instance.
+
+    - ``instance``, ``lane``, ``name``: where it ran, and its title.
+    - ``start_s``, ``duration_s`` (seconds): start by any one clock, and length.
+    - ``args``: details; a ``source`` (another instance) makes it a migration.
+    """
 
     instance: str
     lane: str
@@ -28,18 +33,22 @@ class Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-# When it was added, and a Slice's fields, which take less to put together than a Slice.
-Row = tuple[int, str, str, str, float, float, Mapping[str, Any]]
+# Number in order of addition, then a Slice's fields: a tuple is cheaper to build than a Slice.
+StoredSlice = tuple[int, str, str, str, float, float, Mapping[str, Any]]
 
 
 class Timeline:
-    """The last ``limit`` slices. Threads may add at the same time, without a lock: every call on what they share is one
-    step of the interpreter's."""
+    """Records the last slices of work, from any thread.
+
+    - ``limit`` (slices, 200,000): older slices are dropped. Below 1 raises ``ConfigError``.
+
+    No lock is needed: each operation on shared state is atomic in the interpreter.
+    """
 
     def __init__(self, limit: int = 200_000) -> None:
         if limit < 1:
             raise ConfigError(f"a timeline's limit must be at least 1 slice, got {limit}")
-        self._slices: deque[Row] = deque(maxlen=limit)
+        self._slices: deque[StoredSlice] = deque(maxlen=limit)
         self._added = count()
 
     def __len__(self) -> int:
@@ -56,15 +65,17 @@ class Timeline:
     ) -> None:
         """Record a slice. ``args`` with a ``source`` (another instance) make it a migration: an arrow comes from there.
 
-        Raises ``ConfigError`` where a time is not a number, or a duration is negative.
+        Raises ``ConfigError`` if a time is not finite or a duration is negative.
         """
         if not (-inf < start_s < inf and 0 <= duration_s < inf):
-            raise ConfigError(f"slice {name!r}: start {start_s!r} s and duration {duration_s!r} s are no times")
+            raise ConfigError(
+                f"slice {name!r}: start {start_s!r} s must be finite, duration {duration_s!r} s finite and at least 0"
+            )
         self._slices.append((next(self._added), instance, lane, name, start_s, duration_s, args or {}))
 
     @classmethod
     def of(cls, slices: Iterable[Slice]) -> Timeline:
-        """Of slices that are there already, such as a replay's: for ``to_json`` and ``save``."""
+        """Make a timeline of existing slices, such as a replay's, for ``to_json`` and ``save``."""
         found = list(slices)
         timeline = cls(limit=max(1, len(found)))
         for each in found:
@@ -72,26 +83,26 @@ class Timeline:
         return timeline
 
     def slices(self) -> tuple[Slice, ...]:
-        """What is kept, oldest first."""
+        """Return the recorded slices, oldest first."""
         return tuple(Slice._make(fields) for _, *fields in list(self._slices))
 
     @property
-    def dropped(self) -> int:
-        """How many older slices are not kept."""
+    def dropped_slices(self) -> int:
+        """Number of older slices that are no longer here."""
         kept = list(self._slices)
         return max(kept)[0] + 1 - len(kept) if kept else 0
 
     def rows(self) -> tuple[tuple[str, str, float, float, dict[str, Any]], ...]:
-        """(lane, name, start, seconds, arguments) of every slice, for an instance's slices on their way home."""
+        """Return (lane, name, start, seconds, arguments) of every slice, as a process sends them to its pipeline."""
         return tuple((each.lane, each.name, each.start_s, each.duration_s, dict(each.args)) for each in self.slices())
 
     def to_json(self) -> str:
-        """The timeline in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
+        """Encode in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
 
         Slices of one lane that overlap are shown on threads of their own ("migration 2"), because the format only
         nests slices of one thread.
         """
-        slices, dropped = self.slices(), self.dropped
+        slices, dropped = self.slices(), self.dropped_slices
         origin = min((entry.start_s for entry in slices), default=0.0)
         events = _events(slices, origin)
         other = {"dropped_slices": dropped, "origin_s": origin}
@@ -100,7 +111,7 @@ class Timeline:
         ).decode()
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()``. The file is there in full or not at all."""
+        """Write ``to_json()`` to a file, completely or not at all."""
         target = Path(path)
         scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
         scratch.write_text(self.to_json(), encoding="utf-8")
@@ -108,7 +119,7 @@ class Timeline:
 
 
 class _Tracks:
-    """Numbers for processes and threads. A lane has as many threads as it has slices at one time."""
+    """Numbers processes and threads. A lane has as many threads as it has slices at one time."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
@@ -116,7 +127,7 @@ class _Tracks:
         self._tids: dict[tuple[str, str], int] = {}
 
     def place(self, instance: str, lane: str, start_s: float, duration_s: float) -> dict[str, int]:
-        """pid and tid of a slice; slices must come by their start."""
+        """Choose pid and tid of a slice; slices must come in order of their start."""
         ends = self._busy_until.setdefault((instance, lane), [])
         free = next((i for i, end in enumerate(ends) if end <= start_s), len(ends))
         ends[free : free + 1] = [start_s + duration_s]
@@ -141,8 +152,8 @@ def _events(slices: Iterable[Slice], origin: float) -> list[dict[str, Any]]:
         events.append({**shown, **here})
         source = entry.args.get("source")
         if source and source != entry.instance:
-            there = tracks.place(str(source), GIVEN, entry.start_s, entry.duration_s)
-            events.append({**shown, "name": f"{entry.name} to {entry.instance}", "cat": GIVEN, **there})
+            there = tracks.place(str(source), SOURCE_LANE, entry.start_s, entry.duration_s)
+            events.append({**shown, "name": f"{entry.name} to {entry.instance}", "cat": SOURCE_LANE, **there})
             arrow = {"name": "migration", "cat": "migration", "id": number}
             events.append({"ph": "s", **arrow, "ts": start, **there})
             events.append(

@@ -15,7 +15,7 @@ from trinity.connector import Connector
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.deploy import InstanceOptions, placed
+from trinity.deploy import InstanceOptions, make_instances
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance
@@ -58,10 +58,10 @@ def test_they_reach_every_instance(placement: Any) -> None:
 
 
 def test_what_is_not_said_is_the_plans_and_else_the_instances_own() -> None:
-    epd, pd = placed(PLAN, {})
+    epd, pd = make_instances(PLAN, {})
     assert (epd.token_budget, epd.image_budget, pd.token_budget, pd.image_budget) == (7, 5, 7, None)
-    assert placed("EPD", {}) == [Instance("EPD", "EPD0")]
-    (limited, _) = placed(PLAN, {}, limited=True)
+    assert make_instances("EPD", {}) == [Instance("EPD", "EPD0")]
+    (limited, _) = make_instances(PLAN, {}, limited=True)
     assert (limited.token_budget, limited.image_budget) == (None, None)
 
 

@@ -32,7 +32,7 @@ def filled() -> Metrics:
     metrics.add(output(prompt_tokens=10, media_tokens=4, cached_tokens=2, transfers=[image, pulled], spans=spans))
     metrics.add(output("stop", 2.0, [0.2], prompt_tokens=5, transfers=[cached, pulled], spans={"decode": 1.0}))
     metrics.add(output("cancelled", None, [], spans={"encode": 100.0}))
-    metrics.refused(BadMedia("corrupt", "x"))
+    metrics.add_refused(BadMedia("corrupt", "x"))
     return metrics
 
 
@@ -76,7 +76,7 @@ def test_attainment_is_over_all_requests_and_each_rule() -> None:
     metrics.add(output(gaps=[0.01] * 9 + [60.0]))
     metrics.add(output(gaps=[0.01] * 10))
     metrics.add(output("error"))
-    metrics.refused(RequestTooLarge("too large"))
+    metrics.add_refused(RequestTooLarge("too large"))
     assert metrics.summary()["attainment"] == {"p90": 0.5, "p99": 0.25, "guard": 0.25, "tpot": 0.25}
 
 
@@ -109,7 +109,7 @@ def test_memory_is_bounded_and_counts_are_not() -> None:
 
 
 def test_room_for_no_output_is_refused() -> None:
-    with pytest.raises(ConfigError, match="last=0"):
+    with pytest.raises(ConfigError, match="last must be at least 1 output, got 0"):
         Metrics(last=0)
 
 

@@ -37,7 +37,7 @@ from trinity.pipeline import Pipeline
 from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Media, Request, Sampling
-from trinity.stream import with_time_left
+from trinity.stream import reduce_deadline
 
 pytestmark = pytest.mark.usefixtures("expected")
 
@@ -54,9 +54,9 @@ def expected() -> None:
     ("placement", "says"),
     [
         ("EXD", "names unknown stage X"),
-        ("", "is no placement"),
+        ("", "is not a placement"),
         ("0EPD", "instance count"),
-        ("E-P-D", "is no placement"),
+        ("E-P-D", "is not a placement"),
         ("E+P", "no instance for stage D"),
         ("1E1D", "no instance for stage P"),
         ([Instance("E"), Instance("P")], "no instance for stage D"),
@@ -348,9 +348,9 @@ async def test_deadline_before_the_first_token() -> None:
 
 def test_preparing_uses_up_the_deadline() -> None:
     timed, untimed = (ProcessedRequest(Work(request="r", prompt=(1,), deadline_s=each)) for each in (2.0, None))
-    assert with_time_left(timed, 0.5).work.deadline_s == 1.5
-    assert with_time_left(timed, 5.0).work.deadline_s == 0.0
-    assert with_time_left(untimed, 5.0) is untimed
+    assert reduce_deadline(timed, 0.5).work.deadline_s == 1.5
+    assert reduce_deadline(timed, 5.0).work.deadline_s == 0.0
+    assert reduce_deadline(untimed, 5.0) is untimed
 
 
 async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ async def test_a_stream_left_early_is_cancelled() -> None:
         assert tokens.output.finish_reason == "cancelled"
         assert len(tokens.output.token_ids) < LONG.max_tokens
         async with asyncio.timeout(20):
-            await pipe.idle()
+            await pipe.wait_idle()
         assert all(host.core.idle() for host in pipe.hosts.values())
         await good_ones(pipe)
 
@@ -239,7 +239,7 @@ async def test_no_token_after_leaving() -> None:
             await anext(aiter(tokens))
         count = len(tokens.output.token_ids)
         steps = pipe.hosts["EPD0"].steps
-        await pipe.idle()
+        await pipe.wait_idle()
         assert len(tokens.output.token_ids) == count
         assert pipe.hosts["EPD0"].steps <= steps + 1, "a step was started for a request that nobody reads"
 
@@ -265,7 +265,7 @@ async def test_a_stream_is_entered_once_and_read_inside() -> None:
                 pass
         async with stream:
             pass
-        with pytest.raises(RequestError, match="entered once"):
+        with pytest.raises(RequestError, match="can be entered once"):
             async with stream:
                 pass
 
@@ -327,7 +327,7 @@ async def test_cancelled_at_random_points(placement: str) -> None:
                 assert getattr(answer, "token_ids", answer) == case.tokens
         assert sum(isinstance(answer, asyncio.CancelledError) for answer in found) >= 8
         async with asyncio.timeout(20):
-            await pipe.idle()
+            await pipe.wait_idle()
         await good_ones(pipe)
 
 

@@ -51,7 +51,7 @@ async def test_a_bad_request_in_a_task_group_cancels_its_siblings_as_always() ->
         (error,) = caught.value.exceptions
         assert isinstance(error, BadMedia)
         async with asyncio.timeout(20):
-            await pipe.idle()
+            await pipe.wait_idle()
         await good_ones(pipe)
 
 
@@ -88,7 +88,7 @@ async def test_a_timeout_of_the_user() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await pipe.complete(LONG.request(max_tokens=1900))
-        await pipe.idle()
+        await pipe.wait_idle()
         await good_ones(pipe)
 
 

@@ -46,8 +46,8 @@ def test_what_is_no_placement(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"),
-        ("EPD2", "'EPD2' is no placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"),
+        ("", "'' is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"),
+        ("EPD2", "'EPD2' is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"),
         ("0EPD", "placement '0EPD': an instance count must lie between 1 and 65536, got 0"),
         ("65537PD", "placement '65537PD': an instance count must lie between 1 and 65536, got 65537"),
         ("EXYD", "placement 'EXYD' names unknown stage X, Y; the stages are E (encode), P (prefill), D (decode)"),

@@ -13,7 +13,7 @@ from trinity.core.routing import LeastLoaded
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.deploy import KNOBS
+from trinity.deploy import PLAN_SETTINGS
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import UnknownName
 from trinity.memory.cache_config import CacheConfig
@@ -122,7 +122,7 @@ async def test_processes_are_told_of_them() -> None:
 
 
 def test_every_knob_of_the_search_is_run() -> None:
-    assert set(knobs_of(Space())) <= set(KNOBS)
+    assert set(knobs_of(Space())) <= set(PLAN_SETTINGS)
 
 
 def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:

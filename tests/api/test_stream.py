@@ -13,7 +13,7 @@ from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLo
 from trinity.metrics import SPANS
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Request, Sampling, Token
-from trinity.stream import Stream, to_error
+from trinity.stream import Stream, make_error
 
 
 class Desk:
@@ -30,7 +30,7 @@ class Desk:
     def post(self, event: Value) -> None:
         self.posted.append(event)
 
-    def ended(self, stream: Stream) -> None:
+    def on_end(self, stream: Stream) -> None:
         self.over.append(stream)
 
 
@@ -104,7 +104,7 @@ async def test_output() -> None:
 async def test_the_whole_output_is_waited_for_without_reading_a_token() -> None:
     _, stream = await entered()
     deliver(stream, 1)
-    waiting = asyncio.ensure_future(stream.whole())
+    waiting = asyncio.ensure_future(stream.collect())
     await asyncio.sleep(0)
     deliver(stream, 2, 26, start=1)
     await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_the_whole_output_is_waited_for_without_reading_a_token() -> None:
 
 async def test_waiting_for_the_whole_raises_its_error_and_stops_at_a_stop_string() -> None:
     desk, stream = await entered(sampling=Sampling(stop=("c",)))
-    waiting = asyncio.ensure_future(stream.whole())
+    waiting = asyncio.ensure_future(stream.collect())
     await asyncio.sleep(0)
     deliver(stream, 1, 3, 2)
     assert desk.posted == [Abort("r", "stop")]
@@ -126,8 +126,8 @@ async def test_waiting_for_the_whole_raises_its_error_and_stops_at_a_stop_string
         await waiting
     assert caught.value.output is stream.output
     assert stream.output.text == "a"
-    with pytest.raises(RequestError, match="read inside its block"):
-        await Stream(desk, Request("hello", request_id="r")).whole()
+    with pytest.raises(RequestError, match="can only be read inside its block"):
+        await Stream(desk, Request("hello", request_id="r")).collect()
 
 
 async def test_logprobs_where_asked_for() -> None:
@@ -228,7 +228,7 @@ FIELDS = {"source": "P0", "target": "D0", "kind": "kv", "cause": "PeerLost"}
 
 
 def test_failures_become_the_errors_that_they_name() -> None:
-    error = to_error(Failure("MigrationError", "lost", FIELDS), "r")
+    error = make_error(Failure("MigrationError", "lost", FIELDS), "r")
     assert isinstance(error, MigrationError)
     assert (error.source, error.target, error.kind, error.request_id) == ("P0", "D0", "kv", "r")
     assert type(error.__cause__) is PeerLost
@@ -237,6 +237,6 @@ def test_failures_become_the_errors_that_they_name() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("NoSuchError", RequestError), ("TrinityError", TrinityError)])
 def test_other_failures(name: str, kind: type[TrinityError]) -> None:
-    error = to_error(Failure(name, "something"), "r")
+    error = make_error(Failure(name, "something"), "r")
     assert type(error) is kind
     assert error.__cause__ is None

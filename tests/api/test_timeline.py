@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity.errors import ConfigError
-from trinity.timeline import GIVEN, Timeline
+from trinity.timeline import SOURCE_LANE, Timeline
 
 REQUIRED = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
@@ -57,7 +57,7 @@ def test_a_process_per_instance_and_a_thread_per_lane() -> None:
     found = events(example())
     assert set(titles(found).values()) == {
         ("E0", "vision"),
-        ("E0", GIVEN),
+        ("E0", SOURCE_LANE),
         ("P0", "language"),
         ("P0", "migration"),
     }
@@ -82,7 +82,7 @@ def test_a_migration_has_an_arrow_between_slices_of_both_instances() -> None:
     found = events(example())
     (start,), (finish,) = of_kind(found, "s"), of_kind(found, "f")
     names = titles(found)
-    assert names[start["pid"], start["tid"]] == ("E0", GIVEN)
+    assert names[start["pid"], start["tid"]] == ("E0", SOURCE_LANE)
     assert names[finish["pid"], finish["tid"]] == ("P0", "migration")
     assert (start["id"], start["cat"], start["name"]) == (finish["id"], finish["cat"], finish["name"])
     assert finish["bp"] == "e"
@@ -148,7 +148,7 @@ def test_memory_is_bounded() -> None:
     document = json.loads(timeline.to_json())
     assert document["otherData"] == {"dropped_slices": 7, "origin_s": 7.0}
     assert [e["name"] for e in of_kind(events(timeline), "X")] == ["7", "8", "9", "10", "11"]
-    assert (len(timeline), timeline.dropped) == (5, 7)
+    assert (len(timeline), timeline.dropped_slices) == (5, 7)
 
 
 def test_threads_add_at_the_same_time_as_others_read() -> None:
@@ -165,7 +165,7 @@ def test_threads_add_at_the_same_time_as_others_read() -> None:
         json.loads(timeline.to_json())
     for thread in threads:
         thread.join()
-    assert len(timeline) + timeline.dropped == 2000
+    assert len(timeline) + timeline.dropped_slices == 2000
 
 
 def test_save(tmp_path: Path) -> None:

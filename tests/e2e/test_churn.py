@@ -141,7 +141,7 @@ async def churn(method: str, planned: Sequence[Plan], **options: Any) -> Seen:
             async with asyncio.TaskGroup() as group:
                 for plan in planned:
                     group.create_task(_client(pipe, plan, seen))
-            await pipe.idle()
+            await pipe.wait_idle()
             await nothing_held(pipe)
             for host in pipe.hosts.values():
                 host.core.check()

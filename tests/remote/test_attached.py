@@ -94,7 +94,7 @@ async def test_one_that_dies_is_found_again_when_it_is_back(launcher: Launcher) 
         try:
             assert (await recovered(pipe, request())).token_ids == wanted()
             assert pipe.processes["D0"].setup.epoch == 1
-            await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+            await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
         finally:
             await again.kill()
 

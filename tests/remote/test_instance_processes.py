@@ -133,7 +133,7 @@ async def test_a_killed_instance_fails_its_requests_and_is_started_again(victim:
         again = pipe.processes[victim]
         assert again.process != process
         assert again.setup.epoch == 1
-        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
 
 
 async def test_one_of_two_is_killed_and_the_other_goes_on() -> None:
@@ -152,7 +152,7 @@ async def test_a_frozen_instance_does_not_hold_a_deadline_up() -> None:
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(pipe.complete(request), LIVENESS_S)
         os.kill(process, signal.SIGCONT)
-        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
         assert (await pipe.complete(requests()[1])).token_ids == oracle().generate(requests()[1])
 
 
@@ -164,7 +164,7 @@ async def test_a_lease_ends_a_request_whose_peer_says_nothing() -> None:
         with pytest.raises(RequestError, match="D0"):
             await asyncio.wait_for(pipe.complete(requests()[1]), 20.0)
         os.kill(process, signal.SIGCONT)
-        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
         assert (await pipe.complete(requests()[1])).token_ids == oracle().generate(requests()[1])
         assert pipe.processes["D0"].process == process
 
@@ -174,7 +174,7 @@ async def test_leaving_a_stream_gives_everything_back() -> None:
         for _ in range(8):
             async with pipe.stream(long_request()) as tokens:
                 await anext(tokens)
-        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
         outputs = await serve(pipe, [*requests(), *requests()])
         assert [output.token_ids for output in outputs] == oracle().generate_all(requests()) * 2
 

@@ -108,7 +108,7 @@ def unfree(pipe: Pipeline) -> dict[str, dict[str, int]]:
 
 async def settled(pipe: Pipeline, before: dict[str, Counter[str]], case: Strike) -> None:
     """Until nothing is held that was not held before."""
-    await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+    await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
     until = time.monotonic() + LIVENESS_S
     while True:
         left = {name: now - before[name] for name, now in holdings(pipe).items() if now - before[name]}

@@ -68,7 +68,7 @@ async def test_a_frozen_instance_is_killed_and_started_again(launcher: Launcher,
         assert (await recovered(pipe, request())).token_ids == wanted()
         assert pipe.processes[victim].setup.epoch >= 1
         assert gone(process)
-        await asyncio.wait_for(pipe.idle(), LIVENESS_S)
+        await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
 
 
 async def test_a_frozen_one_that_was_started_by_hand_is_attached_again(launcher: Launcher) -> None:

@@ -88,7 +88,7 @@ def test_nothing_recorded_and_nothing_in_a_window() -> None:
 def test_a_replays_timeline_can_be_had_for_perfetto() -> None:
     timeline = Timeline.of(STEPS)
     assert timeline.slices() == STEPS
-    assert timeline.dropped == 0
+    assert timeline.dropped_slices == 0
     found = [event for event in json.loads(timeline.to_json())["traceEvents"] if event["ph"] == "X"]
     assert len(found) == len(STEPS) + 1  # the migration at its source too
     assert Timeline.of([]).slices() == ()

@@ -24,7 +24,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import CostTables, Roofline, get_device, interference_of
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, TrinityWarning
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import LoadedInstance
@@ -218,7 +218,7 @@ def loaded(processor: RequestProcessor, roles: str, **asked: Any) -> LoadedInsta
         "float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
-    return load_instances(deployment, named([Instance(roles, **asked)]), processor)[0]
+    return load_instances(deployment, name_instances([Instance(roles, **asked)]), processor)[0]
 
 
 @pytest.mark.parametrize("roles", ["EP", "ED", "EPD"])

@@ -15,7 +15,7 @@ from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.core.scheduler import ALPHA, TBT_SHARE, BatchRules
 from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, StepBudgets
 from trinity.errors import TrinityWarning
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime import loader
@@ -46,7 +46,7 @@ def deployment(slo: SLO | None = None, budgets: StepBudgets | None = None) -> Se
 
 
 def loaded(roles: str, processor: RequestProcessor) -> LoadedInstance:
-    return load_instances(deployment(), named([Instance(roles)]), processor)[0]
+    return load_instances(deployment(), name_instances([Instance(roles)]), processor)[0]
 
 
 @pytest.mark.parametrize("roles", ["E", "P", "D", "EP", "ED", "PD", "EPD"])
@@ -186,7 +186,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
 
     monkeypatch.setattr(loader, "profile_budgets", profile)
     slo = SLO(ttft=8.0, tbt=0.5)
-    instances = named([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
+    instances = name_instances([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
     made = load_instances(deployment(slo), instances, processor)
     assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
     assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in made} == {(77, 33)}
@@ -199,5 +199,5 @@ def test_no_slo_profiles_nothing(processor: RequestProcessor, monkeypatch: pytes
     monkeypatch.setattr(loader, "profile_budgets", lambda *given: pytest.fail("profiled without an SLO"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = load_instances(deployment(), named([Instance("EPD")]), processor)
+        made = load_instances(deployment(), name_instances([Instance("EPD")]), processor)
     assert (made[0].settings.rules.token_budget, made[0].settings.rules.image_budget) == (2048, 1)

@@ -16,7 +16,7 @@ from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ClosedError, ConfigError
-from trinity.instance import Instance, named
+from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
@@ -41,7 +41,7 @@ def loaded(processor: RequestProcessor, *roles: str) -> list[LoadedInstance]:
         "float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
-    return load_instances(deployment, named([Instance(each) for each in roles]), processor)
+    return load_instances(deployment, name_instances([Instance(each) for each in roles]), processor)
 
 
 def check(tables: CostTables, letters: str) -> None:

@@ -151,7 +151,7 @@ async def served(model: Path, placement: Any, waves: Waves, **options: Any) -> S
                         group.create_task(_read(pipe, request, event, found))
                     for event in begun:
                         await event.wait()
-            await pipe.idle()
+            await pipe.wait_idle()
             await nothing_held(pipe)
     nothing_left(pipe)
     found.evictions = sum(pool.evictions for host in pipe.hosts.values() for pool in host.core.state.pools.values())

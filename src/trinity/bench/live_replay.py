@@ -18,7 +18,7 @@ from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, T
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.request import Request
-from trinity.stream import Stream, trace_row
+from trinity.stream import Stream, make_trace_row
 from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -58,7 +58,7 @@ async def replay(
     rows = list(offered)
     make = request_of or _request_factory(pipe)
     requests = await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(rows)])
-    await pipe.idle()
+    await pipe.wait_idle()
     served = Trace(await _serve_all(pipe, rows, requests))
     _report_lateness(served, late_s)
     return served
@@ -90,7 +90,7 @@ async def _serve_one(pipe: Pipeline, row: TraceRow, request: Request, due: float
     stream = pipe.stream(request)
     try:
         async with stream:
-            await stream.whole()
+            await stream.collect()
     except TrinityError as error:
         failed = isinstance(error, RequestError) or stream.done  # the rest is the pipeline's end, not this request's
         if isinstance(error, ClosedError) or not failed:
@@ -102,7 +102,7 @@ async def _serve_one(pipe: Pipeline, row: TraceRow, request: Request, due: float
 
 
 def _served_row(row: TraceRow, stream: Stream, late: float) -> TraceRow:
-    found = msgspec.convert(trace_row(stream), TraceRow)
+    found = msgspec.convert(make_trace_row(stream), TraceRow)
     changes: dict[str, Any] = {"timestamp": row.timestamp, "hash_ids": row.hash_ids, "late_s": late}
     changes["latency_s"] = late + stream.output.latency_s
     if found.ttft_s is not None:
