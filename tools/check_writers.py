@@ -1,9 +1,9 @@
 """Writers of what an instance's core remembers: at most two modules for each field; ``--list`` prints all.
 
-A write is an assignment to a field or into it (``state.kv = ...``, ``s.heard[peer] = now``, ``+=``, ``del``), or the
-call of a method that changes it (``.append``, ``.pop``), also by a local name for it. What an object does to itself in
-a method of another name is its own affair. Types come from annotations; a write to a field's name on something whose
-type they do not tell is an error. What a function does to a container that it is given is not seen.
+A write is an assignment to a field or into it (``state.block_table = ...``, ``s.last_heard[peer] = now``, ``+=``,
+``del``), or the call of a method that changes it (``.append``, ``.pop``), also by a local name for it. What an object
+does to itself in a method of another name is its own affair. Types come from annotations; a write to a field's name on
+something whose type they do not tell is an error. What a function does to a container that it is given is not seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pathlib import Path
 
 MOST = 2  # modules that write a field
 FOLDER = Path("src") / "trinity" / "core"
-OWNERS = ("State", "RequestState", "MediaSlot", "Stream", "Incoming", "Outgoing", "Spared", "Fetching", "PendingMedia")
+OWNERS = (
+    *("State", "RequestState", "MediaSlot", "KvStream", "IncomingTransfer", "Lease"),
+    *("SkippedEncode", "FeatureFetch", "PendingMedia"),
+)
 CHANGING = {
     *("append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "discard", "clear"),
     *("add", "update", "setdefault", "difference_update", "intersection_update", "subtract", "sort", "reverse"),

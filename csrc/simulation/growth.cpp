@@ -8,7 +8,7 @@ namespace trinity::sim {
 int32_t Instance::need(const State &state, int32_t text) const {
     if (!has(DECODES)) return text;
     const int32_t whole = whole_need(state);
-    return grows_ && !state.firm ? std::min(whole, text + 1) : whole;
+    return grows_ && !state.never_preempted ? std::min(whole, text + 1) : whole;
 }
 
 int32_t Instance::whole_need(const State &state) const {
@@ -67,7 +67,7 @@ bool Instance::make_room(const State &state) {
         State *youngest = nullptr;
         const auto look = [&](int32_t number) {
             State &each = w.states[number];
-            if (!each.firm && (!youngest || age(each) > age(*youngest))) youngest = &each;
+            if (!each.never_preempted && (!youngest || age(each) > age(*youngest))) youngest = &each;
         };
         for (const Row &row : decoding_) look(row.state);
         for (int32_t number : prefilling_) look(number);

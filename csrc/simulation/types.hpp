@@ -151,7 +151,7 @@ struct State {
     bool skip_media, in_step, opened;
     bool media;                     // it has slots here
     bool preempted;                 // it was, here
-    bool firm;                      // it has its whole KV need and is not preempted, where others grow
+    bool never_preempted;           // it has its whole KV need and is not preempted, where others grow
     int32_t tokens, done, cached;   // output tokens so far, positions prefilled, of these found in the cache
     int32_t text;                   // positions that a prefill fills: the prompt, and outputs that are recomputed
     int32_t kv, published;          // KV blocks held, and how many of them may be matched

@@ -14,7 +14,7 @@ from trinity.core.block_pool import prefix_keys
 from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
 from trinity.core.instance import state as core_state
-from trinity.core.instance.columns import Columns
+from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -86,7 +86,7 @@ def a_block_is_matchable_before_its_step_has_ended(monkeypatch: pytest.MonkeyPat
 
 @broken
 def blocks_are_given_back_while_a_second_step_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "in_step", lambda s, request: s.flying()[request] > 1)
+    monkeypatch.setattr(State, "in_step", lambda s, request: s.count_in_flight()[request] > 1)
 
 
 @broken
@@ -109,7 +109,7 @@ def a_row_is_decoded_beyond_its_last_token(monkeypatch: pytest.MonkeyPatch) -> N
 @broken
 def a_chunk_begins_where_the_last_ended_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(result: Any, s: State, row: Any) -> None:
-        row.scheduled = row.done
+        row.scheduled = row.prefilled
 
     around(monkeypatch, steps, "_prefill_row", lambda result, s, request, *_: again(result, s, s.requests[request]))
 
@@ -119,7 +119,7 @@ def a_part_is_pulled_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None
     def eager(result: Any, s: State, event: Offer, now: float) -> None:
         incoming = s.requests[event.work.request].incoming
         assert incoming is not None
-        incoming.ready.update(range(len(event.parts)))
+        incoming.ready_parts.update(range(len(event.parts)))
 
     around(monkeypatch, target, "offered", eager)
 
@@ -139,7 +139,7 @@ def a_migration_goes_on_without_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     def assumed(result: Any, s: State, event: Offer, now: float) -> None:
         incoming = s.requests[event.work.request].incoming
         assert incoming is not None
-        incoming.pulled.add(0)
+        incoming.pulled_parts.add(0)
 
     around(monkeypatch, target, "offered", assumed)
 
@@ -219,16 +219,16 @@ def a_token_is_emitted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @broken
 def a_late_request_counts_a_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: Columns, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int]) -> None:
+    def late(self: DecodeBatch, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int]) -> None:
         join(self, request, attempt, tokens + (self.count > 0), most, stops)
 
-    join = Columns.join
-    monkeypatch.setattr(Columns, "join", late)
+    join = DecodeBatch.join
+    monkeypatch.setattr(DecodeBatch, "join", late)
 
 
 @broken
 def tokens_stay_in_the_columns_of_a_request_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestState, "write", lambda self: None)
+    monkeypatch.setattr(RequestState, "store_tokens", lambda self: None)
 
 
 @broken
@@ -334,7 +334,7 @@ def test_reserving_features_one_by_one_would_hang(monkeypatch: pytest.MonkeyPatc
 
     def piecemeal(s: State, state: Any, now: float) -> bool:
         for part, slot in enumerate(state.media):
-            if part in state.incoming.ready and not slot.blocks:
+            if part in state.incoming.ready_parts and not slot.blocks:
                 if not s.image.fits(len(slot.keys)):
                     return False
                 slot.blocks = s.image.allocate(len(slot.keys))

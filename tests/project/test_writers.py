@@ -12,36 +12,38 @@ from tools import check_writers
 STATE = """
 Flights = dict[str, deque[Running]]
 
-class Columns:
+class DecodeBatch:
     def clear_all(self) -> None: ...
 
 class RequestState:
-    kv: tuple[int, ...] = ()
+    block_table: tuple[int, ...] = ()
     spans: dict[str, float]
-    incoming: Incoming | None = None
+    incoming: IncomingTransfer | None = None
 
     def grow(self, blocks):
-        self.kv += blocks
+        self.block_table += blocks
 
-class Incoming:
+class IncomingTransfer:
     moved: bool
-    ready: set[int]
+    ready_parts: set[int]
 
 class State:
     def __init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
-        self.doubtful: dict[str, set[int]] = {}
+        self.revoked_blocks: dict[str, set[int]] = {}
         self.lanes: Flights = {}
         self.report_at = self.reported_at = 0.0
-        self.columns = Columns()
+        self.decode_batch = DecodeBatch()
 
     @property
     def oldest(self) -> RequestState: ...
 
 def found(s: State) -> list[RequestState]: ...
 """
-MAKING = {("State", name) for name in ("requests", "doubtful", "lanes", "report_at", "reported_at", "columns")}
-ALONE = {("RequestState", "kv")} | MAKING  # what its own module writes
+MAKING = {
+    ("State", name) for name in ("requests", "revoked_blocks", "lanes", "report_at", "reported_at", "decode_batch")
+}
+ALONE = {("RequestState", "block_table")} | MAKING  # what its own module writes
 
 
 def package(root: Path, **modules: str) -> list[Path]:
@@ -58,34 +60,37 @@ def package(root: Path, **modules: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("lines", "field"),
     [
-        ("state.kv = ()", "RequestState.kv"),
-        ("state.kv += (1,)", "RequestState.kv"),
-        ("state.kv, s.report_at = (), 1.0", "RequestState.kv"),
-        ("s.oldest.kv = ()", "RequestState.kv"),
-        ("s.requests[name].kv = ()", "RequestState.kv"),
-        ("s.requests.pop(name).kv = ()", "RequestState.kv"),
+        ("state.block_table = ()", "RequestState.block_table"),
+        ("state.block_table += (1,)", "RequestState.block_table"),
+        ("state.block_table, s.report_at = (), 1.0", "RequestState.block_table"),
+        ("s.oldest.block_table = ()", "RequestState.block_table"),
+        ("s.requests[name].block_table = ()", "RequestState.block_table"),
+        ("s.requests.pop(name).block_table = ()", "RequestState.block_table"),
         ("s.requests[name] = state", "State.requests"),
         ("del s.requests[name]", "State.requests"),
         ("s.requests.clear()", "State.requests"),
         ("state.spans[name] = 1.0", "RequestState.spans"),
         ("state.spans[name] += 1.0", "RequestState.spans"),
         ("state.spans.setdefault(name, 0.0)", "RequestState.spans"),
-        ("state.incoming.ready.add(1)", "Incoming.ready"),
-        ("incoming = state.incoming\nincoming.moved = True", "Incoming.moved"),
-        ("if (incoming := s.requests[name].incoming) is not None:\n    incoming.moved = True", "Incoming.moved"),
-        ("ready = state.incoming.ready\nready.discard(1)", "Incoming.ready"),
-        ("for each in s.requests.values():\n    each.kv = ()", "RequestState.kv"),
-        ("for name, each in s.requests.items():\n    each.kv = ()", "RequestState.kv"),
-        ("for each in sorted(found(s), key=age):\n    each.kv = ()", "RequestState.kv"),
-        ("for each, block in zip(found(s), (1,)):\n    each.kv += (block,)", "RequestState.kv"),
-        ("for each in [s.requests[one] for one in (name,)]:\n    each.kv = ()", "RequestState.kv"),
-        ("youngest = max((each for each in found(s)), key=age)\nyoungest.kv = ()", "RequestState.kv"),
-        ("s.doubtful[name].update((1,))", "State.doubtful"),
-        ("doubtful = s.doubtful[name]\ndoubtful.difference_update((1,))", "State.doubtful"),
+        ("state.incoming.ready_parts.add(1)", "IncomingTransfer.ready_parts"),
+        ("incoming = state.incoming\nincoming.moved = True", "IncomingTransfer.moved"),
+        (
+            "if (incoming := s.requests[name].incoming) is not None:\n    incoming.moved = True",
+            "IncomingTransfer.moved",
+        ),
+        ("ready = state.incoming.ready_parts\nready.discard(1)", "IncomingTransfer.ready_parts"),
+        ("for each in s.requests.values():\n    each.block_table = ()", "RequestState.block_table"),
+        ("for name, each in s.requests.items():\n    each.block_table = ()", "RequestState.block_table"),
+        ("for each in sorted(found(s), key=age):\n    each.block_table = ()", "RequestState.block_table"),
+        ("for each, block in zip(found(s), (1,)):\n    each.block_table += (block,)", "RequestState.block_table"),
+        ("for each in [s.requests[one] for one in (name,)]:\n    each.block_table = ()", "RequestState.block_table"),
+        ("youngest = max((each for each in found(s)), key=age)\nyoungest.block_table = ()", "RequestState.block_table"),
+        ("s.revoked_blocks[name].update((1,))", "State.revoked_blocks"),
+        ("revoked_blocks = s.revoked_blocks[name]\nrevoked_blocks.difference_update((1,))", "State.revoked_blocks"),
         ("flight = s.lanes[name]\nflight.popleft()", "State.lanes"),
-        ("s.columns.clear()", "State.columns"),
+        ("s.decode_batch.clear()", "State.decode_batch"),
         ("heapq.heappush(s.requests, name)", "State.requests"),
-        ("def inner() -> None:\n    state.kv = ()", "RequestState.kv"),
+        ("def inner() -> None:\n    state.block_table = ()", "RequestState.block_table"),
     ],
 )
 def test_every_form_of_a_write_is_seen(tmp_path: Path, lines: str, field: str) -> None:
@@ -96,12 +101,12 @@ def test_every_form_of_a_write_is_seen(tmp_path: Path, lines: str, field: str) -
 @pytest.mark.parametrize(
     "lines",
     [
-        "kv = state.kv\nkv = ()",
+        "kv = state.block_table\nkv = ()",
         "state.grow((1,))",
-        "s.columns.clear_all()",
+        "s.decode_batch.clear_all()",
         "mine: list[int] = []\nmine.append(1)",
         "found = [each for each in s.requests]\nfound.append(name)",
-        "return s.requests[name].kv[0]",
+        "return s.requests[name].block_table[0]",
     ],
 )
 def test_what_changes_no_field_is_none(tmp_path: Path, lines: str) -> None:
@@ -111,21 +116,21 @@ def test_what_changes_no_field_is_none(tmp_path: Path, lines: str) -> None:
 
 
 def test_a_third_writer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package(tmp_path, one="state.kv = ()")
+    package(tmp_path, one="state.block_table = ()")
     assert check_writers.main(tmp_path, listed=True) == 0
     told = capsys.readouterr().out
-    assert "RequestState.kv: one, state\n" in told
+    assert "RequestState.block_table: one, state\n" in told
     assert "7 fields of a core's state, each written by at most 2 modules" in told
-    package(tmp_path, two="state.kv = ()")
+    package(tmp_path, two="state.block_table = ()")
     assert check_writers.main(tmp_path) == 1
-    assert "RequestState.kv is written by 3 modules, at most 2: one, state, two" in capsys.readouterr().out
+    assert "RequestState.block_table is written by 3 modules, at most 2: one, state, two" in capsys.readouterr().out
 
 
 def test_a_write_to_what_has_no_type_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It might be a field; a name that no field has is nobody's business."""
-    package(tmp_path, one="thing = unheard(s)\nthing.kv = ()\nthing.other = 1")
+    package(tmp_path, one="thing = unheard(s)\nthing.block_table = ()\nthing.other = 1")
     assert check_writers.main(tmp_path) == 1
-    assert capsys.readouterr().out == "one:3 writes thing.kv, whose type no annotation tells\n"
+    assert capsys.readouterr().out == "one:3 writes thing.block_table, whose type no annotation tells\n"
 
 
 def test_the_cores_keep_to_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,7 +215,7 @@ def spoil(core: Any, how: str) -> None:
     s = core.state
     state = s.requests["r"]
     if how == "reference":
-        s.kv.hold(state.kv)
+        s.kv.hold(state.block_table)
     elif how == "place":
         s.prefill_queue.append("r")
     elif how == "pending":
@@ -247,7 +247,7 @@ def test_bookkeeping_watches_what_is_in_flight() -> None:
     books.settled("PD0")
     with pytest.raises(AssertionError, match="2 steps at once on lane joint"):
         books.command("PD0", Step(2, "joint", decodes=("r",)))
-    core.state.kv.publish(core.state.requests["r"].kv[0], b"key")
+    core.state.kv.publish(core.state.requests["r"].block_table[0], b"key")
     with pytest.raises(AssertionError, match="PD0: kv block 0 is written and matchable"):
         books.settled("PD0")
     core = make_core("D0")

@@ -127,7 +127,7 @@ def _check_order(s: State, flight: Sequence[Step]) -> None:
         for row in step.prefills:
             state = s.requests[row.request]
             assert row.start == prompts.get(row.request, row.start), f"a step in flight leaves out some of {row}"
-            assert row.start >= state.done or state.ending is not None, f"{row} runs twice"
+            assert row.start >= state.prefilled or state.ending is not None, f"{row} runs twice"
             prompts[row.request] = row.start + row.length
             sampled[row.request] += row.last
         for request in step.decodes:
@@ -140,15 +140,15 @@ def _check_order(s: State, flight: Sequence[Step]) -> None:
 def _check_target(s: State, pull: Pull) -> None:
     state = s.requests.get(pull.request)
     assert state is not None, f"{pull.request} is gone while {pull} runs"
-    held = state.kv if pull.kind == KV else state.media[pull.part].blocks
+    held = state.block_table if pull.kind == KV else state.media[pull.part].blocks
     assert set(pull.target_blocks) <= set(held), f"{pull} writes blocks that {pull.request} does not hold"
     _check_unmatchable(s, pull.kind, pull.target_blocks)
 
 
 def _blocks_of(s: State, state: RequestState, start: int, end: int) -> tuple[int, ...]:
     size = s.settings.kv_block_size
-    assert end <= len(state.kv) * size, f"{state.work.request} writes position {end - 1} beyond its blocks"
-    return state.kv[start // size : -(-end // size)]
+    assert end <= len(state.block_table) * size, f"{state.work.request} writes position {end - 1} beyond its blocks"
+    return state.block_table[start // size : -(-end // size)]
 
 
 def _check_unmatchable(s: State, kind: str, blocks: Sequence[int]) -> None:
@@ -165,7 +165,7 @@ def check_state(s: State) -> None:
         assert counts == dict(holders), f"{s.settings.name}: {kind} references {counts}, holders {dict(holders)}"
     _check_places(s)
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
-    assert s.flying().keys() <= s.requests.keys(), "a step has rows of a request that is gone"
+    assert s.count_in_flight().keys() <= s.requests.keys(), "a step has rows of a request that is gone"
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
     assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
@@ -180,7 +180,7 @@ def check_state(s: State) -> None:
 def _holders(s: State, kind: str) -> Counter[int]:
     holders: Counter[int] = Counter()
     for state in s.requests.values():
-        holders.update(state.kv if kind == KV else [block for slot in state.media for block in slot.blocks])
+        holders.update(state.block_table if kind == KV else [block for slot in state.media for block in slot.blocks])
     for lease in s.outgoing.values():
         holders.update(lease.blocks if lease.kind == kind else ())
     return holders
@@ -256,7 +256,7 @@ def check_forgotten(name: str, s: State) -> None:
         "incoming": s.incoming,
         "outgoing": s.outgoing,
         "pending": s.pending,
-        "spared": s.spared,
+        "spared": s.skipped_encodes,
         "fetches": s.fetches,
         "steps": {lane: running for lane, running in s.lanes.items() if running},
         "queues": [*s.encode_queue, *s.prefill_queue, *s.preempted, *s.migrated_queue, *s.image_offers, *s.kv_offers],

@@ -126,7 +126,7 @@ def test_cancel(make: Callable[[], InstanceCore], at_once: list[str], then: Valu
 def test_a_cancelled_prefill_publishes_nothing() -> None:
     core = after("PD0", Submit(work("r", 9)), Cancel("r"), done(1, r=5))
     core.handle(Submit(work("q", 9)), 0.0)
-    assert core.state.requests["q"].cached == 0
+    assert core.state.requests["q"].prefill_start == 0
 
 
 def test_cancel_before_the_commit_follows_the_offer() -> None:

@@ -71,7 +71,7 @@ def test_what_was_heard_of_a_lost_peer_does_not_renew_the_leases_of_its_next_lif
     core = make_core("E0", image=2, peers="P0", **SLOW)
     core.handle(PeerLoad("P0"), 8.0)
     core.handle(PeerLost("P0"), 8.5)
-    assert "P0" not in core.state.heard
+    assert "P0" not in core.state.last_heard
 
 
 def test_a_silent_target_is_named_to_it_and_to_the_front_end() -> None:
@@ -152,7 +152,7 @@ def test_a_fetch_is_a_lease_like_any_other() -> None:
     assert sent(core.handle(Fetch("P1>E0:1", "P1", IMAGE, keys), 4.0), Fetched) == [Fetched("P1>E0:1", "E0", (0,), 3)]
     lease = core.state.outgoing["P1>E0:1"]
     assert (lease.request, lease.target, lease.since) == ("", "P1", 4.0)
-    assert core.state.heard["P1"] == 4.0
+    assert core.state.last_heard["P1"] == 4.0
     assert sent(core.handle(Fetch("P1>E0:2", "P1", "audio", keys), 5.0), Fetched)[0].blocks == ()
 
 
@@ -228,4 +228,4 @@ def test_a_profiled_unit_is_a_share_of_a_full_step(letter: str, unit: float) -> 
         def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
             return 2.0 * bool(decodes) + bool(prefill_tokens) + 4.0 * bool(media_tokens)
 
-    assert StepRates(BatchRules(token_budget=64, image_budget=8, cost=Cost()), "EPD").unit(letter) == unit
+    assert StepRates(BatchRules(token_budget=64, image_budget=8, cost=Cost()), "EPD").unit_seconds(letter) == unit

@@ -53,7 +53,7 @@ def test_the_youngest_gives_way_and_is_computed_again_behind_its_prompt() -> Non
     assert step(core, 10, "a") == ["step 11 joint: decode a"], "its text and a little do not fit yet"
     assert step(core, 11, "a") == ["step 12 joint: decode a"]
     assert step(core, 12, "a")[0] == "frontend: finished a length 12 by way of PD0"
-    assert core.state.requests["b"].text == 9, "four of its prompt, five outputs"
+    assert core.state.requests["b"].prefill_end == 9, "four of its prompt, five outputs"
 
 
 def until_preempted(core: InstanceCore, number: int = 1) -> list[str]:
@@ -106,8 +106,8 @@ def test_a_decode_instance_reserves_all_for_what_no_prefill_instance_could_compu
     core.handle(peer_up("P0", kv=there), 0.0)
     core.handle(peer_up("E1", kv=99), 0.0)
     offered(core, work("a", 4, max_tokens=13, number=1))
-    assert len(core.state.requests["a"].kv) == blocks
-    assert core.state.requests["a"].firm == (blocks == 4)
+    assert len(core.state.requests["a"].block_table) == blocks
+    assert core.state.requests["a"].never_preempted == (blocks == 4)
 
 
 def test_who_could_not_be_computed_again_is_not_preempted_for_an_older_one() -> None:
@@ -116,7 +116,7 @@ def test_who_could_not_be_computed_again_is_not_preempted_for_an_older_one() -> 
     core.handle(peer_up("P0", kv=4), 0.0)
     works = [work("a", 4, max_tokens=13, number=1), work("b", 4, text=200, max_tokens=17, number=2)]
     offered(core, *works)
-    assert {name: len(state.kv) for name, state in core.state.requests.items()} == {"a": 2, "b": 5}
+    assert {name: len(state.block_table) for name, state in core.state.requests.items()} == {"a": 2, "b": 5}
     rows = []
     while len(core.state.requests) == 2:
         running = core.state.lanes["joint"][0].step

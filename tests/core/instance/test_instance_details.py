@@ -7,7 +7,7 @@ import pytest
 from support.core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, make_core, sent, table, work
 from trinity.core.instance.lanes import outstanding
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import Outgoing
+from trinity.core.instance.request_state import Lease
 from trinity.core.messages import Cancel, Commit, Failure, Finished, Forget, Pulled, Ready, Release, Submit
 from trinity.core.scheduler import BatchRules, Outstanding
 
@@ -184,7 +184,7 @@ def test_a_part_is_asked_for_once_while_others_become_ready() -> None:
     core.handle(image_offer("E0:1", work("r", "cat", "dog", 1), (5,), (6,)), 0.0)
     table(core, [(Ready("E0:1", (0,)), ["pull E0:1.0 image of r from E0 5 into 0"])])
     table(core, [(Ready("E0:1", (1,)), ["pull E0:1.1 image of r from E0 6 into 1"])])
-    assert core.state.requests["r"].pulls == 2
+    assert core.state.requests["r"].pulls_in_flight == 2
 
 
 def test_a_migration_that_waited_beyond_its_commit_goes_on_as_soon_as_there_is_room() -> None:
@@ -260,7 +260,7 @@ def test_a_lease_remembers_whose_it_is_and_where_it_went() -> None:
     core = make_core("E0", peers="P0")
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
-    assert core.state.outgoing == {"E0:1": Outgoing("E0:1", "r", "P0", "image", (0,), route=("E0",))}
+    assert core.state.outgoing == {"E0:1": Lease("E0:1", "r", "P0", "image", (0,), route=("E0",))}
 
 
 def test_keys_are_computed_once() -> None:

@@ -330,7 +330,7 @@ def test_time_before_the_first_decode_is_not_booked_twice() -> None:
     core.handle(Submit(work("r", 3, max_tokens=3)), 0.0)
     core.handle(done(1, r=1), 2.0)
     state = core.state.requests["r"]
-    assert (state.phase, state.first_decode, core.state.fresh) == (Phase.DECODING, True, [])
+    assert (state.phase, state.decode_started, core.state.new_decodes) == (Phase.DECODING, True, [])
     core.handle(done(2, r=1), 3.0)
     assert state.spans == {"encode_queue": 0.0, "prefill_queue": 0.0, "prefill": 2.0}
     core.handle(done(3, r=1), 5.0)

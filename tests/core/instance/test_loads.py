@@ -200,19 +200,19 @@ def test_rates_are_learned_from_steps_of_one_kind_and_from_mixed_ones() -> None:
     rates.learn(step(decodes=2), 0.2)
     assert rates.seconds("D", 3) == pytest.approx(0.3)
     rates.learn(step(decodes=2), 0.4)
-    assert rates.unit("D") == pytest.approx(0.11)
+    assert rates.unit_seconds("D") == pytest.approx(0.11)
     rates.learn(step(prefill=100, decodes=2), 1.22)
-    assert rates.unit("P") == pytest.approx(0.01), "the rest of the step"
+    assert rates.unit_seconds("P") == pytest.approx(0.01), "the rest of the step"
     for _ in range(200):
         rates.learn(step(prefill=100, decodes=2), 2.44)
-    assert 100 * rates.unit("P") + 2 * rates.unit("D") == pytest.approx(2.44, rel=0.01)
+    assert 100 * rates.unit_seconds("P") + 2 * rates.unit_seconds("D") == pytest.approx(2.44, rel=0.01)
     assert rates.seconds("E", 9) == 0.0, "never seen"
 
 
 def test_a_first_step_of_several_kinds_gives_every_kind_something() -> None:
     rates = StepRates(BatchRules(), "EPD")
     rates.learn(step(10, 10, 10), 3.0)
-    assert all(rates.unit(letter) > 0 for letter in "EPD")
+    assert all(rates.unit_seconds(letter) > 0 for letter in "EPD")
     before = dict(rates.per_unit)
     rates.learn(step(decodes=2), 0.0)
     assert rates.per_unit == before, "no time, no news"
@@ -226,7 +226,7 @@ def test_a_profile_is_believed() -> None:
     assert rates.seconds("E", 6) == pytest.approx(400.001 + 200.001)
     assert rates.seconds("D", 30) == pytest.approx(30.001), "in one step"
     assert rates.seconds("P", 0) == 0.0
-    assert rates.unit("P") == pytest.approx(10.0001)
+    assert rates.unit_seconds("P") == pytest.approx(10.0001)
 
 
 # ---------------------------------------------------------------- who listens

@@ -28,7 +28,7 @@ def test_a_hit_covers_whole_blocks_and_leaves_at_least_one_token(first: int, sec
     out = brief(core.handle(Submit(work("b", second)), 0.0))
     assert out[0].endswith(f" cached {cached}") is bool(cached)
     assert out[1] == f"step 2 joint: prefill b {cached}+{second - cached} last"
-    assert core.state.requests["b"].cached == cached
+    assert core.state.requests["b"].prefill_start == cached
 
 
 def test_without_a_prefix_cache_nothing_hits() -> None:

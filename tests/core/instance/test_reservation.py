@@ -252,7 +252,7 @@ def test_growing_without_a_word_to_the_stages_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_waiting_instead_of_preempting_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_made_room", lambda s, state, now: s.kv.fits(1))
+    monkeypatch.setattr(growth, "_make_room", lambda s, state, now: s.kv.fits(1))
     hangs_or_starves()
 
 

@@ -153,7 +153,7 @@ def test_with_prefetch_the_features_of_the_next_move_while_the_first_is_prefille
     for number, name in enumerate("ab", start=1):
         core.handle(image_offer(f"E0:{number}", work(name, f"{name}*4", 1), (number,)), 0.0)
         core.handle(Ready(f"E0:{number}", (0,)), 0.0)
-    assert core.state.requests["b"].pulls == 1
+    assert core.state.requests["b"].pulls_in_flight == 1
 
 
 def test_what_cached_kv_covers_does_not_move_and_the_report_says_so() -> None:

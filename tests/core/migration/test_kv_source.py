@@ -212,7 +212,7 @@ def test_the_source_learns_what_of_a_step_is_left_when_its_kv_is_written() -> No
     for first, end, now in ((0, 1, 1.0), (1, 3, 3.0)):
         core.handle(layers(1, first, end), now)
     core.handle(Stepped(1, "joint", done(1, r=5).sampled, {}, 5.0), 5.0)
-    assert core.state.rest.seconds(10) == 2.0
+    assert core.state.step_tail.seconds(10) == 2.0
     core.handle(Release("P0:1", "pulled", (0.5, 0.01)), 5.0)
     (_, step, *_) = core.handle(Submit(work("s", 10, text=500)), 5.0)
     assert isinstance(step, Step)
@@ -225,7 +225,7 @@ def test_a_step_that_ran_again_teaches_nothing() -> None:
     core.handle(layers(1, 0, 3), 3.0)
     core.handle(again(1), 4.0)
     core.handle(Stepped(1, "joint", done(1, r=5).sampled, {}, 5.0), 5.0)
-    assert core.state.rest.seconds(10) == 0.0
+    assert core.state.step_tail.seconds(10) == 0.0
 
 
 # ---------------------------------------------------------------- together
@@ -318,7 +318,7 @@ def test_the_sound_core_passes() -> None:
 
 def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = kv_source._whole
-    monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.text_blocks(state)))
+    monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.prefill_blocks(state)))
     settings = settings_of(
         "P+D", {"kv": 12}, kv_block_size=4, layers=3, transfers=LAYER, rules=BatchRules(token_budget=5)
     )
@@ -329,25 +329,26 @@ def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytes
 
 
 def test_a_target_that_keeps_what_is_void_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = kv_target.ready_kv
+    old = kv_target.queue_pieces
     monkeypatch.setattr(
-        "trinity.core.migration.target.ready_kv", lambda all, event, now: None if event.again else old(all, event, now)
+        "trinity.core.migration.target.queue_pieces",
+        lambda all, event, now: None if event.again else old(all, event, now),
     )
     assert noticed()
 
 
 def test_a_target_that_pulls_again_during_the_first_pull_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = kv_target.ask_kv
+    old = kv_target.pull_pieces
 
     def hasty(s: Any, state: Any, now: float) -> None:
         pulls, state.pulls = state.pulls, 0
         old(s, state, now)
         state.pulls += pulls
 
-    monkeypatch.setattr("trinity.core.migration.target.ask_kv", hasty)
+    monkeypatch.setattr("trinity.core.migration.target.pull_pieces", hasty)
     assert noticed()
 
 
 def test_a_target_that_does_not_wait_for_every_cell_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.core.migration.target.kv_here", lambda s, state: True)
+    monkeypatch.setattr("trinity.core.migration.target.is_kv_here", lambda s, state: True)
     assert noticed()

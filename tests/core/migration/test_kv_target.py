@@ -15,7 +15,7 @@ from trinity.core.messages import (
     Ready,
     Release,
 )
-from trinity.core.migration.layer_blocks import Cells, Piece
+from trinity.core.migration.pull_progress import Piece, PullProgress
 from trinity.core.scheduler import BatchRules
 
 PULL_REST = "pull P0:1.1 kv of r from P0 3,4,5 into 0,1,2 layers 1,3"
@@ -173,10 +173,10 @@ def test_requests_whose_kv_is_on_its_way_count_towards_the_token_budget() -> Non
     core = target(rules=BatchRules(token_budget=1))
     core.handle(kv_offer("P0:1", work("r", 4), (3,)), 0.0)
     core.handle(kv_offer("P0:2", work("b", 4), (4,)), 0.0)
-    assert not core.state.requests["b"].kv
+    assert not core.state.requests["b"].block_table
     for event in (Ready("P0:1", (0,)), Pulled("P0:1", 0), Commit("P0:1", (5,)), done(1, r=6), done(2, r=7)):
         core.handle(event, 0.0)
-    assert core.state.requests["b"].kv
+    assert core.state.requests["b"].block_table
 
 
 # ---------------------------------------------------------------- what is measured and recorded
@@ -232,23 +232,23 @@ def test_the_target_reports_what_pulls_took() -> None:
 
 
 def test_cells_count_what_is_missing() -> None:
-    cells = Cells(blocks=5, layers=4, cached=2)
+    cells = PullProgress(blocks=5, layers=4, cached=2)
     assert cells.missing == 12
-    assert cells.ask(Ready("o", (0,), (0, 3), (0, 4))) == Piece((0, 3), (2, 4))
-    assert cells.ask(Ready("o", (0,), (3, 4), (0, 2))).cells == 0
-    cells.arrived(Piece((0, 3), (2, 4)))
+    assert cells.request(Ready("o", (0,), (0, 3), (0, 4))) == Piece((0, 3), (2, 4))
+    assert cells.request(Ready("o", (0,), (3, 4), (0, 2))).cells == 0
+    cells.note_arrival(Piece((0, 3), (2, 4)))
     assert cells.missing == 6
-    cells.void((3, 4))
+    cells.invalidate((3, 4))
     assert cells.missing == 9
-    assert cells.ask(Ready("o", (0,), None, (3, 4))) == Piece((0, 4), (3, 4))
-    assert Cells(blocks=2, layers=3, cached=7).missing == 0
+    assert cells.request(Ready("o", (0,), None, (3, 4))) == Piece((0, 4), (3, 4))
+    assert PullProgress(blocks=2, layers=3, cached=7).missing == 0
 
 
 def test_cells_that_are_none_or_named_twice_are_a_fault() -> None:
     for bad in (((0, 5), (0, 1)), ((2, 2), (0, 1)), ((0, 1), (0, 6)), ((0, 1), (2, 1)), ((-1, 1), (0, 1))):
         with pytest.raises(AssertionError):
-            Cells(5, 4, 0).ask(Ready("o", (0,), *bad))
-    cells = Cells(5, 4, 0)
-    cells.ask(Ready("o", (0,), (1, 3), (0, 3)))
+            PullProgress(5, 4, 0).request(Ready("o", (0,), *bad))
+    cells = PullProgress(5, 4, 0)
+    cells.request(Ready("o", (0,), (1, 3), (0, 3)))
     with pytest.raises(AssertionError, match="ready before"):
-        cells.ask(Ready("o", (0,), (2, 4), (2, 5)))
+        cells.request(Ready("o", (0,), (2, 4), (2, 5)))

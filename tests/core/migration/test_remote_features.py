@@ -142,7 +142,7 @@ def test_nothing_is_kept_of_it_longer_than_its_offer(event: Any) -> None:
     core = encoder(asked)
     core.handle(Submit(asked), 1.0)
     core.handle(event, 11.0)
-    assert not core.state.spared
+    assert not core.state.skipped_encodes
     core.handle(Release("E0:1", "missing"), 12.0)
     core.handle(Forget("r"), 12.0)
     emptied(core)

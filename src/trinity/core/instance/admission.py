@@ -11,10 +11,10 @@ from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.reservation import need, spare
+from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Open
-from trinity.core.migration.kv_target import nothing_moved
+from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media
 from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
 
@@ -56,7 +56,7 @@ class Candidates:
         s = self.s
         if KV not in s.pools or (s.kv_offers and not s.preempted):
             return 0
-        return max(0, s.kv.available - spare(s))
+        return max(0, s.kv.available - decode_headroom(s))
 
     def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
         for _, kind, blocks in pins:
@@ -64,8 +64,8 @@ class Candidates:
 
     def _prefilling(self) -> Iterator[PrefillView]:
         for request, state in self.s.prefilling.items():
-            if state.scheduled < state.text and request not in self.s.paused:
-                yield PrefillView(request, state.scheduled, state.text, _atomic(state))
+            if state.scheduled < state.prefill_end and request not in self.s.paused:
+                yield PrefillView(request, state.scheduled, state.prefill_end, _atomic(state))
 
     def _encoding(self) -> Iterator[EncodeView]:
         for request, state in self.s.encoding.items():
@@ -81,9 +81,9 @@ class Candidates:
                 self.uncovered.append(state)
                 continue
             hits = s.prefix_hits(state)
-            blocks = self._pin(request, KV, hits, need(s, state, s.text_blocks(state)) - len(hits))
+            blocks = self._pin(request, KV, hits, blocks_to_reserve(s, state, s.prefill_blocks(state)) - len(hits))
             self.hits[request] = hits
-            yield PrefillView(request, len(hits) * s.settings.kv_block_size, state.text, _atomic(state), blocks)
+            yield PrefillView(request, len(hits) * s.settings.kv_block_size, state.prefill_end, _atomic(state), blocks)
 
     def _new_encodes(self) -> Iterator[EncodeView]:
         s = self.s
@@ -116,9 +116,13 @@ def next_decodes(s: State) -> tuple[str, ...]:
     A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
     """
     rows = tuple(s.decoding)
-    if rows == s.columns.rows and not s.prefilling and s.columns.lasts(sum(map(len, s.lanes.values()))):
+    if (
+        rows == s.decode_batch.rows
+        and not s.prefilling
+        and s.decode_batch.ends_none_within(sum(map(len, s.lanes.values())))
+    ):
         return rows  # most steps
-    flying = s.flying()
+    flying = s.count_in_flight()
     found = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
     if "D" in s.settings.roles:
         found += [request for request, state in s.prefilling.items() if _decodes_next(state)]
@@ -126,7 +130,7 @@ def next_decodes(s: State) -> tuple[str, ...]:
 
 
 def _decodes_next(state: RequestState) -> bool:
-    return state.scheduled == state.text and state.outputs + 1 < state.max_tokens
+    return state.scheduled == state.prefill_end and state.outputs + 1 < state.max_tokens
 
 
 def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
@@ -164,15 +168,17 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     """Reserve the KV need, keep what is cached, and let the source of covered images go."""
     state = s.requests[request]
     s.kv.hold(hits)
-    state.hold_kv(hits + s.allocate(KV, need(s, state, s.text_blocks(state)) - len(hits)), len(hits))
-    state.start_behind(len(hits) * s.settings.kv_block_size)
+    state.hold_kv(hits + s.allocate(KV, blocks_to_reserve(s, state, s.prefill_blocks(state)) - len(hits)), len(hits))
+    state.start_prefill(len(hits) * s.settings.kv_block_size)
     if state.incoming is not None and not state.incoming.released:
-        state.record(nothing_moved(s, state.incoming.offer))
+        state.record(cached_record(s, state.incoming.offer))
         release(s, state, "cached")
     images = tuple(slot.blocks for slot in state.media)
     tokens = tuple(state.tokens)
     again = bool(tokens)
-    said = Open(work=state.work, blocks=state.kv, images=images, cached=state.cached, tokens=tokens, again=again)
+    said = Open(
+        work=state.work, blocks=state.block_table, images=images, cached=state.prefill_start, tokens=tokens, again=again
+    )
     s.open(state, said)
     s.move(state, Phase.PREFILLING, now)
 

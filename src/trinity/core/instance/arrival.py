@@ -7,7 +7,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, IMAGE, Failure, Moved, Submit, Work
-from trinity.core.migration.remote_features import spare
+from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_media
 from trinity.core.routing import needs
 
@@ -15,11 +15,11 @@ from trinity.core.routing import needs
 def submit(s: State, event: Submit, now: float) -> None:
     """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
     work = event.work
-    state = RequestState(work, now, event.inputs, written=list(event.tokens))
+    state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens))
     state.route = (*event.route, s.settings.name)
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
-    s.stir(now)
+    s.report_soon(now)
     s.list_media(state)
     problem = _problem(s, work)
     if problem is not None:
@@ -37,7 +37,7 @@ def submit(s: State, event: Submit, now: float) -> None:
 
 def _queue_encode(s: State, state: RequestState, now: float) -> None:
     """Wait for the encoder, unless all features are elsewhere: those are offered at once."""
-    spare(s, state)
+    skip_cached_remotely(s, state)
     if all(slot.holder for slot in state.media):
         s.move(state, Phase.ENCODING, now)
         offer_media(s, state, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import MISSING, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     FRONTEND,
@@ -35,8 +35,8 @@ def cancel(s: State, event: Cancel, now: float) -> None:
         _call_off(s, state, now)
     elif event.request in s.tombstones:
         s.send(s.tombstones[event.request], event)
-        if event.request in s.spared:  # its target may be giving it back just now
-            s.spared[event.request].cancelled = True
+        if event.request in s.skipped_encodes:  # its target may be giving it back just now
+            s.skipped_encodes[event.request].cancelled = True
 
 
 def forget(s: State, event: Forget, now: float) -> None:
@@ -56,7 +56,7 @@ def _call_off(s: State, state: RequestState, now: float) -> None:
 
 def end(s: State, state: RequestState, now: float, reason: str, why: Failure | None = None) -> None:
     """No further step or transfer includes the request; it is gone once those in flight have ended."""
-    if state.ending is not None and (state.ending.reason != MISSING or reason == MISSING):
+    if state.ending is not None and (state.ending.reason != FEATURES_GONE or reason == FEATURES_GONE):
         return
     work = state.work
     s.begin_to_end(state, Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why))
@@ -64,17 +64,17 @@ def end(s: State, state: RequestState, now: float, reason: str, why: Failure | N
 
 
 def conclude_if_quiet(s: State, state: RequestState, now: float) -> None:
-    if state.ending is not None and not state.pulls and not s.in_step(state.work.request):
+    if state.ending is not None and not state.pulls_in_flight and not s.in_step(state.work.request):
         _conclude(s, state, now)
 
 
 def _conclude(s: State, state: RequestState, now: float) -> None:
     assert state.ending is not None
     ending, request = state.ending, state.work.request
-    state.book(now)
+    state.book_time(now)
     if state.incoming is not None and not state.incoming.released:
-        release(s, state, {"error": "failed", MISSING: MISSING}.get(ending.reason, "cancelled"))
-    if ending.reason == MISSING:
+        release(s, state, {"error": "failed", FEATURES_GONE: FEATURES_GONE}.get(ending.reason, "cancelled"))
+    if ending.reason == FEATURES_GONE:
         _give_back(s, state)
     elif state.outgoing is None:
         s.send(FRONTEND, _report(state, ending))
@@ -99,7 +99,9 @@ def commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
     offer = state.outgoing
     assert offer is not None
     left = state.deadline - now if state.work.deadline_s is not None else None
-    said = Commit(offer, tuple(state.tokens), state.reused or 0, state.spans, tuple(state.transfers), left, ending)
+    said = Commit(
+        offer, tuple(state.tokens), state.cached_tokens or 0, state.spans, tuple(state.transfers), left, ending
+    )
     lease = s.outgoing[offer]
     lease.count = state.outputs
     s.send(lease.target, said)
@@ -113,7 +115,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
         failure=ending.failure,
         count=state.outputs,
         spans=state.spans,
-        cached_tokens=state.reused or 0,
+        cached_tokens=state.cached_tokens or 0,
         transfers=tuple(state.transfers),
         route=state.route,
         preemptions=state.preemptions,
@@ -143,8 +145,8 @@ def release(s: State, state: RequestState, outcome: str) -> None:
 def drop_all(s: State, state: RequestState) -> None:
     """Give back every reference that the request holds, and tell the stages."""
     drop_media(s, state)
-    if state.kv:
-        s.pools[KV].drop(state.kv)
+    if state.block_table:
+        s.pools[KV].drop(state.block_table)
     s.close(state)
 
 

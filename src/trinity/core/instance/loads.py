@@ -31,7 +31,7 @@ def report(s: State, now: float) -> None:
         s.reported, s.reported_at = load, now
         for name in [*listeners(s), FRONTEND]:
             s.send(name, load)
-    soon = (s.requests or s.outgoing) and s.followed
+    soon = (s.requests or s.outgoing) and s.has_load_listeners
     s.report_at = now + (min(own.report_s, beat) if soon else beat)
 
 
@@ -45,7 +45,7 @@ def listeners(s: State) -> list[str]:
     for incoming in (s.requests[request].incoming for request in s.incoming.values()):
         if incoming is not None:
             wanted.add(incoming.offer.source)
-            wanted.update(each.holder for each in incoming.fetched.values())
+            wanted.update(each.holder for each in incoming.fetched_parts.values())
     wanted.update(followers(s))
     return [name for name in s.router.peers if name in wanted]
 
@@ -69,7 +69,7 @@ def load_of(s: State) -> PeerLoad:
         epoch=own.epoch,
         free={kind: pool.available for kind, pool in s.pools.items()},
         predicted_s={letter: rates.seconds(letter, count) for letter, count in queued(s).items()},
-        unit_s={letter: rates.unit(letter) for letter in own.roles},
+        unit_s={letter: rates.unit_seconds(letter) for letter in own.roles},
         cached={kind: pool.digest(own.digest_keys) for kind, pool in s.pools.items()},
         preemptions=s.preemptions,
     )
@@ -83,11 +83,11 @@ def queued(s: State) -> dict[str, int]:
         if state.ending is None:
             counts[letter] += _left(state, letter)
             if letter == "E" and "P" in counts:
-                counts["P"] += state.text
+                counts["P"] += state.prefill_end
     return counts
 
 
 def _left(state: RequestState, letter: str) -> int:
     if letter == "E":
         return sum(slot.span.tokens for slot in state.media if not slot.ready)
-    return state.text - state.done if letter == "P" else 1
+    return state.prefill_end - state.prefilled if letter == "P" else 1

@@ -7,18 +7,18 @@ from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import PeerLoad, PeerLost, PeerUp
 from trinity.core.migration.leases import take_back
-from trinity.core.migration.remote_features import holder_silent
+from trinity.core.migration.remote_features import give_up_fetches
 
 
 def peer_up(s: State, event: PeerUp, now: float) -> None:
     """An instance is there, perhaps this one itself: from now on, say how things stand here."""
     s.router.add(event)
-    s.followed = bool(followers(s))
+    s.has_load_listeners = bool(followers(s))
     s.begin_reports(now)
 
 
 def peer_load(s: State, event: PeerLoad, now: float) -> None:
-    s.hear(event.name, now)
+    s.renew_leases(event.name, now)
     s.router.take(event)
 
 
@@ -26,9 +26,9 @@ def peer_lost(s: State, event: PeerLost, now: float) -> None:
     """End the requests whose blocks are still over there, and take back the leases. The front end ends those that
     were over there themselves: their lease here was all that is left of them."""
     s.router.drop(event.name)
-    s.followed = bool(followers(s))
-    s.heard.pop(event.name, None)
-    holder_silent(s, event.name, now)
+    s.has_load_listeners = bool(followers(s))
+    s.last_heard.pop(event.name, None)
+    give_up_fetches(s, event.name, now)
     for request in list(s.incoming.values()):
         state = s.requests[request]
         incoming = state.incoming

@@ -22,11 +22,11 @@ def age(state: RequestState) -> tuple[int, str]:
 def preempt(s: State, state: RequestState, now: float) -> None:
     """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
     prompt = len(state.work.prompt)
-    state.leave_columns()
-    written = state.done if state.phase is Phase.PREFILLING else prompt + len(state.tokens) - 1
-    state.extend_text()
+    state.leave_decode_batch()
+    written = state.prefilled if state.phase is Phase.PREFILLING else prompt + len(state.tokens) - 1
+    state.extend_prefill()
     publish_kv(s, state, written)
-    s.kv.drop(reversed(state.kv))  # the end is evicted first: what is left can be matched
+    s.kv.drop(reversed(state.block_table))  # the end is evicted first: what is left can be matched
     s.close(state)
     state.preempt()
     s.preemptions += 1

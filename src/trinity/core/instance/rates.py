@@ -54,7 +54,7 @@ class StepRates:
         full, rest = divmod(count, budget) if letter != "D" else (0, count)
         return full * self._step(letter, budget) + (self._step(letter, rest) if rest else 0.0)
 
-    def unit(self, letter: str) -> float:
+    def unit_seconds(self, letter: str) -> float:
         """Seconds that one more unit is expected to cost."""
         if self._rules.cost is None:
             return self.per_unit[letter]

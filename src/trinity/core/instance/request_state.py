@@ -1,4 +1,4 @@
-"""State of one request on an instance, of a transfer in either direction, and of media under way.
+"""Records the state of a request on an instance, of a transfer in either direction, and of media being encoded.
 
 Each has methods for what is done to it from several places, so that few modules write a field (decision 0034).
 """
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity.core.block_pool import Key
-from trinity.core.instance.columns import Columns
+from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import IMAGE, KV, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
-from trinity.core.migration.layer_blocks import Cells, Piece
+from trinity.core.migration.pull_progress import Piece, PullProgress
 
-MISSING = "missing"  # how a target ends an offer whose features are not where it said
+FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
 
 
 @dataclass(slots=True)
 class MediaSlot:
-    """One media item of a request here: its image-cache blocks once reserved, and whether they hold the features."""
+    """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features."""
 
     span: MediaSpan
     keys: list[Key]
@@ -47,193 +47,215 @@ class MediaSlot:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that lives here. ``written``: its outputs, but for those that ``columns`` has."""
+    """A request on this instance.
+
+    Its prefill, in positions of prompt and recomputed outputs (0 <= ``prefill_start`` <= ``prefilled`` <= ``scheduled``
+    <= ``prefill_end``):
+
+    - ``prefill_start``: first position computed; those before it came from the prefix cache.
+    - ``prefilled``: positions whose KV is written (vLLM's ``num_computed_tokens``).
+    - ``scheduled``: the same, with those of the steps in flight (chunked prefill adds a chunk at a time).
+    - ``prefill_end``: positions to fill: the prompt, and after a preemption the outputs so far.
+
+    Its blocks and outputs:
+
+    - ``block_table``: its KV blocks in order; slot i of it belongs to position i.
+    - ``published_blocks``: how many of these, from the first on, are matchable in the prefix cache.
+    - ``stored_tokens``: its outputs, except those that ``decode_batch`` still holds. ``tokens`` collects these first.
+    - ``cached_tokens``: ``prefill_start`` of its first prefill, as ``Finished`` reports it.
+    """
 
     work: Work
     since: float
     inputs: tuple[Any, ...] = ()
     phase: Phase = Phase.NEW
     ending: Finished | None = None
-    written: list[int] = field(default_factory=list)
-    columns: Columns | None = None
+    stored_tokens: list[int] = field(default_factory=list)
+    decode_batch: DecodeBatch | None = None
     attempt: int = field(init=False)
     max_tokens: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     deadline: float = float("inf")
     media: list[MediaSlot] = field(default_factory=list)
-    kv: tuple[int, ...] = ()
+    block_table: tuple[int, ...] = ()
     keys: list[Key] = field(default_factory=list)
-    published: int = 0
-    cached: int = 0
-    reused: int | None = None  # as ``cached``, of the first time
-    done: int = 0
-    scheduled: int = 0  # positions of the text that are prefilled or in a step
-    text: int = field(init=False)  # positions that a prefill fills: the prompt, and outputs that are recomputed
+    published_blocks: int = 0
+    prefill_start: int = 0
+    cached_tokens: int | None = None
+    prefilled: int = 0
+    scheduled: int = 0
+    prefill_end: int = field(init=False)
     preemptions: int = 0
-    firm: bool = False  # has its whole KV need and is not preempted, where others grow
-    pulls: int = 0
+    never_preempted: bool = False  # its whole KV need is reserved at once, so no step waits for a block
+    pulls_in_flight: int = 0
     opened: bool = False
-    skip_media: bool = False  # cached KV covers every image: none is asked for
-    first_decode: bool = False
-    incoming: Incoming | None = None
+    skip_media: bool = False  # the prefix cache covers every image: none is pulled
+    decode_started: bool = False
+    incoming: IncomingTransfer | None = None
     outgoing: str | None = None
-    stream: Stream | None = None
+    kv_stream: KvStream | None = None
     spans: dict[str, float] = field(default_factory=dict)
     transfers: list[dict[str, Any]] = field(default_factory=list)
     route: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
-        self.text = len(self.work.prompt) + len(self.written)
+        self.prefill_end = len(self.work.prompt) + len(self.stored_tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """Its outputs so far."""
-        self.write()
-        return self.written
+        """Token ids of its outputs so far."""
+        self.store_tokens()
+        return self.stored_tokens
 
     @property
     def outputs(self) -> int:
         """Count of its outputs so far."""
-        return len(self.written) if self.columns is None else self.columns.tokens(self.work.request)
+        return len(self.stored_tokens) if self.decode_batch is None else self.decode_batch.num_tokens(self.work.request)
 
-    def write(self) -> None:
-        """Take what ``columns`` has of it."""
-        if self.columns is not None:
-            self.written += self.columns.news(self.work.request)
+    def store_tokens(self) -> None:
+        """Collect the tokens that ``decode_batch`` still holds."""
+        if self.decode_batch is not None:
+            self.stored_tokens += self.decode_batch.new_tokens(self.work.request)
 
-    def join_columns(self, columns: Columns) -> None:
-        """It decodes together with others from now on."""
-        columns.join(self.work.request, self.attempt, len(self.written), self.max_tokens, self.stop_ids)
-        self.columns = columns
+    def join_decode_batch(self, columns: DecodeBatch) -> None:
+        """Decode together with the requests of this batch from now on."""
+        columns.join(self.work.request, self.attempt, len(self.stored_tokens), self.max_tokens, self.stop_ids)
+        self.decode_batch = columns
 
-    def leave_columns(self) -> None:
-        if self.columns is not None:
-            self.write()
-            self.columns.leave(self.work.request)
-            self.columns = None
+    def leave_decode_batch(self) -> None:
+        if self.decode_batch is not None:
+            self.store_tokens()
+            self.decode_batch.leave(self.work.request)
+            self.decode_batch = None
 
     def take_token(self, token: int) -> None:
         """Add the token that its prefill sampled."""
-        self.written.append(token)
+        self.stored_tokens.append(token)
 
     def take_over(self, said: Commit, kind: str) -> None:
-        """Take over what its source says of it, at the end of a transfer of this kind of block."""
-        self.written = list(said.tokens)
-        self.reused = said.cached_tokens if kind == KV else None
+        """Continue from the state that its source sends at the end of a transfer of this kind of block."""
+        self.stored_tokens = list(said.tokens)
+        self.cached_tokens = said.cached_tokens if kind == KV else None
         if said.tokens and kind == IMAGE:
-            self.extend_text()
+            self.extend_prefill()
         self.transfers.extend(said.transfers)
         for name, seconds in said.spans.items():
             self.spans[name] = self.spans.get(name, 0.0) + seconds
 
-    def extend_text(self) -> None:
-        """Add its outputs so far to what a prefill fills."""
-        self.text, self.keys = len(self.work.prompt) + len(self.tokens), []
+    def extend_prefill(self) -> None:
+        """Have the next prefill fill the prompt and the outputs so far (recomputation)."""
+        self.prefill_end, self.keys = len(self.work.prompt) + len(self.tokens), []
 
     def record(self, transfer: dict[str, Any]) -> None:
-        """Add a line of what moved for it, or did not have to."""
+        """Add the record of one transfer, or of one that a cache made needless."""
         self.transfers.append(transfer)
 
     def cover(self, covered: bool) -> bool:
-        """Note whether cached KV covers all its media, so that it asks for none. Returns that."""
+        """Note whether cached KV covers all its media, so that none is pulled. Returns ``covered``."""
         self.skip_media = covered
         return covered
 
     def hold_kv(self, blocks: tuple[int, ...], published: int) -> None:
-        """Take its KV blocks; so many of them, the first, are matchable already."""
-        self.kv, self.published = blocks, published
+        """Set its block table, whose first ``published`` blocks are in the prefix cache already."""
+        self.block_table, self.published_blocks = blocks, published
 
     def grow(self, blocks: tuple[int, ...]) -> None:
-        """Append KV blocks."""
-        self.kv += blocks
+        """Append KV blocks to its block table."""
+        self.block_table += blocks
 
-    def start_behind(self, cached: int) -> None:
-        """Begin prefill behind so many cached positions."""
-        self.done = self.scheduled = self.cached = cached
-        if self.reused is None:
-            self.reused = cached
+    def start_prefill(self, cached: int) -> None:
+        """Begin prefill behind the first ``cached`` positions, which the prefix cache had."""
+        self.prefilled = self.scheduled = self.prefill_start = cached
+        if self.cached_tokens is None:
+            self.cached_tokens = cached
 
     def schedule(self, end: int) -> None:
-        """Note that a step prefills the text up to this position."""
+        """Note that a step in flight prefills up to this position."""
         self.scheduled = end
 
     def begin_to_decode(self, now: float) -> None:
         """Note that its first decode step begins."""
-        self.book(now)
-        self.first_decode = True
+        self.book_time(now)
+        self.decode_started = True
 
     def preempt(self) -> None:
-        """Forget its KV, which was given up: its text begins anew."""
-        self.kv, self.first_decode = (), False
-        self.done = self.scheduled = self.published = 0
+        """Clear its block table, whose blocks were dropped: its prefill starts over."""
+        self.block_table, self.decode_started = (), False
+        self.prefilled = self.scheduled = self.published_blocks = 0
         self.preemptions += 1
 
     @property
     def age(self) -> tuple[int, str]:
         return self.work.number, self.work.request
 
-    def book(self, now: float) -> None:
-        """Add the time since the last change to the span that it belongs to.
+    def book_time(self, now: float) -> None:
+        """Add the seconds since the last change to the span of the present phase.
 
-        What passes before the source of a transfer has committed is the source's: its spans say what it did meanwhile.
+        Time before the source of a transfer has committed counts there: the spans of its Commit include it.
         """
         since, self.since = self.since, now
         if self.incoming is not None and self.incoming.commit is None:
             return
-        name = "decode_queue" if self.phase is Phase.DECODING and not self.first_decode else SPAN[self.phase]
+        name = "decode_queue" if self.phase is Phase.DECODING and not self.decode_started else SPAN[self.phase]
         self.spans[name] = self.spans.get(name, 0.0) + now - since
 
 
 @dataclass(slots=True)
-class Stream:
-    """Part of a request's KV that its target knows to be ready while prefill runs.
+class KvStream:
+    """KV of a request announced to its target while prefill runs.
 
-    The first ``announced`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``: the
-    chunk's step failed in its middle, so that these layers were void.
+    The first ``announced_blocks`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``:
+    the chunk's step failed midway, so these layers are written and announced again.
     """
 
-    announced: int
+    announced_blocks: int
     layers: int = 0
     again: bool = False
 
 
 @dataclass(slots=True)
-class Incoming:
-    """A transfer of which this instance is the target, ``since`` when.
+class IncomingTransfer:
+    """A transfer of which this instance is the target, since clock time ``since``.
 
-    Of KV: what is ready and not asked for, which ``cells`` are missing, pulls ``running`` with their start, whether all
-    of it was ``firm`` (of ended steps), layers in the largest piece, the seconds in which a pull was under way, and
-    ``doubts``: pieces that did not match their digests, a failure at Commit unless they come again before.
+    ``ready_parts``, ``asked_parts`` and ``pulled_parts`` are indices of parts; of KV, pulls are numbered instead, and:
+
+    - ``ready_queue``: pieces announced and not pulled yet; ``progress``: which layers of which blocks are here.
+    - ``kv_pulls``: pieces being pulled, with the clock time at which each pull began.
+    - ``from_ended_steps``: every piece was announced by an ended step, so that nothing can be written again.
+    - ``largest_group`` (layers): of the largest piece; ``busy_s`` (seconds): time with at least one pull in flight.
+    - ``busy_since``, ``last_pull_at``, ``prefill_ended_at``: clock times.
+    - ``mismatches``: pieces that differ from their digests. At Commit they fail the request, unless sent again before.
+    - ``fetched_parts``: answers of holders, by part.
     """
 
     offer: Offer
     since: float = 0.0
-    ready: set[int] = field(default_factory=set)
-    asked: set[int] = field(default_factory=set)
-    pulled: set[int] = field(default_factory=set)
+    ready_parts: set[int] = field(default_factory=set)
+    asked_parts: set[int] = field(default_factory=set)
+    pulled_parts: set[int] = field(default_factory=set)
     commit: Commit | None = None
     moved: bool = False
     released: bool = False
-    ready_kv: deque[Ready] = field(default_factory=deque)
-    cells: Cells | None = None
-    running: dict[int, tuple[Piece, float]] = field(default_factory=dict)
-    firm: bool = True
-    group: int = 0
-    busy: float = 0.0
+    ready_queue: deque[Ready] = field(default_factory=deque)
+    progress: PullProgress | None = None
+    kv_pulls: dict[int, tuple[Piece, float]] = field(default_factory=dict)
+    from_ended_steps: bool = True
+    largest_group: int = 0
+    busy_s: float = 0.0
     busy_since: float = 0.0
-    last: float = 0.0
-    prefilled: float | None = None
-    doubts: list[tuple[Piece, Failure]] = field(default_factory=list)
+    last_pull_at: float = 0.0
+    prefill_ended_at: float | None = None
+    mismatches: list[tuple[Piece, Failure]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
-    fetched: dict[int, Fetched] = field(default_factory=dict)  # parts that come from a holder
+    fetched_parts: dict[int, Fetched] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Outgoing:
-    """A transfer of which this instance is the source: a lease on ``blocks``, ``since`` when, until Release.
+class Lease:
+    """A lease on ``blocks`` for a transfer of which this instance is the source, from clock time ``since`` to Release.
 
-    ``attempt``, ``route`` and ``count`` of tokens are what the front end is told where the lease ends otherwise.
+    ``attempt``, ``route`` and ``count`` (output tokens) go to the front end where the lease ends without a Release.
     """
 
     id: str
@@ -248,8 +270,8 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class Spared:
-    """A request offered with features that others hold: what encoding them after all would need."""
+class SkippedEncode:
+    """A request offered with features that others hold: all that encoding them here would need."""
 
     work: Work
     inputs: tuple[Any, ...]
@@ -260,8 +282,8 @@ class Spared:
 
 
 @dataclass(slots=True)
-class Fetching:
-    """Features asked of their holder, for a part of an offer."""
+class FeatureFetch:
+    """Features requested from their holder, for a part of an offer, at clock time ``since``."""
 
     request: str
     offer: str
@@ -272,7 +294,7 @@ class Fetching:
 
 @dataclass(slots=True)
 class PendingMedia:
-    """Media that several requests here may be waiting for: encoded once, by its first provider's inputs."""
+    """Media that several requests may wait for: encoded once, from the inputs of the first provider."""
 
     blocks: tuple[int, ...]
     providers: list[tuple[str, int]]

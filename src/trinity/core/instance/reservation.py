@@ -8,15 +8,15 @@ from trinity.core.instance.state import State
 from trinity.core.messages import KV, Work
 from trinity.core.routing import kv_tokens
 
-LITTLE = 1  # blocks beyond those of its text that a request is admitted with
+EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted with
 
 
-def need(s: State, state: RequestState, text: int) -> int:
+def blocks_to_reserve(s: State, state: RequestState, text: int) -> int:
     """KV blocks that a request is admitted with, whose text of so many blocks is prefilled or pulled here."""
     if "D" not in s.settings.roles:
         return text
     whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block_size)
-    return min(whole, text + LITTLE) if s.grows and not state.firm else whole
+    return min(whole, text + EXTRA_BLOCKS) if s.grows and not state.never_preempted else whole
 
 
 def recomputable(s: State, work: Work) -> bool:
@@ -29,6 +29,6 @@ def recomputable(s: State, work: Work) -> bool:
     return any(blocks_for(longest, peer.kv_block_size) <= peer.pools.get(KV, 0) for peer in there)
 
 
-def spare(s: State) -> int:
+def decode_headroom(s: State) -> int:
     """Blocks that admissions leave alone: one for each request that decodes, which will ask for it soon."""
     return len(s.decoding) if s.grows else 0

@@ -1,4 +1,4 @@
-"""State of an instance: its requests, offers in both directions, queues, pools and lanes."""
+"""Holds the state of an instance: its requests, offers in both directions, queues, pools and lanes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from itertools import chain
 from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
-from trinity.core.instance.columns import Columns
+from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.lanes import Flights, Running
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
-from trinity.core.instance.request_state import Fetching, MediaSlot, Outgoing, PendingMedia, RequestState, Spared
+from trinity.core.instance.request_state import (
+    FeatureFetch,
+    Lease,
+    MediaSlot,
+    PendingMedia,
+    RequestState,
+    SkippedEncode,
+)
 from trinity.core.instance.settings import Settings as Settings
 from trinity.core.messages import IMAGE, KV, Close, Failure, Finished, Open, PeerLoad, Pull, Revoke, Send, Value, Work
 from trinity.core.routing import Router
@@ -30,7 +37,7 @@ class State:
         self.requests: dict[str, RequestState] = {}
         self.encode_queue = Queue(self._order(lambda state: sum(span.tokens for span in state.work.media)))
         self.prefill_queue = Queue(self._order(lambda state: len(state.work.prompt)))
-        self.paused: set[str] = set()  # have no row in the next step: they are to be preempted when none is in flight
+        self.paused: set[str] = set()  # no row in the next step: wait for a block, or to be preempted
         self.preempted = Queue(lambda request: self.requests[request].age)  # ahead of all others, the oldest first
         self.migrated_queue = Queue()  # after an image migration: ahead of new arrivals, first in first out
         self.image_offers = Queue()
@@ -38,17 +45,17 @@ class State:
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
-        self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # whose blocks are on their way here, not released yet
+        self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # requests whose blocks are being pulled
         self._queues, self._batches = self._places()
         self.waiting_offers = self.before_decode = 0  # requests in ``OFFERED`` and in ``BEFORE_DECODE``
-        self.columns = Columns()
-        self.fresh: list[str] = []  # decode from the next step on
-        self.leaving: set[str] = set()  # marked as ending while a step or a pull of theirs is in flight
+        self.decode_batch = DecodeBatch()
+        self.new_decodes: list[str] = []  # their first decode step is the next
+        self.leaving: set[str] = set()  # ending, but with a step or a pull in flight
         self.pending: dict[str, PendingMedia] = {}
         self.incoming: dict[str, str] = {}
-        self.outgoing: dict[str, Outgoing] = {}
+        self.outgoing: dict[str, Lease] = {}
         self.tombstones: dict[str, str] = {}
-        # whether requests grow here: those that do not decode here need no more than their text
+        # block tables grow as requests decode; without decode here none needs more than its prefill
         self.grows = settings.reservation == "optimistic" and "D" in settings.roles
         self.lanes: Flights = {lane: deque() for lane in settings.lanes}
         self.out: list[Value] = []
@@ -56,20 +63,22 @@ class State:
         self.offers = 0
         self.preemptions = 0
         self.generation = 0
-        self.doubtful: dict[str, set[int]] = {kind: set() for kind in settings.pools}  # a former target may read these
-        self.spared: dict[str, Spared] = {}
-        self.fetches: dict[str, Fetching] = {}
-        self.heard: dict[str, float] = {}
-        self.awake = -inf
+        self.revoked_blocks: dict[str, set[int]] = {
+            kind: set() for kind in settings.pools
+        }  # taken back from a lease: a former target may still read them
+        self.skipped_encodes: dict[str, SkippedEncode] = {}
+        self.fetches: dict[str, FeatureFetch] = {}
+        self.last_heard: dict[str, float] = {}
+        self.awake_since = -inf
         self.lease_check = inf
         self.deadlines: list[tuple[float, str]] = []
         self.report_at = self.reported_at = inf
         self.reported: PeerLoad | None = None
-        self.followed = False  # whether peers act on what changes here
+        self.has_load_listeners = False  # peers that act on this load: see ``loads.followers``
         self.rates = StepRates(settings.rules, settings.roles)
-        self.rest = TokenRate()  # of prefill here, what is left of a step when the last layer's KV is written
-        self.pull_times: dict[str, PullTimes] = {}  # of our pulls of KV, by source
-        self.pull_cost: tuple[float, float] | None = None  # of others' pulls from here, as last reported
+        self.step_tail = TokenRate()  # seconds of a prefill step behind its last layer's KV
+        self.pull_times: dict[str, PullTimes] = {}  # of this instance's KV pulls, by source
+        self.pull_cost: tuple[float, float] | None = None  # of others' KV pulls from here, as last reported
 
     def _places(self) -> tuple[dict[Phase, Queue], dict[Phase, dict[str, RequestState]]]:
         """List the queue or the batch of each phase that has one."""
@@ -89,7 +98,7 @@ class State:
         return queues, batches
 
     def _order(self, size: Callable[[RequestState], float]) -> Callable[[str], float] | None:
-        """The waiting queue in the order of the rules: first come, shortest job, or earliest deadline first."""
+        """Sort key of the waiting queues under ``BatchRules.order``; None for first come, first served."""
         order = self.settings.rules.order
         if order == "fcfs":
             return None
@@ -97,7 +106,7 @@ class State:
         return lambda request: key(self.requests[request])
 
     def take_in(self, state: RequestState) -> None:
-        """Keep a request that has come, or come back: two tombstones would hand a late Cancel round and round."""
+        """Add a request that arrived or came back. Drops its tombstone: two would pass a late Cancel in a circle."""
         request = state.work.request
         assert request not in self.requests, f"{request} is here already"
         self.requests[request] = state
@@ -110,12 +119,12 @@ class State:
         self.tombstones[request] = target
 
     def forget(self, request: str) -> None:
-        """Drop what is kept of a request that is not here: it has ended everywhere, so nobody gives it back."""
+        """Drop the tombstone and the skipped encode of a request: it has ended everywhere and does not come back."""
         self.tombstones.pop(request, None)
-        self.spared.pop(request, None)
+        self.skipped_encodes.pop(request, None)
 
     def move(self, state: RequestState, phase: Phase, now: float, *, ahead: bool = False) -> None:
-        """Move it to a phase and its place there, ``ahead`` of all that wait. Raises where ``MOVES`` lacks that."""
+        """Move it to a phase, ``ahead`` of all waiting there. Raises ``AssertionError`` for a move not in ``MOVES``."""
         before, request = state.phase, state.work.request
         if phase not in MOVES[before] or (state.ending is not None and phase is not Phase.GONE):
             raise AssertionError(f"{self.settings.name}: {request} cannot move from {before.name} to {phase.name}")
@@ -127,41 +136,41 @@ class State:
             del self.requests[request]
             self.leaving.discard(request)
         else:
-            state.book(now)
+            state.book_time(now)
             self._take_place(state, phase, ahead)
         state.phase = phase
 
     def start(self, running: Running, now: float) -> None:
         """Run a step on its lane."""
         step = running.step
-        if self.fresh and step.decodes:
+        if self.new_decodes and step.decodes:
             self._begin_to_decode(now)
         self.steps += 1
         self.lanes[step.lane].append(running)
         self.out.append(step)
 
     def _begin_to_decode(self, now: float) -> None:
-        for request in self.fresh:
+        for request in self.new_decodes:
             state = self.decoding.get(request)
             if state is not None:
                 state.begin_to_decode(now)
-        self.fresh.clear()
+        self.new_decodes.clear()
 
     def start_decoding(self, state: RequestState, now: float) -> None:
         """Give it a row in every decode step from now on."""
         self.move(state, Phase.DECODING, now)
         if self.in_step(state.work.request):
-            state.first_decode = True  # behind its last chunk
+            state.decode_started = True  # behind its last chunk
         else:
-            self.fresh.append(state.work.request)
+            self.new_decodes.append(state.work.request)
 
     def begin_to_end(self, state: RequestState, ending: Finished) -> None:
-        """Take it out of its place: no further step or transfer includes it. It is in its phase until it is gone."""
+        """Take it out of its queue or batch: no further step or transfer includes it. Its phase stays until GONE."""
         if state.ending is None:
             self._leave_place(state)
         state.ending = ending
         self.leaving.add(state.work.request)
-        state.leave_columns()
+        state.leave_decode_batch()
 
     def _take_place(self, state: RequestState, phase: Phase, ahead: bool) -> None:
         request = state.work.request
@@ -207,27 +216,27 @@ class State:
         self.out.insert(place, Send(to, message))
 
     def open(self, state: RequestState, opened: Open) -> None:
-        """Tell its language stage of it."""
+        """Command the language stage to open it."""
         self.command(opened)
         state.opened = True
 
     def close(self, state: RequestState) -> None:
-        """Have its language stage drop what it keeps of it."""
+        """Command the language stage to drop its rows."""
         if state.opened:
             self.command(Close(state.work.request))
             state.opened = False
 
     def pull(self, state: RequestState, pull: Pull) -> None:
-        """Set out to copy blocks of its transfer."""
+        """Command a pull of blocks of its transfer."""
         assert state.incoming is not None
-        state.pulls += 1
+        state.pulls_in_flight += 1
         state.incoming.moved = True
         self.command(pull)
 
     def allocate(self, kind: str, count: int) -> tuple[int, ...]:
-        """Blocks for new content: those of a lease that was taken back get a new generation first."""
+        """Allocate blocks for new content. Those of a revoked lease get a higher generation first (decision 0011)."""
         blocks = self.pools[kind].allocate(count)
-        doubtful = self.doubtful[kind]
+        doubtful = self.revoked_blocks[kind]
         if doubtful:
             taken = tuple(block for block in blocks if block in doubtful)
             if taken:
@@ -236,69 +245,69 @@ class State:
                 self.command(Revoke(kind, taken, self.generation))
         return blocks
 
-    def hear(self, peer: str, now: float) -> None:
-        """Any word from a peer renews the leases between the two."""
-        self.heard[peer] = now
+    def renew_leases(self, peer: str, now: float) -> None:
+        """Renew the leases shared with a peer, as any message from it does."""
+        self.last_heard[peer] = now
 
     def lease_end(self, since: float, peer: str) -> float:
-        return max(since, self.heard.get(peer, -inf), self.awake) + self.settings.lease_s
+        return max(since, self.last_heard.get(peer, -inf), self.awake_since) + self.settings.lease_s
 
-    def lend(self, lease: Outgoing) -> None:
+    def lend(self, lease: Lease) -> None:
         """Begin a lease, with a reference of its own to each of its blocks."""
         self.pools[lease.kind].hold(lease.blocks)
         self.outgoing[lease.id] = lease
-        self.watch(lease.since)
+        self.watch_lease(lease.since)
 
-    def watch(self, now: float) -> None:
-        """A lease begins."""
+    def watch_lease(self, now: float) -> None:
+        """Check leases no later than ``lease_s`` from now."""
         self.lease_check = min(self.lease_check, now + self.settings.lease_s)
 
     def set_deadline(self, state: RequestState, seconds: float | None, now: float) -> None:
-        """``seconds`` are left of the request's time; None: as much as it likes."""
+        """Set the deadline to ``seconds`` from now; None leaves the request without one."""
         if seconds is not None:
             self.keep_deadline(state, now + seconds)
 
     def keep_deadline(self, state: RequestState, deadline: float) -> None:
-        """End it at this time, should it still be here."""
+        """Set the clock time at which the request ends here."""
         state.deadline = deadline
         heapq.heappush(self.deadlines, (deadline, state.work.request))
 
-    def stir(self, now: float) -> None:
-        """Work comes in: the next report is due soon, where peers act on it."""
-        if self.followed:
-            self.report_soon(now)
-
     def report_soon(self, now: float) -> None:
-        """Make the next report due ``report_s`` from now, where it is not due before."""
+        """Report the load within ``report_s``, where a peer acts on it: work has arrived."""
+        if self.has_load_listeners:
+            self.schedule_report(now)
+
+    def schedule_report(self, now: float) -> None:
+        """Make the next report due in ``report_s`` at the latest."""
         self.report_at = min(self.report_at, now + self.settings.report_s)
 
     def begin_reports(self, now: float) -> None:
-        """Report from now on: somebody is there to hear of how things stand here."""
+        """Start reporting the load: a peer is up."""
         if self.reported is None:
             self.reported_at = now
-            self.report_soon(now)
+            self.schedule_report(now)
 
     def in_step(self, request: str) -> bool:
         return any(request in running.requests for flight in self.lanes.values() for running in flight)
 
-    def flying(self) -> Counter[str]:
+    def count_in_flight(self) -> Counter[str]:
         """Count for each request the steps in flight that have rows of it."""
         flights = chain.from_iterable(self.lanes.values())
         return Counter(chain.from_iterable(running.requests for running in flights))
 
     def idle(self) -> bool:
-        """True where nothing lives, runs or is leased here."""
+        """True where no request, step, transfer or lease is here."""
         return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
 
     def list_media(self, state: RequestState) -> None:
-        """Give it a slot for each of its media, where it has none: its KV may have come without its features."""
+        """Give it a slot for each media item, unless it has them: its KV may have arrived without its features."""
         state.media = state.media or self.slots(state.work)
 
     def slots(self, work: Work) -> list[MediaSlot]:
         return [MediaSlot(span, media_keys(span, self.settings.image_block_size)) for span in work.media]
 
     def await_media(self, slot: MediaSlot, provider: tuple[str, int]) -> None:
-        """Share the blocks in which its features will be, or be the first to have them encoded."""
+        """Share the blocks of features being encoded, or allocate them and be the first provider."""
         pending = self.pending.get(slot.span.content)
         if pending is None:
             pending = self.pending[slot.span.content] = PendingMedia(self.allocate(IMAGE, len(slot.keys)), [])
@@ -308,7 +317,7 @@ class State:
         pending.providers.append(provider)
 
     def await_no_more(self, slot: MediaSlot, provider: tuple[str, int]) -> None:
-        """Take this one, if it is among them, from those that wait for the content."""
+        """Stop waiting for the content, if this request is among its providers."""
         pending = self.pending.get(slot.span.content)
         if pending is not None and provider in pending.providers:
             pending.providers.remove(provider)
@@ -316,22 +325,22 @@ class State:
                 del self.pending[slot.span.content]
 
     def cached_media(self, keys: list[Key]) -> tuple[int, ...]:
-        """The cached blocks of a media item, if all of them are here."""
+        """Encoder-cache blocks of a media item; none unless all of them are here."""
         hits = self.image.match(keys) if self.settings.image_cache else ()
         return hits if len(hits) == len(keys) else ()
 
     def prefix_keys(self, state: RequestState) -> list[Key]:
-        """Keys of the text's full blocks, computed once per request and instance."""
+        """Prefix-cache keys of the full blocks to prefill, computed once per request and instance."""
         if not state.keys and self.settings.prefix_cache:
-            text = (*state.work.prompt, *state.tokens)[: state.text]
+            text = (*state.work.prompt, *state.tokens)[: state.prefill_end]
             state.keys = prefix_keys(text, state.work.media, self.settings.kv_block_size)
         return state.keys
 
     def prefix_hits(self, state: RequestState) -> tuple[int, ...]:
-        """Cached KV blocks a prefill can start from: whole blocks, at most text - 1 tokens, no atomic span cut."""
+        """Prefix-cache hits: whole KV blocks of at most ``prefill_end`` - 1 positions that cut no atomic span."""
         keys = self.prefix_keys(state)
         block = self.settings.kv_block_size
-        hits = self.kv.match(keys[: (state.text - 1) // block])
+        hits = self.kv.match(keys[: (state.prefill_end - 1) // block])
         usable = len(hits)
         for span in reversed(state.work.media):
             if span.atomic and span.offset < usable * block < span.end:
@@ -343,8 +352,8 @@ class State:
         covered = len(self.prefix_hits(state)) * self.settings.kv_block_size
         return any(span.end > covered for span in state.work.media)
 
-    def text_blocks(self, state: RequestState) -> int:
-        return blocks_for(state.text, self.settings.kv_block_size)
+    def prefill_blocks(self, state: RequestState) -> int:
+        return blocks_for(state.prefill_end, self.settings.kv_block_size)
 
 
 def failure(error: str, message: str, **fields: str) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
-from trinity.core.instance.growth import placed
+from trinity.core.instance.growth import grow_tables
 from trinity.core.instance.lanes import LANES, Running
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
@@ -38,7 +38,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     if "D" in LANES[lane]:
         rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
         if s.grows:
-            rows = placed(s, rows, now)
+            rows = grow_tables(s, rows, now)
     if not s.before_decode:
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
         if rows:
@@ -84,7 +84,7 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
 def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
     state = s.requests[request]
     state.schedule(start + length)
-    return Prefill(request, start, length, start + length == state.text)
+    return Prefill(request, start, length, start + length == state.prefill_end)
 
 
 def stepped(s: State, event: Stepped, now: float) -> None:
@@ -175,17 +175,17 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
     state = s.requests[row.request]
     if state.ending is not None:
         return
-    state.done += row.length
-    publish_kv(s, state, state.done)
+    state.prefilled += row.length
+    publish_kv(s, state, state.prefilled)
     chunk_done(s, state, row)
     if not row.last:
         return
     drop_media(s, state)
     sampled = event.sampled.get(row.request)
     assert sampled is not None, f"a row of {row.request} gave no token"
-    firsts.append((row.request, state.attempt, len(state.written), sampled))
+    firsts.append((row.request, state.attempt, len(state.stored_tokens), sampled))
     state.take_token(sampled.token)
-    if sampled.token in state.stop_ids or len(state.written) >= state.max_tokens:
+    if sampled.token in state.stop_ids or len(state.stored_tokens) >= state.max_tokens:
         end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
     elif "D" in s.settings.roles:
         s.start_decoding(state, now)
@@ -195,14 +195,14 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
 
 def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emit | None:
     """Take one token of each of these rows, unless its request is ending or has failed."""
-    columns = s.columns
+    columns = s.decode_batch
     if rows != columns.rows or event.failed or s.leaving:
         rows = tuple([each for each in rows if each not in event.failed and s.requests[each].ending is None])
         _gather(s, rows)
         if not rows:
             return None
     try:
-        emit, more = columns.take(event.sampled)
+        emit, more = columns.add_column(event.sampled)
     except KeyError as missing:
         raise AssertionError(f"a row of {missing.args[0]} gave no token") from None
     if more:
@@ -210,20 +210,20 @@ def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emi
             end(s, s.requests[request], now, reason)
         if columns.full():
             for request in columns.members:
-                s.requests[request].write()
+                s.requests[request].store_tokens()
             columns.clear()
     return emit
 
 
 def _gather(s: State, rows: tuple[str, ...]) -> None:
     """These are the rows of the next columns."""
-    new, gone = s.columns.missing(rows)
+    new, gone = s.decode_batch.changes(rows)
     for request in gone:
-        s.requests[request].leave_columns()
+        s.requests[request].leave_decode_batch()
     for request in new:
-        s.requests[request].join_columns(s.columns)
+        s.requests[request].join_decode_batch(s.decode_batch)
     if rows:
-        s.columns.arrange(rows)
+        s.decode_batch.arrange(rows)
 
 
 def _joined(firsts: Emit, rest: Emit | None) -> Emit:

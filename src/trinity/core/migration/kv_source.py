@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lanes import Running
-from trinity.core.instance.request_state import RequestState, Stream
+from trinity.core.instance.request_state import KvStream, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Part, Prefill, Progress, Ready, Step, Stepped
 from trinity.core.migration.source import open_offer
@@ -23,10 +23,10 @@ def open_streams(s: State, step: Step, now: float) -> None:
     for row in step.prefills:
         state = s.requests[row.request]
         if state.outgoing is None and state.ending is None and streams(s, state):
-            blocks = state.kv[: s.text_blocks(state)]
+            blocks = state.block_table[: s.prefill_blocks(state)]
             if open_offer(s, state, now, "D", KV, (Part(blocks),)):
-                state.stream = Stream(state.cached // s.settings.kv_block_size)
-                _tell(s, state, None, (0, state.stream.announced))
+                state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size)
+                _tell(s, state, None, (0, state.kv_stream.announced_blocks))
 
 
 def group_for(s: State, prefills: Sequence[Prefill]) -> int:
@@ -38,7 +38,7 @@ def group_for(s: State, prefills: Sequence[Prefill]) -> int:
         return 1
     layers, cost = s.settings.layers, s.pull_cost
     tokens = sum(row.length for row in prefills)
-    compute, rest = s.rates.seconds("P", tokens) / layers, s.rest.seconds(tokens)
+    compute, rest = s.rates.seconds("P", tokens) / layers, s.step_tail.seconds(tokens)
     if cost is None or not compute:
         return -(-layers // UNKNOWN_GROUPS)
     blocks = sum(blocks_for(row.length, s.settings.kv_block_size) for row in rows)
@@ -53,7 +53,7 @@ def progressed(s: State, event: Progress, now: float) -> None:
     running.written = now if event.layers and event.layers[1] == s.settings.layers else None
     for row in running.step.prefills:
         state = s.requests[row.request]
-        stream = state.stream
+        stream = state.kv_stream
         if stream is None or state.ending is not None:
             continue
         if event.layers is None:
@@ -66,7 +66,7 @@ def progressed(s: State, event: Progress, now: float) -> None:
 
 def chunk_done(s: State, state: RequestState, row: Prefill) -> None:
     """A chunk is prefilled: what was not announced in its middle is ready now."""
-    stream = state.stream
+    stream = state.kv_stream
     if stream is None:
         return
     blocks, layers = _whole(s, state, row), s.settings.layers
@@ -74,20 +74,20 @@ def chunk_done(s: State, state: RequestState, row: Prefill) -> None:
         _tell(s, state, None, blocks, again=True)
     elif stream.layers < layers:
         _tell(s, state, (stream.layers, layers) if stream.layers else None, blocks)
-    stream.announced, stream.layers, stream.again = blocks[1], 0, False
+    stream.announced_blocks, stream.layers, stream.again = blocks[1], 0, False
 
 
 def measure(s: State, running: Running, event: Stepped, now: float) -> None:
     """How long a step goes on when all of its KV is written."""
     if running.written is not None and not event.failed:
-        s.rest.add(sum(row.length for row in running.step.prefills), now - running.written)
+        s.step_tail.add(sum(row.length for row in running.step.prefills), now - running.written)
 
 
 def _whole(s: State, state: RequestState, row: Prefill) -> tuple[int, int]:
     """The blocks that are full after this chunk and were not before; with the last one the rest of the prompt."""
-    assert state.stream is not None
-    end = s.text_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block_size
-    return state.stream.announced, end
+    assert state.kv_stream is not None
+    end = s.prefill_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block_size
+    return state.kv_stream.announced_blocks, end
 
 
 def _tell(

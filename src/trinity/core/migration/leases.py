@@ -10,10 +10,10 @@ from __future__ import annotations
 from math import inf
 
 from trinity.core.instance.lifecycle import end
-from trinity.core.instance.request_state import MISSING, Outgoing, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
-from trinity.core.migration.remote_features import encode_after_all, forget_spared, holder_silent
+from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 
 
 def released(s: State, event: Release, now: float) -> None:
@@ -21,31 +21,31 @@ def released(s: State, event: Release, now: float) -> None:
     lease = s.outgoing.pop(event.id, None)
     if lease is None:
         return
-    s.hear(lease.target, now)
+    s.renew_leases(lease.target, now)
     s.pools[lease.kind].drop(lease.blocks)
     s.pull_cost = event.cost or s.pull_cost
-    if event.outcome == MISSING:
+    if event.outcome == FEATURES_GONE:
         encode_after_all(s, lease, now)
         return
-    forget_spared(s, lease)
+    forget_skipped(s, lease)
     state = s.requests.get(lease.request)
     if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
         end(s, state, now, "cancelled")
 
 
-def take_back(s: State, lease: Outgoing) -> None:
+def take_back(s: State, lease: Lease) -> None:
     """The lease is over without a Release: somebody may still be reading these blocks."""
     del s.outgoing[lease.id]
-    forget_spared(s, lease)
-    s.doubtful[lease.kind].update(lease.blocks)
+    forget_skipped(s, lease)
+    s.revoked_blocks[lease.kind].update(lease.blocks)
     s.pools[lease.kind].drop(lease.blocks)
 
 
 def check_leases(s: State, now: float) -> None:
     """End what has run out, and say when to look again."""
     if now - s.lease_check > s.settings.lease_s / 2:
-        s.awake = now  # nobody called for so long: it was this instance that stood still, not its peers
-    left = holder_silent(s, None, now)
+        s.awake_since = now  # nobody called for so long: it was this instance that stood still, not its peers
+    left = give_up_fetches(s, None, now)
     for lease in list(s.outgoing.values()):
         due = s.lease_end(lease.since, lease.target)
         if due <= now:
@@ -57,7 +57,7 @@ def check_leases(s: State, now: float) -> None:
     s.lease_check = left
 
 
-def _expired(s: State, lease: Outgoing, now: float) -> None:
+def _expired(s: State, lease: Lease, now: float) -> None:
     """The target fell silent. Its request ends here, in one way or the other just once."""
     take_back(s, lease)
     why = _silent(s, lease.target, lease.target, s.settings.name, lease.kind)
@@ -70,7 +70,7 @@ def _expired(s: State, lease: Outgoing, now: float) -> None:
         s.send(FRONTEND, _report(lease, why))
 
 
-def _report(lease: Outgoing, why: Failure) -> Finished:
+def _report(lease: Lease, why: Failure) -> Finished:
     return Finished(
         request=lease.request,
         attempt=lease.attempt,

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import MISSING, Fetching, Outgoing, RequestState, Spared
+from trinity.core.instance.request_state import FEATURES_GONE, FeatureFetch, Lease, RequestState, SkippedEncode
 from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, IMAGE, Fetch, Fetched, Finished, Pull, Pulled, Release
-from trinity.core.migration.kv_target import nothing_moved
+from trinity.core.migration.kv_target import cached_record
 
 # ---------------------------------------------------------------- the encode instance
 
 
-def spare(s: State, state: RequestState) -> None:
+def skip_cached_remotely(s: State, state: RequestState) -> None:
     """Leave out what another instance has, by what it said last. What is cached or under way here stays here."""
     if s.settings.transfers.store and "P" not in s.settings.roles:
         for slot in state.media:
@@ -25,21 +25,23 @@ def spare(s: State, state: RequestState) -> None:
                 slot.find_at(s.router.holder(slot.span, s.settings.name))
 
 
-def keep(s: State, state: RequestState) -> None:
+def remember_skipped(s: State, state: RequestState) -> None:
     """Its offer names holders: keep what encoding after all would need, until the Release."""
     if any(slot.holder for slot in state.media):
-        s.spared[state.work.request] = Spared(state.work, state.inputs, state.route, state.deadline, state.tokens)
+        s.skipped_encodes[state.work.request] = SkippedEncode(
+            state.work, state.inputs, state.route, state.deadline, state.tokens
+        )
 
 
-def forget_spared(s: State, lease: Outgoing) -> Spared | None:
+def forget_skipped(s: State, lease: Lease) -> SkippedEncode | None:
     """What was kept for this lease's offer, no more. A former attempt's lease may end after the next one's began."""
-    spared = s.spared.get(lease.request)
-    return s.spared.pop(lease.request) if spared is not None and spared.work.attempt == lease.attempt else None
+    spared = s.skipped_encodes.get(lease.request)
+    return s.skipped_encodes.pop(lease.request) if spared is not None and spared.work.attempt == lease.attempt else None
 
 
-def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
+def encode_after_all(s: State, lease: Lease, now: float) -> None:
     """The target did not find the features: back into the queue, and nobody else is asked this time."""
-    spared = forget_spared(s, lease)
+    spared = forget_skipped(s, lease)
     if spared is None:  # forgotten meanwhile
         return
     work, name = spared.work, s.settings.name
@@ -47,7 +49,7 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
     if spared.cancelled:
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
-    state = RequestState(work, now, spared.inputs, written=spared.tokens, route=route)
+    state = RequestState(work, now, spared.inputs, stored_tokens=spared.tokens, route=route)
     if work.deadline_s is not None:
         s.keep_deadline(state, spared.deadline)
     s.list_media(state)
@@ -60,10 +62,10 @@ def encode_after_all(s: State, lease: Outgoing, now: float) -> None:
 
 def fetch(s: State, event: Fetch, now: float) -> None:
     """Lease the blocks with this content, or say that they are not all here."""
-    s.hear(event.requester, now)
+    s.renew_leases(event.requester, now)
     found = s.cached_media(list(event.keys)) if event.kind == IMAGE else ()
     if found:
-        s.lend(Outgoing(event.id, "", event.requester, IMAGE, found, now))
+        s.lend(Lease(event.id, "", event.requester, IMAGE, found, now))
     s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation))
 
 
@@ -76,34 +78,34 @@ def ask_holder(s: State, state: RequestState, part: int, now: float) -> None:
     assert incoming is not None
     holder = incoming.offer.parts[part].holder
     if holder not in s.router.peers or holder == s.settings.name:
-        gone(s, state, now)
+        give_back_request(s, state, now)
         return
     id = f"{incoming.offer.id}/{part}"
-    s.fetches[id] = Fetching(state.work.request, incoming.offer.id, part, holder, now)
-    s.watch(now)
+    s.fetches[id] = FeatureFetch(state.work.request, incoming.offer.id, part, holder, now)
+    s.watch_lease(now)
     s.send(holder, Fetch(id, s.settings.name, IMAGE, tuple(state.media[part].keys)))
 
 
 def fetched(s: State, event: Fetched, now: float) -> None:
     """The holder's answer: pull, or give up. Of a request that has ended meanwhile, only the lease is left."""
-    s.hear(event.holder, now)
+    s.renew_leases(event.holder, now)
     asked = s.fetches.pop(event.id, None)
-    state = waiting(s, asked) if asked is not None else None
+    state = waiting_request(s, asked) if asked is not None else None
     if asked is None or state is None:
         if event.blocks:
             s.send(event.holder, Release(event.id, "cancelled"))
         return
     if not event.blocks:
-        gone(s, state, now)
+        give_back_request(s, state, now)
         return
     incoming, slot = state.incoming, state.media[asked.part]
     assert incoming is not None
-    incoming.fetched[asked.part] = event
+    incoming.fetched_parts[asked.part] = event
     blocks = (event.blocks, slot.blocks)
     s.pull(state, Pull(asked.offer, asked.part, event.holder, IMAGE, asked.request, *blocks, event.generation))
 
 
-def waiting(s: State, asked: Fetching) -> RequestState | None:
+def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:
     """The request that this is for, if it still waits for it."""
     state = s.requests.get(asked.request)
     if state is None or state.ending is not None or state.incoming is None:
@@ -111,40 +113,40 @@ def waiting(s: State, asked: Fetching) -> RequestState | None:
     return state if state.incoming.offer.id == asked.offer and not state.incoming.released else None
 
 
-def gone(s: State, state: RequestState, now: float) -> None:
+def give_back_request(s: State, state: RequestState, now: float) -> None:
     """Give back every image block here first: an encode instance must not wait for one that waits for it."""
-    end(s, state, now, MISSING)
+    end(s, state, now, FEATURES_GONE)
 
 
-def holder_silent(s: State, asked_of: str | None, now: float) -> float:
+def give_up_fetches(s: State, asked_of: str | None, now: float) -> float:
     """Give up what was asked of a lost holder, or (None) of those that were silent for too long; when to look again."""
     left = float("inf")
     for id, asked in list(s.fetches.items()):
         due = s.lease_end(asked.since, asked.holder)
         if asked.holder == asked_of or (asked_of is None and due <= now):
             del s.fetches[id]
-            state = waiting(s, asked)
+            state = waiting_request(s, asked)
             if state is not None:
-                gone(s, state, now)
+                give_back_request(s, state, now)
         else:
             left = min(left, due)
     return left
 
 
-def pull_ended(s: State, state: RequestState, event: Pulled) -> None:
+def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
     """A pull from a holder ended: release it."""
     incoming = state.incoming
     assert incoming is not None
-    answer = incoming.fetched.pop(event.part)
+    answer = incoming.fetched_parts.pop(event.part)
     s.send(answer.holder, Release(answer.id, "failed" if event.failure else "pulled"))
     if event.record:
         state.record({**event.record, "outcome": "failed" if event.failure else "store"})
 
 
-def spared_record(s: State, state: RequestState, part: int) -> dict[str, object]:
+def skipped_record(s: State, state: RequestState, part: int) -> dict[str, object]:
     """Nothing moved, because the features are here; "store" where they were not encoded for this request either."""
     incoming = state.incoming
     assert incoming is not None
     holder = incoming.offer.parts[part].holder
-    record = nothing_moved(s, incoming.offer)
+    record = cached_record(s, incoming.offer)
     return {**record, "source": holder, "outcome": "store"} if holder else record

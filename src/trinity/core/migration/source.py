@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import commit, end, hand_on
-from trinity.core.instance.request_state import MediaSlot, Outgoing, RequestState
+from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
-from trinity.core.migration.remote_features import keep
+from trinity.core.migration.remote_features import remember_skipped
 
 
 def may_offer(s: State, state: RequestState) -> bool:
@@ -32,7 +32,7 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
         parts = tuple(Part(slot.blocks, slot.holder) for slot in state.media)
         if not open_offer(s, state, now, "P", IMAGE, parts):
             return
-        keep(s, state)
+        remember_skipped(s, state)
         ready = tuple(item for item, slot in enumerate(state.media) if slot.ready)
         announce(s, state, ready)
     if all(slot.ready for slot in state.media):
@@ -41,10 +41,10 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
 
 def offer_kv(s: State, state: RequestState, now: float) -> None:
     """The prompt is prefilled: offer its KV to a decode instance, unless it is moving already."""
-    if state.stream is not None:
+    if state.kv_stream is not None:
         _commit(s, state, now)
         return
-    blocks = state.kv[: s.text_blocks(state)]
+    blocks = state.block_table[: s.prefill_blocks(state)]
     if open_offer(s, state, now, "D", KV, (Part(blocks),)):
         announce(s, state, (0,))
         _commit(s, state, now)
@@ -75,7 +75,7 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
         generation=s.generation,
     )
     blocks = tuple(block for part in parts for block in part.blocks)
-    s.lend(Outgoing(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
+    s.lend(Lease(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
     state.outgoing = offer.id
     s.send(target, offer)
     s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))
@@ -91,6 +91,6 @@ def _nowhere(s: State, letter: str) -> Failure:
 
 
 def _commit(s: State, state: RequestState, now: float) -> None:
-    state.book(now)
+    state.book_time(now)
     commit(s, state, now)
     hand_on(s, state, now)

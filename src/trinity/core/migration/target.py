@@ -11,22 +11,29 @@ from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
-from trinity.core.instance.request_state import MISSING, Incoming, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
-from trinity.core.migration.kv_target import ask_kv, conclude_record, kv_here, kv_pulled, ready_kv, reserve_kv
-from trinity.core.migration.remote_features import ask_holder, pull_ended, spared_record
+from trinity.core.migration.kv_target import (
+    conclude_record,
+    finish_piece,
+    is_kv_here,
+    pull_pieces,
+    queue_pieces,
+    reserve_kv,
+)
+from trinity.core.migration.remote_features import ask_holder, finish_fetch, skipped_record
 
 
 def offered(s: State, event: Offer, now: float) -> None:
     """Step 1: a request with blocks elsewhere. It waits for blocks here, first in first out among migrations."""
     work = event.work
-    state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=Incoming(event, now))
+    state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=IncomingTransfer(event, now))
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
-    s.hear(event.source, now)
-    s.watch(now)
-    s.stir(now)
+    s.renew_leases(event.source, now)
+    s.watch_lease(now)
+    s.report_soon(now)
     if event.kind == KV:
         s.move(state, Phase.KV_OFFER, now)
         return
@@ -44,9 +51,9 @@ def ready(s: State, event: Ready, now: float) -> None:
     state = _state(s, event.id)
     if state is not None and state.incoming is not None and state.ending is None:
         if state.incoming.offer.kind == KV:
-            ready_kv(state.incoming, event, now)
+            queue_pieces(state.incoming, event, now)
         else:
-            state.incoming.ready.update(event.parts)
+            state.incoming.ready_parts.update(event.parts)
         _ask(s, state, now)
         _complete(s, state, now)
 
@@ -55,18 +62,18 @@ def committed(s: State, event: Commit, now: float) -> None:
     state = _state(s, event.id)
     if state is None or state.incoming is None or state.ending is not None:
         return
-    state.book(now)
+    state.book_time(now)
     state.incoming.commit = event
-    if state.incoming.prefilled is None:
-        state.incoming.prefilled = now
+    if state.incoming.prefill_ended_at is None:
+        state.incoming.prefill_ended_at = now
     state.take_over(event, state.incoming.offer.kind)
     s.set_deadline(state, event.deadline_s, now)
-    s.hear(state.incoming.offer.source, now)
+    s.renew_leases(state.incoming.offer.source, now)
     if event.ending:
         end(s, state, now, event.ending)
         return
-    if state.incoming.doubts:
-        end(s, state, now, "error", state.incoming.doubts[0][1])
+    if state.incoming.mismatches:
+        end(s, state, now, "error", state.incoming.mismatches[0][1])
         return
     if state.skip_media:
         queue_prefill(s, state, now)  # cached KV covers every image: wait for prefill, which releases or asks
@@ -116,7 +123,7 @@ def _others_ahead(s: State) -> bool:
 def _ask(s: State, state: RequestState, now: float) -> None:
     """Step 3: pull each part that is ready and is not here already."""
     if state.phase is Phase.KV_PULL:
-        ask_kv(s, state, now)
+        pull_pieces(s, state, now)
     elif state.phase is Phase.IMAGE_PULL:
         _ask_media(s, state, now)
 
@@ -124,12 +131,12 @@ def _ask(s: State, state: RequestState, now: float) -> None:
 def _ask_media(s: State, state: RequestState, now: float) -> None:
     incoming = state.incoming
     assert incoming is not None
-    for part in sorted(incoming.ready - incoming.asked):
-        incoming.asked.add(part)
+    for part in sorted(incoming.ready_parts - incoming.asked_parts):
+        incoming.asked_parts.add(part)
         offer, slot = incoming.offer, state.media[part]
         if slot.ready:
-            incoming.pulled.add(part)
-            state.record(spared_record(s, state, part))
+            incoming.pulled_parts.add(part)
+            state.record(skipped_record(s, state, part))
             continue
         if offer.parts[part].holder:
             ask_holder(s, state, part, now)
@@ -145,20 +152,20 @@ def pulled(s: State, event: Pulled, now: float) -> None:
     state = _state(s, event.offer)
     assert state is not None, f"a pull of {event.offer} ended after its Release"
     assert state.incoming is not None
-    state.pulls -= 1
-    failed, stored = event.failure, event.part in state.incoming.fetched
+    state.pulls_in_flight -= 1
+    failed, stored = event.failure, event.part in state.incoming.fetched_parts
     if state.phase is Phase.KV_PULL:
-        failed = kv_pulled(s, state, event, now)
+        failed = finish_piece(s, state, event, now)
     elif stored:
-        pull_ended(s, state, event)
+        finish_fetch(s, state, event)
     elif event.record:
         state.record(event.record)
     if state.ending is not None:
         conclude_if_quiet(s, state, now)
     elif failed is not None:
-        end(s, state, now, MISSING if stored else "error", failed)
+        end(s, state, now, FEATURES_GONE if stored else "error", failed)
     else:
-        state.incoming.pulled.add(event.part)
+        state.incoming.pulled_parts.add(event.part)
         if state.phase is Phase.IMAGE_PULL:
             _publish_media(s, state, event.part)
         _ask(s, state, now)
@@ -178,8 +185,8 @@ def _all_here(s: State, state: RequestState) -> bool:
     if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
         return False
     if state.phase is Phase.KV_PULL:
-        return kv_here(s, state) and incoming.commit is not None
-    return len(incoming.pulled) == len(incoming.offer.parts) and incoming.commit is not None
+        return is_kv_here(s, state) and incoming.commit is not None
+    return len(incoming.pulled_parts) == len(incoming.offer.parts) and incoming.commit is not None
 
 
 def _complete(s: State, state: RequestState, now: float) -> None:
@@ -194,7 +201,7 @@ def _complete(s: State, state: RequestState, now: float) -> None:
     if state.phase is Phase.IMAGE_PULL:
         queue_prefill(s, state, now)
     else:
-        s.open(state, Open(work=state.work, blocks=state.kv, tokens=tuple(state.tokens)))
+        s.open(state, Open(work=state.work, blocks=state.block_table, tokens=tuple(state.tokens)))
         s.start_decoding(state, now)
 
 

@@ -18,7 +18,7 @@ class Piece(NamedTuple):
         return (self.layers[1] - self.layers[0]) * max(0, self.blocks[1] - self.blocks[0])
 
 
-class Cells:
+class PullProgress:
     """A cell is one layer of one block. The first ``cached`` blocks of ``blocks`` are here already.
 
     ``missing`` counts cells that are not here. A source that names a cell twice, or one that is none, is faulty.
@@ -29,7 +29,7 @@ class Cells:
         self.missing = (self.blocks - self.cached) * layers
         self._asked = [0] * blocks  # the layers of each block, as bits
 
-    def ask(self, ready: Ready) -> Piece:
+    def request(self, ready: Ready) -> Piece:
         """What has to move now that this is ready; without blocks where all of it is cached."""
         layers, (start, end) = ready.layers or (0, self.layers), ready.blocks or (0, self.blocks)
         assert 0 <= layers[0] < layers[1] <= self.layers, f"{ready} of {self.layers} layers"
@@ -41,16 +41,16 @@ class Cells:
             self._asked[block] |= bits
         return piece
 
-    def arrived(self, piece: Piece) -> None:
+    def note_arrival(self, piece: Piece) -> None:
         self.missing -= piece.cells
 
-    def lost(self, piece: Piece) -> None:
+    def note_loss(self, piece: Piece) -> None:
         """It did not come: whoever wants it asks again."""
         bits = (1 << piece.layers[1]) - (1 << piece.layers[0])
         for block in range(*piece.blocks):
             self._asked[block] &= ~bits
 
-    def void(self, blocks: tuple[int, int]) -> None:
+    def invalidate(self, blocks: tuple[int, int]) -> None:
         """What came of these blocks is written anew at the source. No pull of theirs is in flight."""
         for block in range(max(blocks[0], self.cached), blocks[1]):
             self.missing += self._asked[block].bit_count()

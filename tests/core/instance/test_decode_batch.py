@@ -8,7 +8,7 @@ import pytest
 
 from support.core_tables import make_core, sent, work
 from trinity.core import InstanceCore
-from trinity.core.instance.columns import KEPT
+from trinity.core.instance.decode_batch import MAX_COLUMNS
 from trinity.core.messages import Cancel, Emit, Finished, Sampled, Stepped, Submit, Work
 from trinity.testing.checks import check_state
 
@@ -33,11 +33,11 @@ def test_tokens_are_written_when_somebody_asks_and_every_so_many_columns() -> No
     core = core_with(work("a", 3, max_tokens=100))
     state = core.state.requests["a"]
     step(core)
-    for count in range(1, 2 * KEPT + 3):
+    for count in range(1, 2 * MAX_COLUMNS + 3):
         step(core, token=count)
         assert state.outputs == count + 1
-        assert len(state.written) == 1 + count // KEPT * KEPT
-    assert state.tokens == [1, *range(1, 2 * KEPT + 3)] == state.written
+        assert len(state.stored_tokens) == 1 + count // MAX_COLUMNS * MAX_COLUMNS
+    assert state.tokens == [1, *range(1, 2 * MAX_COLUMNS + 3)] == state.stored_tokens
 
 
 def test_indices_go_on_whoever_comes_and_goes() -> None:
@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_requests_that_have_left() -> None:
     core = core_with(*(work(name, 3, max_tokens=8) for name in "ab"))
     while core.state.requests:
         step(core)
-    columns = core.state.columns
+    columns = core.state.decode_batch
     assert not columns.members
     assert not columns._kept
     assert not +columns._counted
@@ -106,5 +106,5 @@ def test_whether_nobody_ends_soon_is_known_without_a_look_at_the_rows() -> None:
     core = core_with(work("a", 3, max_tokens=9))
     step(core)
     step(core)
-    columns = core.state.columns  # a has 2 of its 9 tokens
-    assert [columns.lasts(more) for more in (0, 6, 7, 8)] == [True, True, False, False]
+    columns = core.state.decode_batch  # a has 2 of its 9 tokens
+    assert [columns.ends_none_within(more) for more in (0, 6, 7, 8)] == [True, True, False, False]

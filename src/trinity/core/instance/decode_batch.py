@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from trinity.core.messages import Emit, Sampled
 
-KEPT = 16  # columns, before they are written to the requests they belong to
+MAX_COLUMNS = 16  # columns, before they are written to the requests they belong to
 
 
 @dataclass(slots=True)
-class Member:
+class DecodeMember:
     """A request that takes part: it has ``start`` tokens beside the count of columns, and ends at ``last`` of those.
 
     ``read``: the count of columns up to which it was asked for its tokens.
@@ -25,18 +25,18 @@ class Member:
     read: int
 
 
-class Columns:
+class DecodeBatch:
     """What decode steps gave, for the requests that have a row in each of them.
 
     Behind a forward no cache has anything of a request's state, and to look at it is most of what a decision takes. So
     a step's tokens stay here, beside what one has to know of every row, and are written to the requests when somebody
-    asks for them, when a request leaves, or when there are ``KEPT`` columns.
+    asks for them, when a request leaves, or when there are ``MAX_COLUMNS`` columns.
     """
 
     def __init__(self) -> None:
         self.rows: tuple[str, ...] = ()  # of the last column
         self.count = 0  # columns so far
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, DecodeMember] = {}
         self._kept: list[tuple[tuple[str, ...], tuple[Sampled, ...]]] = []  # the last ones, with their rows
         self._counted: Counter[int] = Counter()
         self._stops: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class Columns:
     def members(self) -> Collection[str]:
         return self._members.keys()
 
-    def missing(self, rows: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    def changes(self, rows: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """Who has to ``join``, and who has to ``leave``, before the next column can have these rows."""
         there = set(rows)
         return [each for each in rows if each not in self._members], [
@@ -58,7 +58,7 @@ class Columns:
     def join(self, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int]) -> None:
         """It has so many tokens, and ends with ``most``, or with one of ``stops``."""
         start = tokens - self.count
-        self._members[request] = Member(attempt, start, most - start, stops, self.count)
+        self._members[request] = DecodeMember(attempt, start, most - start, stops, self.count)
         self._counted.update(stops)
 
     def leave(self, request: str) -> None:
@@ -77,7 +77,7 @@ class Columns:
         self._starts = tuple([each.start for each in members])
         self._plan()
 
-    def take(self, sampled: Mapping[str, Sampled]) -> tuple[Emit, bool]:
+    def add_column(self, sampled: Mapping[str, Sampled]) -> tuple[Emit, bool]:
         """The next column: what is emitted, and whether there is more to do: to look for ``ends`` and ``full``. Raises
         ``KeyError`` for a row that nothing was sampled for."""
         rows, count = self.rows, self.count
@@ -96,15 +96,15 @@ class Columns:
                 found.append((request, "stop" if sampled.token in member.stops else "length"))
         return found
 
-    def lasts(self, steps: int) -> bool:
+    def ends_none_within(self, steps: int) -> bool:
         """Whether surely no row of the last column ends by its length within so many further columns."""
         return self.count + steps < self._due
 
-    def tokens(self, request: str) -> int:
+    def num_tokens(self, request: str) -> int:
         """How many a member has."""
         return self.count + self._members[request].start
 
-    def news(self, request: str) -> list[int]:
+    def new_tokens(self, request: str) -> list[int]:
         """A member's tokens since it was asked last."""
         member, found = self._members[request], list[int]()
         seen, at = tuple[str, ...](), 0
@@ -117,7 +117,7 @@ class Columns:
 
     def full(self) -> bool:
         """Whether all members are to be asked for their tokens, and ``clear`` called."""
-        return len(self._kept) >= KEPT
+        return len(self._kept) >= MAX_COLUMNS
 
     def clear(self) -> None:
         """Every member was asked."""
@@ -127,4 +127,4 @@ class Columns:
     def _plan(self) -> None:
         """When there is more to do than to take a column."""
         ends = min([each.last for each in self._members.values()], default=0)
-        self._due = min(ends, self.count + KEPT - len(self._kept))
+        self._due = min(ends, self.count + MAX_COLUMNS - len(self._kept))
