@@ -87,7 +87,7 @@ asan: $(STAMP)
 		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
 	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.has_extension() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
-	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/memory/test_native.py tests/simulation/test_compiled.py $(ARGS)
+	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/memory/test_native.py tests/simulation/test_compiled_engine.py $(ARGS)
 
 # Other engines to compare with, each in an environment of its own below .peers (or TRINITY_PEERS).
 bench-peers: $(STAMP)

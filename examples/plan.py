@@ -20,7 +20,7 @@ from trinity import report, traces
 from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError
 from trinity.planner import HybridPlanner, Plan
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces.trace import SLO, Trace
 
@@ -33,8 +33,10 @@ SHOWN = 600  # requests whose timeline the report draws
 def traffic(minutes: float | None) -> Trace:
     """The shipped hour, or its first minutes."""
     trace = traces.read_shipped("servegen-image-1h")
-    if minutes is None and compiled.missing():
-        print(f"no compiled engine ({compiled.missing()}): planned on the first {SLOW_MINUTES:g} minutes")
+    if minutes is None and compiled_engine.why_unavailable():
+        print(
+            f"no compiled engine ({compiled_engine.why_unavailable()}): planned on the first {SLOW_MINUTES:g} minutes"
+        )
         minutes = SLOW_MINUTES
     return trace if minutes is None else trace.window(0, 60 * minutes)
 

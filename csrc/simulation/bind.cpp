@@ -1,4 +1,4 @@
-// trinity._native: the Python side of the compiled twin. simulation/compiled.py makes the arrays and reads them.
+// trinity._native: the Python side of the compiled twin. simulation/compiled_engine.py makes the arrays and reads them.
 #include "simulation/engine.hpp"
 #include "simulation/judge.hpp"
 
@@ -35,7 +35,7 @@ struct AnyCost { // a cost model as Python holds it
     std::shared_ptr<Cost> cost;
 };
 
-// The order of the numbers is that of simulation/compiled.py, _roofline.
+// The order of the numbers is that of simulation/compiled_engine.py, _roofline.
 AnyCost roofline(const In<int64_t> &whole, const In<double> &real) {
     require(whole.size() == 18 && real.size() == 8, "a roofline of another size");
     const int64_t *n = whole.data();
@@ -241,7 +241,7 @@ nb::tuple judged(const In<double> &times, const In<int64_t> &first, const In<int
 } // namespace
 
 void bind_simulator(nb::module_ &module) {
-    module.attr("SIMULATOR") = 4; // raised with every change of what it takes or answers: simulation/compiled.py
+    module.attr("SIMULATOR") = 4; // raised with every change of what it takes or answers: simulation/compiled_engine.py
     nb::class_<AnyCost>(module, "SimCost");
     nb::class_<Workload>(module, "SimWorkload");
     module.def("sim_roofline", &roofline, "whole"_a, "real"_a);

@@ -1,5 +1,5 @@
 """The compiled part, csrc/module.cpp. Use it through trinity.memory.native and, the simulator's twin, through
-trinity.simulation.compiled.
+trinity.simulation.compiled_engine.
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ from benchmarks.planning.watch import BOUND, QWEN, hour, hourly, longer
 from trinity.adapt.drift import DriftDetector, Replanner
 from trinity.adapt.proposals import iter_proposals
 from trinity.planner import HybridPlanner, Plan
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.traces.trace import Trace, TraceRow
 
 SHIFTED_S = 600.0
@@ -24,8 +24,8 @@ async def shifted() -> AsyncIterator[TraceRow]:
 
 @pytest.mark.slow
 async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> None:
-    if compiled.missing():
-        pytest.skip(compiled.missing())
+    if compiled_engine.why_unavailable():
+        pytest.skip(compiled_engine.why_unavailable())
     planner = HybridPlanner(QWEN, BOUND, instances=3, strategy="exhaustive", seeds=0)
     made: list[tuple[Trace, Plan]] = []
 

@@ -6,10 +6,12 @@ import pytest
 
 from benchmarks.planning import screening
 from benchmarks.planning.screening import Lost, lost, question, summary
-from trinity.simulation import compiled
-from trinity.simulation.screening import MOST_LOST
+from trinity.simulation import compiled_engine
+from trinity.simulation.screening_table import MOST_LOST
 
-pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=f"no screening engine: {compiled.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no screening engine: {compiled_engine.why_unavailable()}"
+)
 EARNED = ("routing=least_loaded", "routing=prefix_hits", "kv=layer", "kv=grouped")
 
 

@@ -10,7 +10,7 @@ from benchmarks.planning.simpy_pipeline import Model
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.costs.model_shape import get_model_shape
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 
 SERVED = {"compiled": Speed(400_000.0, 0.06, 0.028), "plain simpy": Speed(9000.0, 0.061, 0.029)}
 
@@ -31,7 +31,9 @@ def test_every_request_of_the_simpy_model_gets_all_its_tokens_in_order() -> None
     assert all(each.times == sorted(each.times) and each.times[0] > each.job.at for each in served)
 
 
-@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
+@pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
+)
 def test_compiled_and_python_find_the_same() -> None:
     trace = traces.synthesise("TextCaps", 80, visual_tokens=lambda width, height: 576, rate=30.0, seed=1)
     assert plan_speed.by_simulator(trace, "compiled") == plan_speed.by_simulator(trace, "python")
@@ -73,6 +75,6 @@ def test_it_runs() -> None:
     alone, whole = made.values["plans"].values()
     assert alone["placement"] == whole["placement"]
     assert 0 < alone["replays"] <= whole["replays"]
-    assert len(made.values["simulated"]) == 3 - bool(compiled.missing())
+    assert len(made.values["simulated"]) == 3 - bool(compiled_engine.why_unavailable())
     assert all(each["rate"] > 0 for each in made.values["simulated"].values())
     assert not made.aims

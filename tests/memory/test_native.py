@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError
 from trinity.memory import native
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 
 KINDS = ("extension", "arrays")
 INT64 = 1 << 63
@@ -296,4 +296,4 @@ def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
 
 @pytest.mark.skipif(not native.has_extension(), reason="the extension is not built")
 def test_it_has_the_twin_that_this_checkout_calls() -> None:
-    assert not compiled.missing()
+    assert not compiled_engine.why_unavailable()

@@ -19,7 +19,7 @@ from trinity.planner import HybridPlanner, Space
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.planner.search_space import knobs_of, options_of
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Simulator
 from trinity.traces import synthesise
 from trinity.traces.trace import SLO, Trace, TraceRow
@@ -138,7 +138,9 @@ NARROW: dict[str, Any] = {
 
 
 @needs_optuna
-@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
+@pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
+)
 @pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])
 def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Space) -> None:
     """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""

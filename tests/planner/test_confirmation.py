@@ -24,13 +24,15 @@ from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.problem import Case, Question
 from trinity.planner.search import Found, exhaustive
 from trinity.planner.trials import rate_of
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.traces import synthesise
 from trinity.traces.trace import SLO, Trace
 
 LLAVA = get_model_shape("llava-1.5-7b")
 STRICT = SLO(0.3, 0.06)
-pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=f"no screening engine: {compiled.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no screening engine: {compiled_engine.why_unavailable()}"
+)
 
 
 def trace(count: int = 120, seed: int = 3) -> Trace:

@@ -12,10 +12,12 @@ import pytest
 
 from examples import plan as example
 from trinity.planner import Plan
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 
 EXAMPLES = Path(example.__file__).parent
-needs_twin = pytest.mark.skipif(bool(compiled.missing()), reason=f"needs the compiled engine: {compiled.missing()}")
+needs_twin = pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"needs the compiled engine: {compiled_engine.why_unavailable()}"
+)
 PROGRAM = """
 import sys, nbformat
 from nbclient import NotebookClient
@@ -48,14 +50,14 @@ def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture[
 def test_without_the_compiled_engine_it_plans_on_less_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiled, "missing", lambda: "no compiler")
+    monkeypatch.setattr(compiled_engine, "why_unavailable", lambda: "no compiler")
     assert 1000 < len(example.traffic(None)) < 10_000
     assert "no compiled engine (no compiler): planned on the first 5 minutes" in capsys.readouterr().out
     assert len(example.traffic(1)) < 1000
 
 
 def test_the_whole_hour_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "missing", lambda: "")
+    monkeypatch.setattr(compiled_engine, "why_unavailable", lambda: "")
     assert len(example.traffic(None)) == 36_856
 
 

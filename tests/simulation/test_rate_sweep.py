@@ -1,4 +1,4 @@
-"""Serving: a simulator's replays by the compiled twin, and what goodput asks of it, are what Python comes to."""
+"""RateSweep: a simulator's replays by the compiled twin, and what goodput asks of it, are what Python comes to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, TraceError
 from trinity.memory.native import extension
 from trinity.placement import Placement
-from trinity.simulation import compiled as twin
+from trinity.simulation import compiled_engine as twin
 from trinity.simulation import rate_sweep
-from trinity.simulation.compiled import Deployed
-from trinity.simulation.compiled_workload import Asked, Workload, asked_of
-from trinity.simulation.rate_sweep import Serving, requests_of
+from trinity.simulation.compiled_engine import CompiledPlacement
+from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorkload, compile_request
+from trinity.simulation.rate_sweep import RateSweep, prepare_requests
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.simulation.workload import OUTPUT, Job, work_of
 from trinity.testing.virtual import settings_of
@@ -33,7 +33,7 @@ from trinity.traces.goodput import RatePoint, RequestOutcome, measure_point, sco
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow
 
 COMPLETED = np.array([twin.REASONS.index(each) for each in COMPLETE], np.uint8)
-needs_twin = pytest.mark.skipif(bool(twin.missing()), reason=f"no compiled twin: {twin.missing()}")
+needs_twin = pytest.mark.skipif(bool(twin.why_unavailable()), reason=f"no compiled twin: {twin.why_unavailable()}")
 
 PLACEMENTS = ("8EPD", "1E3P4D", "3EP5D", "5ED3P", "6PD2E", "1E2EP3D2PD")
 
@@ -105,7 +105,7 @@ def test_a_point_is_what_measuring_outcomes_gives(placement: str, rate: float | 
     offered = trace if rate is None else trace.scale(rate=rate)
     expected = score_outcomes(offered, python.replay(offered, placement).outcomes, slo)
     served = compiled.serve(placement)
-    assert isinstance(served, Serving)
+    assert isinstance(served, RateSweep)
     found = served.point(trace, slo, rate)
     assert found is not None
     assert found == measure_point(served, trace, slo, rate)
@@ -128,10 +128,10 @@ def test_what_the_instances_did_is_known_from_a_point(
     python, compiled = simulators()
     expected = python.replay(trace.scale(rate=rate), placement)
     served = compiled.serve(placement)
-    assert isinstance(served, Serving)
+    assert isinstance(served, RateSweep)
     served.point(trace, slo, 40.0)
     served.point(trace, slo, rate)
-    monkeypatch.setattr(Deployed, "tried", None)  # from here on nothing is replayed
+    monkeypatch.setattr(CompiledPlacement, "score", None)  # from here on nothing is replayed
     found = served.usage(trace, slo, rate)
     assert found is not None
     assert found.utilisation == expected.utilisation
@@ -146,8 +146,8 @@ def test_what_the_instances_did_is_known_from_a_point(
 def test_what_was_not_replayed_yet_is_for_what_the_instances_did() -> None:
     trace, slo = traffic(3, 80), SLO(0.5, 0.04)
     served, other = (simulators()[1].serve("8EPD") for _ in range(2))
-    assert isinstance(served, Serving)
-    assert isinstance(other, Serving)
+    assert isinstance(served, RateSweep)
+    assert isinstance(other, RateSweep)
     other.point(trace, slo, 9.0)
     assert served.usage(trace, slo, 9.0) == other.usage(trace, slo, 9.0) is not None
     assert served.usage(Trace(reversed(list(trace))), slo, 9.0) is None, "there is no point of it either"
@@ -161,15 +161,21 @@ def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, m
         "trinity.simulation.compiled_workload.extension",
         SimpleNamespace(sim_workload=lambda *given: told.append([np.asarray(each).tolist() for each in given])),
     )
-    jobs = requests_of(traffic(8, 60, 4), simulator(1).model).jobs
+    jobs = prepare_requests(traffic(8, 60, 4), simulator(1).model).jobs
     assert any(job.refused for job in jobs)
     assert any(len(job.images) > 1 for job in jobs)
     like = settings_of("EPD", {"image": 1, "kv": 1}, image_block_size=block, image_cache=True, prefix_cache=False)[0]
     for some, ask in ((jobs, 0), (jobs, 700), ([job for job in jobs if not job.images], 0), ([], 0)):
-        works = [Asked(1, 1) if job.refused else Asked.of(work_of(job, 0, False), job.max_tokens) for job in some]
+        works = [
+            CompiledRequest(1, 1) if job.refused else CompiledRequest.of(work_of(job, 0, False), job.max_tokens)
+            for job in some
+        ]
         works = [each._replace(max_tokens=max(each.max_tokens, min(ask, 1000 - each.length))) for each in works]
-        works = [Asked(1, 1) if job.refused else each for job, each in zip(some, works, strict=True)]
-        one, other = Workload.of(some, like, ask, 1000), Workload([each._replace(name="") for each in works], like)
+        works = [CompiledRequest(1, 1) if job.refused else each for job, each in zip(some, works, strict=True)]
+        one, other = (
+            CompiledWorkload.of(some, like, ask, 1000),
+            CompiledWorkload([each._replace(name="") for each in works], like),
+        )
         assert told[-2] == told[-1]
         assert one.first.tolist() == other.first.tolist()
 
@@ -192,7 +198,7 @@ def test_what_the_short_way_does_not_know_goes_the_long_way() -> None:
     trace, slo = traffic(5, 50), SLO(0.5, 0.04)
     python, compiled = simulators()
     served = compiled.serve("8EPD")
-    assert isinstance(served, Serving)
+    assert isinstance(served, RateSweep)
     backwards = Trace(reversed(list(trace)))
     assert served.point(backwards, slo, 20.0) is None
     assert measure_point(served, backwards, slo, 20.0) == measure_point(python.serve("8EPD"), backwards, slo, 20.0)
@@ -232,19 +238,21 @@ def test_without_the_twin_the_python_engine_serves(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_fault_of_the_twin_is_no_answer() -> None:
-    rate_sweep.check_settled(0, True)
+    rate_sweep.check_ended(0, True)
     with pytest.raises(AssertionError, match="still hold"):
-        rate_sweep.check_settled(1, True)
+        rate_sweep.check_ended(1, True)
     with pytest.raises(AssertionError, match="never ended"):
-        rate_sweep.check_settled(0, False)
+        rate_sweep.check_ended(0, False)
 
 
 def test_a_trace_is_read_once() -> None:
     trace = traffic(1, 20)
     shape = simulator(1).model
-    assert requests_of(trace, shape) is requests_of(trace, shape)
-    assert requests_of(trace, shape) is not requests_of(Trace(trace), shape)
-    assert requests_of(Trace(trace), shape).asked.tolist() == requests_of(trace, shape).asked.tolist()
+    assert prepare_requests(trace, shape) is prepare_requests(trace, shape)
+    assert prepare_requests(trace, shape) is not prepare_requests(Trace(trace), shape)
+    assert (
+        prepare_requests(Trace(trace), shape).valid_rows.tolist() == prepare_requests(trace, shape).valid_rows.tolist()
+    )
 
 
 @needs_twin
@@ -267,9 +275,9 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
     digests = [prefix_keys(text, work.media, like.kv_block_size) for text, work in zip(texts, works, strict=True)]
     known: dict[bytes, int] = {}
     expected = [[known.setdefault(key, len(known)) for key in keys] for keys in digests]
-    told = [asked_of(job, number, 2048) for number, job in enumerate(jobs)]
-    for asked in (told, [Asked.of(each) for each in works]):
-        one = Workload(asked, like)
+    told = [compile_request(job, number, 2048) for number, job in enumerate(jobs)]
+    for asked in (told, [CompiledRequest.of(each) for each in works]):
+        one = CompiledWorkload(asked, like)
         seen: dict[int, int] = {}
         assert [[seen.setdefault(key, len(seen)) for key in one.prefix_keys(each)] for each in asked] == expected
 

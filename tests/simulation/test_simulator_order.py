@@ -88,7 +88,7 @@ def simulated(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     size = Placement.parse(placement).size
     cluster = Cluster.of("H100", size, link=LINK, message_s=1e-4)
     made = simulator(size, cluster=cluster, cost=cost, budgets=budgets, transfers=WHOLE)
-    run = made.prepared(Trace(script(placement)), placement)
+    run = made.prepare(Trace(script(placement)), placement)
     told: Told = {name: record(core) for name, core in run.cores.items()}
     run.run()
     return told
@@ -97,7 +97,7 @@ def simulated(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
 def virtual(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     size = Placement.parse(placement).size
     made = simulator(size, cost=cost, budgets=budgets, transfers=WHOLE)
-    run = made.prepared(Trace(script(placement)), placement)
+    run = made.prepare(Trace(script(placement)), placement)
     rules = made.settings(placement)[0].rules
     cluster = VirtualCluster(
         settings_of(placement, POOLS, rules=rules, transfers=WHOLE, layers=32),

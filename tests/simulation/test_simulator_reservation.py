@@ -9,7 +9,7 @@ import pytest
 
 from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError, UnknownName
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
@@ -79,7 +79,9 @@ def test_rows_ask_for_what_they_say() -> None:
     assert [{each.finish_reason for each in found} for found in (none, many)] == [{"length"}, {"stop"}]
 
 
-@pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
+@pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
+)
 @pytest.mark.parametrize("placement", ["EPD", "EP+D", "E+P+D"])
 def test_the_twin_comes_to_the_same(placement: str) -> None:
     def told(engine: str, **options: Any) -> Replay:

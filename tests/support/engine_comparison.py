@@ -41,9 +41,9 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, Interconnect
-from trinity.simulation.cluster_model import STOP, Simulated
-from trinity.simulation.compiled import Act, Deployed, Told, simulate
-from trinity.simulation.compiled_workload import Asked, Workload
+from trinity.simulation.cluster_model import STOP, SimulatedCluster
+from trinity.simulation.compiled_engine import Act, CompiledPlacement, CompiledReplay, simulate
+from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorkload
 from trinity.simulation.workload import Job
 from trinity.testing.virtual import settings_of
 
@@ -76,11 +76,11 @@ class Case:
     def used(self) -> list[int]:
         return [*self.outputs] or [work.max_tokens for work in self.works]
 
-    def compiled(self, log: bool = True) -> Told:
+    def compiled(self, log: bool = True) -> CompiledReplay:
         return simulate(self.workload(), self.acts, self.deployed(), log=log)
 
-    def deployed(self) -> Deployed:
-        return Deployed(
+    def deployed(self) -> CompiledPlacement:
+        return CompiledPlacement(
             self.settings,
             cluster=self.cluster,
             costs=self.costs,
@@ -90,8 +90,8 @@ class Case:
             least_loaded=self.least_loaded,
         )
 
-    def workload(self) -> Workload:
-        return Workload(map(Asked.of, self.works, self.used), self.settings[0])
+    def workload(self) -> CompiledWorkload:
+        return CompiledWorkload(map(CompiledRequest.of, self.works, self.used), self.settings[0])
 
     def python(self) -> Logged:
         logged = Logged(self)
@@ -99,7 +99,7 @@ class Case:
         return logged
 
 
-class Logged(Simulated):
+class Logged(SimulatedCluster):
     """The Python engine, with prompts and deadlines of our own, cancels, and a log like the twin's."""
 
     def __init__(self, case: Case) -> None:
@@ -241,7 +241,7 @@ def differences(python: Sequence[Line], compiled: Sequence[Line]) -> str:
     return ""
 
 
-def assert_equal(case: Case) -> Told:
+def assert_equal(case: Case) -> CompiledReplay:
     """Every line, time and figure."""
     python, compiled = case.python(), case.compiled()
     found = differences(python.log, compiled.log)
@@ -258,7 +258,7 @@ def assert_equal(case: Case) -> Told:
     return compiled
 
 
-def facts(told: Told) -> tuple[Any, ...]:
+def facts(told: CompiledReplay) -> tuple[Any, ...]:
     """All but the log."""
     tokens = [told.tokens(number) for number in range(len(told.counts))]
     figures = (told.busy, told.peak, told.moved, told.ended, told.events, told.unsettled, told.preemptions)

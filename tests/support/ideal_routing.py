@@ -10,7 +10,7 @@ from trinity.core.instance.loads import queued
 from trinity.core.instance.rates import StepRates
 from trinity.core.messages import FRONTEND, IMAGE, Offer, PeerUp, Submit, Value, Work
 from trinity.core.routing import RoundRobin, RoutingPolicy
-from trinity.simulation.cluster_model import Simulated
+from trinity.simulation.cluster_model import SimulatedCluster
 
 
 class Loads:
@@ -20,13 +20,13 @@ class Loads:
     def __init__(self, least_loaded: bool = True) -> None:
         self.least_loaded = least_loaded
         self.sent: dict[str, Counter[str]] = {}
-        self.run: Simulated | None = None
+        self.run: SimulatedCluster | None = None
         self._rates: dict[str, StepRates] = {}
 
     def policy(self) -> RoutingPolicy:
         return Ideal(self) if self.least_loaded else RoundRobin()
 
-    def watch(self, run: Simulated) -> None:
+    def watch(self, run: SimulatedCluster) -> None:
         """Of these cores. Without a cost in its rules an instance's steps are predicted by what they take."""
         self.run = run
         for name, core in run.cores.items():

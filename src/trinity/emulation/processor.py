@@ -12,7 +12,7 @@ from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
 from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
-from trinity.simulation.workload import HASHED
+from trinity.simulation.workload import HASH_TOKENS
 
 
 class EmulatedTokenizer:
@@ -94,7 +94,7 @@ class EmulatedProcessor(RequestProcessor):
         """Build the prompt: placeholders of the images, then the tokens that the text's names stand for."""
         vocabulary, text = self.model.shape.vocabulary, list[int]()
         for at, name in enumerate(request.hash_ids):
-            text += prompt_ids(name, HASHED, vocabulary)[max(0, visual - at * HASHED) :]
+            text += prompt_ids(name, HASH_TOKENS, vocabulary)[max(0, visual - at * HASH_TOKENS) :]
         rest = request.text_tokens - len(text)
         if rest > 0:
             text += prompt_ids(request.request_id if request.text is None else request.text, rest, vocabulary)

@@ -16,7 +16,7 @@ from trinity.costs.pool_sizes import IMAGE_SHARE
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import Group, Placement
-from trinity.simulation.rate_sweep import requests_of
+from trinity.simulation.rate_sweep import prepare_requests
 from trinity.traces.trace import SLO, Trace
 
 ALPHA = 0.5  # of the TTFT bound, for one encode batch
@@ -71,7 +71,7 @@ def workload(trace: Trace, model: ModelShape) -> Workload:
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
     no such request, or a time stamp is none.
     """
-    sizes = requests_of(trace, model).sizes
+    sizes = prepare_requests(trace, model).sizes
     prompts, images = sizes.prompt[sizes.taken], int(sizes.images[sizes.taken].sum())
     if not len(prompts):
         refused = f"its {len(trace):,} requests are all beyond the model's context or modality" if len(trace) else ""

@@ -25,8 +25,8 @@ from trinity.placement import STAGES
 from trinity.planner.algorithm2 import stage_seconds, workload
 from trinity.planner.candidates import Deployment
 from trinity.planner.collisions import interrupted, waiting
-from trinity.simulation.rate_sweep import Requests, requests_of
-from trinity.simulation.workload import HASHED, Counts
+from trinity.simulation.rate_sweep import TraceRequests, prepare_requests
+from trinity.simulation.workload import HASH_TOKENS, Counts
 from trinity.traces.trace import SLO, SLORule, Trace
 
 BLOCK = 16  # tokens of a KV block
@@ -78,7 +78,7 @@ class Bounds:
         offline: bool = False,
     ) -> None:
         self.slo, self.model, self.kinds, self.rule = slo, model, kinds, rule
-        self.load, requests = workload(trace, model), requests_of(trace, model)
+        self.load, requests = workload(trace, model), prepare_requests(trace, model)
         later = requests.sizes.output - 1  # tokens but the first one
         self._gaps = Counter(later[requests.sizes.taken].tolist())
         self.need = _need(requests, 1.0 if order == "fcfs" else share)
@@ -262,7 +262,7 @@ def _largest(seconds: Callable[[float], float], limit: float, low: float, high: 
     return low
 
 
-def _need(requests: Requests, share: float) -> Need:
+def _need(requests: TraceRequests, share: float) -> Need:
     """Means over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
     sizes = requests.sizes
     known, hashed = _repeated(requests)
@@ -270,13 +270,13 @@ def _need(requests: Requests, share: float) -> Need:
     held = tokens * -(-(sizes.prompt + sizes.output) // BLOCK)
     return Need(
         _lightest(sizes.visual - known, share),
-        _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASHED), 0), share),
+        _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASH_TOKENS), 0), share),
         _lightest(tokens, share),
         _lightest(np.where((known > 0) | (hashed > 0), 0, held), share),
     )
 
 
-def _repeated(requests: Requests) -> tuple[Counts, Counts]:
+def _repeated(requests: TraceRequests) -> tuple[Counts, Counts]:
     """Visual tokens, and hashes, of each request that came before."""
     known, hashed = np.zeros((2, len(requests.jobs)), np.int64)
     seen: set[str | int] = set()

@@ -1,8 +1,8 @@
 """The best of a search once more on the cores that serve, with the settings that they are to have.
 
-Where the screening engine had to take other settings (``trinity.simulation.screening``), what it found only says whom
-to look at. Replays on the cores are dear, so they are of a stretch of the trace, and few: the first is searched from
-where the screening engine has it, and each other one is asked for the next rate above the best so far.
+Where the screening engine had to take other settings (``trinity.simulation.screening_table``), its figures only select
+the candidates. Replays on the cores are dear, so they are few, and of a stretch of the trace: the first candidate is
+searched from its screened rate, and each other one is asked for the next rate above the best so far.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from trinity.planner.plan import Candidate
 from trinity.planner.problem import Case
 from trinity.planner.search import Found
 from trinity.planner.trials import rate_of, step_of
-from trinity.simulation.rate_sweep import Usage
+from trinity.simulation.rate_sweep import InstanceUsage
 from trinity.simulation.simulator import Replay
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
@@ -101,7 +101,7 @@ def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
     return msgspec.structs.replace(candidate(case, found), **figured), replay.engine
 
 
-def figures(case: Case, deployment: Deployment, seen: Usage | Replay, late: str) -> dict[str, Any]:
+def figures(case: Case, deployment: Deployment, seen: InstanceUsage | Replay, late: str) -> dict[str, Any]:
     """Utilisation, memory and bottleneck as seen in a replay; this among the stages that are ``late``."""
     return {
         "utilisation": seen.utilisation,
@@ -138,7 +138,7 @@ def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], st
     return max((letter for letter in group if letter in stages), key=lambda letter: group[letter])
 
 
-def _memory(case: Case, deployment: Deployment, seen: Usage | Replay) -> dict[str, dict[str, float]]:
+def _memory(case: Case, deployment: Deployment, seen: InstanceUsage | Replay) -> dict[str, dict[str, float]]:
     model = case.hardware.model
     block = {IMAGE: model.feature_bytes * IMAGE_BLOCK, KV: model.kv_bytes * KV_BLOCK}
     found: dict[str, dict[str, float]] = {}
@@ -163,7 +163,7 @@ def _redrawn(case: Case, found: Found, seed: int) -> float | None:
     return 0.0 if step is None else rate_of(step)
 
 
-def _usage(case: Case, found: Found, rate: float) -> Usage | Replay:
+def _usage(case: Case, found: Found, rate: float) -> InstanceUsage | Replay:
     """Of the trial at its goodput, or of a replay at this rate where there is none, or it does not say."""
     deployment = found.entry.deployment
     known = case.trials.usage(deployment, rate)

@@ -16,7 +16,7 @@ from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.planner.search_space import options_of
-from trinity.simulation.screening import StandIn
+from trinity.simulation.screening_table import StandIn
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
-from trinity.simulation.rate_sweep import Serving, Usage
+from trinity.simulation.rate_sweep import InstanceUsage, RateSweep
 from trinity.traces.goodput import (
     LEAST_REQUESTS,
     LEAST_TTFTS,
@@ -88,10 +88,10 @@ class Trials:
         """Whether a search should ask no more."""
         return self.runs >= self.most_runs
 
-    def usage(self, deployment: Deployment, rate: float) -> Usage | None:
+    def usage(self, deployment: Deployment, rate: float) -> InstanceUsage | None:
         """What a replay at this rate made of the instances; None where what serves does not say."""
         serve = self._serve(deployment)
-        return serve.usage(self.trace, self.slo, rate) if isinstance(serve, Serving) else None
+        return serve.usage(self.trace, self.slo, rate) if isinstance(serve, RateSweep) else None
 
     def _serve(self, deployment: Deployment) -> ServeFunction:
         if deployment not in self._serves:

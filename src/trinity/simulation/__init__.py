@@ -1,1 +1,1 @@
-"""Placements served in virtual time by the cores that serve, and a compiled engine beside them."""
+"""Serves placements in virtual time, by the serving cores themselves or by a compiled engine."""

@@ -1,4 +1,4 @@
-"""Simulated: the engine whose steps, pulls and messages take what a cost model and a cluster say."""
+"""SimulatedCluster: an event loop whose steps, pulls and messages take times from a cost model and a cluster."""
 
 from __future__ import annotations
 
@@ -34,39 +34,43 @@ from trinity.core.transfers import FEED_FORWARD
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel
-from trinity.simulation.event_loop import Engine
+from trinity.simulation.event_loop import EventLoop
 from trinity.simulation.workload import OUTPUT, Job, asked_tokens, work_of
 from trinity.timeline import Slice
 
-Counts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
+StepCounts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
 SAMPLED = Sampled(OUTPUT)
 STOP = Sampled(OUTPUT + 1)  # the last one of those that asked for more
 
 
 @dataclass(slots=True)
-class Running:
-    """A step on a lane: ``left`` seconds of it, and what is told when less is left (None: its end)."""
+class SimulatedStep:
+    """A step on a lane, with ``left`` seconds to go.
+
+    ``due``: (seconds left, layers) of each event to post: KV of these layers is written, or None at the step's end.
+    ``numbers``: of the posted events that are still valid.
+    """
 
     step: Step
-    counts: Counts
+    counts: StepCounts
     started: float
     left: float
     due: list[tuple[float, tuple[int, int] | None]]
     numbers: set[int] = field(default_factory=set)
 
 
-class Worker:
-    """One instance: its costs, what its lanes run, what its device did and held so far."""
+class SimulatedInstance:
+    """One instance: its cost model, the steps of its lanes, its device's busy seconds by stage and its peak blocks."""
 
     def __init__(self, core: InstanceCore, place: int, cost: CostModel, model: ModelShape) -> None:
         self.core, self.place = core, place
         self.cost = cost
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, SimulatedStep] = {}
         self.waiting: dict[str, deque[Step]] = {
             lane: deque() for lane in core.settings.lanes
         }  # behind the one that runs
         self.since = 0.0
-        self.free_at = 0.0  # when the pulls into it that were asked for so far have ended
+        self.free_at = 0.0  # when all pulls into it that were requested so far have ended
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
         self.peak = dict.fromkeys(core.settings.pools, 0)
         own = core.settings
@@ -74,10 +78,10 @@ class Worker:
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 
-    def begin(self, step: Step, now: float) -> Running:
-        """The step on its lane, with what it takes alone on the device."""
+    def begin(self, step: Step, now: float) -> SimulatedStep:
+        """Put the step on its lane, with the seconds that it takes alone on the device."""
         decodes, prefill, media = len(step.decodes), 0, 0
-        context = self._looked_back(step.decodes) / decodes if decodes else 0.0
+        context = self._count_context(step.decodes) / decodes if decodes else 0.0
         prefills, prefilled = len(step.prefills), 0.0
         if decodes or prefills:
             self._decoded = step.decodes
@@ -89,13 +93,16 @@ class Worker:
         seconds = self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
         due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
         if step.group:
-            due = [*_told(step.group, self.core.settings.layers, seconds), *due]
-        running = self.running[step.lane] = Running(step, (decodes, prefill, media), now, seconds, due)
+            due = [*_schedule_groups(step.group, self.core.settings.layers, seconds), *due]
+        running = self.running[step.lane] = SimulatedStep(step, (decodes, prefill, media), now, seconds, due)
         return running
 
-    def _looked_back(self, decodes: tuple[str, ...]) -> int:
-        """Tokens of all decode rows, prompts and outputs: one more each than in the last step, if it had the same rows
-        and no step was without any, in which one of them may have been recomputed."""
+    def _count_context(self, decodes: tuple[str, ...]) -> int:
+        """Count the tokens of all decode rows, prompts and outputs.
+
+        With the rows of the last step it is one more each. A step without decode rows resets this, because one of
+        the requests may have been recomputed meanwhile.
+        """
         if decodes == self._decoded:
             self._context += len(decodes)
         else:
@@ -104,8 +111,8 @@ class Worker:
             self._context = sum([len(state.work.prompt) + state.outputs for state in states])
         return self._context
 
-    def book(self, counts: Counts, seconds: float) -> None:
-        """The device was busy with so many rows. In a mixed step each stage has its share of what it takes alone."""
+    def book(self, counts: StepCounts, seconds: float) -> None:
+        """Add a step's seconds to its stages. A mixed step is shared in proportion to what each stage takes alone."""
         decodes, prefill, media = counts
         if not (prefill or media):
             self.busy["D"] += seconds
@@ -116,27 +123,28 @@ class Worker:
             if any(rows)
         }
         total = 0.0
-        for share in alone.values():  # one after the other, as the twin does: from Python 3.12 on sum() is more exact
+        for share in (
+            alone.values()
+        ):  # one after the other, as the compiled engine does: from Python 3.12 on sum() is more exact
             total += share
         for letter, share in alone.items():
             self.busy[letter] += seconds * share / total if len(alone) > 1 and total else seconds
 
-    def look(self) -> None:
-        """The most blocks held after an event so far."""
+    def update_peak(self) -> None:
+        """Raise the peak of each pool to the blocks held now."""
         for kind, pool in self.core.state.pools.items():
             held = pool.held
             if held > self.peak[kind]:
                 self.peak[kind] = held
 
 
-class Simulated(Engine):
-    """Serves jobs on a cluster. ``run`` ends when nothing is under way any more.
+class SimulatedCluster(EventLoop):
+    """Serves jobs on a cluster in virtual time. ``run`` returns when no event is left.
 
-    A message takes ``cluster.message_s``. A step takes what its instance's cost says; while both lanes of an instance
-    are busy each is ``interference`` times slower. A pull takes what the link between the two devices says of its whole
-    blocks, and the pulls into one instance are served one after the other. Requests ask for ``ask`` tokens, and a stop
-    token ends them. Arrivals have the first numbers, so that
-    at equal times they come first.
+    A message takes ``cluster.message_s``. A step takes the seconds of its instance's cost model; while both lanes of an
+    instance are busy, each is ``interference`` times slower. A pull takes the link's time for its whole blocks; pulls
+    into one instance run one after the other. Requests ask for ``ask`` tokens, and a stop token ends their output
+    earlier. Arrivals have the lowest event numbers, so at equal times they come first.
     """
 
     def __init__(
@@ -160,7 +168,7 @@ class Simulated(Engine):
         self.ask, self.context = ask, model.context
         self.asking = any(asked_tokens(job, ask, model.context) > job.max_tokens for job in jobs)
         self.workers = {
-            name: Worker(core, place, cost, model)
+            name: SimulatedInstance(core, place, cost, model)
             for place, ((name, core), cost) in enumerate(zip(self.cores.items(), costs, strict=True))
         }
         self.times: dict[str, list[float]] = {str(number): [] for number in range(len(jobs))}  # of each token
@@ -176,11 +184,11 @@ class Simulated(Engine):
         self._lively += len(self._heap)
 
     def run(self) -> None:
-        while not self.over():
+        while not self.is_over():
             self.advance()
 
     def work(self, number: int) -> Work:
-        """What the front end is told of the job of this number."""
+        """Build the request that the front end receives for the job of this number."""
         work = work_of(self.jobs[number], number, self.shared)
         most = asked_tokens(self.jobs[number], self.ask, self.context)
         return work if most == work.max_tokens else replace(work, max_tokens=most, stop_ids=frozenset({STOP.token}))
@@ -189,16 +197,16 @@ class Simulated(Engine):
         if name == FRONTEND and type(event) is int:
             return Submit(self.work(event))
         if type(event) is Stepped:
-            return event if self._is_end(number, name, event) else None
-        if type(event) is Progress and not self._is_told(number, name, event):
+            return event if self._finish_step(number, name, event) else None
+        if type(event) is Progress and not self._take_progress(number, name, event):
             return None
-        told: Value = event
-        return told
+        value: Value = event
+        return value
 
     def handle(self, name: str, event: Value) -> None:
         super().handle(name, event)
         if name != FRONTEND:
-            self.workers[name].look()
+            self.workers[name].update_peak()
             if type(event) is Stepped:
                 self._follow(name, event.lane)
 
@@ -240,7 +248,7 @@ class Simulated(Engine):
             self._begin(name, step)
 
     def _follow(self, name: str, lane: str) -> None:
-        """A step has ended, and what it gave is booked: the one that waited behind it begins."""
+        """Begin the step that waited behind the one that ended, whose results are booked by now."""
         worker = self.workers[name]
         if worker.waiting[lane] and lane not in worker.running:
             self._begin(name, worker.waiting[lane].popleft())
@@ -254,16 +262,16 @@ class Simulated(Engine):
         else:
             self._post_lane(name, running, 1.0)
 
-    def _is_told(self, number: int, name: str, event: Progress) -> bool:
-        """Whether this is how far the lane's step is now, and not what was posted before its speed changed."""
+    def _take_progress(self, number: int, name: str, event: Progress) -> bool:
+        """Consume a progress event; false if it is void, posted before the lane's speed changed."""
         running = self.workers[name].running.get(event.lane)
         if running is None or number not in running.numbers:
             return False
         running.due.pop(0)
         return True
 
-    def _is_end(self, number: int, name: str, event: Stepped) -> bool:
-        """As ``_is_told``, of its end: the lane is free, and another one goes on at full speed."""
+    def _finish_step(self, number: int, name: str, event: Stepped) -> bool:
+        """End the lane's step, so that another lane goes on at full speed; false if the event is void."""
         worker = self.workers[name]
         running = worker.running.get(event.lane)
         if running is None or number not in running.numbers:
@@ -278,7 +286,7 @@ class Simulated(Engine):
             self.timeline.append(_slice(name, running, seconds))
         return True
 
-    def _elapse(self, worker: Worker) -> None:
+    def _elapse(self, worker: SimulatedInstance) -> None:
         """Account for the time since the lanes' speed changed last."""
         if self.interference > 1:  # else what was posted stays as it is
             slow = self._slow(worker)
@@ -286,17 +294,17 @@ class Simulated(Engine):
                 running.left -= (self.now - worker.since) / slow
             worker.since = self.now
 
-    def _slow(self, worker: Worker) -> float:
+    def _slow(self, worker: SimulatedInstance) -> float:
         return self.interference if len(worker.running) > 1 else 1.0
 
-    def _arrange(self, name: str, worker: Worker) -> None:
-        """The lanes' speed has changed: what was posted of their steps is void, and comes at other times."""
+    def _arrange(self, name: str, worker: SimulatedInstance) -> None:
+        """Post the events of all lanes again after their speed has changed; those posted before are void."""
         slow = self._slow(worker)
         for lane in worker.core.settings.lanes:
             if lane in worker.running:
                 self._post_lane(name, worker.running[lane], slow)
 
-    def _post_lane(self, name: str, running: Running, slow: float) -> None:
+    def _post_lane(self, name: str, running: SimulatedStep, slow: float) -> None:
         step = running.step
         running.numbers.clear()
         for left, layers in running.due:
@@ -313,17 +321,20 @@ class Simulated(Engine):
             running.numbers.add(self.post(at, name, event))
 
     def _stops(self, name: str, request: str) -> bool:
-        """Whether the request's next token is the last one of its output."""
+        """Check if the request's next token is the last one of its output."""
         return self.workers[name].core.state.requests[request].outputs + 1 == self.jobs[int(request)].max_tokens
 
 
-def _told(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:
-    """Seconds left when each group of layers is written: layers take equal shares of the step, attention first."""
+def _schedule_groups(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:
+    """Compute the seconds left when the KV of each group of layers is written.
+
+    Layers take equal shares of the step, attention before the feed-forward part.
+    """
     ends = [(first, min(first + group, layers)) for first in range(0, layers, group)]
     return [(seconds * (1 - (end - FEED_FORWARD) / layers), (first, end)) for first, end in ends]
 
 
-def _slice(name: str, running: Running, seconds: float) -> Slice:
+def _slice(name: str, running: SimulatedStep, seconds: float) -> Slice:
     step = running.step
     present = {"encode": step.encodes, "prefill": step.prefills, "decode": step.decodes}
     counts = dict(zip(("decodes", "prefill tokens", "media tokens"), running.counts, strict=True))

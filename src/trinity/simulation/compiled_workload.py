@@ -1,4 +1,4 @@
-"""Requests as the compiled twin is told of them: counts, and numbers for equal content."""
+"""Converts requests to the compiled engine's form: counts of tokens, and numbers for equal content."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import numpy.typing as npt
 from trinity.core.instance.state import Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.memory.native import extension
-from trinity.simulation.workload import HASHED, OUTPUT, Job, Sizes, asked_tokens, sizes_of, work_of
+from trinity.simulation.workload import HASH_TOKENS, OUTPUT, Job, Sizes, asked_tokens, sizes_of, work_of
 
-Runs = Sequence[tuple[int, int]]  # of equal tokens: which, how many
-Inside = tuple[tuple[str, int], ...]  # media in a block: content, where it begins from there
+Runs = Sequence[tuple[int, int]]  # of equal tokens: (token, count)
+Inside = tuple[tuple[str, int], ...]  # media in a block: (content, its offset from the block's start)
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 
 
-class Asked(NamedTuple):
-    """One request, of ``outputs`` tokens (0: all that it asks for).
+class CompiledRequest(NamedTuple):
+    """One request that ends after ``outputs`` tokens (0: after ``max_tokens``).
 
-    ``runs`` of its prompt matter only where prefixes are cached; no two neighbours are equal.
+    ``runs`` of its prompt matter only with a prefix cache; no two neighbours have the same token.
     """
 
     length: int
@@ -36,15 +37,15 @@ class Asked(NamedTuple):
     outputs: int = 0
 
     @classmethod
-    def of(cls, work: Work, outputs: int = 0) -> Asked:
+    def of(cls, work: Work, outputs: int = 0) -> CompiledRequest:
         runs = [(token, sum(1 for _ in same)) for token, same in groupby(work.prompt)]
         return cls(len(work.prompt), work.max_tokens, work.media, runs, work.deadline_s, work.request, outputs)
 
 
-class Workload:
-    """Requests in the twin's form, to be replayed at any times and on any placement with the same blocks and caches."""
+class CompiledWorkload:
+    """Requests in the engine's form, to replay at any times on any placement with the same block sizes and caches."""
 
-    def __init__(self, asked: Iterable[Asked], like: Settings) -> None:
+    def __init__(self, requests: Iterable[CompiledRequest], like: Settings) -> None:
         self._contents: dict[tuple[str, str], tuple[int, int, int]] = {}
         self._chains: dict[tuple[int, int | Runs, Inside], list[int]] = {}
         self._media_keys = self._prefix_keys = 0
@@ -52,7 +53,7 @@ class Workload:
         rows: list[tuple[int, ...]] = []
         items: list[tuple[int, ...]] = []
         keys: list[int] = []
-        given = list(asked)
+        given = list(requests)
         ranks = _ranks([each.name for each in given])
         for each, rank in zip(given, ranks, strict=True):
             own = self.prefix_keys(each) if like.prefix_cache else ()
@@ -73,12 +74,14 @@ class Workload:
     @classmethod
     def of(
         cls, jobs: Sequence[Job], like: Settings, ask: int = 0, context: int = 0, sizes: Sizes | None = None
-    ) -> Workload:
-        """Of a trace, whose requests ask for so many tokens of the ``context``; prompts are looked at where they are
-        cached. ``sizes`` as ``sizes_of(jobs)``."""
+    ) -> CompiledWorkload:
+        """Convert a trace's jobs, which ask for ``ask`` tokens as far as the ``context`` has room.
+
+        Prompts are hashed only with a prefix cache. ``sizes``: ``sizes_of(jobs)``, if known.
+        """
         most = [1 if job.refused else asked_tokens(job, ask, context) for job in jobs]
         if like.prefix_cache:
-            return cls(map(asked_of, jobs, range(len(jobs)), most), like)
+            return cls(map(compile_request, jobs, range(len(jobs)), most), like)
         made, sizes = cls.__new__(cls), sizes or sizes_of(jobs)
         made.like = like
         rows = np.zeros((len(jobs), 6), np.int32)
@@ -101,25 +104,25 @@ class Workload:
         assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
         return span.tokens, content, key, span.offset, span.end, int(span.atomic)
 
-    def _whole(self, asked: Asked) -> Runs:
-        """What may be prefilled of it: its outputs too, where it may be preempted and come again."""
-        fed = (asked.outputs or asked.max_tokens) - 1
+    def _whole(self, request: CompiledRequest) -> Runs:
+        """Return the tokens that may be prefilled: also outputs, where a preempted request is recomputed."""
+        fed = (request.outputs or request.max_tokens) - 1
         if self.like.reservation == "full" or not fed:
-            return asked.runs
-        *before, (token, length) = asked.runs
-        return (*before, (OUTPUT, length + fed)) if token == OUTPUT else (*asked.runs, (OUTPUT, fed))
+            return request.runs
+        *before, (token, length) = request.runs
+        return (*before, (OUTPUT, length + fed)) if token == OUTPUT else (*request.runs, (OUTPUT, fed))
 
-    def prefix_keys(self, asked: Asked) -> list[int]:
-        """As ``blocks.prefix_keys``, with numbers in place of digests and runs in place of tokens.
+    def prefix_keys(self, request: CompiledRequest) -> list[int]:
+        """Number the full blocks of a prompt for the prefix cache, as ``memory.digests`` hashes them.
 
-        Blocks that differ from the one before only by their place are numbered together: what comes after a key, as
-        long as the same token and the same media go on, is one list for all requests.
+        Blocks that differ from the one before only by their place are numbered together: the numbers after a key,
+        while the same token and the same media go on, are one list for all requests.
         """
         keys: list[int] = []
-        for piece, count in _cut(self._whole(asked), self.like.kv_block_size):
+        for piece, count in _cut(self._whole(request), self.like.kv_block_size):
             end = len(keys) + count
             while len(keys) < end:
-                inside, change = self._inside(asked.media, len(keys))
+                inside, change = self._inside(request.media, len(keys))
                 following = self._chains.setdefault((keys[-1] if keys else -1, piece, inside), [])
                 alike = min(end, change) - len(keys)
                 more = range(self._prefix_keys, self._prefix_keys + max(0, alike - len(following)))
@@ -129,7 +132,7 @@ class Workload:
         return keys
 
     def _inside(self, media: Sequence[MediaSpan], number: int) -> tuple[Inside, int]:
-        """The media in a block, by where they begin from there; and the next block that has other ones."""
+        """Return the media in a block, with their offsets from its start, and the next block that has other media."""
         block = self.like.kv_block_size
         start, end = number * block, (number + 1) * block
         here = [m for m in media if m.offset < end and m.end > start]
@@ -139,7 +142,7 @@ class Workload:
 
 
 def _cut(runs: Runs, block: int) -> Iterator[tuple[int | Runs, int]]:
-    """The full blocks of a prompt: their token, or their own runs where that is not one, and how many there are."""
+    """Cut a prompt into full blocks: (the token, or the runs of a block with several; how many such blocks)."""
     parts: list[tuple[int, int]] = []
     room = block
     for token, count in runs:
@@ -157,16 +160,19 @@ def _cut(runs: Runs, block: int) -> Iterator[tuple[int | Runs, int]]:
             parts, room = [(token, count % block)], block - count % block
 
 
-def asked_of(job: Job, number: int, most: int) -> Asked:
-    """As ``work_of``, for up to ``most`` tokens, with runs in place of its prompt."""
+def compile_request(job: Job, number: int, most: int) -> CompiledRequest:
+    """Convert a job that asks for ``most`` tokens, as ``work_of``, with runs in place of its prompt."""
     if job.refused:
-        return Asked(1, 1)
+        return CompiledRequest(1, 1)
     media = work_of(job, number, False).media if job.images else ()
-    return Asked(job.prompt, most, media, _runs(job, number), outputs=job.max_tokens)
+    return CompiledRequest(job.prompt, most, media, _runs(job, number), outputs=job.max_tokens)
 
 
 def _items(images: Sequence[tuple[int, str]], each: Ints, block: int) -> Ints:
-    """All images of a trace, of which every request has so many: tokens, content, first key, offset, end, atomic."""
+    """Return a row for each image of a trace: tokens, content, first key, offset, end, atomic.
+
+    ``each``: the number of images of each request.
+    """
     if not images:
         return np.zeros((0, 6), np.int32)
     numbers: dict[tuple[int, str], int] = {}
@@ -181,12 +187,12 @@ def _items(images: Sequence[tuple[int, str]], each: Ints, block: int) -> Ints:
 
 
 def _runs(job: Job, number: int) -> Runs:
-    """What ``workload.work_of`` puts there: images are all alike, then what hashes stand for, then its own."""
+    """Return the prompt of ``workload.work_of`` as runs: images, then the hashes' tokens, then the request's own."""
     visual = sum(count for count, _ in job.images)
     runs = [(0, visual)] if visual else []
     for place, name in enumerate((*(1 + each for each in job.hash_ids), -1 - number)):
-        start = max(visual, place * HASHED)
-        end = min(job.prompt, (place + 1) * HASHED) if place < len(job.hash_ids) else job.prompt
+        start = max(visual, place * HASH_TOKENS)
+        end = min(job.prompt, (place + 1) * HASH_TOKENS) if place < len(job.hash_ids) else job.prompt
         if start >= end:
             continue
         if runs and runs[-1][0] == name:
@@ -204,5 +210,5 @@ def _ranks(names: list[str]) -> list[int]:
 
 
 def rows_of(rows: list[tuple[int, ...]], width: int, dtype: Any) -> npt.NDArray[Any]:
-    """A table, also of no rows."""
+    """Build a table [rows, width], also of no rows."""
     return np.array(rows, dtype).reshape(-1, width)

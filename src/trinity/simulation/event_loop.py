@@ -1,8 +1,8 @@
-"""Engine: the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
+"""EventLoop: runs the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
 
-One event at a time, earliest first, of equal ones the one posted first. What messages, steps and pulls take, and what
-becomes of them, its subclasses say: ``trinity.simulation.cluster_model`` by a cost model, ``trinity.testing.virtual``
-at random.
+It handles one event at a time, earliest first; of equal times the one posted first. Subclasses decide how long
+messages, steps and pulls take and what they return: ``trinity.simulation.cluster_model`` by a cost model,
+``trinity.testing.virtual`` at random.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trinity.core.instance.state import Settings
 from trinity.core.messages import FRONTEND, Close, Grow, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
 from trinity.core.routing import RoutingPolicy
 
-STALLED = 20_000  # events in a row that are but timers and heartbeats
+STALLED = 20_000  # timers and heartbeats in a row, after which nothing else is expected
 
 
-class Engine:
+class EventLoop:
     """Instance cores and a front end. Subclasses carry out commands: ``send``, ``start``, ``pull``, ``deliver``, ...
 
-    ``carriers`` says what is done with each kind of command. ``routing()`` makes the policy of each core. Where nothing
-    here has a timer (no reports, leases or deadlines), ``timed`` may be turned off.
+    ``carriers`` maps each type of command to its method. ``routing()`` makes the policy of each core. ``timed`` may be
+    false where no core has a timer (no reports, leases or deadlines).
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Engine:
             for core in self._all.values():
                 core.handle(announced.announcement(), 0.0)
 
-    # ------------------------------------------------------------ what subclasses say
+    # ------------------------------------------------------------ for subclasses
 
     def take(self, number: int, name: str, event: Any) -> Value | None:
-        """What the core named is told of what was posted; None: nothing, because it is void or was put off."""
-        told: Value = event
-        return told
+        """Turn what was posted into the event that the core ``name`` handles; None if it is void or postponed."""
+        value: Value = event
+        return value
 
     def send(self, name: str, command: Send) -> None:
         raise NotImplementedError
@@ -75,10 +75,10 @@ class Engine:
         raise NotImplementedError
 
     def revoke(self, name: str, command: Revoke) -> None:
-        """Blocks of a lease that was taken back get a new generation."""
+        """Give the blocks of a revoked lease a new generation."""
 
     def skip(self, name: str, command: Value) -> None:
-        """What only stages need to know."""
+        """Ignore a command that only stages need."""
 
     def deliver(self, name: str, command: Deliver) -> None:
         raise NotImplementedError
@@ -89,19 +89,19 @@ class Engine:
     # ------------------------------------------------------------ the loop
 
     def post(self, at: float, name: str, event: Any) -> int:
-        """``event`` comes to the core named at this time; its number, by which of equal times the first is known."""
+        """Post ``event`` to the core ``name`` at this time; return its number, which orders events at equal times."""
         number = next(self._sequence)
         self.put(at, number, name, event)
         return number
 
     def put(self, at: float, number: int, name: str, event: Any) -> None:
-        """As ``post``, under a number that it has already."""
+        """Post an event under a number that it has already."""
         if self.timed:
             self._lively += is_lively(name, event)
         heapq.heappush(self._heap, (at, number, name, event))
 
-    def over(self) -> bool:
-        """Nothing comes any more but heartbeats, or nothing else has come for so long that nothing will."""
+    def is_over(self) -> bool:
+        """Check if the run is over: only heartbeats are left, or nothing else has come for ``STALLED`` events."""
         if not self._heap or (self._idle_turns > STALLED and not self._lively):
             return True
         if not self.timed or self._lively:
@@ -109,7 +109,7 @@ class Engine:
         return not self.frontend.entries and all(core.idle() for core in self.cores.values())
 
     def advance(self) -> None:
-        """The next event."""
+        """Handle the next event."""
         self.now, number, name, posted = heapq.heappop(self._heap)
         if self.timed:
             self._lively -= is_lively(name, posted)
@@ -122,7 +122,7 @@ class Engine:
         self.handle(name, event)
 
     def handle(self, name: str, event: Value) -> None:
-        """Tell the core, and carry out its commands in their order."""
+        """Pass the event to the core, and carry out its commands in their order."""
         carriers = self.carriers
         for command in self._all[name].handle(event, self.now):
             carriers[type(command)](name, command)
@@ -139,5 +139,5 @@ class Engine:
 
 
 def is_lively(name: str, event: Any) -> bool:
-    """Whether an event is more than an instance's timer or heartbeat."""
+    """Check if an event is more than an instance's timer or heartbeat."""
     return not isinstance(event, PeerLoad) and (name == FRONTEND or not isinstance(event, Tick))

@@ -1,4 +1,4 @@
-"""What serves traces on a placement in virtual time: by the compiled twin where it can, and then fast at many rates."""
+"""Evaluates one placement at many request rates in virtual time, on the compiled engine where that can run it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity.costs.model_shape import ModelShape
-from trinity.simulation import compiled
-from trinity.simulation.compiled import Deployed, Told
-from trinity.simulation.compiled_workload import Workload
-from trinity.simulation.workload import Job, Sizes, jobs_of, shares, sizes_of
+from trinity.simulation import compiled_engine
+from trinity.simulation.compiled_engine import CompiledPlacement, CompiledReplay
+from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints
+from trinity.simulation.workload import Job, Sizes, has_shared_content, jobs_of, sizes_of
 from trinity.traces.goodput import RatePoint, RequestOutcome, completion_ratio
 from trinity.traces.statistics import arrival_rate
 from trinity.traces.trace import SLO, SLO_RULES, Trace
 
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass
-class Requests:
-    """A trace as a model sees it, made once for all replays of it at any rate."""
+class TraceRequests:
+    """A trace's requests as a model sees them, prepared once for replays at any rate."""
 
     length: int
     stamps: Floats  # arrivals in ms
     model: ModelShape
     jobs: list[Job]
     shared: bool
-    _works: dict[tuple[int, int, str, int], Workload] = field(default_factory=dict)
+    _works: dict[tuple[int, int, str, int], CompiledWorkload] = field(default_factory=dict)
 
-    def work(self, deployed: Deployed) -> Workload:
-        """For instances with these blocks; caches are on where content is shared."""
+    def work(self, deployed: CompiledPlacement) -> CompiledWorkload:
+        """Return the workload in the engine's form, for instances with these block sizes and caches."""
         like = deployed.settings[0]
         key = (like.image_block_size, like.kv_block_size, like.reservation, deployed.ask)
         if key not in self._works:
-            self._works[key] = Workload.of(self.jobs, like, deployed.ask, self.model.context, self.sizes)
+            self._works[key] = CompiledWorkload.of(self.jobs, like, deployed.ask, self.model.context, self.sizes)
         return self._works[key]
 
     @cached_property
@@ -48,23 +46,25 @@ class Requests:
         return sizes_of(self.jobs)
 
     @cached_property
-    def asked(self) -> npt.NDArray[np.int32]:
-        """Those that the model can take."""
+    def valid_rows(self) -> npt.NDArray[np.int32]:
+        """Numbers of the requests that the model can take."""
         return np.flatnonzero(self.sizes.taken).astype(np.int32)
 
     @cached_property
-    def ascending(self) -> bool:
+    def is_ascending(self) -> bool:
         return bool(np.all(self.stamps[1:] >= self.stamps[:-1]))
 
     @cached_property
     def rate(self) -> float | None:
-        """Requests a second, as ``Trace.scale`` takes it."""
+        """Requests/s, as ``Trace.scale`` takes it; None where the trace has none."""
         return arrival_rate(np.sort(self.stamps / 1000).tolist())
 
     def arrivals(self, rate: float | None) -> Floats | None:
-        """In seconds, at this rate as ``Trace.scale`` makes it; None where that would change the order of the rows, or
-        is refused."""
-        if not len(self.stamps) or not self.ascending:
+        """Return arrivals in seconds, scaled to this rate (None: its own) as ``Trace.scale`` does.
+
+        None where the rows are not in order of arrival, or ``Trace.scale`` would raise.
+        """
+        if not len(self.stamps) or not self.is_ascending:
             return None
         stamps = self.stamps
         if rate is not None:
@@ -75,22 +75,27 @@ class Requests:
         return at if np.isfinite(at[-1]) else None
 
 
-_known: WeakKeyDictionary[Trace, Requests] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Trace, TraceRequests] = WeakKeyDictionary()
 
 
-def requests_of(trace: Trace, model: ModelShape) -> Requests:
-    """Made anew only for another trace, a longer one, or another model. Raises as ``jobs_of``."""
+def prepare_requests(trace: Trace, model: ModelShape) -> TraceRequests:
+    """Prepare a trace for a model; kept until the trace grows or the model is another. Raises as ``jobs_of``."""
     known = _known.get(trace)
     length = len(trace) + trace.dropped
     if known is None or known.length != length or known.model is not model:
         jobs, stamps = jobs_of(trace, model), np.array([row.timestamp for row in trace], np.float64)
-        known = _known[trace] = Requests(length, stamps, model, jobs, shares(jobs))
+        known = _known[trace] = TraceRequests(length, stamps, model, jobs, has_shared_content(jobs))
     return known
 
 
-class Usage(NamedTuple):
-    """What a replay made of the instances, by name: ``utilisation`` is the share of the duration that each worked at
-    each of its stages, ``peak_blocks`` the most that it held of its ``pools`` by kind."""
+class InstanceUsage(NamedTuple):
+    """Use of the instances in a replay, by name.
+
+    - ``utilisation``: share of the duration that the instance worked at each of its stages.
+    - ``peak_blocks``: most blocks held, by kind.
+    - ``pools``: blocks it has, by kind.
+    - ``engine``: the engine of the replay.
+    """
 
     utilisation: dict[str, dict[str, float]]
     peak_blocks: dict[str, dict[str, int]]
@@ -98,107 +103,114 @@ class Usage(NamedTuple):
     engine: str = "compiled"
 
 
-class _Did(NamedTuple):
-    """What is kept of a replay of ``requests()``, which took ``span`` seconds."""
+class _ReplayUsage(NamedTuple):
+    """Raw figures of a replay of ``requests()``, which took ``span`` seconds."""
 
-    requests: ref[Requests]
+    requests: ref[TraceRequests]
     busy: Floats
-    peak: compiled.Ints
+    peak: Ints
     span: float
 
 
 @dataclass
-class Serving:
-    """A ``Serve`` for ``trinity.traces.goodput`` that also answers ``point`` and ``usage``, where the twin runs its
-    placement.
+class RateSweep:
+    """Evaluates one placement at many request rates, compiled where supported.
 
-    ``replay`` serves a trace by whatever engine. ``deploy(shared)`` gives the instances in the twin's form, with caches
-    where content is shared, or None where it cannot run them.
+    A ``ServeFunction`` for ``trinity.traces.goodput`` that also answers ``point`` and ``usage`` where the compiled
+    engine runs its placement.
+
+    - ``replay(trace)``: serves a trace by whatever engine.
+    - ``deploy(shared)``: the instances in the compiled engine's form, with caches if requests share content; None
+      where that engine cannot run them.
+    - ``model``: the served model.
     """
 
     replay: Callable[[Trace], Sequence[RequestOutcome]]
-    deploy: Callable[[bool], Deployed | None]
+    deploy: Callable[[bool], CompiledPlacement | None]
     model: ModelShape
-    _deployed: dict[bool, Deployed | None] = field(default_factory=dict)
-    _did: dict[float | None, _Did] = field(default_factory=dict)
+    _deployed: dict[bool, CompiledPlacement | None] = field(default_factory=dict)
+    _did: dict[float | None, _ReplayUsage] = field(default_factory=dict)
 
     def __call__(self, trace: Trace) -> Sequence[RequestOutcome]:
         return self.replay(trace)
 
-    def deployed(self, shared: bool) -> Deployed | None:
+    def compile_placement(self, shared: bool) -> CompiledPlacement | None:
         if shared not in self._deployed:
             self._deployed[shared] = self.deploy(shared)
         return self._deployed[shared]
 
     def point(self, trace: Trace, slo: SLO, rate: float | None) -> RatePoint | None:
-        """What ``goodput.measure_point`` comes to, to the last bit, without a row or an outcome made for each request.
+        """Compute the result of ``goodput.measure_point`` to the last bit, without an object for each request.
 
-        None where it has to be asked itself.
+        None where the compiled engine cannot: then call ``measure_point``.
         """
-        requests = requests_of(trace, self.model)
-        deployed, at = self.deployed(requests.shared), requests.arrivals(rate)
+        requests = prepare_requests(trace, self.model)
+        deployed, at = self.compile_placement(requests.shared), requests.arrivals(rate)
         if deployed is None or at is None:
             return None
         work = requests.work(deployed)
-        found = deployed.tried(work, at, requests.asked, slo)
-        check_settled(found.unsettled, found.settled == len(requests.asked))
+        found = deployed.score(work, at, requests.valid_rows, slo)
+        check_ended(found.unsettled, found.settled == len(requests.valid_rows))
         span, ended = float(at[-1] - at[0]), max(0.0, found.ended - float(at[0]))
-        self._did[rate] = _Did(ref(requests), found.busy, found.peak, ended)
+        self._did[rate] = _ReplayUsage(ref(requests), found.busy, found.peak, ended)
         return RatePoint(
             rate=(len(at) - 1) / span if span > 0 else math.inf,
             duration_s=span,
             attainment={rule: getattr(found, rule) / len(at) for rule in SLO_RULES},
             completed=completion_ratio(at, found.finishes),
             ttft_attainment=found.first / len(at),
-            load=compiled.load(found, deployed.settings, float(at[0]), span),
+            load=compiled_engine.measure_load(found, deployed.settings, float(at[0]), span),
         )
 
-    def usage(self, trace: Trace, slo: SLO, rate: float | None) -> Usage | None:
-        """Of the replay behind ``point``, which is made if it was not yet. None where there is no ``point``."""
-        requests = requests_of(trace, self.model)
+    def usage(self, trace: Trace, slo: SLO, rate: float | None) -> InstanceUsage | None:
+        """Return the use of instances in the replay of ``point``, which is run if needed; None where ``point`` is."""
+        requests = prepare_requests(trace, self.model)
         if (rate not in self._did or self._did[rate].requests() is not requests) and not self.point(trace, slo, rate):
             return None
-        did, deployed = self._did[rate], self.deployed(requests.shared)
+        did, deployed = self._did[rate], self.compile_placement(requests.shared)
         assert deployed is not None
         settings, span = deployed.settings, did.span or math.inf
         names = [each.name for each in settings]
-        shares = [{role: each / span for role, each in own.items()} for own in compiled.worked(did.busy, settings)]
-        return Usage(
+        shares = [
+            {role: each / span for role, each in own.items()}
+            for own in compiled_engine.to_busy_seconds(did.busy, settings)
+        ]
+        return InstanceUsage(
             dict(zip(names, shares, strict=True)),
-            dict(zip(names, compiled.held(did.peak, settings), strict=True)),
+            dict(zip(names, compiled_engine.to_peak_blocks(did.peak, settings), strict=True)),
             {each.name: dict(each.pools) for each in settings},
         )
 
 
-def replayed(
-    trace: Trace, model: ModelShape, deploy: Callable[[bool], Deployed | None]
-) -> tuple[Requests, Deployed, Told]:
-    """A whole replay by the twin, which can run it."""
-    requests = requests_of(trace, model)
+def replay_compiled(
+    trace: Trace, model: ModelShape, deploy: Callable[[bool], CompiledPlacement | None]
+) -> tuple[TraceRequests, CompiledPlacement, CompiledReplay]:
+    """Replay a trace on the compiled engine, with the times of all tokens. ``deploy`` must not give None."""
+    requests = prepare_requests(trace, model)
     deployed = deploy(requests.shared)
     assert deployed is not None
-    work, at = requests.work(deployed), requests.stamps[requests.asked] / 1000
+    work, at = requests.work(deployed), requests.stamps[requests.valid_rows] / 1000
     order = np.argsort(at, kind="stable")
-    raw = deployed.run(work, at[order], requests.asked[order], np.zeros(len(at), np.uint8))
-    check_settled(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(at))
-    return requests, deployed, compiled.told(raw, work, deployed.settings)
+    raw = deployed.run(work, at[order], requests.valid_rows[order], np.zeros(len(at), np.uint8))
+    check_ended(raw.unsettled, int(np.count_nonzero(raw.reasons)) == len(at))
+    return requests, deployed, compiled_engine.unpack_replay(raw, work, deployed.settings)
 
 
-def check_settled(unsettled: int, ended: bool) -> None:
-    """Raise ``AssertionError``: a fault of trinity."""
+def check_ended(unsettled: int, ended: bool) -> None:
+    """Raise ``AssertionError`` unless all requests ended and all blocks came back: else it is a fault of trinity."""
     if unsettled or not ended:
         raise AssertionError(f"{unsettled} instances still hold something at the end, or a request never ended")
 
 
-def outcomes(requests: Requests, told: Told) -> list[RequestOutcome]:
-    """One for each row, in the trace's order."""
-    if not len(told.times):
+def collect_outcomes(requests: TraceRequests, replay: CompiledReplay) -> list[RequestOutcome]:
+    """Collect one outcome for each row, in the trace's order."""
+    if not len(replay.times):
         return []
-    first, gaps = told.first.tolist(), np.diff(told.times).tolist()
-    ttfts = (told.times[told.first] - requests.stamps / 1000).tolist()
+    first, gaps = replay.first.tolist(), np.diff(replay.times).tolist()
+    ttfts = (replay.times[replay.first] - requests.stamps / 1000).tolist()
     return [
         RequestOutcome(ttft, gaps[start : start + count - 1], reason)
         if count
         else RequestOutcome(None, (), reason or "error")
-        for ttft, start, count, reason in zip(ttfts, first, told.counts.tolist(), told.reasons, strict=True)
+        for ttft, start, count, reason in zip(ttfts, first, replay.counts.tolist(), replay.reasons, strict=True)
     ]

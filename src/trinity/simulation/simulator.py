@@ -1,4 +1,4 @@
-"""Simulator: a trace on a placement in virtual time, by the cores, scheduler, routing and pools that serve.
+"""Simulator: replays a trace on a placement in virtual time, by the cores, scheduler, routing and pools that serve.
 
 ::
 
@@ -28,26 +28,31 @@ from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
-from trinity.simulation import compiled
-from trinity.simulation.cluster_model import Simulated, Worker
-from trinity.simulation.rate_sweep import Requests, Serving, outcomes, replayed
-from trinity.simulation.screening import Screened, StandIn, screened
-from trinity.simulation.workload import Job, jobs_of, shares
+from trinity.simulation import compiled_engine
+from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
+from trinity.simulation.rate_sweep import RateSweep, TraceRequests, collect_outcomes, replay_compiled
+from trinity.simulation.screening_table import ScreenedInstances, StandIn, screen_settings
+from trinity.simulation.workload import Job, has_shared_content, jobs_of
 from trinity.timeline import Slice
 from trinity.traces.goodput import RequestOutcome, ServeFunction
 from trinity.traces.trace import SLO, Trace
 
 ENGINES = ("auto", "python", "compiled", "screening")
-LANES = (("joint",), ("vision", "language"))
+LANE_LAYOUTS = (("joint",), ("vision", "language"))
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace on a placement came to.
+    """Result of a trace on a placement.
 
-    ``outcomes``: one for each row, in the trace's order. ``duration_s``: from the first arrival to the last end.
-    ``busy_s``: seconds that each instance worked at each of its stages. ``peak_blocks`` held of ``pools`` by kind.
-    ``moved_bytes`` by kind. ``timeline``: steps and migrations, where it was recorded.
-    ``preemptions`` of all requests.
+    - ``outcomes``: one for each row, in the trace's order.
+    - ``duration_s`` (seconds): from the first arrival to the last end.
+    - ``busy_s`` (seconds): work of each instance at each of its stages.
+    - ``peak_blocks``, ``pools`` (blocks): the most held by each instance, and what it has, by kind.
+    - ``moved_bytes`` (bytes): migrated between instances, by kind.
+    - ``events``: handled by the engine.
+    - ``engine``: "python" or "compiled".
+    - ``timeline``: steps and migrations, where recorded.
+    - ``preemptions``: of all requests.
     """
 
     outcomes: list[RequestOutcome]
@@ -121,7 +126,7 @@ class Simulator:
     def _check_options(self) -> None:
         if self.engine not in ENGINES:
             raise UnknownName("engine", self.engine, ENGINES)
-        if self.lanes not in LANES:
+        if self.lanes not in LANE_LAYOUTS:
             raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if not 1 <= self.interference < inf:
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
@@ -141,7 +146,7 @@ class Simulator:
         self.settings(placement)
 
     def settings(self, placement: Placement | str, *, shared: bool = True) -> list[Settings]:
-        """What the core of each instance is given; caches are on where content is ``shared``."""
+        """Return the settings of each instance's core; caches are on where content is ``shared``."""
         parsed = Placement.parse(placement) if isinstance(placement, str) else placement
         if parsed.size != self.cluster.size:
             raise PlacementError(
@@ -155,7 +160,7 @@ class Simulator:
         return list(self._last[2])
 
     def _settings(self, name: str, roles: str, place: int, shared: bool) -> Settings:
-        rules, pools = self._sized(roles, place)
+        rules, pools = self._sizes_of_roles(roles, place)
         return Settings(
             name,
             roles,
@@ -175,8 +180,8 @@ class Simulator:
     def _lanes_of(self, roles: str) -> tuple[str, ...]:
         return self.lanes if "E" in roles and roles != "E" else ("joint",)
 
-    def _sized(self, roles: str, place: int) -> tuple[BatchRules, dict[str, int]]:
-        """Rules with their budgets, and pools, of an instance of these roles; equal devices are asked once."""
+    def _sizes_of_roles(self, roles: str, place: int) -> tuple[BatchRules, dict[str, int]]:
+        """Return rules with their budgets, and pools, of an instance of these roles; once for equal devices."""
         device = self.cluster.devices[place]
         first = self.cluster.devices.index(device)
         known = self._known.get((roles, first))
@@ -207,27 +212,27 @@ class Simulator:
         return predict_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
     def cost_of(self, place: int) -> CostModel:
-        """The cost model of the device at this place."""
+        """Return the cost model of the device at this place."""
         return cost_for_device(self.cluster.devices[place], self.model, self.cost)
 
     def serve(self, placement: Placement | str) -> ServeFunction:
-        """Serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check`` does."""
+        """Return what serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check``."""
         self.check(placement)
-        return Serving(
+        return RateSweep(
             lambda trace: self.replay(trace, placement).outcomes,
-            lambda shared: None if self.why_python(placement) else self._deployed(placement, shared),
+            lambda shared: None if self.why_python(placement) else self._compile(placement, shared),
             self.model,
         )
 
     def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
-        """Why the Python engine replays this placement; "" where the compiled one does (decision 0033).
+        """Return the reason why the Python engine replays this placement; "" where the compiled one does.
 
-        Raises ``ConfigError`` where the compiled or the screening one was asked for and cannot.
+        Raises ``ConfigError`` where ``engine`` is "compiled" or "screening" and that cannot run it (decision 0033).
         """
         if self.engine == "python":
             return "it was asked for"
-        found = self._screened(placement, shared=True)
-        why = compiled.missing() or (found.missing if self.engine == "screening" else found.inexact)
+        found = self._screen(placement, shared=True)
+        why = compiled_engine.why_unavailable() or (found.missing if self.engine == "screening" else found.inexact)
         why = why or ("timelines" if record else "")
         if why and self.engine != "auto":
             raise ConfigError(
@@ -236,20 +241,20 @@ class Simulator:
         return why
 
     def screens(self, placement: Placement | str) -> bool:
-        """Whether the screening engine has something for every setting, and is there."""
-        return not (compiled.missing() or self._screened(placement, shared=True).missing)
+        """Check if the screening engine is available and has a value or a stand-in for every setting."""
+        return not (compiled_engine.why_unavailable() or self._screen(placement, shared=True).missing)
 
     def stand_ins(self, placement: Placement | str) -> tuple[StandIn, ...]:
-        """The settings for which the screening engine takes others; none where its replays are the cores' own."""
-        return self._screened(placement, shared=True).stand_ins
+        """Return the stand-ins that the screening engine takes; none where its replays are the cores' own."""
+        return self._screen(placement, shared=True).stand_ins
 
-    def _screened(self, placement: Placement | str, *, shared: bool) -> Screened:
+    def _screen(self, placement: Placement | str, *, shared: bool) -> ScreenedInstances:
         settings = self.settings(placement, shared=shared)
-        return screened(settings, [self.cost_of(place) for place in range(len(settings))], self.routing)
+        return screen_settings(settings, [self.cost_of(place) for place in range(len(settings))], self.routing)
 
-    def _deployed(self, placement: Placement | str, shared: bool) -> compiled.Deployed:
-        found = self._screened(placement, shared=shared)
-        return compiled.Deployed(
+    def _compile(self, placement: Placement | str, shared: bool) -> compiled_engine.CompiledPlacement:
+        found = self._screen(placement, shared=shared)
+        return compiled_engine.CompiledPlacement(
             found.settings,
             cluster=self.cluster,
             costs=[self.cost_of(place) for place in range(len(found.settings))],
@@ -261,24 +266,26 @@ class Simulator:
         )
 
     def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
-        """Every request of the trace at its time, until the last has ended. ``record`` the timeline too.
+        """Replay every request of the trace at its time, until the last has ended. ``record``: the timeline too.
 
-        Raises as ``check`` does, ``TraceError`` for time stamps that are none, and ``AssertionError`` where a request
-        did not end, or blocks did not come back: that is a fault of trinity.
+        Raises as ``check``, ``TraceError`` for invalid time stamps, and ``AssertionError`` where a request did not end
+        or blocks did not come back, which is a fault of trinity.
         """
         if not self.why_python(placement, record=record):
-            return _compiled(*replayed(trace, self.model, lambda shared: self._deployed(placement, shared)))
-        run = self.prepared(trace, placement, record=record)
+            return _replay_of_compiled(
+                *replay_compiled(trace, self.model, lambda shared: self._compile(placement, shared))
+            )
+        run = self.prepare(trace, placement, record=record)
         run.run()
         _check_end(run)
-        return _replay_of(run)
+        return _replay_of_cores(run)
 
-    def prepared(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Simulated:
-        """The cores and what they will be asked, before the first event."""
+    def prepare(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> SimulatedCluster:
+        """Set up the cores and the requests, before the first event."""
         jobs = jobs_of(trace, self.model)
-        shared = shares(jobs)
+        shared = has_shared_content(jobs)
         settings = self.settings(placement, shared=shared)
-        return Simulated(
+        return SimulatedCluster(
             settings,
             jobs,
             cluster=self.cluster,
@@ -296,7 +303,7 @@ class Simulator:
         return lambda: routing_policy(self.routing)
 
 
-def _check_end(run: Simulated) -> None:
+def _check_end(run: SimulatedCluster) -> None:
     open_ones = [number for number, reason in enumerate(run.reasons) if not reason]
     if open_ones:
         raise AssertionError(f"{len(open_ones)} requests never ended, such as number {open_ones[0]}")
@@ -306,25 +313,27 @@ def _check_end(run: Simulated) -> None:
         core.check()
 
 
-def _compiled(requests: Requests, deployed: compiled.Deployed, told: compiled.Told) -> Replay:
+def _replay_of_compiled(
+    requests: TraceRequests, deployed: compiled_engine.CompiledPlacement, replay: compiled_engine.CompiledReplay
+) -> Replay:
     names = [each.name for each in deployed.settings]
     first = min((job.at for job in requests.jobs), default=0.0)
     return Replay(
-        outcomes=outcomes(requests, told),
-        duration_s=max(0.0, told.ended - first),
-        busy_s=dict(zip(names, told.busy, strict=True)),
-        peak_blocks=dict(zip(names, told.peak, strict=True)),
+        outcomes=collect_outcomes(requests, replay),
+        duration_s=max(0.0, replay.ended - first),
+        busy_s=dict(zip(names, replay.busy, strict=True)),
+        peak_blocks=dict(zip(names, replay.peak, strict=True)),
         pools={each.name: dict(each.pools) for each in deployed.settings},
-        moved_bytes=told.moved,
-        events=told.events,
+        moved_bytes=replay.moved,
+        events=replay.events,
         engine="compiled",
-        preemptions=told.preemptions,
+        preemptions=replay.preemptions,
     )
 
 
-def _replay_of(run: Simulated) -> Replay:
+def _replay_of_cores(run: SimulatedCluster) -> Replay:
     first = min((job.at for job in run.jobs), default=0.0)
-    workers: Mapping[str, Worker] = run.workers
+    workers: Mapping[str, SimulatedInstance] = run.workers
     return Replay(
         outcomes=[_outcome(*each) for each in zip(run.jobs, run.times.values(), run.reasons, strict=True)],
         duration_s=max(0.0, run.ended - first),

@@ -1,4 +1,4 @@
-"""From a trace's rows to work for the cores: counts of tokens, and only as much content as requests share."""
+"""Turns a trace's rows into requests for the cores: counts of tokens, and only as much content as requests share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from trinity.errors import ConfigError, TraceError
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 Counts = npt.NDArray[np.int64]
-HASHED = 512  # tokens that one of Mooncake's hashes stands for
-OUTPUT = 0  # every token of every output: its value means nothing
+HASH_TOKENS = 512  # of the prompt, in one hash of a Mooncake trace
+OUTPUT = 0  # every output token; its value means nothing
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """A trace's row as a model sees it; ``at`` in seconds, lengths in tokens. Its images come first, then its text.
+    """A trace's row as a model sees it: images first, then text.
 
-    ``images``: (visual tokens, content) of each. ``max_tokens`` of output, for which it ``asked`` or for more.
-    ``refused``: the model cannot take it.
+    - ``at`` (seconds): arrival.
+    - ``prompt`` (tokens): length with images.
+    - ``images``: (visual tokens, content) of each.
+    - ``max_tokens`` (tokens): length of the output.
+    - ``hash_ids``: of the prompt's blocks of ``HASH_TOKENS`` tokens.
+    - ``refused``: true if the model cannot take it.
+    - ``asked`` (tokens, 0: unknown): the request's own limit of its output.
     """
 
     at: float
@@ -39,11 +44,11 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 def jobs_of(trace: Trace, model: ModelShape) -> list[Job]:
-    """One job for each row, in the trace's order.
+    """Make one job for each row, in the trace's order.
 
-    An image of unknown tokens has those of the model's rule for its size, or of a usual image. Without a name for its
-    content it is like no other. The output has ``output_length`` tokens, at least one and as many as the context
-    leaves. Raises ``TraceError`` for a time stamp that is none.
+    An image of unknown tokens has those of the model's rule for its size, or of a usual image. An image without a name
+    for its content is equal to no other. The output has ``output_length`` tokens, at least one and at most what the
+    context leaves. Raises ``TraceError`` for an invalid time stamp.
     """
     return [_job(row, number, model) for number, row in enumerate(trace)]
 
@@ -67,13 +72,18 @@ def _job(row: TraceRow, number: int, model: ModelShape) -> Job:
 
 
 def asked_tokens(job: Job, ask: int, context: int) -> int:
-    """Tokens that it may have: what it asked for or ``ask``, as far as the context has them; at least its output."""
+    """Return the tokens that a job asks for: its own limit or ``ask``, within the context; at least its output."""
     return max(job.max_tokens, min(max(ask, job.asked), context - job.prompt))
 
 
 class Sizes(NamedTuple):
-    """Of each request, as whole numbers: tokens of prompt, output and images, how many images, whether the model takes
-    it; and whether any has hashes of its prefix."""
+    """Sizes of requests as arrays [requests].
+
+    - ``prompt``, ``output``, ``visual`` (tokens).
+    - ``images``: number of images.
+    - ``taken``: true if the model takes the request.
+    - ``hashed``: true if any request has hashes of its prefix.
+    """
 
     prompt: Counts
     output: Counts
@@ -84,7 +94,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(jobs: Sequence[Job]) -> Sizes:
-    """In the jobs' order."""
+    """Collect the sizes, in the jobs' order."""
     count = len(jobs)
     return Sizes(
         np.fromiter((job.prompt for job in jobs), np.int64, count),
@@ -102,8 +112,8 @@ def _tokens(image: TraceImage, model: ModelShape) -> int:
     return model.image_tokens
 
 
-def shares(jobs: Iterable[Job]) -> bool:
-    """Whether two requests, or two images of one, have any content in common: else no cache can hit."""
+def has_shared_content(jobs: Iterable[Job]) -> bool:
+    """Check if two requests, or two images of one, have content in common: otherwise no cache can hit."""
     seen: set[str | int] = set()
     for job in jobs:
         named: list[str | int] = [content for _, content in job.images]
@@ -115,7 +125,7 @@ def shares(jobs: Iterable[Job]) -> bool:
 
 
 def work_of(job: Job, number: int, shared: bool) -> Work:
-    """What the cores are told of it. Unless content is ``shared``, only the length of the prompt means anything."""
+    """Build the request for the cores. Unless content is ``shared``, only the length of its prompt has a meaning."""
     spans: list[MediaSpan] = []
     offset = 0
     for count, content in job.images:
@@ -131,12 +141,12 @@ def _blank(length: int) -> tuple[int, ...]:
 
 
 def _identities(job: Job, number: int, visual: int) -> Iterator[int]:
-    """Equal for equal content: hashes where there are some, else a name of this request's own.
+    """Yield prompt tokens that are equal for equal content: by hash where there is one, else by request.
 
-    Places of images are all alike there, as placeholders are; what lies in them is in the spans.
+    Positions of images all have token 0, as placeholders; their content is in the spans.
     """
     yield from repeat(0, visual)
-    hashes = chain.from_iterable(repeat(1 + each, HASHED) for each in job.hash_ids)
+    hashes = chain.from_iterable(repeat(1 + each, HASH_TOKENS) for each in job.hash_ids)
     named = chain(hashes, repeat(-1 - number))
     for at, identity in zip(range(job.prompt), named, strict=False):
         if at >= visual:

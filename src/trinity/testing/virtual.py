@@ -46,7 +46,7 @@ from trinity.core.messages import (
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
-from trinity.simulation.event_loop import Engine
+from trinity.simulation.event_loop import EventLoop
 from trinity.testing.checks import Observer, every_check
 
 
@@ -140,7 +140,7 @@ def _failed(pull: Pull) -> Failure:
     return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
 
 
-class VirtualCluster(Engine):
+class VirtualCluster(EventLoop):
     """Instance cores and a front end under one virtual clock.
 
     ``sample(work, index)`` is the token of each output. ``observers`` None means every check there is.
@@ -192,7 +192,7 @@ class VirtualCluster(Engine):
     def run(self, limit: int = 1_000_000) -> None:
         """Until nothing is under way any more. ``limit`` events without an end count as a livelock."""
         for _ in range(limit):
-            if self.over():
+            if self.is_over():
                 break
             self.advance()
         else:

@@ -15,7 +15,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.simulation.screening import LEAST_LOADED, MOST_LOST, SCREENED_AS, Row, screened
+from trinity.simulation.screening_table import LEAST_LOADED, MOST_LOST, SCREENED_AS, ScreeningRow, screen_settings
 from trinity.simulation.simulator import Simulator
 from trinity.testing.virtual import settings_of
 
@@ -30,7 +30,7 @@ def plain(**changes: Any) -> list[Settings]:
 
 
 def near(settings: list[Settings], routing: str = "round_robin", cost: Any = COST) -> Any:
-    return screened(settings, [cost] * len(settings), routing)
+    return screen_settings(settings, [cost] * len(settings), routing)
 
 
 @pytest.mark.parametrize("kind", [Settings, BatchRules, TransferPolicy])
@@ -87,7 +87,7 @@ def test_kv_that_streams_is_screened_as_kv_that_moves_after_prefill(kv: Any) -> 
 def test_informed_routing_is_screened_by_loads_known_at_once(policy: str) -> None:
     found = near(plain(report_s=Settings.report_s), policy)
     assert (found.least_loaded, found.missing) == (True, "")
-    assert [each.asked for each in found.stand_ins] == [f"routing={policy}"], "reports are told with their policy"
+    assert [each.label for each in found.stand_ins] == [f"routing={policy}"], "reports are told with their policy"
     assert {each.report_s for each in found.settings} == {inf}
 
 
@@ -112,6 +112,6 @@ def test_what_has_no_stand_in_is_not_screened() -> None:
 
 
 def test_a_row_has_every_value_or_those_that_it_names() -> None:
-    assert Row().has(object())
-    assert Row((1, 2)).has(2)
-    assert not Row((1, 2)).has(3)
+    assert ScreeningRow().has(object())
+    assert ScreeningRow((1, 2)).has(2)
+    assert not ScreeningRow((1, 2)).has(3)

@@ -1,8 +1,8 @@
-"""The compiled twin of ``trinity.simulation.cluster_model``: the same replay, event for event, by csrc/simulation/.
+"""The compiled engine (csrc/simulation/): replays of ``trinity.simulation.cluster_model``, event for event.
 
-Its scope is frozen: ``trinity.simulation.screening`` says what stands for other settings. Within it
-tests/simulation/test_compiled.py holds the two together: every event, command, count of free blocks and float time of
-random replays (decisions 0017 and 0033).
+Its scope is frozen: ``trinity.simulation.screening_table`` names the stand-ins for other settings. Within that scope
+tests/simulation/test_compiled_engine.py compares the two on random replays: every event, command, count of free blocks
+and time (decisions 0017 and 0033).
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
 from trinity.memory.native import extension
-from trinity.simulation.compiled_workload import Workload, rows_of
+from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints, rows_of
 from trinity.traces.trace import SLO
 
-SPARE = 1.1
-SIMULATOR = 4  # of the extension's part that this file calls
+SPAN_SLACK = 1.1  # times the span of the arrivals, of which a load is at most
+SIMULATOR = 4  # version of the extension's interface that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
-POLICIES = ("alg1", "time", "prefill_first")
+BATCH_POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
 REASONS = ("", "length", "cancelled", "deadline", "error", "stop", "preempted")
 KINDS = (IMAGE, KV)
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int32]
 
-
-class Raw(NamedTuple):
-    """What the extension answers: arrays by request and by instance."""
+class RawReplay(NamedTuple):
+    """The extension's answer: arrays by request and by instance."""
 
     times: Floats
     counts: Ints
@@ -56,9 +53,17 @@ class Raw(NamedTuple):
     log: tuple[Floats, Ints]
 
 
-class Tried(NamedTuple):
-    """What a replay that was only judged came to: requests in time by rule, those whose first token was, when those
-    that were complete ended, how many have ended (``settled``)."""
+class ReplayScore(NamedTuple):
+    """Score of a replay without its token times.
+
+    - ``p90``, ``p99``, ``guard``, ``tpot``: requests in time by each rule.
+    - ``first``: requests whose first token was in time.
+    - ``finishes``: seconds at which complete requests ended.
+    - ``busy``, ``peak``: as in ``RawReplay``.
+    - ``ended``: seconds at which the last request ended.
+    - ``unsettled``: instances that still held something at the end.
+    - ``settled``: requests that have ended.
+    """
 
     p90: int
     p99: int
@@ -74,8 +79,8 @@ class Tried(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a replay came to. ``times`` of the tokens of request n begin at ``first[n]``, and are ``counts[n]``.
+class CompiledReplay:
+    """Result of a replay. Request n has ``counts[n]`` tokens, whose times begin at ``times[first[n]]``.
 
     ``unsettled`` counts instances that still held something at the end: 0 unless there is a fault.
     """
@@ -94,27 +99,27 @@ class Told:
     log: list[tuple[Any, ...]]
 
     def tokens(self, number: int) -> list[float]:
-        """When each token of a request came."""
+        """Return the seconds at which each token of a request came."""
         start = int(self.first[number])
         found: list[float] = self.times[start : start + int(self.counts[number])].tolist()
         return found
 
 
-def missing() -> str:
-    """Why there is no twin here; "" where there is one."""
+def why_unavailable() -> str:
+    """Return the reason why the compiled engine is unavailable here; "" where it is there."""
     if extension is None or getattr(extension, "SIMULATOR", 0) != SIMULATOR:
         return "the extension is not built, or is of another version: `pip install` builds it where a compiler is found"
     return ""
 
 
-Act = tuple[float, int, bool]  # when, which request, whether it is given up
+Act = tuple[float, int, bool]  # seconds, request, true if the request is cancelled
 
 
-class Deployed:
-    """Instances in the twin's form. ``settings`` as ``trinity.simulation.screening.screened`` gives them.
+class CompiledPlacement:
+    """Instances in the engine's form, from the ``settings`` of ``trinity.simulation.screening_table.screen_settings``.
 
-    Messages, steps and pulls take what ``trinity.simulation.cluster_model.Simulated`` says. Requests ask for ``ask``
-    tokens.
+    Messages, steps and pulls take as long as in ``trinity.simulation.cluster_model.SimulatedCluster``. Requests ask for
+    ``ask`` tokens.
     """
 
     def __init__(
@@ -140,22 +145,29 @@ class Deployed:
             *_options(settings[0], cluster, model, max_waiting, interference, least_loaded),
         )
 
-    def run(self, work: Workload, times: Floats, asked: Ints, aborts: npt.NDArray[np.uint8], log: bool = False) -> Raw:
-        """Acts in their order: when, which request, whether it is given up. With ``log`` every event is told."""
-        return Raw(*extension.simulate(work.made, times, asked, aborts, *self._given, log))
+    def run(
+        self, work: CompiledWorkload, times: Floats, asked: Ints, aborts: npt.NDArray[np.uint8], log: bool = False
+    ) -> RawReplay:
+        """Replay acts, sorted by time, one an index: seconds, request, and 1 if it is cancelled.
 
-    def tried(self, work: Workload, arrivals: Floats, asked: Ints, slo: SLO) -> Tried:
-        """Those asked, each when it arrives, judged as ``SLO.is_met`` does: no token's time is told."""
+        With ``log`` every event is in the answer.
+        """
+        return RawReplay(*extension.simulate(work.made, times, asked, aborts, *self._given, log))
+
+    def score(self, work: CompiledWorkload, arrivals: Floats, asked: Ints, slo: SLO) -> ReplayScore:
+        """Replay these requests at their arrivals and score them as ``SLO.is_met`` does, without token times."""
         bounds = (arrivals, slo.ttft, slo.tbt)
-        return Tried(*extension.sim_tried(work.made, arrivals[asked], asked, *self._given, *bounds))
+        return ReplayScore(*extension.sim_tried(work.made, arrivals[asked], asked, *self._given, *bounds))
 
 
-def simulate(work: Workload, acts: Sequence[Act], deployed: Deployed, *, log: bool = False) -> Told:
-    """A replay. Arrivals come first among acts at equal times."""
+def simulate(
+    work: CompiledWorkload, acts: Sequence[Act], deployed: CompiledPlacement, *, log: bool = False
+) -> CompiledReplay:
+    """Replay acts in any order. At equal times arrivals come first."""
     ordered = sorted(acts, key=lambda act: (act[0], act[2]))
     times, asked, aborts = zip(*ordered, strict=True) if ordered else ((), (), ())
     raw = deployed.run(work, np.array(times, np.float64), np.array(asked, np.int32), np.array(aborts, np.uint8), log)
-    return told(raw, work, deployed.settings)
+    return unpack_replay(raw, work, deployed.settings)
 
 
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
@@ -168,7 +180,7 @@ def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
         cluster.hosts.index(cluster.hosts[place]) if cluster.hosts else 0,
         rules.token_budget,
         rules.image_budget,
-        POLICIES.index(rules.policy),
+        BATCH_POLICIES.index(rules.policy),
         ORDERS.index(rules.order),
         int(rules.chunked),
         int(rules.limit_encodes),
@@ -189,16 +201,16 @@ def _options(
     return np.array(whole, np.int64), np.array(real, np.float64)
 
 
-def told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
-    """By names in place of numbers."""
+def unpack_replay(raw: RawReplay, work: CompiledWorkload, settings: Sequence[Settings]) -> CompiledReplay:
+    """Turn the extension's arrays into lists and dictionaries by name."""
     at, rest = raw.log
-    return Told(
+    return CompiledReplay(
         times=raw.times,
         first=work.first,
         counts=raw.counts,
         reasons=[REASONS[each] for each in raw.reasons.tolist()],
-        busy=worked(raw.busy, settings),
-        peak=held(raw.peak, settings),
+        busy=to_busy_seconds(raw.busy, settings),
+        peak=to_peak_blocks(raw.peak, settings),
         moved=dict(zip(KINDS, raw.moved.tolist()[1:], strict=True)),
         ended=raw.ended,
         events=raw.events,
@@ -208,30 +220,30 @@ def told(raw: Raw, work: Workload, settings: Sequence[Settings]) -> Told:
     )
 
 
-def worked(busy: Floats, settings: Sequence[Settings]) -> list[dict[str, float]]:
-    """Seconds of each instance at each of its stages."""
+def to_busy_seconds(busy: Floats, settings: Sequence[Settings]) -> list[dict[str, float]]:
+    """Return each instance's busy seconds at each of its stages."""
     rows = busy.reshape(-1, 3).tolist()
     return [{role: own["EPD".index(role)] for role in each.roles} for own, each in zip(rows, settings, strict=True)]
 
 
-def held(peak: Ints, settings: Sequence[Settings]) -> list[dict[str, int]]:
-    """The most blocks of each kind on each instance."""
+def to_peak_blocks(peak: Ints, settings: Sequence[Settings]) -> list[dict[str, int]]:
+    """Return the most blocks of each kind that each instance held."""
     rows = peak.reshape(-1, 2).tolist()
     return [{kind: own[KINDS.index(kind)] for kind in each.pools} for own, each in zip(rows, settings, strict=True)]
 
 
-def load(told: Tried, settings: Sequence[Settings], began: float, span: float) -> dict[str, float]:
-    """How long the instances of each roles were at work on average, of the time until all was done.
+def measure_load(found: ReplayScore, settings: Sequence[Settings], began: float, span: float) -> dict[str, float]:
+    """Average the busy share of the instances of each roles, over the time until the last request ended.
 
-    Of ``SPARE`` times the ``span`` in which the requests came where that is shorter: long outputs at the end do not
-    make idle what was overloaded before. It may exceed 1.
+    At most ``SPAN_SLACK`` times the ``span`` of the arrivals counts as that time: long outputs at the end must not make
+    an overloaded instance look idle. So a share may exceed 1.
     """
-    span = min(told.ended - began, SPARE * span) or inf
-    worked = (told.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
+    span = min(found.ended - began, SPAN_SLACK * span) or inf
+    shares = (found.busy.reshape(-1, 3).sum(axis=1) / span).tolist()
     groups: dict[str, list[float]] = {}
-    for share, each in zip(worked, settings, strict=True):
+    for share, each in zip(shares, settings, strict=True):
         groups.setdefault("".join(each.roles), []).append(share)
-    return {roles: sum(shares) / len(shares) for roles, shares in groups.items()}
+    return {roles: sum(group) / len(group) for roles, group in groups.items()}
 
 
 def _kind_of(cost: StepTime) -> Any:
@@ -239,7 +251,7 @@ def _kind_of(cost: StepTime) -> Any:
 
 
 def _costs(costs: Sequence[StepTime | None], known: list[tuple[StepTime, Any]]) -> list[Any]:
-    """In the twin's form, equal ones once; None stays None."""
+    """Convert cost models to the engine's form, equal ones once; None stays None."""
     made = []
     for cost in costs:
         found = next((each for other, each in known if other is cost or other == cost), None)

@@ -21,14 +21,16 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
-from trinity.simulation import compiled
+from trinity.simulation import compiled_engine
 from trinity.testing.virtual import settings_of
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
 
 CASES = 200
 
-pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=f"no compiled twin: {compiled.missing()}")
+pytestmark = pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
+)
 
 
 def text(number: int, prompt: int, out: int, **rest: object) -> Work:
@@ -118,7 +120,7 @@ def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
     arrivals = np.array(sorted(at for at, _, aborts in case.acts if not aborts), np.float64)
     case = replace(case, acts=[(at, number, False) for number, at in enumerate(arrivals.tolist())])
     work, told = case.workload(), case.compiled()
-    found = case.deployed().tried(work, arrivals, np.arange(len(arrivals), dtype=np.int32), slo)
+    found = case.deployed().score(work, arrivals, np.arange(len(arrivals), dtype=np.int32), slo)
     served = [
         RequestOutcome(times[0] - at if times else None, [b - a for a, b in pairwise(times)], reason)
         for times, at, reason in zip(map(told.tokens, range(len(arrivals))), arrivals, told.reasons, strict=True)
@@ -130,8 +132,8 @@ def test_what_is_only_judged_is_judged_as_what_is_told(seed: int) -> None:
     assert found.first == sum(ttft < slo.ttft for _, ttft, _ in whole)
     assert found.finishes.tolist() == [at + ttft + fsum(o.itl_s) for at, ttft, o in whole]
     assert (found.ended, found.unsettled, found.settled) == (told.ended, 0, len(arrivals))
-    assert compiled.worked(found.busy, case.settings) == told.busy
-    assert compiled.held(found.peak, case.settings) == told.peak
+    assert compiled_engine.to_busy_seconds(found.busy, case.settings) == told.busy
+    assert compiled_engine.to_peak_blocks(found.peak, case.settings) == told.peak
 
 
 @pytest.mark.slow
@@ -306,8 +308,8 @@ def test_where_nobody_can_compute_it_again_it_is_sent_back() -> None:
 
 
 def test_without_the_extension_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "extension", None)
-    assert "not built" in compiled.missing()
+    monkeypatch.setattr(compiled_engine, "extension", None)
+    assert "not built" in compiled_engine.why_unavailable()
 
 
 def test_bad_arrays_are_refused() -> None:
