@@ -14,7 +14,7 @@ from trinity import traces
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TrinityError
-from trinity.planner import HybridPlanner
+from trinity.planner import HybridPlanner, SearchConfig
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.problem import Case, Question
 from trinity.simulation import compiled_engine
@@ -58,8 +58,13 @@ class TooLongError(Exception):
     """A plan took more than ``MOST_S``."""
 
 
-def planned(trace: Trace, instances: int, seeds: int = 0, slo: SLO = PLAN_SLO, **options: Any) -> Took:
-    """Of a whole plan: the winner is described and verified too. Without ``seeds`` it gives no confidence.
+QUICK_SEARCH = SearchConfig(seeds=0)
+
+
+def planned(
+    trace: Trace, instances: int, search: SearchConfig = QUICK_SEARCH, slo: SLO = PLAN_SLO, **options: Any
+) -> Took:
+    """Of a whole plan: the winner is described and verified too. ``QUICK_SEARCH`` gives no confidence.
 
     One that is cut off after ``MOST_S``, or refused, has chosen nothing.
     """
@@ -71,7 +76,7 @@ def planned(trace: Trace, instances: int, seeds: int = 0, slo: SLO = PLAN_SLO, *
         if time.process_time() - cpu > MOST_S:
             raise TooLongError
 
-    options = {"instances": instances, "device": DEVICE, "seeds": seeds, "progress": tell, **options}
+    options = {"instances": instances, "device": DEVICE, "search": search, "progress": tell, **options}
     try:
         plan = HybridPlanner(PLANNED, slo, **options).plan(trace)
         found = plan.runs, plan.trace.requests, plan.placement
@@ -145,8 +150,8 @@ def plans(quick: bool) -> dict[str, Took]:
     found = {
         "race alone, N = 8": searched(ten, 8),
         "race, N = 8": planned(ten, 8),
-        "race, N = 8, and confidence over 3 seeds": planned(ten, 8, seeds=3),
-        "exhaustive, N = 8": planned(ten, 8, strategy="exhaustive"),
+        "race, N = 8, and confidence over 3 seeds": planned(ten, 8, SearchConfig()),
+        "exhaustive, N = 8": planned(ten, 8, SearchConfig("exhaustive", seeds=0)),
         "race, N = 64": planned(ten, 64),
     }
     day = traces.densify(traces.read_shipped("servegen-image-24h"), 1 / THINNED, seed=0)

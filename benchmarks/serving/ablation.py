@@ -47,7 +47,7 @@ from trinity.emulation.model import EmulatedModel, EmulatedShape
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.placement import Placement
-from trinity.planner import HybridPlanner
+from trinity.planner import HybridPlanner, SearchConfig
 from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import profile_tables
 from trinity.traces.synthetic import synthesise
@@ -216,7 +216,11 @@ def paced(setting: Setting) -> Seen:
     """What the planner chooses on other requests, against as many E, P and D (TriInfer 5.3)."""
     until = time.monotonic() + 60 * setting.minutes
     planner = HybridPlanner(
-        NEXT, PACED_SLO, cluster=Cluster(devices=(DEVICE,) * INSTANCES), rule="p90", least_requests=PLANNED
+        NEXT,
+        PACED_SLO,
+        cluster=Cluster(devices=(DEVICE,) * INSTANCES),
+        rule="p90",
+        search=SearchConfig(least_requests=PLANNED),
     )
     plan = planner.plan(textcaps(PLANNED, seed=1))
     ways = paced_ways(plan.placement)

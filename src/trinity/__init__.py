@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trinity.placement import Placement as Placement
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
+    from trinity.planner import SearchConfig as SearchConfig
     from trinity.preprocess.processor import MediaLimits as MediaLimits
     from trinity.remote.supervisor import ProcessConfig as ProcessConfig
     from trinity.request import Media as Media
@@ -59,7 +60,7 @@ _HOMES = {
     "core.transfers": ["TransferPolicy"],
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
-    "planner": ["HybridPlanner", "Plan"],
+    "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.processor": ["MediaLimits"],
     "remote.supervisor": ["ProcessConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planning.watch import BOUND, QWEN, hour, hourly, longer
 from trinity.adapt.drift import DriftDetector, Replanner
 from trinity.adapt.proposals import iter_proposals
-from trinity.planner import HybridPlanner, Plan
+from trinity.planner import HybridPlanner, Plan, SearchConfig
 from trinity.simulation import compiled_engine
 from trinity.traces.trace import Trace, TraceRow
 
@@ -26,7 +26,7 @@ async def shifted() -> AsyncIterator[TraceRow]:
 async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> None:
     if compiled_engine.why_unavailable():
         pytest.skip(compiled_engine.why_unavailable())
-    planner = HybridPlanner(QWEN, BOUND, instances=3, strategy="exhaustive", seeds=0)
+    planner = HybridPlanner(QWEN, BOUND, instances=3, search=SearchConfig(strategy="exhaustive", seeds=0))
     made: list[tuple[Trace, Plan]] = []
 
     def plan(trace: Trace) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.analytic_simulator import Analytic
+from support.planner_options import planner_options
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.model_shape import MODELS
@@ -37,7 +38,7 @@ def trace(count: int = 250) -> Trace:
 def planner(instances: int, space: Space, **options: Any) -> HybridPlanner:
     usual: dict[str, Any] = {"strategy": "bayesian", "seeds": 0, "least_requests": 250}
     slo = options.pop("slo", STRICT)
-    return HybridPlanner(LLAVA, slo, instances=instances, space=space, **usual | options)
+    return HybridPlanner(LLAVA, slo, instances=instances, **planner_options({**usual, "space": space, **options}))
 
 
 def deployment(**settings: str | int) -> Deployment:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.planner_options import planner_options
 from trinity.costs.model_shape import get_model_shape
 from trinity.planner import HybridPlanner, Plan, confirmation, hybrid
 from trinity.planner.confirmation import (
@@ -164,7 +165,7 @@ def test_reports_are_counted_in_what_a_replay_takes() -> None:
 
 def planned(**options: Any) -> Plan:
     fixed: dict[str, Any] = {"instances": 2, "seeds": 1, "least_requests": 100, **options}
-    return HybridPlanner(LLAVA, SLO(0.15, 0.06), **fixed).plan(trace())
+    return HybridPlanner(LLAVA, SLO(0.15, 0.06), **planner_options(fixed)).plan(trace())
 
 
 def test_a_plan_says_what_stood_for_what_and_prints_what_the_cores_did() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from support.analytic_simulator import Analytic
+from support.planner_options import planner_options
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, Device
@@ -45,7 +46,9 @@ def text(count: int = 250) -> Trace:
 
 
 def planner(instances: int = 3, slo: SLO | None = SLOW, **options: Any) -> HybridPlanner:
-    return HybridPlanner(LLAVA, slo, instances=instances, **{"seeds": 0, "least_requests": 250, **options})
+    return HybridPlanner(
+        LLAVA, slo, instances=instances, **planner_options({"seeds": 0, "least_requests": 250, **options})
+    )
 
 
 TRACE = images()

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from support.analytic_simulator import Analytic
+from support.planner_options import planner_options
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.errors import ConfigError
 from trinity.placement import Placement
-from trinity.planner import HybridPlanner, evaluate
+from trinity.planner import HybridPlanner, SearchConfig, evaluate
 from trinity.planner.candidates import Deployment
 from trinity.planner.evaluate import busiest, limiting, missed
 from trinity.planner.hardware import Hardware, cluster_of
@@ -122,7 +123,9 @@ class Compiled(Analytic):
 
 
 def planner(**options: Any) -> HybridPlanner:
-    return HybridPlanner(LLAVA, SLO(0.3, 0.5), instances=2, **{"seeds": 0, "least_requests": 250, **options})
+    return HybridPlanner(
+        LLAVA, SLO(0.3, 0.5), instances=2, **planner_options({"seeds": 0, "least_requests": 250, **options})
+    )
 
 
 def test_what_the_compiled_engine_found_is_replayed_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +163,9 @@ def test_on_the_cores_themselves_nothing_is_replayed_twice(monkeypatch: pytest.M
 
 def test_a_real_plan_runs_on_the_engine_there_is() -> None:
     """The whole chain once over the cores themselves: two instances, two output tokens."""
-    plan = HybridPlanner(LLAVA, SLO(0.15, 0.1), instances=2, seeds=0, least_requests=100).plan(trace(120))
+    plan = HybridPlanner(LLAVA, SLO(0.15, 0.1), instances=2, search=SearchConfig(seeds=0, least_requests=100)).plan(
+        trace(120)
+    )
     assert plan.met
     assert {each.placement for each in plan.candidates} == {"1EP1D", "1ED1P", "1PD1E", "2EPD"}
     assert plan.best.utilisation
@@ -240,7 +245,9 @@ def test_measured_tables_plan_as_rooflines_do() -> None:
     found = {"decodes": {1: 0.01, 64: 0.03}, "prefill": {64: 0.01, 1024: 0.06}, "media": {576: 0.02, 2304: 0.05}}
     tables = CostTables.from_samples({1: found}, model=LLAVA.name, device="H100", dtype="bfloat16")
     same, by_name = (
-        HybridPlanner(LLAVA, SLO(0.3, 0.1), instances=2, seeds=0, least_requests=100, cost=cost).plan(trace(150))
+        HybridPlanner(
+            LLAVA, SLO(0.3, 0.1), instances=2, search=SearchConfig(seeds=0, least_requests=100), cost=cost
+        ).plan(trace(150))
         for cost in (tables, {"H100": tables})
     )
     assert same == by_name

@@ -15,7 +15,7 @@ from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device, Roofline
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, TrinityError
-from trinity.planner import HybridPlanner, Plan
+from trinity.planner import HybridPlanner, Plan, SearchConfig
 from trinity.traces.goodput import LEAST_REQUESTS
 from trinity.traces.trace import SLO, Trace
 
@@ -110,8 +110,7 @@ class AutoPlanner:
             cluster=Cluster.of(device, self.instances),
             cost=cost,
             memory_share=1.0,
-            least_requests=min(LEAST_REQUESTS, self.requests),
-            seeds=0,
+            search=SearchConfig(least_requests=min(LEAST_REQUESTS, self.requests), seeds=0),
             progress=self._stop_if_closed,
         )
         return planner.plan(recorded)

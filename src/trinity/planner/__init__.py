@@ -7,4 +7,5 @@ from trinity.planner.plan import OBJECTIVES as OBJECTIVES
 from trinity.planner.plan import STRATEGIES as STRATEGIES
 from trinity.planner.plan import Candidate as Candidate
 from trinity.planner.plan import Plan as Plan
+from trinity.planner.search_config import SearchConfig as SearchConfig
 from trinity.planner.search_space import Space as Space

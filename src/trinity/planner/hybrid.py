@@ -11,21 +11,19 @@ from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
 from trinity.placement import Group, Placement
-from trinity.planner.algorithm2 import Split
 from trinity.planner.bayesian import tuned, valued
 from trinity.planner.candidates import Deployment, subsets
 from trinity.planner.confirmation import Confirmation, confirm, confirmed_first, screened_only
 from trinity.planner.evaluate import candidate, confirmed_details, detailed, seen_in, verified
 from trinity.planner.hardware import Devices, Hardware, cluster_of
 from trinity.planner.objectives import Scored, at_once, effective, replayed, throughput
-from trinity.planner.plan import OBJECTIVES, STRATEGIES, Candidate, Objective, Plan, Strategy
+from trinity.planner.plan import OBJECTIVES, Candidate, Objective, Plan
 from trinity.planner.problem import Case, Question, coarse
 from trinity.planner.progress import Progress, Report
 from trinity.planner.race import race, reaches
 from trinity.planner.resample import Drawn, long_enough
 from trinity.planner.search import Entry, Found, likely_first, ranked
-from trinity.planner.search_space import Space
-from trinity.traces.goodput import LEAST_REQUESTS
+from trinity.planner.search_config import SearchConfig
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
 logger = logging.getLogger("trinity")
@@ -38,16 +36,11 @@ REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
 
 
 class Options(NamedTuple):
-    """What a planner was asked for besides model, SLO and devices."""
+    """A planner's objective and search."""
 
-    strategy: Strategy
     objective: Objective
     rate: float | None
-    seed: int
-    seeds: int
-    resample: bool
-    split: Split
-    space: Space
+    search: SearchConfig
     progress: Report | None
 
 
@@ -71,22 +64,20 @@ class Searched(NamedTuple):
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
-    ``model``: a name in ``trinity.costs.model_shape.MODELS`` or a ``ModelShape``. ``slo``: None for the objective
-    "throughput" alone. ``instances`` of ``device`` (a name, a ``Device``, or how many there are of each), or a
-    ``cluster``. ``cost`` replaces the rooflines of the devices, all or by name, by tables that were measured.
-
-    ``strategy``: "race" (all methods and ratios, few replays), "paper" (Algorithm 2 line by line), "exhaustive", or
-    "bayesian" (EPDServe's wider ``space``, through Optuna). ``objective``: "goodput"; "goodput_per_cost" (``prices`` an
-    hour by device; any choice of the devices); "fewest_instances" that serve ``rate`` requests/s; "throughput" (all
-    requests at once, no SLO); "effective_throughput" (tokens/s a device in time at ``rate``, EPD-Serve table 5; any
-    choice of the devices). ``rule``, ``stable`` and ``share`` as in ``trinity.traces.goodput.goodput``.
-
-    ``seeds``: on so many redrawn traces the goodput of the best and of Algorithm 2's choice is searched again.
-    ``resample``: a trace too short for an answer (fewer than ``least_requests``, or over within ten TTFT bounds) is
-    drawn longer, and the plan says so. ``split``: how Algorithm 2
-    rounds. ``progress(replays, what)`` is told of each replay; None shows a bar in a terminal or notebook.
-    ``options`` are ``trinity.simulation.simulator.Simulator``'s: rules, budgets, routing, lanes, interference,
-    transfers, memory_share, engine.
+    - ``model``: a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
+    - ``slo`` (seconds): TTFT and TBT bounds; None for the objective "throughput" alone.
+    - ``instances`` (count, None) of ``device`` ("H100"): a name, a ``Device``, or counts of each by name.
+    - ``cluster`` (None): in place of both, devices with hosts and links.
+    - ``cost`` (None): measured tables in place of the devices' rooflines, for all of them or by name.
+    - ``objective`` ("goodput"): "goodput"; "goodput_per_cost", with any choice of the devices; "fewest_instances" that
+      serve ``rate``; "throughput", all requests at once; "effective_throughput", tokens/s a device in time at ``rate``,
+      with any choice of the devices (EPD-Serve table 5).
+    - ``rate`` (requests/s, None) and ``prices`` (an hour, by device, None): for the objectives that need them.
+    - ``rule`` ("guard"), ``stable`` (True), ``share`` (0.9): when a rate holds, as in ``trinity.traces.goodput``.
+    - ``search`` (``SearchConfig()``): strategy, seeds, and what is done about short traces.
+    - ``progress`` (None): called as ``progress(replays, what)``; None shows a bar in a terminal or notebook.
+    - ``options``: those of ``trinity.simulation.simulator.Simulator``: rules, budgets, routing, lanes, interference,
+      transfers, memory_share, engine.
 
     Raises ``ConfigError`` (``UnknownName``) for what cannot be asked, and where the model fits no device.
 
@@ -105,19 +96,13 @@ class HybridPlanner:
         device: Devices = "H100",
         cluster: Cluster | None = None,
         cost: CostModel | Mapping[str, CostModel] | None = None,
-        strategy: Strategy = "race",
         objective: Objective = "goodput",
         rule: SLORule = "guard",
         stable: bool = True,
         share: float = 0.9,
         rate: float | None = None,
         prices: Mapping[str, float] | None = None,
-        seed: int = 0,
-        seeds: int = 3,
-        resample: bool = True,
-        least_requests: int = LEAST_REQUESTS,
-        split: Split = "largest_remainder",
-        space: Space | None = None,
+        search: SearchConfig | None = None,
         progress: Report | None = None,
         **options: Any,
     ) -> None:
@@ -126,34 +111,29 @@ class HybridPlanner:
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
             raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")
         self.most = found.size if instances is None else min(instances, found.size)
-        asked = (strategy, objective, rate, seed, seeds, resample, split, space or Space(), progress)
-        self.options = Options(*asked)
+        search = search or SearchConfig()
+        self.options = Options(objective, rate, search, progress)
         self._check(slo, rule, share)
         self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
         self.hardware = Hardware(self.model, found, cost, prices or {}, options)
-        self.asked = Question(slo or NO_SLO, rule, stable, share, least_requests)
+        self.asked = Question(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
         self._simulates()
 
     def _check(self, slo: SLO | None, rule: SLORule, share: float) -> None:
         own = self.options
-        for what, given, known in (
-            ("strategy", own.strategy, STRATEGIES),
-            ("objective", own.objective, OBJECTIVES),
-            ("SLO rule", rule, SLO_RULES),
-            ("partition", own.split, ("largest_remainder", "minimax")),
-        ):
+        for what, given, known in (("objective", own.objective, OBJECTIVES), ("SLO rule", rule, SLO_RULES)):
             if given not in known:
                 raise UnknownName(what, str(given), known)
-        if not 0 < share <= 1 or own.seeds < 0:
-            raise ConfigError(f"share lies above 0 and at most at 1, seeds at least 0, got {share} and {own.seeds}")
+        if not 0 < share <= 1:
+            raise ConfigError(f"share lies above 0 and at most at 1, got {share}")
         if (slo is None) != (own.objective == "throughput"):
             raise ConfigError('the objective "throughput" has no SLO (slo=None), and every other one needs one')
         if own.objective == "fewest_instances" and own.rate is None:
             raise ConfigError('the objective "fewest_instances" needs rate=, in requests a second')
         if own.rate is not None and not 0 < own.rate < float("inf"):
             raise ConfigError(f"rate must be a positive number of requests a second, got {own.rate!r}")
-        if own.strategy == "bayesian" and own.objective != "goodput":
+        if own.search.strategy == "bayesian" and own.objective != "goodput":
             raise ConfigError('strategy "bayesian" has an objective of its own, f - beta * cost: leave objective= out')
 
     def _simulates(self) -> None:
@@ -178,7 +158,10 @@ class HybridPlanner:
         own = self.options
         with Progress(own.progress) as progress:
             return long_enough(
-                Trace(trace.by_arrival()), own.seed, own.resample, lambda drawn: self._planned(drawn, progress)
+                Trace(trace.by_arrival()),
+                own.search.seed,
+                own.search.resample,
+                lambda drawn: self._planned(drawn, progress),
             )
 
     def _planned(self, drawn: Drawn, progress: Progress) -> Plan:
@@ -205,15 +188,15 @@ class HybridPlanner:
 
     def _search(self, case: Case) -> Searched:
         own = self.options
-        if own.strategy == "bayesian":
-            found, notes = tuned(case, own.space, own.seed)
+        if own.search.strategy == "bayesian":
+            found, notes = tuned(case, own.search.space, own.search.seed)
             runs, paper = case.trials.runs, self._paper(case)[1]
-            return Searched(found, paper and valued(case, paper, own.space), runs, notes)
+            return Searched(found, paper and valued(case, paper, own.search.space), runs, notes)
         if own.objective in REPLAYED:
             return self._replayed(case)
         if own.objective == "fewest_instances":
             return self._fewest(case, own.rate or 0.0)
-        if own.strategy == "paper":
+        if own.search.strategy == "paper":
             known, paper = self._paper(case)
             return Searched(known, paper, case.trials.runs)
         return self._raced(case).beside(*self._paper(case))
@@ -221,7 +204,7 @@ class HybridPlanner:
     def _paper(self, case: Case, names: Sequence[str] | None = None) -> tuple[list[Found], Found | None]:
         """Algorithm 2's candidates, and the first of them that is strictly greater than the others."""
         worth = self._worth(names or self._chosen)
-        entries = [each._replace(worth=worth) for each in case.paper(names or self._chosen, self.options.split)]
+        entries = [each._replace(worth=worth) for each in case.paper(names or self._chosen, self.options.search.split)]
         found = race(case.trials, entries)
         return found, found[0] if found else None
 
@@ -245,7 +228,7 @@ class HybridPlanner:
         return Searched(case.refined(searched.found, self._chosen, step), None, case.trials.runs, (note,))
 
     def _searched(self, case: Case, entries: Sequence[Entry]) -> Searched:
-        return Searched(case.searched(self.options.strategy, entries), None, case.trials.runs)
+        return Searched(case.searched(self.options.search.strategy, entries), None, case.trials.runs)
 
     def _any_devices(self, case: Case) -> list[Entry]:
         """Every deployment on any choice of the devices."""
@@ -265,12 +248,12 @@ class HybridPlanner:
         return searched._replace(notes=(note, *searched.notes))
 
     def _replayed(self, case: Case) -> Searched:
-        own, every = self.options, self.options.strategy == "exhaustive"
+        own, every = self.options, self.options.search.strategy == "exhaustive"
         offered, score, ceiling = self._by_replay(case)
         shared: dict[str, Any] = {"score": score, "ceiling": ceiling}
-        first = replayed(case, offered, case.paper(self._chosen, own.split), every=True, **shared)
+        first = replayed(case, offered, case.paper(self._chosen, own.search.split), every=True, **shared)
         paper = first[0] if first else None
-        if own.strategy == "paper":
+        if own.search.strategy == "paper":
             return Searched(first, paper, case.trials.runs)
         own_choice = own.objective == "effective_throughput"
         entries = self._any_devices(case) if own_choice else case.entries(self._chosen, coarse(self.most))
@@ -314,7 +297,7 @@ class HybridPlanner:
         best = (
             kept[0] if met else max(kept, key=lambda each: candidate(case, each).best_attainment(case.asked.rule) or 0)
         )
-        seeds = tuple(own.seed + 1 + n for n in range(own.seeds)) if own.objective not in REPLAYED else ()
+        seeds = tuple(own.search.seed + 1 + n for n in range(own.search.seeds)) if own.objective not in REPLAYED else ()
         seeds = () if case.dear else seeds
         notes = [*drawn.notes, *searched.notes]
         if MAX_WAITING < self.waiting < UNBOUNDED:
@@ -333,7 +316,7 @@ class HybridPlanner:
         return Plan(
             model=self.model.name,
             objective=own.objective,
-            strategy=own.strategy,
+            strategy=own.search.strategy,
             rule=self.asked.rule,
             slo=self.slo,
             devices=self._chosen,
