@@ -199,7 +199,7 @@ def test_costs_by_device() -> None:
     cost = {name: Roofline(model=LLAVA, device=DEVICES[name]) for name in ("H100", "L40S")}
     made = hardware(Cluster.of(("H100", 1), ("L40S", 1)), cost=cost)
     assert made.kinds["L40S"].cost is cost["L40S"]
-    with pytest.raises(ConfigError, match="no cost is given for device L40S: there are H100"):
+    with pytest.raises(ConfigError, match="no cost is given for device L40S, only for H100: add one"):
         hardware(Cluster.of("L40S", 1), cost={"H100": cost["H100"]})
 
 

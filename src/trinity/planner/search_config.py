@@ -45,4 +45,4 @@ class SearchConfig:
             if given not in known:
                 raise UnknownName(what, str(given), known)
         if self.seeds < 0:
-            raise ConfigError(f"seeds is a count of redrawn traces, at least 0, got {self.seeds}")
+            raise ConfigError(f"redrawn traces: seeds at least 0, got {self.seeds}")
