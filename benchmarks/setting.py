@@ -48,7 +48,7 @@ def build_cached(name: str) -> Path:
         digest.update(source.read_bytes())
     target = CACHE / digest.hexdigest()[:12] / name
     if not (target / "config.json").exists():
-        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE else checkpoints.build_checkpoint
+        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
         scratch = target.with_name(f"{name}-{os.getpid()}")
         build(name, scratch)
         scratch.rename(target)

@@ -10,7 +10,7 @@ import pytest
 from support.core_tables import work
 from support.scenarios import PLACEMENTS, random_cluster
 from trinity.core.messages import Step, Stepped, Value, Work
-from trinity.testing.virtual import Durations, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
 class Seen:
@@ -36,10 +36,10 @@ class Seen:
                 self.counts["chunk behind chunk"] += any(row.request in chunks for row in command.prefills)
                 self.counts["decode behind chunk"] += bool(chunks & set(command.decodes))
 
-    def settled(self, name: str) -> None:
+    def after_event(self, name: str) -> None:
         """Nothing."""
 
-    def quiet(self) -> None:
+    def at_end(self) -> None:
         """Nothing."""
 
 
@@ -63,7 +63,7 @@ def test_the_interleavings_have_what_only_depth_2_brings_about() -> None:
 
 def tokens_of(depth: int, placement: str, works: Sequence[Work]) -> dict[str, list[int]]:
     cluster = VirtualCluster(
-        settings_of(placement, {"image": 12, "kv": 16}, image_block_size=4, kv_block_size=4, depth=depth),
+        make_settings(placement, {"image": 12, "kv": 16}, image_block_size=4, kv_block_size=4, depth=depth),
         durations=Durations(step=lambda draw, name, step: 0.1 + draw.random()),
         sample=lambda work, index: (hash_of(work.request) + index) % 7,
     )

@@ -21,7 +21,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
 from trinity.core.migration import kv_source, kv_target, leases, source, target
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import Durations, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 ENOUGH = 1500
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -354,7 +354,7 @@ def roomy(placement: str) -> None:
     """Eight requests, image blocks for all of them at E, for one at P."""
     configured = [
         each if each.name != "ED0" else type(each)(**{**vars(each), "pools": {"image": 24, "kv": 32}})
-        for each in settings_of(
+        for each in make_settings(
             placement, {"image": 3, "kv": 4}, image_block_size=4, kv_block_size=4, prefix_cache=False
         )
     ]

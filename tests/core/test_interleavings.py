@@ -19,8 +19,8 @@ from support.scenarios import PLACEMENTS, Linear, random_cluster
 from support.tight_pools import TIGHT, flood, same_size
 from trinity.core.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw
 from trinity.core.scheduler import BatchRules
-from trinity.testing.conversation import revoked
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, predicted, settings_of
+from trinity.testing.conversation import ends_lease_early
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings, predict_steps
 
 PER_PLACEMENT = 120
 
@@ -85,7 +85,7 @@ def _kinds(command: Value) -> list[str]:
     if isinstance(command, Send) and isinstance(command.message, Release):
         return [command.message.outcome]
     if isinstance(command, Send) and isinstance(command.message, Withdraw):
-        return ["withdraw", "lease ran out"] if revoked(command.message) else ["withdraw"]
+        return ["withdraw", "lease ran out"] if ends_lease_early(command.message) else ["withdraw"]
     if isinstance(command, Step):
         mixed = command.encodes and command.prefills and command.decodes
         return ["mixed"] if mixed else ["cached KV" for row in command.prefills if row.start and row.last]
@@ -110,7 +110,9 @@ def test_images_that_come_one_by_one_never_fill_a_pool_with_halves_of_two_reques
 @pytest.mark.parametrize("placement", ["E+P+D", "EP+D", "2E1P2D", "1E1EPD"])
 def test_features_may_be_fetched_while_kv_is_full(placement: str) -> None:
     """Image blocks for three, KV blocks for one: the features of those that wait are here already."""
-    configured = settings_of(placement, {"image": 9, "kv": 4}, image_block_size=4, kv_block_size=4, prefix_cache=False)
+    configured = make_settings(
+        placement, {"image": 9, "kv": 4}, image_block_size=4, kv_block_size=4, prefix_cache=False
+    )
     slow = Durations(step=lambda draw, name, step: 0.01 if step.encodes else 0.5)
     cluster = VirtualCluster(configured, durations=slow)
     for number in range(6):
@@ -122,7 +124,7 @@ def test_features_may_be_fetched_while_kv_is_full(placement: str) -> None:
 def test_a_cancel_in_the_middle_of_everything_frees_the_way() -> None:
     """The first of three has all pools; when its reader leaves, the others go on."""
     cluster = VirtualCluster(
-        settings_of("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), durations=Durations(step=lambda *_: 1.0)
+        make_settings("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), durations=Durations(step=lambda *_: 1.0)
     )
     for number in range(3):
         cluster.submit(same_size(f"r{number}"), at=number * 0.1)
@@ -136,7 +138,7 @@ def test_all_at_the_same_instant() -> None:
     """No time passes at all: every order of events is that of the channels."""
     still = Durations(lambda *_: 0.0, lambda *_: 0.0, lambda *_: 0.0)
     for placement in PLACEMENTS:
-        cluster = VirtualCluster(settings_of(placement, TIGHT, image_block_size=4, kv_block_size=4), durations=still)
+        cluster = VirtualCluster(make_settings(placement, TIGHT, image_block_size=4, kv_block_size=4), durations=still)
         for number in range(5):
             cluster.submit(same_size(f"r{number}"))
             cluster.abort(f"r{number // 2}", at=0.0)
@@ -146,7 +148,7 @@ def test_all_at_the_same_instant() -> None:
 
 def test_when_every_row_or_every_pull_fails_every_request_ends_with_an_error() -> None:
     for faults in (Faults.at_random(1.0, 0.0), Faults.at_random(0.0, 1.0)):
-        cluster = VirtualCluster(settings_of("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), faults=faults)
+        cluster = VirtualCluster(make_settings("E+P+D", TIGHT, image_block_size=4, kv_block_size=4), faults=faults)
         for number in range(5):
             cluster.submit(same_size(f"r{number}"))
         cluster.run()
@@ -155,10 +157,10 @@ def test_when_every_row_or_every_pull_fails_every_request_ends_with_an_error() -
 
 def test_a_cost_gives_the_durations() -> None:
     cost = Linear(decode=1.0, prefill=10.0, media=100.0)
-    still = Durations(lambda *_: 0.0, predicted(cost), lambda *_: 0.0)
+    still = Durations(lambda *_: 0.0, predict_steps(cost), lambda *_: 0.0)
     rules = BatchRules(token_budget=64, image_budget=64)
     cluster = VirtualCluster(
-        settings_of("EPD", {"image": 9, "kv": 9}, rules=rules, image_block_size=4, kv_block_size=4), durations=still
+        make_settings("EPD", {"image": 9, "kv": 9}, rules=rules, image_block_size=4, kv_block_size=4), durations=still
     )
     cluster.submit(work("r", 1, "cat", 2, max_tokens=3), at=5.0)
     cluster.run()
@@ -170,7 +172,7 @@ def test_a_cost_gives_the_durations() -> None:
 def digest(seeds: range) -> str:
     """Of all commands: random runs, and one in which twelve requests are cancelled in the middle of one step."""
     slow = Durations(step=lambda draw, name, step: 1.0)
-    together = VirtualCluster(settings_of("PD", {"kv": 99}, image_block_size=4, kv_block_size=4), durations=slow)
+    together = VirtualCluster(make_settings("PD", {"kv": 99}, image_block_size=4, kv_block_size=4), durations=slow)
     for number in range(13):
         together.submit(work(f"r{number}", 1))
         together.abort(f"r{number}", at=1.5)

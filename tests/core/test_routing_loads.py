@@ -35,7 +35,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import kept_launcher
-from trinity.testing.virtual import Durations, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
 def make_router(peers: str, policy: RoutingPolicy, *loads: PeerLoad) -> Router:
@@ -208,7 +208,7 @@ def test_kv_that_covered_the_image_and_was_evicted_sends_it_to_an_encoder() -> N
 
 def spread(count: int, **settings: Any) -> VirtualCluster:
     """Requests a second apart that show one of two images, while instances report ten times a second."""
-    configured = settings_of(
+    configured = make_settings(
         "1E2P1D",
         {"image": 2, "kv": 40},
         image_block_size=4,
@@ -242,7 +242,9 @@ def test_each_image_is_encoded_once_and_found_again() -> None:
 
 def test_digests_that_are_no_longer_true_cost_a_hop_and_nothing_else() -> None:
     """Everybody hears of everything two seconds late, and each pool holds one image."""
-    configured = settings_of("1E1P1D", {"image": 2, "kv": 40}, image_block_size=4, kv_block_size=4, prefix_cache=False)
+    configured = make_settings(
+        "1E1P1D", {"image": 2, "kv": 40}, image_block_size=4, kv_block_size=4, prefix_cache=False
+    )
     late = Durations(message=lambda draw, source, target: 2.0 if target == "frontend" else 0.01)
     reporting = [type(each)(**{**vars(each), "report_s": 0.1, "heartbeat_s": 0.3}) for each in configured]
     cluster = VirtualCluster(reporting, routing=PrefixHits, durations=late)

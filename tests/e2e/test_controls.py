@@ -9,8 +9,8 @@ from support.recordings import MULTIMODAL, case_of, copy_of, methods_of, served
 from support.request_cases import answers, ask, blue, red, waves
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
-from trinity.testing.oracle import Answer
-from trinity.testing.transports import zeroing
+from trinity.testing.oracle import OracleAnswer
+from trinity.testing.transports import zero_after_read
 
 MOVES_IMAGES = ("ED+P", "E+P+D", "PD+E")
 OUTPUTS = 16
@@ -28,7 +28,7 @@ def _cells(methods: tuple[str, ...]) -> list[object]:
 
 
 @pytest.fixture
-def expected(architecture: str) -> dict[str, Answer]:
+def expected(architecture: str) -> dict[str, OracleAnswer]:
     return answers(architecture)  # here, and not on a test's event loop
 
 
@@ -39,9 +39,9 @@ def _both(architecture: str) -> list[Request]:
 
 @pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_IMAGES))
 async def test_zeroed_image_blocks_change_the_tokens(
-    architecture: str, method: str, expected: dict[str, Answer]
+    architecture: str, method: str, expected: dict[str, OracleAnswer]
 ) -> None:
-    connector = zeroing("image")
+    connector = zero_after_read("image")
     found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector, pools=POOLS)
     assert connector.reads["image"] == 1
     assert found.tokens("one#1") != expected["one"].token_ids[:OUTPUTS]
@@ -49,8 +49,10 @@ async def test_zeroed_image_blocks_change_the_tokens(
 
 
 @pytest.mark.parametrize(("architecture", "method"), _cells(MOVES_KV))
-async def test_zeroed_kv_blocks_change_the_tokens(architecture: str, method: str, expected: dict[str, Answer]) -> None:
-    connector = zeroing("kv")
+async def test_zeroed_kv_blocks_change_the_tokens(
+    architecture: str, method: str, expected: dict[str, OracleAnswer]
+) -> None:
+    connector = zero_after_read("kv")
     found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector, pools=POOLS)
     assert connector.reads["kv"] == 2
     for request in found.outputs:
@@ -60,14 +62,16 @@ async def test_zeroed_kv_blocks_change_the_tokens(architecture: str, method: str
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in MULTIMODAL])
-def test_the_oracle_tells_another_image_and_no_image_apart(architecture: str, expected: dict[str, Answer]) -> None:
+def test_the_oracle_tells_another_image_and_no_image_apart(
+    architecture: str, expected: dict[str, OracleAnswer]
+) -> None:
     assert expected["one"].token_ids != expected["other"].token_ids
     assert waves(architecture)[0][0].prompt == waves(architecture)[2][1].prompt
     assert red().size == blue().size
 
 
 @pytest.mark.parametrize("architecture", ["llava"])
-async def test_images_in_another_order_change_the_tokens(architecture: str, expected: dict[str, Answer]) -> None:
+async def test_images_in_another_order_change_the_tokens(architecture: str, expected: dict[str, OracleAnswer]) -> None:
     """The caches are keyed by content, not by place: the same three images, turned round."""
     three = waves(architecture)[1][1]
     assert three.request_id == "three"

@@ -11,7 +11,7 @@ from support.recordings import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problem
 from support.request_cases import BLOCK, BUDGET, ask, blue, processor_of, red
 from trinity.core.scheduler import BatchRules
 from trinity.request import Request
-from trinity.testing.oracle import Answer
+from trinity.testing.oracle import OracleAnswer
 
 
 def _of(names: tuple[str, ...]) -> list[object]:
@@ -29,7 +29,7 @@ def _edges() -> list[Request]:
 
 
 @cache
-def _answers(architecture: str) -> dict[str, Answer]:
+def _answers(architecture: str) -> dict[str, OracleAnswer]:
     return {request.request_id: oracle(architecture).answer(request) for request in _edges()}
 
 

@@ -23,7 +23,7 @@ from support.request_cases import BUDGET, TEXT, answers, ask, red, waves
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling, Token
-from trinity.testing.oracle import Answer
+from trinity.testing.oracle import OracleAnswer
 
 pytestmark = pytest.mark.xdist_group("llava")
 
@@ -82,7 +82,7 @@ def _raw(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def test_logits_are_the_whole_models_along_the_sampled_tokens(together: Served) -> None:
     along = {
-        one.request_id: Answer(together.tokens(one.request_id), _raw(one.request_id, _tokens(together, one)))
+        one.request_id: OracleAnswer(together.tokens(one.request_id), _raw(one.request_id, _tokens(together, one)))
         for one in ASKED
     }
     assert problems(together, {**answers("llava"), **along, **_penalised()}) == {}
@@ -93,7 +93,7 @@ def _tokens(found: Served, request: Request) -> tuple[int, ...]:
 
 
 @cache
-def _penalised() -> dict[str, Answer]:
+def _penalised() -> dict[str, OracleAnswer]:
     """generate(repetition_penalty=...) itself."""
     return {one.request_id: oracle("llava").answer(one) for one in GREEDY}
 

@@ -17,7 +17,7 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings, predict_steps
 
 MODEL = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)
 WHOLE = TransferPolicy(kv="off")  # the cluster tells of layers at times of its own
@@ -70,8 +70,8 @@ def slowed(cost: LinearCost, factor: float) -> LinearCost:
 def virtual(placement: str, cost: LinearCost, rules: BatchRules, works: list[Work]) -> Told:
     tokens = {work.request: expected_tokens(work, 16, MODEL.shape.vocabulary) for work in works}
     cluster = VirtualCluster(
-        settings_of(placement, POOLS, rules=rules, transfers=WHOLE),
-        durations=Durations(lambda *_: 1e-4, predicted(cost), lambda *_: 1e-4),
+        make_settings(placement, POOLS, rules=rules, transfers=WHOLE),
+        durations=Durations(lambda *_: 1e-4, predict_steps(cost), lambda *_: 1e-4),
         sample=lambda work, index: tokens[work.request][index],
     )
     for work in works:

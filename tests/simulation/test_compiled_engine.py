@@ -22,7 +22,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import Interconnect
 from trinity.simulation import compiled_engine
-from trinity.testing.virtual import settings_of
+from trinity.testing.virtual import make_settings
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
 
@@ -38,7 +38,7 @@ def text(number: int, prompt: int, out: int, **rest: object) -> Work:
 
 
 def case_of(placement: str, works: list[Work], times: list[float], cost: LinearCost, **rest: object) -> Case:
-    settings = settings_of(placement, {"image": 8, "kv": 400}, transfers=TransferPolicy(kv="off"), **rest)
+    settings = make_settings(placement, {"image": 8, "kv": 400}, transfers=TransferPolicy(kv="off"), **rest)
     cluster = cluster_of(len(settings))
     acts = [(at, number, False) for number, at in enumerate(times)]
     return Case(settings, works, acts, cluster, [cost] * len(settings))

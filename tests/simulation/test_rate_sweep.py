@@ -28,7 +28,7 @@ from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorklo
 from trinity.simulation.rate_sweep import RateSweep, prepare_requests
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.simulation.workload import OUTPUT, Job, work_of
-from trinity.testing.virtual import settings_of
+from trinity.testing.virtual import make_settings
 from trinity.traces.goodput import RatePoint, RequestOutcome, measure_point, score_outcomes
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow
 
@@ -164,7 +164,7 @@ def test_a_trace_without_caches_is_told_as_its_requests_one_by_one(block: int, m
     jobs = prepare_requests(traffic(8, 60, 4), simulator(1).model).jobs
     assert any(job.refused for job in jobs)
     assert any(len(job.images) > 1 for job in jobs)
-    like = settings_of("EPD", {"image": 1, "kv": 1}, image_block_size=block, image_cache=True, prefix_cache=False)[0]
+    like = make_settings("EPD", {"image": 1, "kv": 1}, image_block_size=block, image_cache=True, prefix_cache=False)[0]
     for some, ask in ((jobs, 0), (jobs, 700), ([job for job in jobs if not job.images], 0), ([], 0)):
         works = [
             CompiledRequest(1, 1) if job.refused else CompiledRequest.of(work_of(job, 0, False), job.max_tokens)
@@ -269,7 +269,7 @@ def test_prompts_have_equal_keys_where_their_blocks_have(seed: int) -> None:
         jobs.append(Job(at=0.0, prompt=prompt, images=named, max_tokens=most, hash_ids=hashes))
     blocks, fed = draw.choice([1, 5, 16, 512]), draw.random() < 0.5
     settings: dict[str, Any] = {"kv_block_size": blocks, "reservation": "optimistic" if fed else "full"}
-    like = settings_of("EPD", {"image": 1, "kv": 1}, **settings)[0]
+    like = make_settings("EPD", {"image": 1, "kv": 1}, **settings)[0]
     works = [work_of(job, number, True) for number, job in enumerate(jobs)]
     texts = [(*work.prompt, *(OUTPUT for _ in range(1, work.max_tokens if fed else 1))) for work in works]
     digests = [prefix_keys(text, work.media, like.kv_block_size) for text, work in zip(texts, works, strict=True)]

@@ -17,7 +17,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.simulation.screening_table import LEAST_LOADED, MOST_LOST, SCREENED_AS, ScreeningRow, screen_settings
 from trinity.simulation.simulator import Simulator
-from trinity.testing.virtual import settings_of
+from trinity.testing.virtual import make_settings
 
 COST = LinearCost(step_s=1.0)
 INTO_SETTINGS = {"rules", "budgets", "lanes", "transfers", "memory_share", "reservation", "depth"}
@@ -26,7 +26,7 @@ SAID = {"self", "model", "slo", "cluster", "engine"}  # what is simulated, and o
 
 def plain(**changes: Any) -> list[Settings]:
     fixed = {"transfers": TransferPolicy(), "lease_s": inf, "report_s": inf, **changes}
-    return settings_of("E+P+D", {"image": 8, "kv": 40}, **fixed)
+    return make_settings("E+P+D", {"image": 8, "kv": 40}, **fixed)
 
 
 def near(settings: list[Settings], routing: str = "round_robin", cost: Any = COST) -> Any:
@@ -92,7 +92,7 @@ def test_informed_routing_is_screened_by_loads_known_at_once(policy: str) -> Non
 
 
 def test_on_one_instance_there_is_nothing_to_route() -> None:
-    one = settings_of("EPD", {"image": 8, "kv": 40}, lease_s=inf, report_s=inf)
+    one = make_settings("EPD", {"image": 8, "kv": 40}, lease_s=inf, report_s=inf)
     assert near(one, "prefix_hits").inexact == ""
 
 

@@ -19,7 +19,7 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.testing.virtual import Durations, VirtualCluster, predicted, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings, predict_steps
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 POOLS = {"image": 12, "kv": 400}
@@ -100,8 +100,8 @@ def virtual(placement: str, cost: LinearCost, budgets: StepBudgets) -> Told:
     run = made.prepare(Trace(script(placement)), placement)
     rules = made.settings(placement)[0].rules
     cluster = VirtualCluster(
-        settings_of(placement, POOLS, rules=rules, transfers=WHOLE, layers=32),
-        durations=Durations(lambda *_: 1e-4, predicted(cost), lambda *_: 1e-4),
+        make_settings(placement, POOLS, rules=rules, transfers=WHOLE, layers=32),
+        durations=Durations(lambda *_: 1e-4, predict_steps(cost), lambda *_: 1e-4),
     )
     for number in range(len(run.jobs)):
         cluster.submit(run.work(number))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity.errors import HandshakeError, OfferRefused, TransportError
 from trinity.memory.block_memory import BlockMemory
-from trinity.testing.transports import WrappedTransport, zeroing
+from trinity.testing.transports import WrappedTransport, zero_after_read
 from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.inproc import InprocTransport
 
@@ -149,7 +149,7 @@ BROKEN: dict[str, Broken] = {
     "late write after cancel": Broken(lambda: Altered(Leaving), "after a cancelled read"),
     "read fails": Broken(lambda: WrappedTransport(fail=lambda kind, count: True), "fails on purpose"),
     "swallowed error": Broken(lambda: Altered(Swallowing), "must raise a TransportError"),
-    "zeroed": Broken(lambda: zeroing("kv"), CONTENT),
+    "zeroed": Broken(lambda: zero_after_read("kv"), CONTENT),
     "within ignored": Broken(lambda: Altered(WholeBlocks), "within"),
     "offset ignored": Broken(lambda: Altered(FirstPiece), "within"),
     "stale generation": Broken(lambda: Altered(AlwaysZero), r"generation\(\[3\]\) said 0"),

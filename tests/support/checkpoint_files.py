@@ -31,7 +31,7 @@ def checkpoint(name: str) -> Path:
     """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared."""
     target = CACHE / recipe_hash() / name
     if not target.exists():
-        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE else checkpoints.build_checkpoint
+        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
         build(name, scratch / name)

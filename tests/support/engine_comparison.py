@@ -45,7 +45,7 @@ from trinity.simulation.cluster_model import STOP, SimulatedCluster
 from trinity.simulation.compiled_engine import Act, CompiledPlacement, CompiledReplay, simulate
 from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorkload
 from trinity.simulation.workload import Job
-from trinity.testing.virtual import settings_of
+from trinity.testing.virtual import make_settings
 
 EVENTS = (
     *("Submit", "Cancel", "Forget", "Offer", "Ready", "Commit", "Withdraw", "Release", "Moved", "Emit", "Finished"),
@@ -309,7 +309,7 @@ def random_settings(
 ) -> list[Settings]:
     need = largest_need(works)
     slack = draw.choice([1.0, 1.0, 1.3, 2.0, 6.0])
-    settings = settings_of(
+    settings = make_settings(
         placement,
         {kind: int(count * slack) for kind, count in need.items()},
         rules=random_rules(draw),

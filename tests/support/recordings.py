@@ -19,7 +19,7 @@ from trinity.core.messages import Cancel, Encode, Prefill, Pull, Step, Value, Wo
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
 from trinity.testing.checkpoints import ARCHITECTURES
-from trinity.testing.oracle import Answer, Oracle
+from trinity.testing.oracle import Oracle, OracleAnswer
 
 TEXT_ONLY = ("llama", "mistral")
 MULTIMODAL = tuple(name for name in ARCHITECTURES if name not in TEXT_ONLY)
@@ -208,7 +208,7 @@ def copy_of(request: Request, number: int, **changes: Any) -> Request:
     return msgspec.structs.replace(request, request_id=f"{case_of(request.request_id)}#{number}", **changes)
 
 
-def problems(found: Served, answers: dict[str, Answer]) -> dict[str, str]:
+def problems(found: Served, answers: dict[str, OracleAnswer]) -> dict[str, str]:
     """Every request whose tokens are not the oracle's, or whose logits are too far from the oracle's."""
     wrong = {}
     for request in found.outputs:

@@ -13,7 +13,7 @@ from support.stage_driver import picture
 from trinity.core.messages import MediaSpan, Work
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request, Sampling
-from trinity.testing.oracle import Answer
+from trinity.testing.oracle import OracleAnswer
 
 BUDGET = 13  # tokens a step: small, and no divisor of a block, so that prompts are cut anywhere
 BLOCK = 16
@@ -82,7 +82,7 @@ def names(architecture: str) -> tuple[str, ...]:
 
 
 @cache
-def answers(architecture: str) -> dict[str, Answer]:
+def answers(architecture: str) -> dict[str, OracleAnswer]:
     """The oracle's answers, computed once per process."""
     asked = [request for wave in waves(architecture) for request in wave]
     return {request.request_id: oracle(architecture).answer(request) for request in asked}

@@ -14,7 +14,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules, Order
 from trinity.core.transfers import KvMode, TransferPolicy
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 PLACEMENTS = (
     *("EPD", "2EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D", "1E1EPD", "2ED1P", "1E2EP3D", "1E3P4D", "2EP2D"),
@@ -107,7 +107,7 @@ def random_settings(draw: Random, placement: str, works: list[Work], leases: dic
     """Pools that just hold the largest request, or more; now and then one instance's do not."""
     need = largest_need(works)
     slack = draw.choice([1.0, 1.0, 1.3, 2.0, 6.0])
-    settings = settings_of(
+    settings = make_settings(
         placement,
         {kind: int(count * slack) for kind, count in need.items()},
         rules=random_rules(draw),
@@ -218,7 +218,7 @@ def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
     ]
     leases = random_patience(draw)
     slack = draw.choice([1.0, 1.0, 1.5, 2.0, 3.0])
-    settings = settings_of(
+    settings = make_settings(
         placement,
         {kind: int(count * slack) for kind, count in largest_need(works).items()},
         rules=random_rules(draw),

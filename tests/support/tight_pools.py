@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.core_tables import work
 from trinity.core.messages import Work
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import VirtualCluster, settings_of
+from trinity.testing.virtual import VirtualCluster, make_settings
 
 TIGHT = {"image": 3, "kv": 4}
 
@@ -20,7 +20,7 @@ def same_size(request: str, images: int = 1, text: int = 0) -> Work:
 def flood(placement: str, requests: int = 8, images: int = 1, **settings: object) -> VirtualCluster:
     """All at once into pools that hold one request each."""
     settings.setdefault("rules", BatchRules(token_budget=64, image_budget=64))
-    configured = settings_of(placement, TIGHT, image_block_size=4, kv_block_size=4, **settings)
+    configured = make_settings(placement, TIGHT, image_block_size=4, kv_block_size=4, **settings)
     cluster = VirtualCluster(configured, seed=requests)
     for number in range(requests):
         cluster.submit(same_size(f"r{number}", images, 100 * (number + 1)))

@@ -17,7 +17,7 @@ from support.checkpoint_files import checkpoint
 from trinity.errors import UnknownName
 from trinity.preprocess.loader import load_processor
 from trinity.testing import checkpoints
-from trinity.testing.checkpoints import ARCHITECTURES, MIDSIZE, build_checkpoint, build_midsize
+from trinity.testing.checkpoints import ARCHITECTURES, MIDSIZE_CHECKPOINTS, build_checkpoint, build_midsize
 
 TEXT_ONLY = ("llama", "mistral")
 
@@ -144,7 +144,7 @@ def test_midsize_llava(name: str, tmp_path: Path) -> None:
 
 
 def test_every_name_has_a_recipe() -> None:
-    assert set(MIDSIZE) == {"llava-110m", "llava-500m", "llama-512x8"}
+    assert set(MIDSIZE_CHECKPOINTS) == {"llava-110m", "llava-500m", "llama-512x8"}
     assert len(set(ARCHITECTURES)) == 13
 
 

@@ -30,7 +30,7 @@ from trinity.core.routing import RoundRobin
 from trinity.testing.checks import Bookkeeping, check_forgotten, check_state
 from trinity.testing.conversation import Conversation
 from trinity.testing.shadow import Shadow
-from trinity.testing.virtual import settings_of
+from trinity.testing.virtual import make_settings
 
 POOLS = {"image": 16, "kv": 32}
 
@@ -109,17 +109,17 @@ def test_conversation_misses_what_was_never_said() -> None:
         ([("frontend", Send("P0", Submit(work("r", 1))))], "Finished"),
     ):
         with pytest.raises(AssertionError, match=message):
-            told(*said).quiet()
+            told(*said).at_end()
     conversation = told(("frontend", Send("P0", Submit(work("r", 1)))), ("P0", fin("r")))
     with pytest.raises(AssertionError, match=r"no Forget for \[\('P0', 'r'\)\]"):
-        conversation.quiet()
+        conversation.at_end()
     conversation = told()
     conversation.event("frontend", Submit(work("r", 1)))
     with pytest.raises(AssertionError, match=r"no end of \['r'\]"):
-        conversation.quiet()
+        conversation.at_end()
     finished = Finished(request="r", attempt=0, reason="length", count=2)
     with pytest.raises(AssertionError, match="tokens are missing"):
-        told(("frontend", End("r", "length", None, finished))).quiet()
+        told(("frontend", End("r", "length", None, finished))).at_end()
 
 
 def test_conversation_hears_cancels_where_the_request_is() -> None:
@@ -134,7 +134,7 @@ def test_conversation_hears_cancels_where_the_request_is() -> None:
 
 
 def shadow_of(placement: str) -> Shadow:
-    return Shadow({each.name: each for each in settings_of(placement, POOLS, image_block_size=4, kv_block_size=4)})
+    return Shadow({each.name: each for each in make_settings(placement, POOLS, image_block_size=4, kv_block_size=4)})
 
 
 def test_shadow_sees_features_that_were_never_written() -> None:
@@ -208,7 +208,7 @@ def test_shadow_misses_what_was_left_open() -> None:
     with pytest.raises(AssertionError, match="was opened before"):
         shadow.command("EPD0", Open(work=work("r", 1), blocks=(0,)))
     with pytest.raises(AssertionError, match="not closed"):
-        shadow.quiet()
+        shadow.at_end()
 
 
 def spoil(core: Any, how: str) -> None:
@@ -244,23 +244,23 @@ def test_bookkeeping_watches_what_is_in_flight() -> None:
     books = Bookkeeping({"PD0": core}, frontend)
     for command in core.handle(Submit(work("r", 5)), 0.0):
         books.command("PD0", command)
-    books.settled("PD0")
+    books.after_event("PD0")
     with pytest.raises(AssertionError, match="2 steps at once on lane joint"):
         books.command("PD0", Step(2, "joint", decodes=("r",)))
     core.state.kv.publish(core.state.requests["r"].block_table[0], b"key")
     with pytest.raises(AssertionError, match="PD0: kv block 0 is written and matchable"):
-        books.settled("PD0")
+        books.after_event("PD0")
     core = make_core("D0")
     books = Bookkeeping({"D0": core}, frontend)
     core.handle(kv_offer("P0:1", work("r", 5), (1, 2)), 0.0)
     (pull,) = core.handle(Ready("P0:1", (0,)), 0.0)
     books.command("D0", pull)
-    books.settled("D0")
+    books.after_event("D0")
     core.handle(Cancel("r"), 0.0)
-    books.settled("D0")
+    books.after_event("D0")
     core.handle(Pulled("P0:1", 0), 0.0)
     with pytest.raises(AssertionError, match="r is gone while"):
-        books.settled("D0")
+        books.after_event("D0")
 
 
 def test_bookkeeping_watches_leases() -> None:
@@ -269,14 +269,14 @@ def test_bookkeeping_watches_leases() -> None:
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
     books.command("P0", Pull("E0:1", 0, "E0", "image", "r", (0,), (4,)))
-    books.settled("E0")
+    books.after_event("E0")
     books.event("P0", Pulled("E0:1", 0))
     books.command("P0", Pull("E0:1", 0, "E0", "image", "r", (1,), (4,)))
     with pytest.raises(AssertionError, match="reads beyond its lease"):
-        books.settled("E0")
+        books.after_event("E0")
     core.handle(Release("E0:1", "pulled"), 0.0)
     with pytest.raises(AssertionError, match="no lease of E0:1 during its pull"):
-        books.settled("E0")
+        books.after_event("E0")
 
 
 def test_bookkeeping_looks_for_what_is_left() -> None:

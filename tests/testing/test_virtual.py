@@ -13,19 +13,19 @@ from trinity.core.messages import (
 )
 from trinity.core.routing import RandomChoice
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.0, lambda *_: 1.0, lambda *_: 0.0)
 
 
 def cluster_of(placement: str, **fields: Any) -> VirtualCluster:
-    return VirtualCluster(settings_of(placement, POOLS, image_block_size=4, kv_block_size=4), **fields)
+    return VirtualCluster(make_settings(placement, POOLS, image_block_size=4, kv_block_size=4), **fields)
 
 
 def test_settings_follow_from_a_placement() -> None:
     rules = BatchRules(token_budget=7)
-    found = settings_of("1E1EP2PD", POOLS, rules=rules, lanes=("vision", "language"))
+    found = make_settings("1E1EP2PD", POOLS, rules=rules, lanes=("vision", "language"))
     assert [(each.name, each.roles, each.pools) for each in found] == [
         ("E0", "E", {"image": 16}),
         ("EP0", "EP", {"image": 16, "kv": 32}),
@@ -34,8 +34,8 @@ def test_settings_follow_from_a_placement() -> None:
     ]
     assert [each.lanes for each in found] == [("joint",), ("vision", "language"), ("joint",), ("joint",)]
     assert {each.rules for each in found} == {rules}
-    assert settings_of("P+D", POOLS)[1].pools == {"kv": 32}
-    assert settings_of("EPD", {"kv": 3})[0].pools == {"kv": 3}, "a text-only model"
+    assert make_settings("P+D", POOLS)[1].pools == {"kv": 32}
+    assert make_settings("EPD", {"kv": 3})[0].pools == {"kv": 3}, "a text-only model"
 
 
 def test_tokens_times_and_ends_are_recorded() -> None:
@@ -114,9 +114,9 @@ def test_a_failed_check_comes_with_the_last_events() -> None:
         def command(self, name: str, command: Value) -> None:
             assert not isinstance(command, Step) or not command.decodes, "no decodes, please"
 
-        def settled(self, name: str) -> None: ...
+        def after_event(self, name: str) -> None: ...
 
-        def quiet(self) -> None: ...
+        def at_end(self) -> None: ...
 
     cluster = cluster_of("PD", observers=[Strict()])
     cluster.submit(work("r", 1))

@@ -139,7 +139,7 @@ async def run_serve(args: Namespace) -> None:
     ]
     print(outcome.render_text(tables, notes), flush=True)
     if args.plot and trials:
-        outcome.plot_attainment(trials, goals, args.plot)
+        outcome.plot_trials(trials, goals, args.plot)
     if args.json:
         content: Content = {"machine": machine_facts(), "trace": args.trace, "seeds": args.seeds, "rates": rates}
         content |= {"engines": [msgspec.to_builtins(each) for each in chosen], "about": about, "sweep": swept}

@@ -117,7 +117,7 @@ def save_json(path: str | Path, content: dict[str, Any]) -> None:
 
 
 @use_style
-def plot_attainment(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
+def plot_trials(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
     """Plot attainment over the rate: an axis for each goal, a line for each engine, a point for each valid trial."""
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """Small random checkpoints of real architectures, built offline: for tests, demos, benchmarks.
 
 Weights are scaled (std 1.6/sqrt(fan in), embeddings 0.5) so that greedy output is diverse and depends on the image.
-No special token is ever the greedy choice, so that a text ends by its length unless a test asks otherwise.
+No special token is ever the greedy choice, so that outputs end by length unless a test wants otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARCHITECTURES: tuple[str, ...] = (
     "llama",
     "mistral",
 )
-MIDSIZE: tuple[str, ...] = ("llava-110m", "llava-500m", "llama-512x8")
+MIDSIZE_CHECKPOINTS: tuple[str, ...] = ("llava-110m", "llava-500m", "llama-512x8")
 
 
 def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
@@ -46,14 +46,14 @@ def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write a mid-size checkpoint (one of ``MIDSIZE``) for benchmarks and memory measurements.
+    """Write a mid-size checkpoint (one of ``MIDSIZE_CHECKPOINTS``) for benchmarks and memory measurements.
 
     "llava-110m": 12 x 384 ViT at 336 px (576 visual tokens) and a 12 x 768 LM with 12 heads over 3 KV heads;
     "llava-500m": 12 x 768 ViT at 336 px and a 22 x 1280 LM with 20 heads over 5 KV heads;
     "llama-512x8": text only, 512 wide, 8 layers, 8 heads over 2 KV heads. Raises ``UnknownName``.
     """
-    if name not in MIDSIZE:
-        raise UnknownName("mid-size checkpoint", name, MIDSIZE)
+    if name not in MIDSIZE_CHECKPOINTS:
+        raise UnknownName("mid-size checkpoint", name, MIDSIZE_CHECKPOINTS)
     return _build(_recipe(name), Path(directory), seed)
 
 
@@ -116,7 +116,7 @@ def _scale_weights(model: Any, recipe: Recipe, generator: Any) -> None:
 
 
 def _silence(model: Any, tokenizer: Any) -> None:
-    """Give special tokens and rows without a token a logit of 0, which the largest of many random logits exceeds."""
+    """Give special tokens and unused rows a logit of 0, which the largest of many random logits exceeds."""
     import torch
 
     with torch.no_grad():

@@ -6,19 +6,19 @@ from typing import Any
 
 from trinity.testing.checkpoints_recipes import (
     MIDSIZE_VOCABULARY,
-    TEXT,
-    VISION,
+    TEXT_CONFIG,
+    VISION_CONFIG,
     Recipe,
     chatml_tokenizer,
     llama_tokenizer,
-    square,
+    square_size,
     text_ids,
 )
 from trinity.testing.checkpoints_text import build_tokenizer, chat_template
 
 
 def llava() -> Recipe:
-    return _llava(TEXT, {**VISION, "image_size": 56})
+    return _llava(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 56})
 
 
 def llava_110m() -> Recipe:
@@ -34,7 +34,7 @@ def llava_7b() -> Recipe:
     text = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     text |= {"num_key_value_heads": 32, "vocab_size": 32064, "max_position_embeddings": 4096, "head_dim": 128}
     tower = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    return _llava({**TEXT, **text}, {**tower, "image_size": 336})
+    return _llava({**TEXT_CONFIG, **text}, {**tower, "image_size": 336})
 
 
 def _midsize(vision: tuple[int, int], text: tuple[int, int], intermediate: int) -> Recipe:
@@ -51,7 +51,7 @@ def _midsize(vision: tuple[int, int], text: tuple[int, int], intermediate: int) 
     }
     width, layers = vision
     tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    return _llava({**TEXT, **language}, {**tower, "num_attention_heads": width // 64, "image_size": 336})
+    return _llava({**TEXT_CONFIG, **language}, {**tower, "num_attention_heads": width // 64, "image_size": 336})
 
 
 def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
@@ -59,7 +59,7 @@ def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
 
     tokenizer, size = llama_tokenizer(image_token="<image>"), vision["image_size"]
     config = LlavaConfig(**_clip_and_llama(text, vision, tokenizer))
-    images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square(size))
+    images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square_size(size))
     # Over twelve layers the branches would drown embeddings of 0.5, and a text would settle on a few tokens.
     deep = 2.0 if text["num_hidden_layers"] > 2 else 0.5
     fields = _fields("LlavaProcessor")
@@ -70,9 +70,11 @@ def llava_next() -> Recipe:
     from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextImageProcessorPil
 
     tokenizer, grid = llama_tokenizer(image_token="<image>"), _grid(42)
-    parts = _clip_and_llama(TEXT, {**VISION, "image_size": 42}, tokenizer)
+    parts = _clip_and_llama(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 42}, tokenizer)
     config = LlavaNextConfig(**parts, image_grid_pinpoints=grid, image_seq_length=9)
-    images = LlavaNextImageProcessorPil(size={"shortest_edge": 42}, crop_size=square(42), image_grid_pinpoints=grid)
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 42}, crop_size=square_size(42), image_grid_pinpoints=grid
+    )
     return Recipe(config, LlavaNextForConditionalGeneration, tokenizer, images, _fields("LlavaNextProcessor"))
 
 
@@ -111,14 +113,14 @@ def llava_onevision() -> Recipe:
     tokenizer = chatml_tokenizer("<image>\n", {"image_token": "<image>", "video_token": "<video>"})
     ratio = "anyres_max_2"  # at most two tiles' worth of features: larger grids take the path that interpolates
     config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(**VISION, image_size=42, patch_size=14, vision_use_head=False),
-        text_config=Qwen2Config(**TEXT, **text_ids(tokenizer)),
+        vision_config=SiglipVisionConfig(**VISION_CONFIG, image_size=42, patch_size=14, vision_use_head=False),
+        text_config=Qwen2Config(**TEXT_CONFIG, **text_ids(tokenizer)),
         image_token_index=tokenizer.image_token_id,
         video_token_index=tokenizer.video_token_id,
         image_grid_pinpoints=_grid(42),
         vision_aspect_ratio=ratio,
     )
-    images = LlavaOnevisionImageProcessorPil(size=square(42), image_grid_pinpoints=_grid(42))
+    images = LlavaOnevisionImageProcessorPil(size=square_size(42), image_grid_pinpoints=_grid(42))
     processor = {
         "processor_class": "LlavaOnevisionProcessor",
         "num_image_tokens": 9,
@@ -138,9 +140,15 @@ def gemma3() -> Recipe:
     )
 
     tokenizer = _gemma_tokenizer()
-    text = {**TEXT, "tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+    text = {
+        **TEXT_CONFIG,
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 24,
+    }
     config = Gemma3Config(
-        vision_config=SiglipVisionConfig(**VISION, image_size=84, patch_size=14, vision_use_head=False),
+        vision_config=SiglipVisionConfig(**VISION_CONFIG, image_size=84, patch_size=14, vision_use_head=False),
         text_config=Gemma3TextConfig(
             **text, **text_ids(tokenizer), layer_types=["sliding_attention", "full_attention"]
         ),
@@ -149,7 +157,7 @@ def gemma3() -> Recipe:
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
     )
-    images = Gemma3ImageProcessorPil(size=square(84))
+    images = Gemma3ImageProcessorPil(size=square_size(84))
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
     # Embeddings are multiplied by sqrt(width) and tied to the head: at 0.5 every text would repeat one token, and
     # without stronger attention and MLP branches it would settle on one.

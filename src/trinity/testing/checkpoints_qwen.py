@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity.testing.checkpoints_recipes import TEXT, Recipe, chatml_tokenizer, text_ids
+from trinity.testing.checkpoints_recipes import TEXT_CONFIG, Recipe, chatml_tokenizer, text_ids
 
 _TOKENS = {
     "image_token": "<|image_pad|>",
@@ -22,7 +22,7 @@ def qwen2_vl() -> Recipe:
     tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
     config = Qwen2VLConfig(
         vision_config=Qwen2VLVisionConfig(depth=2, embed_dim=32, num_heads=4, hidden_size=64, mlp_ratio=2),
-        text_config=Qwen2VLTextConfig(**TEXT, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
+        text_config=Qwen2VLTextConfig(**TEXT_CONFIG, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
         **_ids(tokenizer),
     )
     return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, _images(14), _fields("Qwen2VLProcessor"))
@@ -43,7 +43,7 @@ def qwen2_5_vl() -> Recipe:
             window_size=56,
             fullatt_block_indexes=[1],
         ),
-        text_config=Qwen2_5_VLTextConfig(**TEXT, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
+        text_config=Qwen2_5_VLTextConfig(**TEXT_CONFIG, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
         **_ids(tokenizer),
     )
     fields = _fields("Qwen2_5_VLProcessor")
@@ -55,7 +55,7 @@ def qwen3_vl() -> Recipe:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
 
     tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
-    text = {**TEXT, "num_hidden_layers": 3, "head_dim": 16}
+    text = {**TEXT_CONFIG, "num_hidden_layers": 3, "head_dim": 16}
     config = Qwen3VLConfig(
         vision_config=Qwen3VLVisionConfig(
             depth=3,
@@ -116,7 +116,7 @@ def minicpmv4_6() -> Recipe:
     )
     config = MiniCPMV4_6Config(
         vision_config=vision,
-        text_config=Qwen3Config(**TEXT, **text_ids(tokenizer), head_dim=16),
+        text_config=Qwen3Config(**TEXT_CONFIG, **text_ids(tokenizer), head_dim=16),
         insert_layer_id=1,
         image_size=64,
         image_token_id=tokenizer.image_token_id,

@@ -1,4 +1,4 @@
-"""Recipe: what a small checkpoint is made of; and the parts that several architectures share."""
+"""Recipes of small checkpoints, and the parts that several architectures share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity.testing.checkpoints_text import CHATML, USER_ASSISTANT, build_tokenizer, chat_template
 
-TEXT: dict[str, Any] = {
+TEXT_CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -19,14 +19,19 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MIDSIZE_VOCABULARY = 8192  # more rows than the tokenizer has ids, as published checkpoints have too
-VISION: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION_CONFIG: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a checkpoint is made of. ``processor`` are the fields of processor_config.json (None: text only).
+    """Parts of a checkpoint. ``processor`` has the fields of processor_config.json (None: text only).
 
-    ``raised`` adds to norm weights by name, such as {"q_norm.weight": 1.0}.
+    ``raised`` has values to add to norm weights by the end of their names, such as {"q_norm.weight": 1.0}.
     """
 
     config: Any
@@ -46,20 +51,20 @@ class Recipe:
 
 
 def llama_tokenizer(**extra: str) -> Any:
-    """A tokenizer in the manner of Llama 2's: <s> first, roles in capitals."""
+    """Build a tokenizer like Llama 2's: <s> first, roles in capitals."""
     image = extra.get("image_token", "")
     template = chat_template(start="{{ bos_token }}", image=image + "\n" if image else "", **USER_ASSISTANT)
     return build_tokenizer(bos="<s>", eos="</s>", pad="<pad>", extra=extra, template=template)
 
 
 def text_ids(tokenizer: Any) -> dict[str, Any]:
-    """Vocabulary size and token ids as a text config wants them."""
+    """Fields of a text config: vocabulary size and token ids."""
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     return {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, **ids}
 
 
 def chatml_tokenizer(image: str, extra: dict[str, str], plain: tuple[str, ...] = ()) -> Any:
-    """A tokenizer in the manner of Qwen's: no token first, ChatML turns; ``image`` is the template's image part."""
+    """Build a tokenizer like Qwen's: no first token, ChatML turns; ``image`` is the template's image part."""
     return build_tokenizer(
         bos=None,
         eos="<|im_end|>",
@@ -70,7 +75,7 @@ def chatml_tokenizer(image: str, extra: dict[str, str], plain: tuple[str, ...] =
     )
 
 
-def square(size: int) -> dict[str, int]:
+def square_size(size: int) -> dict[str, int]:
     return {"height": size, "width": size}
 
 
@@ -78,14 +83,14 @@ def llama() -> Recipe:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = llama_tokenizer()
-    return Recipe(LlamaConfig(**TEXT, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)
+    return Recipe(LlamaConfig(**TEXT_CONFIG, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)
 
 
 def mistral() -> Recipe:
     from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = llama_tokenizer()
-    config = MistralConfig(**TEXT, **text_ids(tokenizer), sliding_window=24)
+    config = MistralConfig(**TEXT_CONFIG, **text_ids(tokenizer), sliding_window=24)
     return Recipe(config, MistralForCausalLM, tokenizer)
 
 
@@ -100,4 +105,4 @@ def llama_512x8() -> Recipe:
         "num_attention_heads": 8,
         "vocab_size": MIDSIZE_VOCABULARY,
     }
-    return Recipe(LlamaConfig(**{**text_ids(tokenizer), **TEXT, **wide}), LlamaForCausalLM, tokenizer)
+    return Recipe(LlamaConfig(**{**text_ids(tokenizer), **TEXT_CONFIG, **wide}), LlamaForCausalLM, tokenizer)

@@ -19,7 +19,7 @@ _VOCABULARY = 352  # 256 bytes and about a hundred merges; the special tokens co
 def build_tokenizer(
     *, bos: str | None, eos: str, pad: str, extra: dict[str, str], plain: tuple[str, ...] = (), template: str
 ) -> Any:
-    """A byte-level BPE tokenizer with ``extra`` named special tokens (``{"image_token": "<image>"}``).
+    """Build a byte-level BPE tokenizer with ``extra`` named special tokens (``{"image_token": "<image>"}``).
 
     With ``bos`` every tokenised text starts with it, as in Llama's. ``plain`` are further added tokens without a name.
     """
@@ -64,7 +64,7 @@ def _prepend(backend: Any, bos: str) -> None:
 
 
 def chat_template(*, start: str = "", role: str, end: str, image: str = "", answer: str) -> str:
-    """A jinja chat template: ``start``, then per message ``role`` (it may use message['role']), its parts, ``end``."""
+    """Build a jinja chat template: ``start``, then per message ``role`` (may use message['role']), parts, ``end``."""
     parts = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for part in message['content'] %}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from trinity.testing.checkpoints_recipes import (
-    TEXT,
-    VISION,
+    TEXT_CONFIG,
+    VISION_CONFIG,
     Recipe,
     chatml_tokenizer,
-    square,
+    square_size,
     text_ids,
 )
 from trinity.testing.checkpoints_text import build_tokenizer, chat_template
@@ -27,13 +27,13 @@ def internvl() -> Recipe:
     }
     tokenizer = chatml_tokenizer("<IMG_CONTEXT>\n", tokens)
     config = InternVLConfig(
-        vision_config=InternVLVisionConfig(**VISION, image_size=56, patch_size=14),
-        text_config=Qwen2Config(**TEXT, **text_ids(tokenizer)),
+        vision_config=InternVLVisionConfig(**VISION_CONFIG, image_size=56, patch_size=14),
+        text_config=Qwen2Config(**TEXT_CONFIG, **text_ids(tokenizer)),
         image_token_id=tokenizer.context_image_token_id,
         image_seq_length=4,
         tie_word_embeddings=False,
     )
-    images = GotOcr2ImageProcessorPil(size=square(56), crop_to_patches=True, max_patches=4)
+    images = GotOcr2ImageProcessorPil(size=square_size(56), crop_to_patches=True, max_patches=4)
     processor = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
     return Recipe(config, InternVLForConditionalGeneration, tokenizer, images, processor)
 
@@ -42,7 +42,7 @@ def idefics3() -> Recipe:
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil
     from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
-    parts = _tiled(Idefics3Config, Idefics3VisionConfig, Idefics3ImageProcessorPil)
+    parts = _tile_parts(Idefics3Config, Idefics3VisionConfig, Idefics3ImageProcessorPil)
     return Recipe(
         model_class=Idefics3ForConditionalGeneration,
         processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
@@ -54,7 +54,7 @@ def smolvlm() -> Recipe:
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
     from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
-    parts = _tiled(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil, side=84, scale=3)
+    parts = _tile_parts(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil, side=84, scale=3)
     return Recipe(
         model_class=SmolVLMForConditionalGeneration,
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
@@ -62,14 +62,16 @@ def smolvlm() -> Recipe:
     )
 
 
-def _tiled(config_class: Any, vision_class: Any, images_class: Any, side: int = 56, scale: int = 2) -> dict[str, Any]:
-    """Tiles of ``side`` pixels, of whose patches ``scale`` x ``scale`` become one visual token."""
+def _tile_parts(
+    config_class: Any, vision_class: Any, images_class: Any, side: int = 56, scale: int = 2
+) -> dict[str, Any]:
+    """Parts of a recipe with tiles of ``side`` pixels, where ``scale`` x ``scale`` patches become one visual token."""
     from transformers import LlamaConfig
 
     tokenizer = _tile_tokenizer()
     config = config_class(
-        vision_config=vision_class(**VISION, image_size=side, patch_size=14),
-        text_config=LlamaConfig(**TEXT, **text_ids(tokenizer)),
+        vision_config=vision_class(**VISION_CONFIG, image_size=side, patch_size=14),
+        text_config=LlamaConfig(**TEXT_CONFIG, **text_ids(tokenizer)),
         image_token_id=tokenizer.image_token_id,
         scale_factor=scale,
         pad_token_id=tokenizer.pad_token_id,

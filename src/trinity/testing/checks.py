@@ -1,7 +1,7 @@
-"""The invariants of the cores (the rules of trinity.core) as observers of whatever drives them.
+"""Invariants of the cores (the rules of trinity.core) as observers of whatever drives them.
 
 ``Bookkeeping`` recounts what every core remembers, ``Conversation`` follows the messages, ``Shadow`` the content of
-every block. Each raises ``AssertionError`` in plain words.
+every block. Each raises ``AssertionError`` with what broke.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Pull, Pulled, Send, Step, Stepped, Value
-from trinity.testing.conversation import Conversation, revoked
+from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.shadow import Shadow
 
 
@@ -24,20 +24,20 @@ class Observer(Protocol):
     """Sees everything that happens among cores, in order."""
 
     def event(self, name: str, event: Value) -> None:
-        """``event`` is about to be handled by ``name``."""
+        """Take an event that ``name`` is about to handle."""
 
     def command(self, name: str, command: Value) -> None:
-        """``name`` answered with this command."""
+        """Take a command that ``name`` answered with."""
 
-    def settled(self, name: str) -> None:
-        """``name`` has handled the event and all its commands were seen."""
+    def after_event(self, name: str) -> None:
+        """Check after ``name`` has handled the event and all its commands were seen."""
 
-    def quiet(self) -> None:
-        """Nothing is under way any more."""
+    def at_end(self) -> None:
+        """Check at the end, when nothing is under way any more."""
 
 
-def every_check(cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> Sequence[Observer]:
-    """All that is known to hold at any time, for cores that one driver runs."""
+def make_checks(cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> Sequence[Observer]:
+    """Make every known check for cores that one driver runs."""
     return [
         Conversation(cores),
         Shadow({name: core.settings for name, core in cores.items()}),
@@ -46,7 +46,7 @@ def every_check(cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> Se
 
 
 class Bookkeeping:
-    """What cores remember adds up after every event, what is in flight stays held, and at the end nothing is left."""
+    """Checks after every event that the cores' state adds up and blocks in flight are held; at the end none is."""
 
     def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
         self.cores, self.frontend = cores, frontend
@@ -69,15 +69,15 @@ class Bookkeeping:
             flight.append(command)
         elif isinstance(command, Pull):
             self._pulls[name, command.offer, command.part] = command
-        elif isinstance(command, Send) and revoked(command.message):
+        elif isinstance(command, Send) and ends_lease_early(command.message):
             self._revoked.add(command.message.id)
 
-    def settled(self, name: str) -> None:
+    def after_event(self, name: str) -> None:
         if name in self.cores:
             check_state(self.cores[name].state)
             self._check_in_flight(name)
 
-    def quiet(self) -> None:
+    def at_end(self) -> None:
         for name, core in self.cores.items():
             check_forgotten(name, core.state)
         assert not self.frontend.entries, f"the front end still waits for {sorted(self.frontend.entries)}"
@@ -85,7 +85,7 @@ class Bookkeeping:
         assert self.frontend.next_timer() is None, "a deadline outlived its request"
 
     def _check_in_flight(self, name: str) -> None:
-        """Whatever a step or a pull uses is still held for the very request, and what is written cannot be matched."""
+        """Check that blocks of steps and pulls are held for their request, and written ones cannot be matched."""
         s = self.cores[name].state
         for (instance, lane), flight in self._steps.items():
             if instance == name:
@@ -120,7 +120,7 @@ def _check_step(s: State, step: Step) -> None:
 
 
 def _check_order(s: State, flight: Sequence[Step]) -> None:
-    """Of each request the steps of a lane run the prompt without a gap, then one position after the other."""
+    """Check that the steps of a lane run each request's prompt without a gap, then one position after the other."""
     prompts: dict[str, int] = {}
     sampled: Counter[str] = Counter()
     for step in flight:
@@ -157,7 +157,7 @@ def _check_unmatchable(s: State, kind: str, blocks: Sequence[int]) -> None:
 
 
 def check_state(s: State) -> None:
-    """Every block has as many references as there are holders; every request stands in its place."""
+    """Check that every block has one reference for each holder, and every request is in its phase's queue."""
     for kind, pool in s.pools.items():
         pool.check()
         holders = _holders(s, kind)
@@ -186,7 +186,7 @@ def _holders(s: State, kind: str) -> Counter[int]:
     return holders
 
 
-PLACES = {
+PHASE_QUEUES = {
     Phase.IMAGE_QUEUE: "encode_queue",
     Phase.ENCODING: "encoding",
     Phase.IMAGE_OFFER: "image_offers",
@@ -200,9 +200,9 @@ PLACES = {
 
 
 def _check_places(s: State) -> None:
-    """Every queue and batch has just the requests of its phase, each of them once, and none that is ending."""
+    """Check that every queue and batch has exactly the requests of its phase, once each, and none that is ending."""
     name = s.settings.name
-    for phase, place in PLACES.items():
+    for phase, place in PHASE_QUEUES.items():
         found = sorted(getattr(s, place))
         right = sorted(each for each, state in s.requests.items() if state.phase is phase and state.ending is None)
         assert found == right, f"{name}: {found} in {place}, where {right} should be"
@@ -214,7 +214,7 @@ def _check_places(s: State) -> None:
 
 
 def _check_counts(s: State) -> None:
-    """The counts that spare a step the look at every place are those of the places."""
+    """Check that the running counts, which save a step from counting, equal the lengths of the queues."""
     queued = sum(len(queue) for queue in (s.encode_queue, s.prefill_queue, s.migrated_queue, s.preempted))
     before = queued + len(s.encoding) + len(s.prefilling)
     assert s.before_decode == before, f"{s.settings.name}: {s.before_decode} before decode are counted, not {before}"
@@ -223,7 +223,7 @@ def _check_counts(s: State) -> None:
 
 
 def _check_history(state: RequestState) -> None:
-    """The phase is one for a request with this past: three queues lead to prefill, and one phase waits for a Commit."""
+    """Check that the phase fits the request's past: three queues lead to prefill, and one phase waits for a Commit."""
     again, came = bool(state.preemptions or state.attempt), state.incoming is not None
     fits = {
         Phase.KV_QUEUE: not again and not came,
@@ -236,7 +236,7 @@ def _check_history(state: RequestState) -> None:
 
 
 def _check_pending(s: State) -> None:
-    """Whoever waits for features holds their blocks, and somebody does."""
+    """Check that requests that wait for features hold their blocks, and that there is at least one."""
     running = [row.span.content for flight in s.lanes.values() for each in flight for row in each.step.encodes]
     assert len(set(running)) == len(running), f"{s.settings.name}: encoded twice at once: {running}"
     for content, pending in s.pending.items():
@@ -249,7 +249,7 @@ def _check_pending(s: State) -> None:
 
 
 def check_forgotten(name: str, s: State) -> None:
-    """Nothing of any request is left."""
+    """Check that nothing of any request is left."""
     left = {
         "requests": s.requests,
         "tombstones": s.tombstones,

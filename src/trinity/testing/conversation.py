@@ -1,4 +1,4 @@
-"""What cores say to each other, checked message by message: migrations, cancels, tokens and ends."""
+"""Checks of the messages between cores, one by one: migrations, cancels, tokens and ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trinity.core.messages import (
 
 @dataclass
 class Transfer:
-    """One offer, as an onlooker sees it."""
+    """One offer, as seen from outside."""
 
     offer: Offer
     target: str
@@ -84,13 +84,13 @@ class Conversation:
 
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Send):
-            self._sent(name, command.to, command.message)
+            self._send(name, command.to, command.message)
         elif isinstance(command, Pull):
             self._pulls(name, command)
         elif isinstance(command, Step):
             self._steps(name, command)
         elif isinstance(command, Open):
-            there = not command.tokens or command.again or self._arrived(name, command.work.request)
+            there = not command.tokens or command.again or self._has_kv(name, command.work.request)
             assert there, f"{command} before all was there"
         elif isinstance(command, Deliver):
             self._delivers(command)
@@ -98,10 +98,10 @@ class Conversation:
             assert command.request not in self.ends, f"{command.request} ended twice"
             self.ends[command.request] = command
 
-    def settled(self, name: str) -> None:
-        """Nothing: every rule here is about single messages."""
+    def after_event(self, name: str) -> None:
+        """Do nothing: every rule here is about single messages."""
 
-    def quiet(self) -> None:
+    def at_end(self) -> None:
         kept = [offer for offer, transfer in self.transfers.items() if transfer.outcome is None]
         kept += [id for id in self.fetched if id not in self.returned]
         assert not kept, f"no Release of {kept}"
@@ -119,7 +119,7 @@ class Conversation:
                 assert end.finished is not None
                 assert self.delivered[request] == end.finished.count, f"{request}: tokens are missing at {end}"
 
-    def _sent(self, name: str, to: str, message: Value) -> None:
+    def _send(self, name: str, to: str, message: Value) -> None:
         if isinstance(message, Submit):
             self.admitted.add(message.work.request)
             self.sent_back.discard(message.work.request)
@@ -167,13 +167,13 @@ class Conversation:
                 self.fetched[message.id] = (name, to, message)
         elif isinstance(message, (Release, Withdraw)) and message.id in self.fetched:
             self._returns(name, to, message)
-        elif revoked(message):
+        elif ends_lease_early(message):
             self.silenced.add(self.transfers[message.id].offer.work.request)
         elif isinstance(message, Release):
             self._releases(name, to, message)
 
     def _returns(self, name: str, to: str, message: Release | Withdraw) -> None:
-        """A holder's lease ends, by its taker or by time; where by time, its taker may come back to end it."""
+        """Follow the end of a holder's lease, by its taker or by time; its taker may end an expired one too."""
         holder, taker, _ = self.fetched[message.id]
         if isinstance(message, Withdraw):
             assert (name, to) == (holder, taker), f"{name} takes back the lease {message.id} of {holder}"
@@ -237,7 +237,7 @@ class Conversation:
         for request in rows + [row.request for row in step.encodes]:
             assert (name, request) not in self.over, f"{name}: {step} includes {request} after its end"
 
-    def _arrived(self, name: str, request: str) -> bool:
+    def _has_kv(self, name: str, request: str) -> bool:
         return any(
             transfer.outcome in ("pulled", "cached")
             for transfer in self.transfers.values()
@@ -252,8 +252,8 @@ class Conversation:
         self.delivered[request] += 1
 
 
-def revoked(message: Value) -> TypeGuard[Withdraw]:
-    """Whether this ends a lease without its Release."""
+def ends_lease_early(message: Value) -> TypeGuard[Withdraw]:
+    """Test whether the message ends a lease that has expired, without a Release."""
     return (
         isinstance(message, Withdraw)
         and message.failure is not None
@@ -264,7 +264,7 @@ def revoked(message: Value) -> TypeGuard[Withdraw]:
 def _pieces(
     transfer: Transfer, layers: tuple[int, int] | None, blocks: tuple[int, int] | None
 ) -> list[tuple[int, int]]:
-    """The (block, layer) cells of a KV offer, all of them where None."""
+    """List the (block, layer) cells of a KV offer, all of them where None."""
     first, end = layers or (0, transfer.layers)
     start, stop = blocks or (0, len(transfer.offer.parts[0].blocks))
     return [(block, layer) for block in range(start, stop) for layer in range(first, end)]

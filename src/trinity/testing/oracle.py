@@ -1,4 +1,4 @@
-"""Oracle: what transformers' own ``generate()`` answers, with the whole model in one piece, in float32."""
+"""Oracle: reference outputs of transformers' own ``generate()``, the whole model in one piece, in float32."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trinity.preprocess.prompt import split_at_markers
 from trinity.request import Request, Sampling
 
 
-class Answer(msgspec.Struct, frozen=True):
+class OracleAnswer(msgspec.Struct, frozen=True):
     """``token_ids`` of the output and, one row each, the ``logits`` [outputs, vocabulary] they were chosen from."""
 
     token_ids: list[int]
     logits: Any
 
 
-class _Forced:
+class _ForcedTokens:
     """A logits processor that leaves only the next of the given tokens."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -54,25 +54,25 @@ class Oracle:
         model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
         return model.eval()
 
-    def answer(self, request: Request) -> Answer:
-        """Greedy tokens and raw logits for a request with ``prompt=``.
+    def answer(self, request: Request) -> OracleAnswer:
+        """Return greedy tokens and raw logits for a request with ``prompt=``.
 
         ``ignore_eos``, ``max_tokens`` and ``repetition_penalty`` are honoured.
         """
         return self._answer(request, [])
 
     def logits_along(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
-        """Raw logits [outputs, vocabulary] before each of ``token_ids``, were they the request's output."""
+        """Compute the raw logits [outputs, vocabulary] before each of ``token_ids`` as the request's forced output."""
         longer = msgspec.structs.replace(request, max_tokens=len(token_ids), sampling=Sampling(ignore_eos=True))
-        logits: torch.Tensor = self._answer(longer, [_Forced(token_ids)]).logits
+        logits: torch.Tensor = self._answer(longer, [_ForcedTokens(token_ids)]).logits
         return logits
 
-    def _answer(self, request: Request, processors: list[Any]) -> Answer:
+    def _answer(self, request: Request, processors: list[Any]) -> OracleAnswer:
         inputs, settings = self._inputs(request), self._settings(request)
         length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
             found = self._model.generate(**inputs, generation_config=settings, logits_processor=processors)
-        return Answer(found.sequences[0, length:].tolist(), torch.cat(list(found.logits)))
+        return OracleAnswer(found.sequences[0, length:].tolist(), torch.cat(list(found.logits)))
 
     def _settings(self, request: Request) -> Any:
         settings = copy.deepcopy(self._model.generation_config)
@@ -86,7 +86,7 @@ class Oracle:
         return settings
 
     def generate(self, request: Request) -> list[int]:
-        """The token ids alone."""
+        """Return the greedy token ids alone."""
         return self.answer(request).token_ids
 
     def generate_all(self, requests: Sequence[Request]) -> list[list[int]]:

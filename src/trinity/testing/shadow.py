@@ -1,8 +1,8 @@
-"""The content of every block, followed without tensors: each row reads what it should, and nobody writes what is read.
+"""Follows the content of every block without tensors: each row reads the right data, and nothing overwrites it.
 
 A row of an image or KV block holds a tag: what the model would have computed there. A step or a pull tears its target
-rows while it runs and leaves their tags at its end; whatever it reads must be whole and right at its start and at its
-end. So a block handed on too early, a wrong prefix hit or a part that is read before it was ready shows at once.
+rows while it runs and leaves their tags at its end. All that it reads must be whole and right at its start and at its
+end. So a block reused too early, a wrong prefix cache hit or a part that is read before it was ready shows at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Layers = tuple[int, int] | None
 
 
 @dataclass
-class Row:
+class ShadowRow:
     """A request as the stages of one instance know it."""
 
     opened: Open
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Positions that are prefilled: the prompt, and outputs where they are computed again."""
+        """Number of prefilled positions: the prompt, and outputs where they are computed again."""
         return len(self.opened.work.prompt) + (len(self.opened.tokens) if self.opened.again else 0)
 
     def grow(self, blocks: tuple[int, ...]) -> None:
@@ -56,39 +56,39 @@ class Row:
         self.blocks += blocks
 
 
-class Memory:
-    """The tags of one pool; ``rows`` per block in each of ``layers``. Nothing is there at first."""
+class ShadowPool:
+    """Tags of one pool, ``rows`` per block in each of ``layers``; all torn at first."""
 
     def __init__(self, blocks: int, rows: int, layers: int = 1) -> None:
         self.rows, self.layers = rows, layers
         self.tags: list[list[Tag]] = [[TORN] * (blocks * rows) for _ in range(layers)]
 
     def places(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Where positions [start, end) of a sequence in these blocks are."""
+        """Find the pool's rows of positions [start, end) of a sequence in these blocks."""
         return [blocks[at // self.rows] * self.rows + at % self.rows for at in range(start, end)]
 
     def read(self, blocks: Sequence[int], start: int, end: int, layers: Layers = None) -> list[list[Tag]]:
-        """For each layer the tags of these positions."""
+        """Read the tags of these positions, by layer."""
         places = self.places(blocks, start, end)
         return [[tags[place] for place in places] for tags in self.tags[slice(*(layers or (0, self.layers)))]]
 
     def write(self, blocks: Sequence[int], start: int, found: Sequence[Sequence[Tag]], layers: Layers = None) -> None:
-        """For each layer its tags."""
+        """Write tags from position ``start`` on, by layer."""
         for tags, new in zip(self.tags[slice(*(layers or (0, self.layers)))], found, strict=True):
             for place, tag in zip(self.places(blocks, start, start + len(new)), new, strict=True):
                 tags[place] = tag
 
 
 class Shadow:
-    """Does what the stages and the connector would do, with tags."""
+    """Does the work of the stages and the connector with tags instead of tensors."""
 
     def __init__(self, settings: Mapping[str, Settings]) -> None:
-        self.memory: dict[tuple[str, str], Memory] = {}
+        self.memory: dict[tuple[str, str], ShadowPool] = {}
         for name, own in settings.items():
             for kind, blocks in own.pools.items():
                 rows = own.kv_block_size if kind == KV else own.image_block_size
-                self.memory[name, kind] = Memory(blocks, rows, own.layers if kind == KV else 1)
-        self._rows: dict[tuple[str, str], Row] = {}
+                self.memory[name, kind] = ShadowPool(blocks, rows, own.layers if kind == KV else 1)
+        self._rows: dict[tuple[str, str], ShadowRow] = {}
         self._steps: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._failed: set[tuple[str, str]] = set()  # whose rows in later steps have nothing to go on from
         self._pulls: dict[tuple[str, str, int], tuple[Pull, list[list[Tag]]]] = {}
@@ -123,10 +123,10 @@ class Shadow:
         elif isinstance(command, Pull):
             self._start_pull(name, command)
 
-    def settled(self, name: str) -> None:
-        """Nothing: content changes with commands and results alone."""
+    def after_event(self, name: str) -> None:
+        """Do nothing: content changes with commands and results alone."""
 
-    def quiet(self) -> None:
+    def at_end(self) -> None:
         assert not self._rows, f"not closed: {sorted(self._rows)}"
         assert not any(self._steps.values()), f"steps without an end: {self._steps}"
         assert not self._pulls, f"pulls without an end: {self._pulls}"
@@ -134,7 +134,7 @@ class Shadow:
     def _open(self, name: str, opened: Open) -> None:
         key = (name, opened.work.request)
         assert key not in self._rows, f"{key} was opened before"
-        row = self._rows[key] = Row(opened, list(self._prompt(opened.work)))
+        row = self._rows[key] = ShadowRow(opened, list(self._prompt(opened.work)))
         for token in opened.tokens:
             row.tags.append(_next(row.tags, token, ()))
         there = row.length + len(opened.tokens) - 1 if opened.tokens and not opened.again else opened.cached
@@ -160,7 +160,7 @@ class Shadow:
             self._write_kv(name, request, len(row.tags) - 1, [TORN])
 
     def _progress(self, name: str, step: Step, event: Progress) -> None:
-        """Some layers of the prefills are written; or all of them are about to be written again."""
+        """Write some layers of the prefills, or tear all where they are about to be written again."""
         for prefill in step.prefills:
             tags = self._rows[name, prefill.request].tags[prefill.start : prefill.start + prefill.length]
             if event.layers is None:
@@ -169,7 +169,7 @@ class Shadow:
             self._write_kv(name, prefill.request, prefill.start, tags, event.layers)
 
     def _begin_again(self, name: str, prefill: Prefill) -> None:
-        """What is being read of these rows is neither the old nor the new."""
+        """Mark pulls that read these rows as void: they may get old or new bytes."""
         size = self.memory[name, KV].rows
         blocks = self._rows[name, prefill.request].blocks
         torn = set(blocks[prefill.start // size : -(-(prefill.start + prefill.length) // size)])
@@ -214,12 +214,12 @@ class Shadow:
             assert len(row.tags) > row.length, f"{name} decodes {request} before its first token"
             self._check_kv(name, row, len(row.tags) - 1)
 
-    def _check_kv(self, name: str, row: Row, end: int) -> None:
+    def _check_kv(self, name: str, row: ShadowRow, end: int) -> None:
         there = self.memory[name, KV].read(row.blocks, 0, end)
         right = all(tags == row.tags[:end] for tags in there)
         assert right, f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
 
-    def _check_image(self, name: str, row: Row, item: int, span: MediaSpan) -> None:
+    def _check_image(self, name: str, row: ShadowRow, item: int, span: MediaSpan) -> None:
         there = self.memory[name, IMAGE].read(row.opened.images[item], 0, span.tokens)
         assert there == [_features(span)], f"{name}: item {item} of {row.opened.work.request} is not in its blocks"
 
@@ -250,7 +250,7 @@ class Shadow:
             target.write(pull.target_blocks, 0, there, pull.layers)
 
     def _prompt(self, work: Work) -> list[Tag]:
-        """What the KV of each prompt position depends on: all tokens up to it and the media they stand for."""
+        """Tag the KV of each prompt position by all it depends on: tokens up to it and the media they stand for."""
         if work.request not in self._prompts:
             tags: list[Tag] = []
             for position, token in enumerate(work.prompt):
@@ -268,7 +268,7 @@ def _features(span: MediaSpan) -> list[Tag]:
     return [("image", span.content, row) for row in range(span.tokens)]
 
 
-def _check_chunk(row: Row, chunk: Prefill) -> None:
+def _check_chunk(row: ShadowRow, chunk: Prefill) -> None:
     end = chunk.start + chunk.length
     assert chunk.length > 0, f"{chunk} is empty"
     assert chunk.last == (end == row.length), f"{chunk} of a text of {row.length}"

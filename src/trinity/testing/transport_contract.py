@@ -1,4 +1,4 @@
-"""check_transport: the contract that every transport keeps, as a function without a test framework.
+"""Contract of every transport, as the function ``check_transport``, without a test framework.
 
 Call it from your own tests: ``asyncio.run(check_transport(MyTransport))``. It raises ``AssertionError``.
 """
@@ -15,17 +15,17 @@ from trinity.errors import HandshakeError, LayoutMismatch, TransportError
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport.base import ByteRange, Remote, Transport
 
-BLOCKS = 32
-Check = Callable[["Pair"], Awaitable[None]]
+POOL_BLOCKS = 32
+ContractCheck = Callable[["PoolPair"], Awaitable[None]]
 
 
-class Pair:
+class PoolPair:
     """A published source pool with content, and a target pool attached to it."""
 
     def __init__(self, transport: Transport, rows: int) -> None:
         self.transport = transport
         self.shape = BlockShape("kv", (2, rows, 8), torch.float32)
-        self.source, self.target = (BlockMemory(self.shape, BLOCKS, shared=True) for _ in range(2))
+        self.source, self.target = (BlockMemory(self.shape, POOL_BLOCKS, shared=True) for _ in range(2))
         self.fill()
         self.descriptor = transport.publish(self.source)
 
@@ -37,7 +37,7 @@ class Pair:
         return await self.transport.attach(self.descriptor, self.target)
 
     def expect(self, source: Sequence[int], target: Sequence[int], what: str, within: ByteRange = None) -> None:
-        """The target holds just these blocks, or this piece of them, and no other byte was touched."""
+        """Check that the target holds these blocks, or this piece of them, and that no other byte was touched."""
         offset, length = within or (0, self.shape.block_bytes)
         wanted = _bytes(torch.full_like(self.target.tensor, -1.0))
         theirs = _bytes(self.source.tensor)
@@ -49,7 +49,7 @@ class Pair:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(BLOCKS, -1).view(torch.uint8)
+    return tensor.view(POOL_BLOCKS, -1).view(torch.uint8)
 
 
 async def check_transport(make: Callable[[], Transport], *, rows: int = 16, timeout_s: float = 30.0) -> None:
@@ -62,19 +62,19 @@ async def check_transport(make: Callable[[], Transport], *, rows: int = 16, time
         transport = make()
         try:
             async with asyncio.timeout(timeout_s):
-                await check(Pair(transport, rows))
+                await check(PoolPair(transport, rows))
         except TimeoutError as error:
             raise AssertionError(f"{check.__name__}: no answer within {timeout_s} s") from error
         finally:
             await transport.aclose()
-            await transport.aclose()  # twice is once
+            await transport.aclose()  # closing twice must be harmless
 
 
-async def descriptor_is_bytes(pair: Pair) -> None:
+async def descriptor_is_bytes(pair: PoolPair) -> None:
     assert isinstance(pair.descriptor, bytes), "publish() must return bytes"
 
 
-async def reads_in_order_and_scattered(pair: Pair) -> None:
+async def reads_in_order_and_scattered(pair: PoolPair) -> None:
     remote = await pair.attach()
     for source, target in (([0, 1, 2], [4, 5, 6]), ([7, 3, 9], [2, 0, 31]), ([5], [5]), ([1, 1], [8, 9])):
         pair.fill()
@@ -84,13 +84,13 @@ async def reads_in_order_and_scattered(pair: Pair) -> None:
     await remote.aclose()
 
 
-async def empty_read(pair: Pair) -> None:
+async def empty_read(pair: PoolPair) -> None:
     remote = await pair.attach()
     assert await remote.read([], []) == 0
     pair.expect([], [], "an empty read")
 
 
-async def latest_bytes_are_seen(pair: Pair) -> None:
+async def latest_bytes_are_seen(pair: PoolPair) -> None:
     remote = await pair.attach()
     await remote.read([3], [3])
     pair.source.tensor[3].fill_(7.0)
@@ -98,15 +98,22 @@ async def latest_bytes_are_seen(pair: Pair) -> None:
     pair.expect([3], [3], "a second read after the source changed")
 
 
-async def bad_arguments_are_refused(pair: Pair) -> None:
+async def bad_arguments_are_refused(pair: PoolPair) -> None:
     remote = await pair.attach()
-    for source, target in (([0, 1], [0]), ([BLOCKS], [0]), ([-1], [0]), ([0], [BLOCKS]), ([0], [-1]), ([0, 1], [2, 2])):
-        with _refused(f"read({source}, {target})"):
+    for source, target in (
+        ([0, 1], [0]),
+        ([POOL_BLOCKS], [0]),
+        ([-1], [0]),
+        ([0], [POOL_BLOCKS]),
+        ([0], [-1]),
+        ([0, 1], [2, 2]),
+    ):
+        with _must_refuse(f"read({source}, {target})"):
             await remote.read(source, target)
         pair.expect([], [], f"the refused read {source} into {target}")
 
 
-async def pieces_of_blocks(pair: Pair) -> None:
+async def pieces_of_blocks(pair: PoolPair) -> None:
     remote = await pair.attach()
     size = pair.shape.block_bytes
     for offset, length in ((0, 8), (8, 16), (size // 2, size // 2), (size - 8, 8), (4, 12), (0, size)):
@@ -117,36 +124,36 @@ async def pieces_of_blocks(pair: Pair) -> None:
             pair.expect(source, target, f"read {source} into {target} within {offset}, {length}", (offset, length))
 
 
-async def bad_pieces_are_refused(pair: Pair) -> None:
+async def bad_pieces_are_refused(pair: PoolPair) -> None:
     remote = await pair.attach()
     size = pair.shape.block_bytes
     for within in ((-8, 8), (0, size + 1), (size, 8), (size - 8, 16), (0, -8), (8, 0)):
-        with _refused(f"read(within={within})"):
+        with _must_refuse(f"read(within={within})"):
             await remote.read([0], [1], within)
         pair.expect([], [], f"the refused read within {within}")
 
 
-async def generations_are_the_sources(pair: Pair) -> None:
-    """What a reader is told is true at the moment of asking."""
+async def generations_are_the_sources(pair: PoolPair) -> None:
+    """Check that a reader gets the source's generations of the moment when it asks."""
     remote = await pair.attach()
     assert await remote.generation([]) == 0
-    assert await remote.generation(range(BLOCKS)) == 0, "generations are zero at first"
-    numbers = {3: 1, 17: 5, BLOCKS - 1: 1 << 40}
+    assert await remote.generation(range(POOL_BLOCKS)) == 0, "generations are zero at first"
+    numbers = {3: 1, 17: 5, POOL_BLOCKS - 1: 1 << 40}
     for block, number in numbers.items():
         pair.source.generations[block] = number
-    for blocks, wanted in (([0, 1], 0), ([3], 1), ([4, 3, 17], 5), ([17, 0], 5), (list(range(BLOCKS)), 1 << 40)):
+    for blocks, wanted in (([0, 1], 0), ([3], 1), ([4, 3, 17], 5), ([17, 0], 5), (list(range(POOL_BLOCKS)), 1 << 40)):
         found = await remote.generation(blocks)
         assert found == wanted, f"generation({blocks}) said {found}, it is {wanted}"
     pair.source.generations[3] = 7
     assert await remote.generation([3]) == 7, "a generation that changed after it was asked for once"
     assert list(await asyncio.gather(*(remote.generation([block]) for block in (17, 3, 0)))) == [5, 7, 0]
-    for blocks in ([BLOCKS], [-1]):
-        with _refused(f"generation({blocks})"):
+    for blocks in ([POOL_BLOCKS], [-1]):
+        with _must_refuse(f"generation({blocks})"):
             await remote.generation(blocks)
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
+def _must_refuse(what: str) -> Iterator[None]:
     try:
         yield
     except TransportError:
@@ -154,7 +161,7 @@ def _refused(what: str) -> Iterator[None]:
     raise AssertionError(f"{what} must raise a TransportError before a byte moves")
 
 
-async def another_layout_is_refused(pair: Pair) -> None:
+async def another_layout_is_refused(pair: PoolPair) -> None:
     other = BlockMemory(BlockShape("kv", (3, 16, 8), torch.float32), 4)
     try:
         await pair.transport.attach(pair.descriptor, other)
@@ -163,7 +170,7 @@ async def another_layout_is_refused(pair: Pair) -> None:
     raise AssertionError("attach() with blocks of another size must raise LayoutMismatch")
 
 
-async def garbage_descriptor_is_refused(pair: Pair) -> None:
+async def garbage_descriptor_is_refused(pair: PoolPair) -> None:
     for garbage in (b"", b"\x00" * 7, b"\xff" * 64):
         try:
             await pair.transport.attach(garbage, pair.target)
@@ -172,15 +179,15 @@ async def garbage_descriptor_is_refused(pair: Pair) -> None:
         raise AssertionError(f"attach({garbage!r}) must raise HandshakeError")
 
 
-async def concurrent_reads(pair: Pair) -> None:
+async def concurrent_reads(pair: PoolPair) -> None:
     remote = await pair.attach()
-    await asyncio.gather(*(remote.read([block], [BLOCKS - 1 - block]) for block in range(16)))
-    pair.expect(list(range(16)), [BLOCKS - 1 - block for block in range(16)], "16 reads at once")
+    await asyncio.gather(*(remote.read([block], [POOL_BLOCKS - 1 - block]) for block in range(16)))
+    pair.expect(list(range(16)), [POOL_BLOCKS - 1 - block for block in range(16)], "16 reads at once")
 
 
-async def nothing_is_written_after_cancel(pair: Pair) -> None:
+async def nothing_is_written_after_cancel(pair: PoolPair) -> None:
     remote = await pair.attach()
-    reading = asyncio.ensure_future(remote.read(list(range(BLOCKS)), list(range(BLOCKS))))
+    reading = asyncio.ensure_future(remote.read(list(range(POOL_BLOCKS)), list(range(POOL_BLOCKS))))
     await asyncio.sleep(0)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -190,7 +197,7 @@ async def nothing_is_written_after_cancel(pair: Pair) -> None:
     assert torch.equal(pair.target.tensor, before), "bytes were written after a cancelled read had returned"
 
 
-async def the_loop_keeps_turning(pair: Pair) -> None:
+async def the_loop_keeps_turning(pair: PoolPair) -> None:
     remote = await pair.attach()
     turns = 0
 
@@ -202,23 +209,23 @@ async def the_loop_keeps_turning(pair: Pair) -> None:
 
     turning = asyncio.ensure_future(turn())
     for _ in range(8):
-        await remote.read(list(range(BLOCKS)), list(range(BLOCKS)))
+        await remote.read(list(range(POOL_BLOCKS)), list(range(POOL_BLOCKS)))
         await asyncio.sleep(0)
     turning.cancel()
     assert turns >= 8, f"the event loop turned only {turns} times during 8 reads"
 
 
-async def a_closed_peer_is_lost(pair: Pair) -> None:
+async def a_closed_peer_is_lost(pair: PoolPair) -> None:
     remote = await pair.attach()
     await pair.transport.aclose()
-    with _refused("a read from a closed peer"):
+    with _must_refuse("a read from a closed peer"):
         await remote.read([0], [0])
     pair.expect([], [], "a read from a closed peer")
-    with _refused("generation() of a closed peer"):
+    with _must_refuse("generation() of a closed peer"):
         await remote.generation([0])
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[ContractCheck, ...] = (
     descriptor_is_bytes,
     reads_in_order_and_scattered,
     empty_read,

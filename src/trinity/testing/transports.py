@@ -1,4 +1,4 @@
-"""Transports that misbehave on purpose, around a real one: for controls, and for tests of failures."""
+"""Transports that delay, corrupt or fail reads of a real one: for controls, and for tests of failures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ AfterRead = Callable[[BlockMemory, Sequence[int]], None]
 
 
 class WrappedTransport:
-    """``inner``, with something done to every read: ``delay_s`` before it, ``after`` it, or a failure in its place.
+    """Wraps a transport and changes every read: a delay before it, a function after it, or a failure in its place.
 
-    ``fail(kind, count)`` says whether the count-th read of a kind fails with ``PeerLost``.
+    - ``inner`` (``InprocTransport()``): the transport that moves the blocks.
+    - ``delay_s`` (seconds, 0): delay before each read.
+    - ``after`` (none): called with the target's memory and blocks after each read.
+    - ``fail`` (none): ``fail(kind, count)`` returns True where the count-th read of a kind raises ``PeerLost``.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class _WrappedRemote:
         await self._inner.aclose()
 
 
-def zeroing(kind: str) -> WrappedTransport:
-    """A transport that zeroes the blocks of one kind after it has moved them: the tokens must change."""
+def zero_after_read(kind: str) -> WrappedTransport:
+    """Make a transport that zeroes the blocks of one kind after each read: the tokens must change."""
 
     def zero(memory: BlockMemory, blocks: Sequence[int]) -> None:
         if memory.kind == kind:

@@ -2,11 +2,11 @@
 
 Messages between two cores keep their order (first in, first out per pair) and take as long as ``Durations`` says;
 steps and pulls likewise; ``Faults`` makes rows and pulls fail. The same seed gives the same run. Every check of
-``trinity.testing.checks`` runs after every event unless told otherwise.
+``trinity.testing.checks`` runs after every event unless ``observers`` says otherwise.
 
 ::
 
-    cluster = VirtualCluster(settings_of("1E1P1D", pools={"image": 12, "kv": 40}), seed=7)
+    cluster = VirtualCluster(make_settings("1E1P1D", pools={"image": 12, "kv": 40}), seed=7)
     cluster.submit(Work(request="a", prompt=(1, 2, 3), max_tokens=4), at=0.0)
     cluster.abort("a", at=0.2)
     cluster.run()
@@ -47,7 +47,7 @@ from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
 from trinity.simulation.event_loop import EventLoop
-from trinity.testing.checks import Observer, every_check
+from trinity.testing.checks import Observer, make_checks
 
 
 def _message(draw: Random, source: str, target: str) -> float:
@@ -62,8 +62,8 @@ def _pull(draw: Random, pull: Pull) -> float:
     return draw.uniform(0.0, 0.1)
 
 
-def predicted(cost: StepTime) -> Callable[[Random, str, Step], float]:
-    """Step durations from a cost model, for ``Durations.step``."""
+def predict_steps(cost: StepTime) -> Callable[[Random, str, Step], float]:
+    """Make step durations from a cost model, for ``Durations.step``."""
 
     def seconds(draw: Random, instance: str, step: Step) -> float:
         prefill = sum(row.length for row in step.prefills)
@@ -84,14 +84,14 @@ class Durations:
 
 @dataclass(frozen=True)
 class Faults:
-    """Which rows of a step fail (instance, step, request) and which pulls."""
+    """Choice of the rows of a step (instance, step, request) and of the pulls that fail."""
 
     row: Callable[[Random, str, Step, str], bool] = lambda draw, instance, step, request: False
     pull: Callable[[Random, Pull], bool] = lambda draw, pull: False
 
     @classmethod
     def at_random(cls, rows: float, pulls: float) -> Faults:
-        """Each row of a step fails with probability ``rows``, each pull with probability ``pulls``."""
+        """Fail each row of a step with probability ``rows``, each pull with probability ``pulls``."""
         return cls(
             lambda draw, instance, step, request: draw.random() < rows,
             lambda draw, pull: draw.random() < pulls,
@@ -99,8 +99,8 @@ class Faults:
 
 
 @dataclass
-class Outcome:
-    """What the reader of one request saw; times are virtual seconds."""
+class RequestRecord:
+    """Record of one request as its reader sees it; times are virtual seconds."""
 
     work: Work
     submitted: float
@@ -110,12 +110,12 @@ class Outcome:
     ended: float | None = None
 
 
-def settings_of(placement: str | Placement, pools: Mapping[str, int], **common: Any) -> list[Settings]:
-    """Settings for every instance of a placement.
+def make_settings(placement: str | Placement, pools: Mapping[str, int], **common: Any) -> list[Settings]:
+    """Make settings for every instance of a placement.
 
-    ``pools``: blocks by kind, of which each instance gets the kinds of its roles. ``common``: fields of ``Settings``;
-    lanes other than joint are for instances that encode beside another stage. Unless given, leases last for ever and
-    nothing is reported, so that time passes by what is asked of the cluster alone.
+    ``pools`` has blocks by kind; each instance gets the kinds of its roles. ``common`` has fields of ``Settings``;
+    ``lanes`` goes only to instances that encode beside another stage. By default leases never expire and loads are not
+    reported, so that time passes only through the cluster's requests.
     """
     common = {"lease_s": inf, "report_s": inf, **common}
     parsed = Placement.parse(placement) if isinstance(placement, str) else placement
@@ -134,8 +134,8 @@ def _count_up(work: Work, index: int) -> int:
     return index + 1
 
 
-def _failed(pull: Pull) -> Failure:
-    """A pull of some layers fails because their bytes were not what they should be."""
+def _pull_failure(pull: Pull) -> Failure:
+    """Make the failure of a pull; a pull of some layers fails by wrong bytes (``IntegrityError``)."""
     fields = {"cause": "IntegrityError"} if pull.layers else {}
     return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
 
@@ -143,7 +143,14 @@ def _failed(pull: Pull) -> Failure:
 class VirtualCluster(EventLoop):
     """Instance cores and a front end under one virtual clock.
 
-    ``sample(work, index)`` is the token of each output. ``observers`` None means every check there is.
+    - ``routing`` (``RoundRobin``): makes the routing policy.
+    - ``max_waiting`` (requests, 1024): longest queue at the front end.
+    - ``durations`` (``Durations()``): seconds of messages, steps and pulls.
+    - ``faults`` (none): rows and pulls that fail.
+    - ``sample`` (counts up): ``sample(work, index)`` returns the token of each output.
+    - ``seed`` (0): seed of all random draws.
+    - ``observers`` (every check): checks to run after each event.
+
     Raises ``AssertionError`` with the last events in its notes where a check fails.
     """
 
@@ -162,7 +169,7 @@ class VirtualCluster(EventLoop):
         super().__init__(instances, routing, max_waiting)
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups = Random(seed), Random(seed)
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, RequestRecord] = {}
         self.commands: list[tuple[float, str, Value]] = []
         self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
         self._arrival: dict[tuple[str, str], float] = {}
@@ -172,45 +179,45 @@ class VirtualCluster(EventLoop):
         self._pulls: dict[tuple[str, str, int], Pull] = {}
         self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
-        self.carriers = {kind: partial(self._seen, carry) for kind, carry in self.carriers.items()}
-        self.observers = every_check(self.cores, self.frontend) if observers is None else observers
+        self.carriers = {kind: partial(self._observe, carry) for kind, carry in self.carriers.items()}
+        self.observers = make_checks(self.cores, self.frontend) if observers is None else observers
 
     def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
-        """The user submits a request at this time."""
+        """Submit a request as the user at this time, in virtual seconds."""
         assert work.request not in self.outcomes, f"{work.request} was submitted before"
-        self.outcomes[work.request] = Outcome(work, at)
+        self.outcomes[work.request] = RequestRecord(work, at)
         self.post(at, FRONTEND, Submit(work, inputs))
 
     def abort(self, request: str, at: float, reason: str = "cancelled") -> None:
-        """The user ends a request at this time: cancelled (the reader left) or stop (a stop string was found)."""
+        """End a request as the user at this time: cancelled (the reader left) or stop (a stop string was found)."""
         self.post(at, FRONTEND, Abort(request, reason))
 
     def freeze(self, name: str, at: float, seconds: float) -> None:
-        """An instance stands still: what comes to it meanwhile, it finds afterwards. Its memory can be read."""
+        """Halt an instance for ``seconds``: it handles what arrives only afterwards, but its memory can be read."""
         self._frozen.setdefault(name, []).append((at, at + seconds))
 
     def run(self, limit: int = 1_000_000) -> None:
-        """Until nothing is under way any more. ``limit`` events without an end count as a livelock."""
+        """Run until nothing is under way any more. ``limit`` events count as a livelock (``AssertionError``)."""
         for _ in range(limit):
             if self.is_over():
                 break
             self.advance()
         else:
             raise AssertionError(f"no end after {limit} events")
-        self._noted(self._quiet)
+        self._with_recent(self._check_end)
 
     def take(self, number: int, name: str, event: Value) -> Value | None:
         for start, end in self._frozen.get(name, ()):
             if start <= self.now < end:
                 self.put(end, number, name, event)
                 return None
-        return self._checked(name, event) if isinstance(event, Pulled) else event
+        return self._check_generations(name, event) if isinstance(event, Pulled) else event
 
-    def _quiet(self) -> None:
+    def _check_end(self) -> None:
         for each in self.observers:
-            each.quiet()
+            each.at_end()
 
-    def _noted(self, action: Callable[[], object]) -> None:
+    def _with_recent(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:
@@ -220,7 +227,7 @@ class VirtualCluster(EventLoop):
 
     def handle(self, name: str, event: Value) -> None:
         self.recent.append((self.now, name, event))
-        self._noted(lambda: self._handle(name, event))
+        self._with_recent(lambda: self._handle(name, event))
 
     def _handle(self, name: str, event: Value) -> None:
         for each in self.observers:
@@ -230,9 +237,9 @@ class VirtualCluster(EventLoop):
         super().handle(name, event)
         if not isinstance(event, PeerLoad):  # most events where there are heartbeats; no block or request changes
             for each in self.observers:
-                each.settled(name)
+                each.after_event(name)
 
-    def _seen(self, carry: Callable[[str, Any], object], name: str, command: Value) -> None:
+    def _observe(self, carry: Callable[[str, Any], object], name: str, command: Value) -> None:
         self.commands.append((self.now, name, command))
         for each in self.observers:
             each.command(name, command)
@@ -252,7 +259,7 @@ class VirtualCluster(EventLoop):
             self._begin(name, step)
 
     def _follow(self, name: str, event: Stepped) -> None:
-        """The lane's next step begins."""
+        """Begin the lane's next step."""
         flight = self._flights[name, event.lane]
         flight.popleft()
         if flight:
@@ -260,7 +267,7 @@ class VirtualCluster(EventLoop):
 
     def _begin(self, name: str, step: Step) -> None:
         seconds = self.durations.step(self.draw, name, step)
-        stepped = self._stepped(name, step, seconds)
+        stepped = self._make_result(name, step, seconds)
         if step.group:
             self._progress(name, step, seconds, bool(stepped.failed))
         self.post(self.now + seconds, name, stepped)
@@ -279,7 +286,7 @@ class VirtualCluster(EventLoop):
         outcome.end, outcome.ended = command, self.now
 
     def _progress(self, name: str, step: Step, seconds: float, fails: bool) -> None:
-        """Layers are written evenly over the step; one that fails, or another now and then, does so in its middle."""
+        """Report layers evenly over the step; a failing step, and now and then another, begins anew in its middle."""
         layers = self.cores[name].settings.layers
         groups = [(first, min(first + step.group, layers)) for first in range(0, layers, step.group)]
         told = self.hiccups.randint(0, len(groups))
@@ -289,7 +296,7 @@ class VirtualCluster(EventLoop):
         if again and told:
             self.post(self.now + seconds * 0.95, name, Progress(step.id, step.lane, None))
 
-    def _stepped(self, name: str, step: Step, seconds: float) -> Stepped:
+    def _make_result(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
         failed = {
             request: Failure("StageError", f"a row of {request} failed")
@@ -298,10 +305,10 @@ class VirtualCluster(EventLoop):
         }
         self._broken.update((name, request) for request in failed)
         sampling = [row.request for row in step.prefills if row.last] + list(step.decodes)
-        sampled = {request: self._sampled(request) for request in sampling if request not in failed}
+        sampled = {request: self._sample_token(request) for request in sampling if request not in failed}
         return Stepped(step.id, step.lane, sampled, failed, seconds)
 
-    def _sampled(self, request: str) -> Sampled:
+    def _sample_token(self, request: str) -> Sampled:
         index = self._drawn.get(request, 0)
         self._drawn[request] = index + 1
         return Sampled(self.sample(self.outcomes[request].work, index))
@@ -310,14 +317,14 @@ class VirtualCluster(EventLoop):
         seconds = self.durations.pull(self.draw, pull)
         self._pulls[name, pull.offer, pull.part] = pull
         if self.faults.pull(self.draw, pull):
-            answer = Pulled(pull.offer, pull.part, _failed(pull))
+            answer = Pulled(pull.offer, pull.part, _pull_failure(pull))
         else:
             record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
             answer = Pulled(pull.offer, pull.part, None, record)
         self.post(self.now + seconds, name, answer)
 
-    def _checked(self, name: str, event: Pulled) -> Pulled:
-        """What a connector sees after its copy: whether the blocks were still those of the offer."""
+    def _check_generations(self, name: str, event: Pulled) -> Pulled:
+        """Fail a pull whose blocks were taken back before its copy ended, as a connector would."""
         pull = self._pulls.pop((name, event.offer, event.part))
         now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
         if event.failure is not None or max(now) <= pull.generation:

@@ -24,7 +24,7 @@ from trinity.core.instance.phases import MOVES, SPAN, Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Pulled, Ready, Release, Submit
-from trinity.testing.checks import PLACES, check_state
+from trinity.testing.checks import PHASE_QUEUES, check_state
 
 Move = tuple[Phase, Phase]
 ENOUGH = 1500
@@ -250,6 +250,6 @@ def test_who_ends_moves_nowhere_else() -> None:
 
 def test_every_phase_that_waits_or_runs_has_a_place_of_its_own() -> None:
     s = make_core("EPD0").state
-    assert len({id(getattr(s, place)) for place in PLACES.values()}) == len(PLACES)
-    placeless = set(Phase) - PLACES.keys() - s.arriving.keys()
+    assert len({id(getattr(s, place)) for place in PHASE_QUEUES.values()}) == len(PHASE_QUEUES)
+    placeless = set(Phase) - PHASE_QUEUES.keys() - s.arriving.keys()
     assert placeless == {Phase.NEW, Phase.COVERED, Phase.GONE}

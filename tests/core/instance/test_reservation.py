@@ -27,8 +27,8 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.scheduler import BatchRules
-from trinity.testing.checks import every_check
-from trinity.testing.virtual import Durations, VirtualCluster, settings_of
+from trinity.testing.checks import make_checks
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 PER_PLACEMENT = 7
 NOW = Durations(lambda *_: 0.01, lambda *_: 0.1, lambda *_: 0.01)
@@ -59,7 +59,7 @@ class Seniority:
         elif isinstance(command, Grow):
             self._growing += command.blocks
 
-    def settled(self, name: str) -> None:
+    def after_event(self, name: str) -> None:
         self.grown.update(self._growing)
         for request in self._closed:
             state = self.cores[name].state.requests.get(request)
@@ -68,7 +68,7 @@ class Seniority:
                 assert older, f"{request} was preempted for nobody"
                 self.preempted[request] += 1
 
-    def quiet(self) -> None:
+    def at_end(self) -> None:
         """A block that an older one got is the price of each preemption: they are finitely many."""
         for request, count in self.preempted.items():
             number = self._numbers[request]
@@ -79,7 +79,7 @@ class Seniority:
 def checked(cluster: VirtualCluster) -> Seniority:
     """Run it, with one more observer; every request that nobody ended has all its tokens, in order, once."""
     seniority = Seniority(cluster.cores)
-    cluster.observers = [*every_check(cluster.cores, cluster.frontend), seniority]
+    cluster.observers = [*make_checks(cluster.cores, cluster.frontend), seniority]
     cluster.run(200_000)
     for outcome in cluster.outcomes.values():
         assert outcome.end is not None
@@ -124,7 +124,7 @@ def test_a_pool_that_holds_just_the_largest_request_serves_all(
         for n, (text, outputs, image) in enumerate(sizes)
     ]
     largest = max(-(-(len(each.prompt) + each.max_tokens - 1) // 4) for each in works)
-    configured = settings_of(
+    configured = make_settings(
         placement,
         {"image": 1, "kv": largest + more},
         rules=BatchRules(token_budget=16, image_budget=8),
@@ -149,7 +149,7 @@ def test_a_pool_that_holds_just_the_largest_request_serves_all(
 
 def test_where_no_prefill_pool_holds_the_outputs_too_nobody_is_preempted() -> None:
     """P0 has the blocks of a prompt alone: what is sent back with its outputs would wait there for ever."""
-    configured = settings_of(
+    configured = make_settings(
         "E+P+D",
         {"image": 9, "kv": 36},
         rules=BatchRules(token_budget=64, image_budget=64),
@@ -173,7 +173,7 @@ def test_where_no_prefill_pool_holds_the_outputs_too_nobody_is_preempted() -> No
 
 def crowd(placement: str, reservation: str = "optimistic", **options: object) -> VirtualCluster:
     """Twelve requests that ask for 60 tokens, in a pool for one and a half of them; every one begins alike."""
-    configured = settings_of(
+    configured = make_settings(
         placement,
         {"image": 9, "kv": 36},
         rules=BatchRules(token_budget=64, image_budget=64),

@@ -21,7 +21,7 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 TWO = ("cat", 1, "dog*6", 1)
 OFFER = "P0: offer E0:1 image of r [0][1,2] by way of E0"
@@ -175,7 +175,7 @@ def test_what_cached_kv_covers_does_not_move_and_the_report_says_so() -> None:
 def test_encoders_far_slower_than_prefill_starve_nobody(placement: str, chosen: TransferPolicy) -> None:
     """Pools of one request each: what several encoders announce early must not hold each other up (rule 4)."""
     rules = BatchRules(token_budget=64, image_budget=1)
-    settings = settings_of(
+    settings = make_settings(
         placement,
         {"image": 3, "kv": 4},
         image_block_size=4,
@@ -200,7 +200,7 @@ def test_prefetch_takes_transfers_out_of_the_way_of_the_first_token() -> None:
     for chosen in (TransferPolicy(), TransferPolicy(prefetch=False)):
         pools = {"image": 9, "kv": 9}
         cluster = VirtualCluster(
-            settings_of("E+P+D", pools, image_block_size=4, kv_block_size=4, transfers=chosen), durations=still
+            make_settings("E+P+D", pools, image_block_size=4, kv_block_size=4, transfers=chosen), durations=still
         )
         for number in range(2):
             cluster.submit(work(f"r{number}", f"a{number}*4", 1, text=100 * number))
@@ -213,7 +213,7 @@ def test_prefetch_takes_transfers_out_of_the_way_of_the_first_token() -> None:
 def test_the_end_of_a_request_before_its_commit_is_told_once() -> None:
     """Deadlines and cancels at every instant of a slow encoding; ``Conversation`` counts each Finished."""
     slow = Durations(step=lambda draw, name, step: 1.0, message=lambda draw, *_: draw.uniform(0.0, 0.7))
-    settings = settings_of(
+    settings = make_settings(
         "2E1P1D", {"image": 6, "kv": 8}, image_block_size=4, kv_block_size=4, rules=BatchRules(image_budget=1)
     )
     cluster = VirtualCluster(settings, durations=slow, seed=3)

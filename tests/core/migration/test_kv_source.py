@@ -24,7 +24,7 @@ from trinity.core.messages import (
 from trinity.core.migration import kv_source, kv_target
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, settings_of
+from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 # ---------------------------------------------------------------- the source
 
@@ -233,7 +233,7 @@ def test_a_step_that_ran_again_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("placement", ["EP+D", "E+P+D", "2ED1P", "1E2P2D", "1EP1PD"])
 def test_pools_of_one_request_stream_eight_at_once(placement: str) -> None:
-    settings = settings_of(
+    settings = make_settings(
         placement,
         {"image": 3, "kv": 4},
         image_block_size=4,
@@ -258,7 +258,7 @@ def test_layers_move_while_prefill_runs() -> None:
             lambda draw, name, step: 11.0 if step.prefills else 0.0,
             lambda draw, pull: 0.1 * (pull.layers[1] - pull.layers[0] if pull.layers else 9),
         )
-        settings = settings_of("P+D", {"kv": 9}, kv_block_size=4, layers=9, transfers=chosen)
+        settings = make_settings("P+D", {"kv": 9}, kv_block_size=4, layers=9, transfers=chosen)
         cluster = VirtualCluster(settings, durations=still, seed=5)
         cluster.submit(work("r", 8, max_tokens=2))
         cluster.run()
@@ -276,7 +276,7 @@ def test_layers_move_while_prefill_runs() -> None:
 def test_faults_and_cancels_in_the_middle_of_streams_leave_nothing() -> None:
     seen = {"again": 0, "ending": 0, "layers": 0}
     for seed in range(40):
-        settings = settings_of(
+        settings = make_settings(
             "1E1P2D", {"image": 6, "kv": 9}, image_block_size=4, kv_block_size=4, layers=3, transfers=LAYER
         )
         cluster = VirtualCluster(settings, faults=Faults.at_random(0.1, 0.05), seed=seed)
@@ -298,7 +298,7 @@ def test_faults_and_cancels_in_the_middle_of_streams_leave_nothing() -> None:
 
 def noticed(placement: str = "E+P+D") -> bool:
     for seed in range(60):
-        settings = settings_of(
+        settings = make_settings(
             placement, {"image": 9, "kv": 12}, image_block_size=4, kv_block_size=4, layers=3, transfers=LAYER
         )
         slow = Durations(pull=lambda draw, pull: draw.uniform(0.0, 0.3))
@@ -319,7 +319,7 @@ def test_the_sound_core_passes() -> None:
 def test_layers_announced_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = kv_source._whole
     monkeypatch.setattr(kv_source, "_whole", lambda s, state, row: (old(s, state, row)[0], s.prefill_blocks(state)))
-    settings = settings_of(
+    settings = make_settings(
         "P+D", {"kv": 12}, kv_block_size=4, layers=3, transfers=LAYER, rules=BatchRules(token_budget=5)
     )
     cluster = VirtualCluster(settings)

@@ -38,7 +38,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import VirtualCluster, settings_of
+from trinity.testing.virtual import VirtualCluster, make_settings
 
 STILL: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 CAT = tuple(media_keys(work("r", "cat*4").media[0], 4))
@@ -306,7 +306,7 @@ def store_cluster(seed: int) -> VirtualCluster:
     """Few images, many requests over a while, small pools: digests are often right, and often not any more."""
     draw = Random(seed)
     restless = draw.random() < 0.3
-    configured = settings_of(
+    configured = make_settings(
         draw.choice(PLACES),
         {"image": draw.choice([2, 3, 4, 6]), "kv": draw.choice([8, 30])},
         image_block_size=4,
@@ -356,7 +356,7 @@ def encodes(cluster: VirtualCluster) -> int:
 
 @pytest.mark.parametrize(("store", "count"), [(True, 1), (False, 2)])
 def test_one_image_at_two_encoders_is_encoded_once(store: bool, count: int) -> None:
-    configured = settings_of(
+    configured = make_settings(
         "2E2P1D",
         {"image": 8, "kv": 40},
         image_block_size=4,
