@@ -74,7 +74,7 @@ def _said(aim: Aim) -> list[str]:
 
 
 def _counted(result: Result) -> tuple[str, str]:
-    """How many aims were met, and the first of them."""
+    """Count the aims that were met, and name the first."""
     met = _of(result, True)
     return f"{len(met)} of {len(met) + len(_of(result, False))}", f"{met[0].what}: {met[0].measured} (aim {met[0].aim})"
 
@@ -98,7 +98,7 @@ def _machine(facts: dict[str, Any]) -> str:
 
 
 def _where(result: Result, facts: dict[str, Any], left: Sequence[Table], notes_left: bool) -> str:
-    """When it was measured, and what only the data have."""
+    """Say when it was measured, and add what only the data have."""
     more = [f"{table.title} ({len(table.rows)} rows)" for table in left]
     if notes_left and result.notes:
         more.append(f"{len(result.notes)} notes")

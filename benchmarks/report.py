@@ -106,7 +106,7 @@ def save(result: Result, facts: dict[str, Any], folder: Path) -> Path:
 
 
 def load(path: Path) -> tuple[Result, dict[str, Any]]:
-    """What ``save`` wrote: the result and the machine's facts."""
+    """Read what ``save`` wrote: the result and the machine's facts."""
     held = json.loads(path.read_text(encoding="utf-8"))
     facts = held.pop("machine")
     tables = [Table(each["title"], tuple(each["header"]), each["rows"]) for each in held.pop("tables")]

@@ -1,4 +1,4 @@
-"""Where benchmarks run: checkpoints, prompts, photographs, the machine's facts and how busy others keep it."""
+"""Setting of benchmarks: checkpoints, prompts, photographs, the machine's facts and how busy others keep it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _descendants_seconds() -> float:
 
 
 def facts(foreign_load: float = 0.0) -> dict[str, Any]:
-    """What a figure depends on: machine, versions, threads, commit, date."""
+    """Collect what a figure depends on: machine, versions, threads, commit, date."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""What import-linter does not see: imports that a core must never make, in whatever form, and import cycles.
+"""Checks that import-linter lacks: imports that a core must never make, in whatever form, and import cycles.
 
 An import inside a function counts; one under ``if TYPE_CHECKING`` counts for a core (it names what the core must not
 know), not for cycles (it never runs). Modules of the package import each other by their own names, never through

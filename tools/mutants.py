@@ -26,7 +26,7 @@ REASON = re.compile(r"- `([\w.*]+)` `(.+)`: .+")
 
 
 class Reason(NamedTuple):
-    """Why some mutants may survive: those of these functions, with this in the changed line."""
+    """Reason why mutants of these functions, with this in the changed line, may survive."""
 
     function: str
     text: str

@@ -39,7 +39,7 @@ def identifiers(line: str) -> Iterator[str]:
 
 
 class Names:
-    """What a checkout at ``root`` has."""
+    """Collect the names of a checkout at ``root``."""
 
     def __init__(self, root: Path) -> None:
         self.source = root / "src" / "trinity"
@@ -47,7 +47,7 @@ class Names:
         self.files = {path.relative_to(root).as_posix() for path in _files(root)}
 
     def dead(self, text: str) -> Iterator[str]:
-        """What a text names and the checkout has not, in the text's order."""
+        """List the names of a text that the checkout lacks, in the text's order."""
         imported = (f"{module}.{name.split()[0]}" for module, said in IMPORT.findall(text) for name in _listed(said))
         named = (*DOTTED.findall(text), *imported)
         yield from (name for name in named if name not in self.groups and not self.has(name))
@@ -57,7 +57,7 @@ class Names:
         return any(each == path or each.endswith(f"/{path}") for each in self.files)
 
     def has(self, name: str) -> bool:
-        """Whether a dotted name is a module, or a member of one."""
+        """Test whether a dotted name is a module, or a member of one."""
         parts = name.split(".")[1:]
         place = self.source
         while parts and (place / parts[0]).is_dir():
@@ -93,7 +93,7 @@ def _tree(module: Path) -> ast.Module:
 
 
 def _member(module: Path, parts: tuple[str, ...]) -> bool:
-    """Whether the module binds the first name and, where that is a class of its own, the class the second."""
+    """Test whether the module binds the first name and, where that is a class of its own, the class the second."""
     if not module.exists():
         return False
     bound = dict(_bound(_tree(module).body))

@@ -1,4 +1,4 @@
-"""What of a served trace live and simulated runs are compared by, and how a row of the comparison is judged."""
+"""Measures that compare live and simulated runs of a trace, and the judgement of a comparison's row."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def worst(self) -> float:
-        """How far the percentiles that are judged are off, at most."""
+        """Largest error of the judged percentiles."""
         return max(abs(self.load.off(metric)) for metric in JUDGED)
 
     def cells(self) -> list[str]:

@@ -100,7 +100,7 @@ def pipeline(placement: str) -> Pipeline:
 
 
 async def at_rest(requests: int) -> Host:
-    """What this host adds, on one placement; the same holds for all."""
+    """Measure what this host adds on one placement; the same holds for all."""
     placement = "1E1P1D"
     async with pipeline(placement) as pipe:
         return await calibrated(

@@ -1,4 +1,4 @@
-"""What this host adds to the costs of steps, measured on a live pipeline at rest, before anything is compared."""
+"""Host overhead of steps, measured on an idle live pipeline before anything is compared."""
 
 from __future__ import annotations
 

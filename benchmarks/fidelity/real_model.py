@@ -66,7 +66,7 @@ class Costs:
 
 @dataclass
 class Real:
-    """What was seen of the real model."""
+    """Measurements of the real model."""
 
     name: str
     costs: Costs
@@ -122,7 +122,7 @@ async def _apart(directory: Path, roles: str, core: int, out: Path, counts: dict
 
 
 def profile_alone(directory: Path, roles: str, out: Path, counts: dict[str, Any]) -> None:
-    """What such a process does."""
+    """Run in such a process."""
     processor = make_processor(directory)
     try:
         profile_copies(

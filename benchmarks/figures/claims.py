@@ -37,7 +37,7 @@ class Claim(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a run found of a claim."""
+    """Result of a claim."""
 
     claim: Claim
     ours: str
@@ -49,7 +49,7 @@ class Shown(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How much is simulated: all of it, or little to see that everything runs."""
+    """Sizes of the simulation: full, or small to see that everything runs."""
 
     quick: bool = False
 
@@ -86,7 +86,7 @@ class TooFewError(Exception):
 
 
 def more_than(trace: Trace, error: TraceTooShort) -> TooFewError:
-    """How many requests like a trace's last as long as an error says."""
+    """Count the requests like a trace's that last as long as an error demands."""
     span = (trace[-1].timestamp - trace[0].timestamp) / 1000
     return TooFewError(math.ceil(SPARE * len(trace) * max(1.0, error.needed_s / span)))
 
@@ -186,7 +186,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def above(one: float, other: float) -> bool:
-    """Whether a goodput is higher by more than the 2 % that a search leaves open."""
+    """Test whether a goodput is higher by more than the 2 % that a search leaves open."""
     return one > (1 + RATE_TOLERANCE) * other
 
 

@@ -311,7 +311,7 @@ def migrated(replay: Replay, trace: Trace, slo: SLO, message_s: float) -> Migrat
 
 
 def encoded(timeline: Sequence[Slice]) -> dict[int, float]:
-    """When the image of each request was ready: an instance encodes in the order of their numbers, one image each."""
+    """Find when each request's image was ready: an instance encodes in the order of their numbers, one image each."""
     ends: dict[str, list[float]] = {}
     numbers: dict[str, list[int]] = {}
     for each in timeline:

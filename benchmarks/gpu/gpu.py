@@ -47,7 +47,7 @@ LONG_PROMPTS, IMAGES = gpu_serving.Load(32, 512, 128), gpu_serving.Load(48, 32, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. ``tiny``: a small model on the CPU, to see that everything runs."""
+    """Sizes of the benchmark. ``tiny``: a small model on the CPU, to see that everything runs."""
 
     device: str = "cuda"
     dtype: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""What one thread of this machine can do at best, and timings that alternate: for benchmarks of kernels and steps."""
+"""Limits of one thread of this machine, and alternating timings: for benchmarks of kernels and steps."""
 
 from __future__ import annotations
 

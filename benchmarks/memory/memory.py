@@ -1,4 +1,4 @@
-"""What E, P and D instances weigh, and what each can hold in one memory budget (EPDServe tables 2, 3 and 8)."""
+"""Memory of E, P and D instances, and their capacity in one memory budget (EPDServe tables 2, 3 and 8)."""
 
 from __future__ import annotations
 

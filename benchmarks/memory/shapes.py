@@ -57,7 +57,7 @@ class Shape:
     images: int = 10
 
     def memory(self, text_tokens: int) -> ModelMemory:
-        """What serving it takes, in bytes."""
+        """Bytes that serving takes."""
         words = 2 * self.vocabulary * self.language.hidden
         return ModelMemory(
             vision_bytes=BYTES * (self.vision.parameters + self.projector),

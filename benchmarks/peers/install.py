@@ -47,7 +47,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def install(name: str, folder: Path, run: Run = run) -> str:
-    """What went wrong, or "". Torch comes first and is pinned, so that nothing brings a larger one."""
+    """Install an engine; returns the error, or "". Torch comes first, pinned, so that nothing brings a larger one."""
     peer, python = PEERS[name], str(folder / name / "bin" / "python")
     pip = (python, "-m", "pip", "--disable-pip-version-check")
     steps: list[tuple[Sequence[str], str]] = [

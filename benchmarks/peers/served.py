@@ -43,7 +43,7 @@ Record = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """What a run is made of."""
+    """Sizes of a run."""
 
     dtype: str = "bfloat16"
     threads: int = 2
@@ -94,7 +94,7 @@ def _wider(engine: EngineSpec, roles: str) -> EngineSpec:
 
 
 class Kept:
-    """What was measured before by the same sources and sizes, a JSON object a line. None: kept nowhere."""
+    """Results measured before by the same sources and sizes, a JSON object a line. None: kept nowhere."""
 
     def __init__(self, path: Path | None, sizes: Sizes) -> None:
         self.path, self.key = path, f"{sources()} {json.dumps(sizes)}"

@@ -30,7 +30,7 @@ Served = list[list[int]]
 
 @dataclass(frozen=True)
 class Load:
-    """What both sides serve: prompts (text and ids), and the two output lengths."""
+    """Requests of both sides: prompts (text and ids), and the two output lengths."""
 
     texts: list[str]
     ids: list[list[int]]

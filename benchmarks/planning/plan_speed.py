@@ -1,4 +1,4 @@
-"""How long plans take, and how many requests a second are simulated: compiled, in Python, and by plain simpy."""
+"""Seconds of plans, and simulated requests a second: compiled, in Python, and by plain simpy."""
 
 from __future__ import annotations
 

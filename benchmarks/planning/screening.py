@@ -1,4 +1,4 @@
-"""What screening loses: 20 small questions, answered by the screening engine with a few replays on the cores, and by a
+"""Loss by screening: 20 small questions, answered by the screening engine with a few replays on the cores, and by a
 search of every placement on the cores.
 
 python -m benchmarks.planning.screening [--settings depth=2 kv=layer ...] [--cases 20]
@@ -52,7 +52,7 @@ class Small(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What was chosen, what is best on the cores, and both goodputs there; CPU seconds of the plan.
+    """The chosen placement, the best one on the cores, and both goodputs there; CPU seconds of the plan.
 
     ``gap``: of the cores to the screening engine, for the one that this had first.
     """
@@ -139,7 +139,7 @@ def on_cores(case: Case) -> Trials:
 
 
 def lost(asked: Small, setting: str) -> Lost:
-    """What a plan by screening chooses, and what there is to choose."""
+    """Plan by screening, and list the alternatives."""
     case, names = case_of(asked, setting), case_of(asked, setting).hardware.names
     entries = case.entries(names)
     before = time.process_time()

@@ -78,7 +78,7 @@ class Other:
 
 
 def proposed(replanner: Replanner, rows: Iterable[TraceRow]) -> list[Proposal]:
-    """What comes of a trace when every plan proposes something."""
+    """Watch a trace where every plan proposes something."""
     found = [replanner.propose(Other()) for row in rows if replanner.feed(row) is not None]
     return [proposal for proposal in found if proposal is not None]
 

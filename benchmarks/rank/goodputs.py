@@ -36,7 +36,7 @@ class OutOfTimeError(Exception):
 
 
 class Sizes(NamedTuple):
-    """How much a case is: instances, requests of the held-out trace at least, and how long traces must be."""
+    """Sizes of a case: instances, requests of the held-out trace at least, and how long traces must be."""
 
     instances: int = INSTANCES
     held: int = HELD_REQUESTS
@@ -48,7 +48,7 @@ SMALL = Sizes(3, 240, 120, 0.3)
 
 
 def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -> Case:
-    """Whose replays raise ``OutOfTimeError`` when ``time.monotonic()`` passes ``until``."""
+    """Problem whose replays raise ``OutOfTimeError`` when ``time.monotonic()`` passes ``until``."""
 
     def tell(*_: object) -> None:
         if time.monotonic() > until:

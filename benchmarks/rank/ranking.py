@@ -99,7 +99,7 @@ def in_paper(rates: Mapping[str, float]) -> dict[str, float]:
 
 
 class Judged(NamedTuple):
-    """What a strategy's choice came to: by all rates of the trace it saw, and of the one held out."""
+    """Result of a strategy's choice: by all rates of the trace it saw, and of the one held out."""
 
     strict: int
     band: int

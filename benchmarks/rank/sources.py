@@ -1,4 +1,4 @@
-"""Which code a record of the benchmark of ranks hangs on: modules that are imported from some, and theirs."""
+"""Sources on which a record of the rank benchmark depends: the modules that some modules import, and theirs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Judged], float], str], ...] = (
 
 
 def feasible(record: Record) -> bool:
-    """Whether any placement meets the SLO at any rate, on both traces."""
+    """Test whether any placement meets the SLO at any rate, on both traces."""
     return bool(max(record["plan"].values()) > 0 and max(record["held"].values()) > 0)
 
 

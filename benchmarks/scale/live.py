@@ -212,7 +212,7 @@ class Watch:
 
 
 def passed(signs: dict[str, float]) -> list[str]:
-    """Which signs of a saturated CPU are there."""
+    """List the signs of a saturated CPU."""
     return [name for name, limit in LIMITS.items() if signs[name] > limit]
 
 
@@ -241,7 +241,7 @@ def moves(pipe: Pipeline) -> dict[str, int]:
 
 
 async def right_tokens(pipe: Pipeline, dataset: str, count: int = 4) -> bool:
-    """Whether requests like the dataset's give the tokens that follow from their content without any block."""
+    """Test whether requests like the dataset's give the tokens that follow from their content without any block."""
     rows = list(requests(dataset, count))
     asked = [EmulatedRequest.of(row, number, "checked/") for number, row in enumerate(rows)]
     outputs = await asyncio.gather(*map(pipe.complete, asked))

@@ -1,4 +1,4 @@
-"""What the benchmark of scale compares, simulated before anything is served, and the rates at which it is served."""
+"""Rows of the scale benchmark, simulated before anything is served, and the rates at which they are served."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Found = tuple[str, str, bool]  # name, placement, stage-level batching
 
 
 class Sizes(NamedTuple):
-    """How many instances, and how long live traces must be."""
+    """Sizes: instances, and the length of live traces."""
 
     instances: int = 32
     least_requests: int = LEAST_REQUESTS
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is compared: a method's best ratio, or a baseline. Rates in requests/s of the device's time.
+    """A compared row: a method's best ratio, or a baseline. Rates in requests/s of the device's time.
 
     ``rate``: simulated goodput of the ``asked`` requests that are served live; ``steady``: of a trace as long as a
     goodput asks for. ``cpu_s``: seconds of CPU time that emulating a request is expected to take. ``expected``: the

@@ -117,7 +117,7 @@ class Board:
         return [each for each in self.kept.of("replay", self.dataset) if tuple(each["task"][1:3]) == mine]
 
     def known(self, row: Row) -> dict[int, bool]:
-        """Which steps hold; one at which the CPU was saturated does not count."""
+        """Select the steps that hold; one at which the CPU was saturated does not count."""
         return {each["step"]: each["holds"] for each in self.replays(row) if not each["late"]}
 
     def spent(self, row: Row) -> set[int]:
@@ -135,7 +135,7 @@ class Board:
         return found
 
     def why(self, row: Row) -> str:
-        """Why its goodput is not bracketed; "" where it is."""
+        """Say why its goodput is not bracketed; "" where it is."""
         if not row.rate:
             return "no rate holds in simulation"
         known = self.known(row)
@@ -149,7 +149,7 @@ class Board:
         return f"the CPU was saturated at {rates}" if late else f"no time was left for {rates}"
 
     def shown(self) -> Workload:
-        """What its tables say."""
+        """Summarize its tables."""
         full, lines = self.kept.of("full", self.dataset), list[Line]()
         for row in self.rows:
             low, high = (None if step is None else rate_at(row, step) for step in bracket(self.known(row)))
@@ -179,7 +179,7 @@ def drain_s(task: Task) -> float:
 
 
 def seconds_of(task: Task) -> float:
-    """What a replay takes, its start and end included."""
+    """Seconds of a replay, its start and end included."""
     return sending_s(task) + task.dilation * drain_s(task)
 
 

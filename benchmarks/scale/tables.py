@@ -1,4 +1,4 @@
-"""What the benchmark of scale shows: goodput live beside simulated, what was moved, and what dilation changes."""
+"""Tables of the scale benchmark: goodput live beside simulated, what was moved, and what dilation changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Line(NamedTuple):
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the simulated goodput lies between the two; None where the live one is not bracketed."""
+        """Test whether the simulated goodput lies between the two; None where the live one is not bracketed."""
         if self.low is None or self.high is None:
             return None
         return self.low <= self.simulated < self.high

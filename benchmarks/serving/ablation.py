@@ -81,7 +81,7 @@ PLANNED = 1200  # requests of the trace that the planner is given
 
 @dataclass
 class Seen:
-    """What was offered, under which SLO, and what came of it."""
+    """The offered load, its SLO, and the result."""
 
     slo: SLO
     rates: Sequence[float]

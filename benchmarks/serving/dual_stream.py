@@ -186,7 +186,7 @@ def rate_rows(rates: Rates) -> list[list[str]]:
 
 
 def bursts(burst: dict[str, float]) -> list[str]:
-    """What a lane on each core does of a burst, as a ratio to both cores for every operator."""
+    """Throughput of a burst with a lane on each core, as a ratio to both cores for every operator."""
     told = []
     for way, rate in burst.items():
         placement, _, kind = way.partition(", ")

@@ -50,7 +50,7 @@ class Series:
         self.descriptors.append(float(len(os.listdir(f"/proc/{process}/fd"))))
 
     def growth(self, values: list[float]) -> float:
-        """What the fitted line rises over the last two thirds."""
+        """Rise of the fitted line over the last two thirds."""
         first = len(values) // 3
         return slope(self.seconds[first:], values[first:]) * (self.seconds[-1] - self.seconds[first])
 

@@ -1,4 +1,4 @@
-"""Where each stage saturates (TriInfer figure 3): throughput and latency over its batch, on one core, by dtype."""
+"""Saturation of each stage (TriInfer figure 3): throughput and latency over its batch, on one core, by dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step costs beside the model: CPU time of the core, of the shell around it and of the front end.
+"""Cost of a decode step beside the model: CPU time of the core, of the shell around it and of the front end.
 
 A pipeline with one PD instance serves n requests at once. The CPU time of each of its three threads (lane, core, event
 loop) is noted once a step; only steps that decode all n requests and prefill nothing count. The core answers on
@@ -112,7 +112,7 @@ class TimedStage:
         return sampled
 
     def _core_thread(self) -> float:
-        """What the thread of the core has spent since this was asked last."""
+        """CPU time of the core's thread since the last call."""
         core = next(each.ident for each in threading.enumerate() if each.name.endswith("-core"))
         assert core is not None
         now = time.clock_gettime(time.pthread_getcpuclockid(core))

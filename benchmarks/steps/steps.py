@@ -169,7 +169,7 @@ def _measured(stages: Stages, stage: str, batch: int, gflops: float, quick: bool
 
 
 async def _exact(directory: Any) -> bool:
-    """Whether a pipeline of all three stages gives the greedy tokens of ``generate()`` in float32."""
+    """Test whether a pipeline of all three stages gives the greedy tokens of ``generate()`` in float32."""
     from benchmarks.setting import PHOTOS
     from trinity import Pipeline, Request, Sampling
     from trinity.testing.oracle import Oracle

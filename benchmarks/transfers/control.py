@@ -1,4 +1,4 @@
-"""What control costs between processes: a hop, a migration end to end, and migrations' share of a request."""
+"""Cost of control between processes: a hop, a migration end to end, and migrations' share of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a transfer runs while something computes: KV by layers and groups, features ahead of prefill."""
+"""Overlap of transfers with computation: KV by layers and groups, features ahead of prefill."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def combined_rows(found: dict[str, Served]) -> list[list[str]]:
 
 @dataclass
 class Found:
-    """What was served, by compute, tokens and mode; by rows and prefetch; by combination."""
+    """Results by compute, tokens and mode; by rows and prefetch; by combination."""
 
     kv: dict[tuple[str, int, KvMode], Served] = field(default_factory=dict)
     features: dict[tuple[int, bool], Served] = field(default_factory=dict)

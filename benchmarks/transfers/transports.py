@@ -1,4 +1,4 @@
-"""How fast blocks move by every transport that is here, each beside one copy of the same bytes in one piece."""
+"""Speed of blocks by every available transport, each beside one copy of the same bytes in one piece."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def measure(medium: Medium, block_bytes: int, counts: Sequence[int], most: int, 
 
 
 def available(medium: Medium) -> str:
-    """Why it cannot be measured here, or nothing."""
+    """Say why it cannot be measured here; "" where it can."""
     try:
         make_transport(medium.scheme)
     except TransportUnavailable as error:
