@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Connector, choose_connector, make_connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.messages import Failure, PeerLoad, PeerLost, Send, Submit, Tick, Value
+from trinity.core.messages import Failure, PeerDown, PeerLoad, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -333,7 +333,7 @@ class Pipeline:
     def on_lost(self, name: str, why: str) -> None:
         """End the requests of an instance whose process is gone with an error, and restart it."""
         logger.error("instance %s was lost: %s", name, why)
-        self.post(PeerLost(name))
+        self.post(PeerDown(name))
         if self._processes is not None and self._state == "running":
             self._processes.restart(name)
 

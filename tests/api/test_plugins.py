@@ -8,7 +8,7 @@ import pytest
 
 from trinity import plugins
 from trinity.core.messages import PeerUp, Work
-from trinity.core.routing import POLICIES, RoundRobin, routing_policy
+from trinity.core.routing import ROUTING_POLICIES, RoundRobin, routing_policy
 from trinity.errors import ConfigError, UnknownName
 from trinity.runtime.custom_stages import find_stage_factory
 from trinity.transport.inproc import InprocTransport
@@ -66,7 +66,7 @@ def test_an_unknown_name_lists_built_in_and_registered_ones() -> None:
 
 
 def test_built_in_names_win_and_objects_pass() -> None:
-    assert {"round_robin", "random", "least_loaded", "prefix_hits"} <= set(POLICIES)
+    assert {"round_robin", "random", "least_loaded", "prefix_hits"} <= set(ROUTING_POLICIES)
     policy = RoundRobin()
     assert routing_policy(policy) is policy
     assert routing_policy("round_robin") is not routing_policy("round_robin")

@@ -121,7 +121,7 @@ def a_part_is_pulled_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None
         assert incoming is not None
         incoming.ready_parts.update(range(len(event.parts)))
 
-    around(monkeypatch, target, "offered", eager)
+    around(monkeypatch, target, "handle_offer", eager)
 
 
 @broken
@@ -131,7 +131,7 @@ def a_migration_goes_on_without_its_commit(monkeypatch: pytest.MonkeyPatch) -> N
         assert incoming is not None
         incoming.commit = Commit(event.id, (1,))
 
-    around(monkeypatch, target, "offered", assumed)
+    around(monkeypatch, target, "handle_offer", assumed)
 
 
 @broken
@@ -141,7 +141,7 @@ def a_migration_goes_on_without_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
         assert incoming is not None
         incoming.pulled_parts.add(0)
 
-    around(monkeypatch, target, "offered", assumed)
+    around(monkeypatch, target, "handle_offer", assumed)
 
 
 @broken

@@ -13,7 +13,7 @@ from trinity.core.messages import (
     Finished,
     Forget,
     Moved,
-    PeerLost,
+    PeerDown,
     Sampled,
     Submit,
 )
@@ -86,7 +86,7 @@ def test_what_was_given_up_meanwhile_is_not_sent_again() -> None:
 def test_what_was_sent_back_ends_with_an_error_where_its_first_stage_is_gone() -> None:
     core = returning()
     core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
-    core.handle(PeerLost("E0"), 4.5)
+    core.handle(PeerDown("E0"), 4.5)
     (end,) = [each for each in core.handle(sent_back(2), 5.0) if isinstance(each, End)]
     assert end.reason == "error"
     assert end.failure is not None
@@ -105,7 +105,7 @@ def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_o
     first = core.handle(sent_back(9), 2.0)
     (again,) = sent(first, Submit)
     assert again.work.outputs == 9
-    core.handle(PeerLost("P1"), 3.0)
+    core.handle(PeerDown("P1"), 3.0)
     (end,) = [each for each in core.handle(sent_back(9, attempt=1), 4.0) if isinstance(each, End)]
     assert end.failure is not None
     assert end.failure.error == "RequestTooLarge"
@@ -121,7 +121,7 @@ def test_a_loss_after_it_was_sent_again_counts_the_tokens_of_the_new_attempt() -
     core.handle(sent_back(2), 5.0)
     core.handle(Moved("r", 1, "P0", 1), 6.0)
     core.handle(Moved("r", 1, "D0", 2), 6.0)
-    (end,) = [each for each in core.handle(PeerLost("P0"), 7.0) if isinstance(each, End)]
+    (end,) = [each for each in core.handle(PeerDown("P0"), 7.0) if isinstance(each, End)]
     assert end.reason == "error"
 
 

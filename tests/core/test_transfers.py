@@ -13,7 +13,7 @@ from trinity.core.transfers import (
     TransferPolicy,
     exposed_tail,
     group_layers,
-    merged,
+    merge_records,
     overlap_ratio,
 )
 from trinity.errors import ConfigError
@@ -128,7 +128,7 @@ def test_a_rate_is_a_mean_that_fades() -> None:
 
 def test_a_transfer_in_pieces_is_one_record() -> None:
     one = {"kind": "kv", "bytes": 10, "seconds": 1.0, "setup_s": 0.5, "pieces": 2, "scheme": "shm"}
-    all = merged(merged({**one, "pulls": 1}, one), {**one, "outcome": "failed"})
+    all = merge_records(merge_records({**one, "pulls": 1}, one), {**one, "outcome": "failed"})
     assert all == {**one, "bytes": 30, "seconds": 3.0, "setup_s": 1.5, "pieces": 6, "pulls": 3, "outcome": "failed"}
 
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from support.pipeline_driver import GOOD, TWO, all_tokens, good_ones, serving
 from trinity.connector import Connector, make_connector
-from trinity.core.messages import Commit, Fetched, Offer, Part, PeerLost, Pull, Ready, Release, Send, Work
-from trinity.core.transfers import merged
+from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Work
+from trinity.core.transfers import merge_records
 from trinity.errors import ConfigError, IntegrityError, MigrationError
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.digests import (
@@ -184,7 +184,7 @@ def test_a_source_that_sends_none_is_not_believed() -> None:
 
 
 def test_pulls_of_one_transfer_add_up_what_they_cost() -> None:
-    total = merged({"bytes": 8, "digest_s": 0.25}, {"bytes": 8, "digest_s": 0.5})
+    total = merge_records({"bytes": 8, "digest_s": 0.25}, {"bytes": 8, "digest_s": 0.5})
     assert (total["digest_s"], total["pulls"]) == (0.75, 2)
 
 
@@ -225,10 +225,10 @@ def test_features_of_a_holder_come_with_digests_of_their_own() -> None:
 def test_a_lost_peer_ends_it_too() -> None:
     ends = Ends(offer())
     for side in (ends.source, ends.target):
-        side.observe(PeerLost("E0"))
+        side.observe(PeerDown("E0"))
     assert remembered(ends) == (1, 1)
-    ends.source.observe(PeerLost("D0"))
-    ends.target.observe(PeerLost("P0"))
+    ends.source.observe(PeerDown("D0"))
+    ends.target.observe(PeerDown("P0"))
     assert remembered(ends) == (0, 0)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import KV, Open, Sampled, Step
-from trinity.core.scheduler import ALPHA, TBT_SHARE, BatchRules
+from trinity.core.scheduler import TBT_SHARE, TTFT_SHARE, BatchRules
 from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, StepBudgets
 from trinity.errors import TrinityWarning
 from trinity.instance import Instance, name_instances
@@ -188,7 +188,7 @@ def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(
     slo = SLO(ttft=8.0, tbt=0.5)
     instances = name_instances([Instance("E"), Instance("P"), Instance("D"), Instance("EPD")])
     made = load_instances(deployment(slo), instances, processor)
-    assert asked == {"E": ALPHA * 8.0, "P": ALPHA * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
+    assert asked == {"E": TTFT_SHARE * 8.0, "P": TTFT_SHARE * 8.0, "D": TBT_SHARE * 0.5, "EPD": TBT_SHARE * 0.5}
     assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in made} == {(77, 33)}
     by_hand = load_instances(deployment(slo, StepBudgets(token_budget=5, image_budget=6)), instances, processor)
     assert {(each.settings.rules.token_budget, each.settings.rules.image_budget) for each in by_hand} == {(5, 6)}

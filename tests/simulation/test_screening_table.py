@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trinity.core.instance.settings import Settings
-from trinity.core.routing import POLICIES
+from trinity.core.routing import ROUTING_POLICIES
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
@@ -51,7 +51,7 @@ def _rows(kind: str) -> set[str]:
 
 def test_every_routing_policy_is_exact_has_a_stand_in_or_is_said_not_to() -> None:
     row = SCREENED_AS["Simulator.routing"]
-    assert {*(row.exact or ()), *row.stand_ins, row.note.partition(":")[0]} == set(POLICIES)
+    assert {*(row.exact or ()), *row.stand_ins, row.note.partition(":")[0]} == set(ROUTING_POLICIES)
 
 
 def test_a_stand_in_is_a_value_that_the_engine_has_and_what_it_lost_is_said() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.core_tables import make_core
 from trinity.core import InstanceCore
-from trinity.core.messages import Progress, Ready
+from trinity.core.messages import LayersWritten, Ready
 from trinity.core.transfers import TransferPolicy
 
 LAYER = TransferPolicy(kv="layer")
@@ -22,12 +22,12 @@ def target(**settings: Any) -> InstanceCore:
     return make_core("D0", layers=3, transfers=LAYER, **settings)
 
 
-def layers(step: int, first: int, end: int) -> Progress:
-    return Progress(step, "joint", (first, end))
+def layers(step: int, first: int, end: int) -> LayersWritten:
+    return LayersWritten(step, "joint", (first, end))
 
 
-def again(step: int) -> Progress:
-    return Progress(step, "joint", None)
+def again(step: int) -> LayersWritten:
+    return LayersWritten(step, "joint", None)
 
 
 def ready(*numbers: int, blocks: tuple[int, int], void: bool = False) -> Ready:

@@ -1,4 +1,4 @@
-"""BlockPool: which blocks of one kind are free, cached or held, with content keys and eviction.
+"""BlockPool: tracks the free, cached and held blocks of one kind, with content keys (prefix cache) and LRU eviction.
 
 Holds numbers only; the memory is in ``trinity.memory.block_memory``. A block is free, or cached with no reference
 (matchable, evicted least recently used first), or held; references are holders, steps, leases and pins alike.
@@ -31,7 +31,7 @@ class FreeRuns:
         self.count = blocks
 
     def take(self, count: int) -> list[int]:
-        """``count`` blocks in as few runs as there are; the caller has checked that there are enough."""
+        """Take ``count`` blocks in as few runs as possible; the caller has checked that there are enough."""
         taken: list[int] = []
         while len(taken) < count:
             left = count - len(taken)
@@ -45,7 +45,7 @@ class FreeRuns:
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Blocks come back; neighbours that follow each other do so as one run."""
+        """Return blocks; consecutive numbers are merged into one run."""
         start = end = -1
         for block in blocks:
             if block != end:
@@ -55,7 +55,7 @@ class FreeRuns:
         self._give(start, end)
 
     def _give(self, first: int, last: int) -> None:
-        """[first, last), nothing where that is empty."""
+        """Return [first, last), which may be empty."""
         if first == last:
             return
         start, end = first, last
@@ -72,7 +72,7 @@ class FreeRuns:
         return block in self.blocks()
 
     def blocks(self) -> set[int]:
-        """All of them."""
+        """All free block numbers."""
         return {block for start, end in self._end.items() for block in range(start, end)}
 
     def runs(self) -> list[tuple[int, int]]:
@@ -93,7 +93,10 @@ class FreeRuns:
 
 
 class BlockPool:
-    """The blocks of one kind on one instance. ``size`` blocks, numbered from 0."""
+    """The ``size`` blocks of one kind on one instance, numbered from 0.
+
+    For KV the cached ones are the prefix cache; for images, the encoder cache.
+    """
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind, self.size = kind, size
@@ -108,7 +111,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that an allocation can have: free ones and cached ones without reference."""
+        """Blocks available to an allocation: free ones, and cached ones without a reference."""
         return self._free.count + len(self._cached)
 
     @property
@@ -120,15 +123,15 @@ class BlockPool:
         return self._references[block]
 
     def published(self, block: int) -> bool:
-        """Whether the block's content can be matched."""
+        """True where the block's content can be matched."""
         return block in self._key
 
     def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
-        """Whether ``count`` new blocks can be had beside the cached blocks ``hits``, which will be held."""
+        """True where ``count`` new blocks are available beside the cached blocks ``hits``, which will be held."""
         return count <= self.available - sum(1 for block in hits if block in self._cached)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """``count`` blocks with one reference each; the caller has asked ``fits``."""
+        """Allocate ``count`` blocks with one reference each; the caller has checked ``fits``."""
         assert count <= self.available, f"pool {self.kind}: {count} blocks asked of {self.available}"
         while self._free.count < count:
             self._evict()
@@ -138,7 +141,7 @@ class BlockPool:
         return tuple(blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Add a reference to each block."""
         for block in blocks:
             if not self._references[block]:
                 assert block in self._cached, f"pool {self.kind}: block {block} is free and cannot be held"
@@ -146,7 +149,7 @@ class BlockPool:
             self._references[block] += 1
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One reference less to each; at none, a published block stays cached and any other is free."""
+        """Remove a reference from each block. Without any, a published block stays cached, any other is free."""
         free: list[int] = []
         for block in blocks:
             assert self._references[block] > 0, f"pool {self.kind}: block {block} has no reference to drop"
@@ -167,7 +170,7 @@ class BlockPool:
             self._changes += 1
 
     def match(self, keys: Sequence[Key]) -> tuple[int, ...]:
-        """The blocks of the longest run of ``keys`` from the first that are all here. Holds nothing."""
+        """Blocks of the longest prefix of ``keys`` that is here. Takes no reference."""
         found: list[int] = []
         for key in keys:
             block = self._block.get(key)
@@ -177,8 +180,10 @@ class BlockPool:
         return tuple(found)
 
     def digest(self, limit: int) -> bytes:
-        """``DIGEST`` bytes of the key of each of at most ``limit`` matchable blocks: those in use, then those cached,
-        the most recent first. Made anew only where content has come or gone."""
+        """Summary of the cache for peers: the first ``DIGEST`` bytes of the keys of at most ``limit`` matchable blocks.
+
+        Blocks in use come first, then cached ones, the most recent first. Recomputed only after a change.
+        """
         changes, size, made = self._digest
         if (changes, size) != (self._changes, limit):
             used = (block for block in islice(reversed(self._key), 2 * limit) if self._references[block])
@@ -203,7 +208,7 @@ class BlockPool:
         self._changes += 1
 
     def check(self) -> None:
-        """Assert what must always hold: every block is free, cached or held, and just one of them."""
+        """Assert the invariants: every block is exactly one of free, cached and held."""
         following = cached = 0
         for start, end in (*self._free.runs(), (self.size, self.size)):
             assert start >= following, f"pool {self.kind}: block {start} is free twice"
@@ -220,14 +225,14 @@ class BlockPool:
 
 
 def blocks_for(tokens: int, block: int) -> int:
-    """Blocks of ``block`` rows that hold ``tokens`` rows."""
+    """Count the blocks of ``block`` rows that ``tokens`` rows need."""
     return -(-tokens // block)
 
 
 def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int) -> list[Key]:
-    """A key per full block of ``tokens``: a chain over the tokens and, where media lie in it, their content and place.
+    """Prefix-cache keys, one per full block: a hash chain over token ids and the content and offset of media in it.
 
-    The same text with another image has other keys from the image's first block on.
+    The same text with another image has different keys from the image's first block on.
     """
     keys: list[Key] = []
     previous = b""
@@ -240,7 +245,7 @@ def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int) -
 
 
 def media_keys(span: MediaSpan, block: int) -> list[Key]:
-    """A key per image-cache block of one media item."""
+    """Encoder-cache keys, one per image block of a media item."""
     return [
         blake2b(f"{span.kind}:{span.content}:{span.tokens}:{index}".encode(), digest_size=16).digest()
         for index in range(blocks_for(span.tokens, block))

@@ -1,7 +1,7 @@
-"""FrontendCore: one view of every request, whatever instance it is on, as a state machine without I/O.
+"""FrontendCore: tracks every request from submission to its end on any instance, as a state machine without I/O.
 
-Per request its route, emitted tokens, attempt and end. Removes duplicates and puts tokens in order: the first comes
-from the prefill instance, the rest from the decode instance, on two channels. It alone decides when a request ended.
+Keeps the route, tokens, attempt and end of each. Drops duplicates and puts tokens in order: the first comes from the
+prefill instance, the rest from the decode instance, on two channels. It alone decides when a request has ended.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trinity.core.messages import (
     Finished,
     Forget,
     Moved,
+    PeerDown,
     PeerLoad,
-    PeerLost,
     PeerUp,
     Sampled,
     Send,
@@ -35,14 +35,14 @@ from trinity.core.routing import Router, RoutingPolicy, needs
 
 
 class Abort(Value, frozen=True):
-    """The user's side: end this request. ``reason``: cancelled (the reader left) or stop (a stop string was found)."""
+    """User to front end: end this request. ``reason``: cancelled (the reader left) or stop (a stop string matched)."""
 
     request: str
     reason: str
 
 
 class Deliver(Value, frozen=True):
-    """The next token of a request, in order, once."""
+    """Front end to reader: the next token of a request, in order, once."""
 
     request: str
     index: int
@@ -50,7 +50,7 @@ class Deliver(Value, frozen=True):
 
 
 class End(Value, frozen=True):
-    """The end of a request for its reader: reason stop, length, cancelled, deadline or error."""
+    """Front end to reader: the end of a request. ``reason``: stop, length, cancelled, deadline or error."""
 
     request: str
     reason: str
@@ -59,8 +59,8 @@ class End(Value, frozen=True):
 
 
 @dataclass(slots=True)
-class Entry:
-    """What the front end remembers of a request that has not ended everywhere."""
+class FrontendRequest:
+    """Record of a request that has not ended on every instance."""
 
     work: Work
     first: str
@@ -73,8 +73,8 @@ class Entry:
     finished: Finished | None = None
     tokens: list[int] = field(default_factory=list)
     inputs: tuple[Any, ...] = ()
-    past: Finished | None = None  # of what it went through before it was sent back
-    base: int = 0  # tokens that it had then
+    past: Finished | None = None  # the end of its former attempts, before it was sent back
+    base: int = 0  # count of tokens delivered by then
 
 
 class FrontendCore:
@@ -86,7 +86,7 @@ class FrontendCore:
     def __init__(self, policy: RoutingPolicy, max_waiting: int = 1024) -> None:
         self.router = Router(policy)
         self.max_waiting = max_waiting
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, FrontendRequest] = {}
         self.waiting = self.taken = 0
         self._deadlines: list[tuple[float, str]] = []
         self._out: list[Value] = []
@@ -109,12 +109,12 @@ class FrontendCore:
             self.router.take(event)
         elif isinstance(event, PeerUp):
             self.router.add(event)
-        elif isinstance(event, PeerLost):
+        elif isinstance(event, PeerDown):
             self._lost(event, now)
         return self._out
 
     def next_timer(self) -> float | None:
-        """When a Tick is due."""
+        """Clock time at which a Tick is due; None where no deadline is set."""
         while self._deadlines:
             due, request = self._deadlines[0]
             if request in self.entries and self.entries[request].deadline == due:
@@ -133,7 +133,7 @@ class FrontendCore:
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
-        self.entries[work.request] = Entry(work, first, deadline, route=[first], inputs=inputs)
+        self.entries[work.request] = FrontendRequest(work, first, deadline, route=[first], inputs=inputs)
         self.waiting += 1
         if work.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline, work.request))
@@ -167,8 +167,8 @@ class FrontendCore:
             else:
                 self._emitted(entry, index, sampled, now)
 
-    def _emitted(self, entry: Entry, index: int, sampled: Sampled, now: float) -> None:
-        """A token that may be the first one, the last one, or ahead of its turn."""
+    def _emitted(self, entry: FrontendRequest, index: int, sampled: Sampled, now: float) -> None:
+        """Deliver a token that may be the first, the last, or early."""
         entry.early[index] = sampled
         while entry.delivered in entry.early:
             if not entry.delivered:
@@ -187,13 +187,13 @@ class FrontendCore:
             if event.to in self.router.lost:  # said before its loss was known there
                 self._gone(entry, self.router.lost[event.to], now)
 
-    def _lost(self, event: PeerLost, now: float) -> None:
-        """An instance is gone: the requests that are there have failed. What others hold of them, they drop."""
+    def _lost(self, event: PeerDown, now: float) -> None:
+        """Fail the requests on a lost instance; the other instances drop what they hold of these."""
         peer = self.router.drop(event.name) or PeerUp(event.name, "")
         for entry in list(self.entries.values()):
             self._gone(entry, peer, now)
 
-    def _gone(self, entry: Entry, peer: PeerUp, now: float) -> None:
+    def _gone(self, entry: FrontendRequest, peer: PeerUp, now: float) -> None:
         if self._is_lost(entry, peer):
             text = f"instance {peer.name} was lost while the request was there; send it again"
             entry.finished = Finished(
@@ -206,9 +206,11 @@ class FrontendCore:
             )
             self._settle(entry, now)
 
-    def _is_lost(self, entry: Entry, peer: PeerUp) -> bool:
-        """Whether the request was there, or the first token was and cannot come any more: what an instance said before
-        its end has been heard."""
+    def _is_lost(self, entry: FrontendRequest, peer: PeerUp) -> bool:
+        """True where the request was on the lost instance, or its first token was and was never sent.
+
+        All messages that the instance sent before its end have been handled.
+        """
         if entry.route[-1] == peer.name:
             return entry.finished is None
         if entry.delivered > entry.base or "P" not in peer.roles or peer.name not in entry.route:
@@ -240,8 +242,8 @@ class FrontendCore:
             _, request = heapq.heappop(self._deadlines)
             self._abort(Abort(request, "deadline"), now)
 
-    def _settle(self, entry: Entry, now: float) -> None:
-        """End the request once its Finished and every token before it are here; then nothing of it is left."""
+    def _settle(self, entry: FrontendRequest, now: float) -> None:
+        """End the request, and drop its record, once Finished and all tokens before it have arrived."""
         finished = entry.finished
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
@@ -257,9 +259,11 @@ class FrontendCore:
         self._forget(finished.request, (entry.first, *finished.route))
         del self.entries[finished.request]
 
-    def _again(self, entry: Entry, finished: Finished, now: float) -> Finished | None:
-        """It was preempted where it cannot be recomputed: from its first stage on, with its tokens so far. The
-        end of the request, where no instance has that stage any more."""
+    def _again(self, entry: FrontendRequest, finished: Finished, now: float) -> Finished | None:
+        """Resubmit a request that was preempted where it cannot be recomputed, with its tokens so far.
+
+        Returns its end where no instance has its first stage any more, else None.
+        """
         left = entry.deadline - now if entry.work.deadline_s is not None else None
         outputs = len(entry.tokens)
         work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left, outputs=outputs)
@@ -280,7 +284,7 @@ class FrontendCore:
         for name in dict.fromkeys(route):
             self._out.append(Send(name, Forget(request)))
 
-    def _end(self, entry: Entry, reason: str) -> None:
+    def _end(self, entry: FrontendRequest, reason: str) -> None:
         entry.ended = True
         if not entry.delivered:
             self.waiting -= 1
@@ -292,13 +296,13 @@ class FrontendCore:
 
 
 def _reason(finished: Finished) -> str:
-    """An instance keeps the deadline too, for when the front end is slow; the reader sees one kind of end."""
+    """Reason for the reader: "deadline" also where an instance saw it pass first."""
     late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
     return "deadline" if late else finished.reason
 
 
 def _joined(past: Finished, last: Finished) -> Finished:
-    """The end of a request with all that it went through."""
+    """Merge the records of two attempts of a request into one end."""
     spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
     return replace(
         last,
@@ -313,7 +317,7 @@ def _joined(past: Finished, last: Finished) -> Finished:
 def _too_large(
     router: Router, work: Work, letter: str, advice: str = "shorten the prompt or max_tokens, or enlarge the pools"
 ) -> Failure:
-    """What the request needs of every instance with this stage, beside what that has."""
+    """Failure that lists the blocks needed and the pool size of every instance with this stage."""
     found = []
     for peer in router.peers.values():
         if letter in peer.roles:

@@ -1,7 +1,7 @@
-"""Everything that a core is told and everything that it answers: events, messages between cores, commands.
+"""Events, messages between cores, and commands: all inputs and outputs of a core.
 
-Plain immutable values: no tensor, no clock, no socket. Times are durations in seconds (clocks of two hosts
-differ, so only what remains or what was spent travels).
+Immutable values: no tensor, no clock, no socket. Times are durations in seconds, because the clocks of two hosts
+differ: messages carry the time that remains or was spent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from trinity.core.values import Work as Work
 
 
 class Submit(Value, frozen=True):
-    """A new request. ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: the
-    instances that it has come by. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed."""
+    """A new request.
+
+    ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: instances that it has
+    visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed.
+    """
 
     work: Work
     inputs: tuple[Any, ...] = ()
@@ -35,7 +38,7 @@ class Submit(Value, frozen=True):
 
 
 class Cancel(Value, frozen=True):
-    """Stop this request; follows it along the channel of its Offers."""
+    """Stop this request; forwarded along its route, on the channel of its Offers."""
 
     request: str
 
@@ -51,14 +54,16 @@ class Forget(Value, frozen=True):
 
 class Part(Value, frozen=True):
     """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks.
-    ``holder``: features not encoded for this offer, because this instance said that it has them."""
+
+    ``holder``: instance that reported these features in its encoder cache, so they were not encoded for this offer.
+    """
 
     blocks: tuple[int, ...]
     holder: str = ""
 
 
 class Offer(Value, frozen=True, kw_only=True):
-    """Source to target, step 1: these blocks will be yours. Shard ``shard`` of ``shards``.
+    """Source to target, step 1: offers blocks to pull. Shard ``shard`` of ``shards``.
 
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
     """
@@ -77,9 +82,9 @@ class Offer(Value, frozen=True, kw_only=True):
 class Ready(Value, frozen=True):
     """Source to target: these parts hold their content.
 
-    Of KV (part 0) layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of its table, or all of them where
-    None. ``again``: what was ready of these blocks before was written anew; it has to be pulled again. ``digests``: one
-    for each block, in order, where the transport's blocks are verified; they took ``digest_s``.
+    Of KV (part 0), layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of the block table; None means all.
+    ``again``: these blocks were written again after an earlier Ready and must be pulled again. ``digests``: one per
+    block, in order, where the transport verifies blocks; computing them took ``digest_s`` seconds.
     """
 
     id: str
@@ -94,7 +99,7 @@ class Ready(Value, frozen=True):
 class Commit(Value, frozen=True):
     """Source to target, once: no part will follow. ``tokens`` are the outputs so far.
 
-    ``ending``: the request ended with them, stop or length; the target drains its pulls, reports and releases.
+    ``ending``: stop or length, where these outputs ended the request; the target drains its pulls, reports, releases.
     """
 
     id: str
@@ -107,15 +112,17 @@ class Commit(Value, frozen=True):
 
 
 class Withdraw(Value, frozen=True):
-    """Source to target: drain what is in flight, then Release."""
+    """Source to target: drain the pulls in flight, then Release."""
 
     id: str
     failure: Failure | None = None
 
 
 class Release(Value, frozen=True):
-    """Target to source, once, step 4: ``outcome`` is pulled, cached, cancelled, failed or missing. ``cost``: what pulls
-    from the source take as measured so far, (seconds for each, seconds for a layer of a block)."""
+    """Target to source, once, step 4: the lease ends. ``outcome``: pulled, cached, cancelled, failed or missing.
+
+    ``cost``: measured time of pulls from the source, (seconds per pull, seconds per layer of a block).
+    """
 
     id: str
     outcome: str
@@ -123,7 +130,7 @@ class Release(Value, frozen=True):
 
 
 class Fetch(Value, frozen=True):
-    """Target to a holder of image features, by content: lease me the blocks with these keys. Answered by Fetched."""
+    """Target to a holder of image features: requests a lease of the blocks with these keys. Answered by Fetched."""
 
     id: str
     requester: str
@@ -132,7 +139,7 @@ class Fetch(Value, frozen=True):
 
 
 class Fetched(Value, frozen=True):
-    """Holder to target: these blocks are leased until your Release(id); none where they are not all here any more."""
+    """Holder to target: blocks leased until Release(id); none where the holder lacks any of them."""
 
     id: str
     holder: str
@@ -143,7 +150,7 @@ class Fetched(Value, frozen=True):
 
 
 class PeerUp(Value, frozen=True):
-    """An instance is there, with these roles ("EP") and pools. ``returns``: it may send preempted requests back."""
+    """An instance is up, with these roles ("EP") and pools. ``returns``: it may send preempted requests back."""
 
     name: str
     roles: str
@@ -155,9 +162,14 @@ class PeerUp(Value, frozen=True):
 
 
 class PeerLoad(Value, frozen=True):
-    """An instance of itself, and its heartbeat: ``free`` blocks by kind; ``predicted_s`` of work by stage (D: a step);
-    ``unit_s`` of one more visual token, prompt position or row; ``cached``: 8 bytes of each key, by kind;
-    ``preemptions`` so far."""
+    """Load report of an instance, also its heartbeat.
+
+    - ``free`` (blocks): available blocks by kind.
+    - ``predicted_s`` (seconds): predicted time of the work at each stage (D: of a step).
+    - ``unit_s`` (seconds): predicted time of one more visual token (E), prompt position (P) or row (D).
+    - ``cached``: 8 bytes of the key of each cached block, by kind.
+    - ``preemptions``: count since the start.
+    """
 
     name: str
     epoch: int = 0
@@ -168,14 +180,14 @@ class PeerLoad(Value, frozen=True):
     preemptions: int = 0
 
 
-class PeerLost(Value, frozen=True):
+class PeerDown(Value, frozen=True):
     """An instance is gone."""
 
     name: str
 
 
 class Moved(Value, frozen=True):
-    """Instance to front end: the request was offered to ``to``; ``hop`` counts from 1, for channels differ in speed."""
+    """Instance to front end: the request was offered to ``to``. ``hop`` counts from 1: channels may reorder hops."""
 
     request: str
     attempt: int
@@ -191,7 +203,7 @@ class Tick(Value, frozen=True):
 
 
 class Stepped(Value, frozen=True):
-    """A step ended: what was sampled, and which requests failed, in ``seconds``."""
+    """A step ended after ``seconds``: its samples and its failures, by request."""
 
     id: int
     lane: str
@@ -200,7 +212,7 @@ class Stepped(Value, frozen=True):
     seconds: float = 0.0
 
 
-class Progress(Value, frozen=True):
+class LayersWritten(Value, frozen=True):
     """A running step has written these layers, [first, end), of the KV of all its prefill rows.
 
     None: the step failed and runs again row by row; what it wrote before is void.
@@ -247,19 +259,19 @@ class Open(Value, frozen=True, kw_only=True):
 
 
 class Grow(Value, frozen=True):
-    """Append these blocks to the block tables of open requests, before any later step."""
+    """Append these blocks to the block tables of open requests (slot allocation), before any later step."""
 
     blocks: dict[str, tuple[int, ...]]
 
 
 class Close(Value, frozen=True):
-    """Nothing of this request is in flight here any more; drop its rows."""
+    """Drop the rows of a request: no step or pull of it is in flight."""
 
     request: str
 
 
 class Encode(Value, frozen=True):
-    """Encode media item ``item`` of a request into ``blocks`` of the image cache."""
+    """Encode media item ``item`` of a request into ``blocks`` of the encoder cache."""
 
     request: str
     item: int
@@ -269,7 +281,7 @@ class Encode(Value, frozen=True):
 
 
 class Prefill(Value, frozen=True):
-    """Run prompt positions [start, start + length); ``last`` asks for the first token."""
+    """Run prompt positions [start, start + length), a chunk of a chunked prefill; ``last`` samples the first token."""
 
     request: str
     start: int
@@ -280,7 +292,7 @@ class Prefill(Value, frozen=True):
 class Step(Value, frozen=True):
     """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each.
 
-    ``group``: Progress is wanted whenever so many more layers of the prefills' KV are written; 0 for none.
+    ``group``: report each time this many more layers of the prefills' KV are written; 0 for no report.
     """
 
     id: int
@@ -292,7 +304,7 @@ class Step(Value, frozen=True):
 
 
 class Revoke(Value, frozen=True):
-    """Set these blocks' generation, before any later command: a lease was taken back, and they get new content."""
+    """Set the generation of these blocks before any later command: their lease was revoked and they get new content."""
 
     kind: str
     blocks: tuple[int, ...]
@@ -302,10 +314,10 @@ class Revoke(Value, frozen=True):
 class Pull(Value, frozen=True):
     """Read blocks of a peer's pool into our own; answered by one Pulled.
 
-    It fails where, after the copy, a source block has a higher generation than ``generation``, the offer's, or where
-    the blocks are not what the source has ``digests`` of (the host adds them where blocks are verified; None: they are
-    not), which took it ``digest_s``. ``part`` is the offer's part, or for KV the number of the pull; ``layers``
-    [first, end) of each block move, or all.
+    Fails where, after the copy, a source block has a higher generation than the offer's ``generation``, or a block
+    differs from its ``digests`` (added by the host where blocks are verified, else None; computing them took
+    ``digest_s`` seconds). ``part`` is the offer's part, or for KV the number of the pull. ``layers``: [first, end) of
+    each block, None for all.
     """
 
     offer: str
@@ -325,9 +337,9 @@ class Pull(Value, frozen=True):
 
 
 class Emit(Value, frozen=True):
-    """All tokens of one step, in columns: whose, of which attempt, which of its outputs, and what was sampled.
+    """All tokens of one step, in columns: request, attempt, index among its outputs, and sample.
 
-    Which one is ``starts[i] + behind``: most steps have the same ``starts`` as the one before.
+    The index is ``starts[i] + behind``: most steps share ``starts`` with the step before.
     """
 
     requests: tuple[str, ...]
@@ -337,7 +349,7 @@ class Emit(Value, frozen=True):
     behind: int = 0
 
     def rows(self) -> Iterator[tuple[str, int, int, Sampled]]:
-        """Request, attempt, index and sample of each. Raises ``ValueError`` where the columns differ in length."""
+        """Yield request, attempt, index and sample of each row. Raises ``ValueError`` for columns of unequal length."""
         behind = self.behind
         for request, attempt, start, sampled in zip(
             self.requests, self.attempts, self.starts, self.sampled, strict=True
@@ -346,8 +358,10 @@ class Emit(Value, frozen=True):
 
 
 class Finished(Value, frozen=True, kw_only=True):
-    """A request ended here and holds nothing here: ``reason`` is stop, length, cancelled, error, or preempted, where it
-    has to be recomputed elsewhere. ``count`` of tokens, the first of which came from elsewhere, on another channel.
+    """A request ended on this instance and holds nothing here.
+
+    ``reason``: stop, length, cancelled, error, or preempted (it must be recomputed elsewhere). ``count``: its tokens,
+    some of which another instance has sent, on another channel.
     """
 
     request: str

@@ -1,4 +1,4 @@
-"""Routing: which instance a request goes to next. A request stays where its next stage is (TriInfer 4.3).
+"""Routing: chooses the next instance of a request, which stays where its next stage is (TriInfer 4.3).
 
 Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4). The last two read
 what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
@@ -14,7 +14,7 @@ from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
 from trinity.plugins import load_plugin
 
-LITTLE = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
+UNKNOWN_UNIT_S = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
 
 
 class SimplePolicy(Protocol):
@@ -65,7 +65,7 @@ class RandomChoice:
 
 
 class LeastLoaded:
-    """The one that is predicted to be through with what it has first (EPD-Serve 3.4); in turn where equal."""
+    """The instance predicted to finish its present work first (EPD-Serve 3.4); ties in turn."""
 
     informed, straight = True, False
 
@@ -81,7 +81,7 @@ class LeastLoaded:
 
 
 class PrefixHits:
-    """The one that has most of the request cached, prompt positions and visual tokens; of equals the least loaded."""
+    """The instance with most of the request cached (prefix cache and encoder cache, in tokens); ties least loaded."""
 
     informed, straight = True, True
 
@@ -96,7 +96,7 @@ class PrefixHits:
         return self._least.choose(letter, work, best, router)
 
 
-POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+ROUTING_POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "round_robin": RoundRobin,
     "random": RandomChoice,
     "least_loaded": LeastLoaded,
@@ -108,7 +108,7 @@ def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:
     """The policy of this name, or the object itself. Raises ``UnknownName``."""
     if not isinstance(name, str):
         return name
-    make = POLICIES.get(name) or load_plugin("trinity.routing", "routing policy", name, POLICIES)
+    make = ROUTING_POLICIES.get(name) or load_plugin("trinity.routing", "routing policy", name, ROUTING_POLICIES)
     made: RoutingPolicy = make()
     return made
 
@@ -136,7 +136,7 @@ class Router:
 
     @property
     def informed(self) -> bool:
-        """Whether the policy reads ``loads``."""
+        """True where the policy reads ``loads``."""
         return bool(getattr(self.policy, "informed", False))
 
     def add(self, peer: PeerUp) -> None:
@@ -145,7 +145,7 @@ class Router:
         self._unload(peer.name)
 
     def take(self, load: PeerLoad) -> None:
-        """What an instance says of itself; of one that is gone, or of its former life, it says nothing any more."""
+        """Store a load report, unless its instance is gone or has restarted since."""
         peer = self.peers.get(load.name)
         if peer is not None and peer.epoch == load.epoch:
             self.loads[load.name] = load
@@ -158,7 +158,7 @@ class Router:
             self._digests.pop((name, kind), None)
 
     def drop(self, name: str) -> PeerUp | None:
-        """An instance is gone, and may come back."""
+        """Remove an instance, which may come back. Returns it, if it was known."""
         peer = self.peers.pop(name, None)
         self._unload(name)
         if peer is not None:
@@ -166,7 +166,7 @@ class Router:
         return peer
 
     def misses(self, letter: str) -> bool:
-        """Whether every instance with this stage is gone for now."""
+        """True where instances with this stage were known and all of them are gone."""
         return not self.has(letter) and any(letter in peer.roles for peer in self.lost.values())
 
     def choose(self, letter: str, work: Work) -> str | None:
@@ -206,16 +206,18 @@ class Router:
         return name
 
     def seconds(self, name: str, letter: str) -> float:
-        """Predicted seconds of the work that an instance has at a stage, with what it was sent since it said so."""
+        """Predict the seconds of work at a stage of an instance: its last report, and what was sent to it since."""
         load = self.loads.get(name)
         sent = self._sent.get(name, {}).get(letter, 0)
         if load is None:
-            return sent * LITTLE
-        return load.predicted_s.get(letter, 0.0) + sent * (load.unit_s.get(letter, 0.0) or LITTLE)
+            return sent * UNKNOWN_UNIT_S
+        return load.predicted_s.get(letter, 0.0) + sent * (load.unit_s.get(letter, 0.0) or UNKNOWN_UNIT_S)
 
     def cached_tokens(self, peer: PeerUp, letter: str, work: Work) -> int:
-        """How much work an instance is spared at this stage and those that follow there, by what it said it has
-        cached: prompt positions and visual tokens."""
+        """Count the prompt positions and visual tokens that an instance has cached, by its last report.
+
+        Counts those of this stage and of the stages that follow on the same instance.
+        """
         stages = _stages_here(letter, peer.roles)
         spared = self._prefix_tokens(peer, work) if stages & {"P", "D"} else 0
         if stages & {"E", "P"}:
@@ -247,7 +249,7 @@ class Router:
         return hits * peer.kv_block_size
 
     def digest(self, name: str, kind: str) -> frozenset[bytes]:
-        """The beginnings of the keys of what an instance said it has cached."""
+        """Key prefixes (``DIGEST`` bytes) of the blocks that an instance reported as cached."""
         load = self.loads.get(name)
         said = load.cached.get(kind, b"") if load is not None else b""
         old = self._digests.get((name, kind))
@@ -261,7 +263,7 @@ class Router:
 
 
 def _units(letter: str, work: Work) -> int:
-    """What a request adds to the work of a stage: visual tokens, prompt positions, a row."""
+    """Units that a request adds to a stage: visual tokens (E), prompt positions (P), a row (D)."""
     if letter == "E":
         return sum(span.tokens for span in work.media)
     return len(work.prompt) if letter == "P" else 1

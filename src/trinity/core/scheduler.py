@@ -1,4 +1,4 @@
-"""Algorithm 1 (TriInfer 4.2) as a pure function: which rows the next step of an instance has."""
+"""Algorithm 1 (TriInfer 4.2) as a pure function: chooses the rows of an instance's next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trinity.errors import ConfigError
 
 Policy = Literal["alg1", "time", "prefill_first"]
 Order = Literal["fcfs", "sjf", "deadline"]
-ALPHA = 0.5  # share of the TTFT bound that one batch may take: encode and prefill are at least two batches
+TTFT_SHARE = 0.5  # share of the TTFT bound that one batch may take: encode and prefill are at least two batches
 # and of the TBT bound: what steps cost besides their forward, and rounding, must not push every gap over the bound
 TBT_SHARE = 0.98
 
@@ -81,7 +81,7 @@ class EncodeView(NamedTuple):
 
 
 class Outstanding(NamedTuple):
-    """What the other lane of the instance is running (dual stream: the budgets hold jointly)."""
+    """Rows running on the other lane of the instance (dual stream: the budgets hold jointly)."""
 
     decodes: int = 0
     prefill_tokens: int = 0
@@ -93,7 +93,7 @@ NOTHING = Outstanding()
 
 @dataclass
 class View:
-    """What Algorithm 1 sees. The waiting iterables are lazy, in queue order; ``free_*`` are blocks to be had."""
+    """Input of Algorithm 1. The waiting iterables are lazy, in queue order; ``free_*`` are available blocks."""
 
     decoding: Sequence[str] = ()
     prefilling: Iterable[PrefillView] = ()
@@ -118,7 +118,7 @@ class Batch:
 
 def latency_bound(roles: str, ttft: float, tbt: float) -> float:
     """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), or ``TBT_SHARE``·TBT."""
-    return TBT_SHARE * tbt if "D" in roles else ALPHA * ttft
+    return TBT_SHARE * tbt if "D" in roles else TTFT_SHARE * ttft
 
 
 def schedule(view: View, rules: BatchRules) -> Batch:
@@ -205,7 +205,7 @@ def _add_items(batch: Batch, room: _Room, encode: EncodeView) -> bool:
 
 
 class _Room:
-    """What is left of both budgets, counted (policies alg1 and prefill_first)."""
+    """Rest of both budgets, counted (policies alg1 and prefill_first)."""
 
     def __init__(self, rules: BatchRules, outstanding: Outstanding) -> None:
         self.rules, self.outstanding = rules, outstanding
@@ -221,7 +221,7 @@ class _Room:
 
 
 class _TimeRoom(_Room):
-    """What is left of the latency bound, predicted (policy time). An empty batch always admits one piece.
+    """Rest of the latency bound, predicted (policy time). An empty batch always admits one piece.
 
     One of decodes alone admits one item: where it does not fit beside them it would wait for as long as any decode.
     """

@@ -1,4 +1,4 @@
-"""How transfers overlap with computing: what a user chooses, and what follows from measured costs."""
+"""Overlap of transfers with compute: the user's policy, and group sizes from measured costs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TransferPolicy:
 
 
 class PullCost(NamedTuple):
-    """What a pull takes: ``fixed`` seconds, and ``cell`` seconds for each layer of each block."""
+    """Cost of a pull: ``fixed`` seconds, and ``cell`` seconds for each layer of each block."""
 
     fixed: float
     cell: float
@@ -84,7 +84,7 @@ class PullTimes:
 
 
 class TokenRate:
-    """Seconds for a token, as measured: older measurements fade."""
+    """Measured seconds per token, with older measurements fading."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
@@ -94,7 +94,7 @@ class TokenRate:
         self._seconds = self._seconds * MEMORY + seconds
 
     def seconds(self, tokens: int) -> float:
-        """Predicted for so many tokens; 0 where nothing was measured."""
+        """Predict the seconds of ``tokens`` tokens; 0 where nothing was measured."""
         return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
 
@@ -132,15 +132,15 @@ def exposed_tail(group: int, layers: int, compute: float, fixed: float, move: fl
     return max(0.0, end - layers * compute)
 
 
-def merged(total: dict[str, Any], pull: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a transfer that was pulled piece by piece: what adds up is added up, ``pulls`` counted."""
+def merge_records(total: dict[str, Any], pull: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the record of a pull to that of its transfer: sums bytes and seconds, counts ``pulls``."""
     sums = {name: total[name] + pull[name] for name in SUMMED if name in total and name in pull}
     record = {**total, **pull, **sums, "pulls": total.get("pulls", 1) + 1}
     return {**record, "gb_s": gigabytes_a_second(record)} if "gb_s" in record else record
 
 
 def gigabytes_a_second(record: Mapping[str, Any]) -> float:
-    """On the wire, set-up not counted."""
+    """Gigabytes per second on the wire, without set-up."""
     return record["bytes"] / record["seconds"] / 1e9 if record["seconds"] > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What messages speak of: media, requests, failures, samples."""
+"""Values that messages carry: media, requests, failures, samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trinity.request import Sampling
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """Base of all values here."""
+    """Base of all values and messages."""
 
 
 FRONTEND = "frontend"  # the name under which every instance reaches the front end
-PREEMPTED = "preempted"  # how a request ends where it has to be recomputed elsewhere
+PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
 
 
@@ -46,8 +46,8 @@ class MediaSpan(Value, frozen=True):
 class Work(Value, frozen=True, kw_only=True):
     """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set.
 
-    ``number`` counts requests as the front end took them in: of two, the one with the lower number is the older.
-    ``outputs``: how many it had when it was sent back, which are prefilled behind its prompt.
+    ``number`` counts requests in order of arrival at the front end: a lower number is an older request.
+    ``outputs``: tokens that it had when it was sent back; they are prefilled behind its prompt.
     """
 
     request: str
@@ -71,7 +71,7 @@ class Failure(Value, frozen=True):
 
 
 class Sampled(Value, frozen=True):
-    """What the sampler chose for one row."""
+    """Output of the sampler for one row: token id and, on request, log probabilities."""
 
     token: int
     logprob: float | None = None

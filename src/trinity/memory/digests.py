@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from trinity.core.messages import IMAGE, Fetched, Offer, PeerLost, Pull, Ready, Release, Send, Value
+from trinity.core.messages import IMAGE, Fetched, Offer, PeerDown, Pull, Ready, Release, Send, Value
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.native import compute_digests
@@ -87,7 +87,7 @@ class Digests:
             self._fetched[event.id] = event
         elif isinstance(event, Release):
             self._offered.pop(event.id, None)
-        elif isinstance(event, PeerLost):
+        elif isinstance(event, PeerDown):
             self._offered = {key: each for key, each in self._offered.items() if each[0] != event.name}
             self._expected = {key: each for key, each in self._expected.items() if each[0].source != event.name}
 

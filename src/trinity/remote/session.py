@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from trinity.connector import Connector
-from trinity.core.messages import PeerLost as PeerGone
+from trinity.core.messages import PeerDown as PeerGone
 from trinity.core.messages import Value
 from trinity.core.routing import routing_policy
 from trinity.core.scheduler import BatchRules

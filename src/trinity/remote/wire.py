@@ -17,8 +17,8 @@ from trinity.core.messages import (
     Forget,
     Moved,
     Offer,
+    PeerDown,
     PeerLoad,
-    PeerLost,
     PeerUp,
     Ready,
     Release,
@@ -201,7 +201,7 @@ ControlMessage = (
     | Moved
     | Offer
     | PeerLoad
-    | PeerLost
+    | PeerDown
     | PeerUp
     | Peers
     | Ready

@@ -203,14 +203,14 @@ class InstanceHost:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_lanes(self) -> dict[str, Lane]:
-        from trinity.core.instance.lanes import LANES
+        from trinity.core.instance.lanes import LANE_STAGES
 
         spec = self.loaded.spec
         return {
             lane: Lane(
                 self.name,
                 lane,
-                [stage for stage in self.loaded.stages if set(stage.letters) & set(LANES[lane])],
+                [stage for stage in self.loaded.stages if set(stage.letters) & set(LANE_STAGES[lane])],
                 self.post,
                 self._failed,
                 self._timeline,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from trinity.core.messages import Close, Failure, Grow, Open, Progress, Sampled, Step, Stepped, Value
+from trinity.core.messages import Close, Failure, Grow, LayersWritten, Open, Sampled, Step, Stepped, Value
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
 from trinity.stages.base import GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
@@ -189,7 +189,7 @@ class Lane:
         step = self._reporting
         if step is not None:
             self._reported = True
-            self._post(Progress(step.id, self.name, (first, end)))
+            self._post(LayersWritten(step.id, self.name, (first, end)))
 
     def _run_step(self, step: Step) -> Stepped:
         started = time.perf_counter()
@@ -203,7 +203,7 @@ class Lane:
             )
             self._reporting = None
             if self._reported:
-                self._post(Progress(step.id, self.name, None))
+                self._post(LayersWritten(step.id, self.name, None))
             sampled, failed = self._run_alone(step)
         return self._make_answer(step, started, sampled, failed)
 

@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from trinity.core.instance.lanes import LANES
+from trinity.core.instance.lanes import LANE_STAGES
 from trinity.instance import split_cores
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream, make_lane_stream
@@ -34,7 +34,7 @@ class LaneThreads:
 
     def run(self, letter: str, work: Callable[[LaneStream], T]) -> T:
         """Call ``work(stream)`` on the thread of the lane that runs this stage, and wait for its result."""
-        lane = next(lane for lane in self._pools if letter in LANES[lane])
+        lane = next(lane for lane in self._pools if letter in LANE_STAGES[lane])
         return self._pools[lane].submit(work, self._streams[lane]).result()
 
     def close(self) -> None:

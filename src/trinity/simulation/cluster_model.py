@@ -18,7 +18,7 @@ from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
-    Progress,
+    LayersWritten,
     Pull,
     Pulled,
     Sampled,
@@ -198,7 +198,7 @@ class SimulatedCluster(EventLoop):
             return Submit(self.work(event))
         if type(event) is Stepped:
             return event if self._finish_step(number, name, event) else None
-        if type(event) is Progress and not self._take_progress(number, name, event):
+        if type(event) is LayersWritten and not self._take_progress(number, name, event):
             return None
         value: Value = event
         return value
@@ -262,7 +262,7 @@ class SimulatedCluster(EventLoop):
         else:
             self._post_lane(name, running, 1.0)
 
-    def _take_progress(self, number: int, name: str, event: Progress) -> bool:
+    def _take_progress(self, number: int, name: str, event: LayersWritten) -> bool:
         """Consume a progress event; false if it is void, posted before the lane's speed changed."""
         running = self.workers[name].running.get(event.lane)
         if running is None or number not in running.numbers:
@@ -311,7 +311,7 @@ class SimulatedCluster(EventLoop):
             at = self.now + (running.left - left) * slow
             event: Value
             if layers is not None:
-                event = Progress(step.id, step.lane, layers)
+                event = LayersWritten(step.id, step.lane, layers)
             else:
                 sampling = [row.request for row in step.prefills if row.last]
                 sampled = dict.fromkeys([*sampling, *step.decodes], SAMPLED)

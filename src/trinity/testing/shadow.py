@@ -18,10 +18,10 @@ from trinity.core.messages import (
     Close,
     Encode,
     Grow,
+    LayersWritten,
     MediaSpan,
     Open,
     Prefill,
-    Progress,
     Pull,
     Pulled,
     Step,
@@ -102,7 +102,7 @@ class Shadow:
             self._end_step(name, flight.popleft(), event)
             if flight:
                 self._start_step(name, flight[0])
-        elif isinstance(event, Progress):
+        elif isinstance(event, LayersWritten):
             self._progress(name, self._steps[name, event.lane][0], event)
         elif isinstance(event, Pulled):
             self._end_pull(name, event)
@@ -159,7 +159,7 @@ class Shadow:
             row = self._rows[name, request]
             self._write_kv(name, request, len(row.tags) - 1, [TORN])
 
-    def _progress(self, name: str, step: Step, event: Progress) -> None:
+    def _progress(self, name: str, step: Step, event: LayersWritten) -> None:
         """Write some layers of the prefills, or tear all where they are about to be written again."""
         for prefill in step.prefills:
             tags = self._rows[name, prefill.request].tags[prefill.start : prefill.start + prefill.length]

@@ -30,8 +30,8 @@ from trinity.core.messages import (
     IMAGE,
     KV,
     Failure,
+    LayersWritten,
     PeerLoad,
-    Progress,
     Pull,
     Pulled,
     Revoke,
@@ -292,9 +292,11 @@ class VirtualCluster(EventLoop):
         told = self.hiccups.randint(0, len(groups))
         again = fails or self.hiccups.random() < 0.1
         for number, group in enumerate(groups[: told if again else len(groups)]):
-            self.post(self.now + seconds * (number + 1) / (len(groups) + 2), name, Progress(step.id, step.lane, group))
+            self.post(
+                self.now + seconds * (number + 1) / (len(groups) + 2), name, LayersWritten(step.id, step.lane, group)
+            )
         if again and told:
-            self.post(self.now + seconds * 0.95, name, Progress(step.id, step.lane, None))
+            self.post(self.now + seconds * 0.95, name, LayersWritten(step.id, step.lane, None))
 
     def _make_result(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)

@@ -21,8 +21,8 @@ from trinity.core.messages import (
     Forget,
     Moved,
     Offer,
+    PeerDown,
     PeerLoad,
-    PeerLost,
     Pulled,
     Ready,
     Submit,
@@ -50,7 +50,7 @@ def test_a_lost_source_ends_what_was_on_its_way_from_it_and_nothing_else() -> No
     core = make_core("D0", peers="P0 P1")
     core.handle(kv_offer("P0:1", work("r", 4), (0,)), 1.0)
     core.handle(kv_offer("P1:1", work("s", 4), (0,), source="P1"), 1.0)
-    finished = only(core.handle(PeerLost("P0"), 5.0))
+    finished = only(core.handle(PeerDown("P0"), 5.0))
     fields = {"source": "P0", "target": "D0", "kind": "kv", "cause": "PeerLost"}
     assert finished.failure == Failure("MigrationError", "instance P0 was lost before its kv blocks were here", fields)
     assert (finished.request, finished.reason, finished.route) == ("r", "error", ("P0", "D0"))
@@ -64,13 +64,13 @@ def test_the_time_that_a_lost_source_had_promised_is_not_booked() -> None:
     core = make_core("P0", peers="E0 D0")
     core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 1.0)
     core.handle(Commit("E0:1"), 2.0)
-    assert only(core.handle(PeerLost("E0"), 5.0)).spans == {"ep_migration": 3.0}
+    assert only(core.handle(PeerDown("E0"), 5.0)).spans == {"ep_migration": 3.0}
 
 
 def test_what_was_heard_of_a_lost_peer_does_not_renew_the_leases_of_its_next_life() -> None:
     core = make_core("E0", image=2, peers="P0", **SLOW)
     core.handle(PeerLoad("P0"), 8.0)
-    core.handle(PeerLost("P0"), 8.5)
+    core.handle(PeerDown("P0"), 8.5)
     assert "P0" not in core.state.last_heard
 
 
@@ -122,7 +122,7 @@ def test_who_stood_still_itself_blames_nobody(now: float, ended: bool) -> None:
 def test_without_a_prefill_instance_the_source_says_who_it_is() -> None:
     core = make_core("E0", peers="P0")
     core.handle(Submit(work("r", 1, "cat*4")), 0.0)
-    core.handle(PeerLost("P0"), 0.5)
+    core.handle(PeerDown("P0"), 0.5)
     why = only(core.handle(done(1), 1.0)).failure
     assert why == Failure("MigrationError", "no instance with stage P is up just now", {"source": "E0"})
 
@@ -140,7 +140,7 @@ def holder() -> InstanceCore:
     core = make_core("E0", image=1, peers="P0", **SLOW)
     core.handle(Submit(work("r", 1, "cat*4")), 0.0)
     core.handle(done(1), 1.0)
-    core.handle(PeerLost("P0"), 2.0)
+    core.handle(PeerDown("P0"), 2.0)
     core.handle(Forget("r"), 2.0)
     return core
 

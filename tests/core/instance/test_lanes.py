@@ -15,7 +15,7 @@ from trinity.core.messages import (
     Cancel,
     Commit,
     Finished,
-    Progress,
+    LayersWritten,
     Pulled,
     Ready,
     Sampled,
@@ -290,9 +290,9 @@ def test_kv_streams_from_both_chunks_in_their_order() -> None:
                 "step 2 joint: prefill r 8+4 last",
             ],
         ),
-        (Progress(1, "joint", (0, 1)), ["D0: ready P0:1 0 layers 0,1 blocks 0,2"]),
+        (LayersWritten(1, "joint", (0, 1)), ["D0: ready P0:1 0 layers 0,1 blocks 0,2"]),
         (done(1), ["D0: ready P0:1 0 layers 1,2 blocks 0,2"]),
-        (Progress(2, "joint", (0, 1)), ["D0: ready P0:1 0 layers 0,1 blocks 2,3"]),
+        (LayersWritten(2, "joint", (0, 1)), ["D0: ready P0:1 0 layers 0,1 blocks 2,3"]),
         (
             done(2, r=5),
             ["frontend: emit r#0=5", "D0: ready P0:1 0 layers 1,2 blocks 2,3", "D0: commit P0:1 after 5", "close r"],
@@ -300,7 +300,7 @@ def test_kv_streams_from_both_chunks_in_their_order() -> None:
     ]
     table(core, rows)
     with pytest.raises(AssertionError, match="of a lane where nothing runs"):
-        core.handle(Progress(3, "joint", (0, 1)), 0.0)
+        core.handle(LayersWritten(3, "joint", (0, 1)), 0.0)
 
 
 def test_progress_is_of_the_step_that_runs() -> None:
@@ -313,7 +313,7 @@ def test_progress_is_of_the_step_that_runs() -> None:
     )
     core.handle(Submit(work("r", 12)), 0.0)
     with pytest.raises(AssertionError, match="during step 1"):
-        core.handle(Progress(2, "joint", (0, 1)), 0.0)
+        core.handle(LayersWritten(2, "joint", (0, 1)), 0.0)
 
 
 def test_a_step_teaches_what_it_took_itself() -> None:

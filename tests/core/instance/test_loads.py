@@ -22,8 +22,8 @@ from trinity.core.messages import (
     MediaSpan,
     Offer,
     Part,
+    PeerDown,
     PeerLoad,
-    PeerLost,
     Prefill,
     Ready,
     Release,
@@ -249,7 +249,7 @@ def test_cores_and_front_end_keep_them() -> None:
     core = make_core("E0", peers="P0")
     core.handle(PeerLoad("P0", 0, {"kv": 2}), 0.0)
     assert core.state.router.loads["P0"].free == {"kv": 2}
-    core.handle(PeerLost("P0"), 1.0)
+    core.handle(PeerDown("P0"), 1.0)
     assert core.state.router.loads == {}
 
 

@@ -13,7 +13,7 @@ from trinity.core.messages import (
     Forget,
     Moved,
     Offer,
-    PeerLost,
+    PeerDown,
     Pulled,
     Ready,
     Sampled,
@@ -50,7 +50,7 @@ def test_a_lease_of_a_lost_target_is_taken_back() -> None:
     core = make_core("E0", peers="P0 P1")
     offered_by(core)
     assert core.state.image.held == 1
-    assert brief(core.handle(PeerLost("P0"), 2.0)) == []
+    assert brief(core.handle(PeerDown("P0"), 2.0)) == []
     assert core.state.image.held == 0
     core.handle(Forget("r"), 3.0)
     emptied(core)
@@ -63,7 +63,7 @@ def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently(
     core.handle(Submit(work("r", 1, "cat*4", "dog*4")), 0.0)
     core.handle(done(1), 1.0)
     assert core.state.outgoing
-    commands = core.handle(PeerLost("P0"), 2.0)
+    commands = core.handle(PeerDown("P0"), 2.0)
     assert not sent(commands, Finished)  # the front end has ended it: it was offered to the one that is lost
     core.handle(done(2), 3.0)
     core.handle(Forget("r"), 3.0)
@@ -72,7 +72,7 @@ def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently(
 
 def test_without_any_peer_left_a_request_fails() -> None:
     core = make_core("E0", peers="P0")
-    core.handle(PeerLost("P0"), 0.0)
+    core.handle(PeerDown("P0"), 0.0)
     core.handle(Submit(work("r", 1, "cat*4")), 0.0)
     (finished,) = sent(core.handle(done(1), 1.0), Finished)
     assert finished.failure is not None
@@ -86,7 +86,7 @@ def test_blocks_of_a_lost_source_are_not_waited_for(ready: bool) -> None:
     core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 0.0)
     if ready:
         core.handle(Ready("E0:1", (0,)), 0.0)
-    commands = core.handle(PeerLost("E0"), 1.0)
+    commands = core.handle(PeerDown("E0"), 1.0)
     if ready:  # its destination is in quarantine until the pull has ended
         assert not sent(commands, Finished)
         assert core.state.image.held == 1
@@ -104,7 +104,7 @@ def test_a_request_whose_blocks_are_here_outlives_its_source() -> None:
     core.handle(Ready("E0:1", (0,)), 0.0)
     core.handle(Commit("E0:1"), 0.0)
     core.handle(Pulled("E0:1", 0), 0.0)
-    assert brief(core.handle(PeerLost("E0"), 1.0)) == []
+    assert brief(core.handle(PeerDown("E0"), 1.0)) == []
     assert sent(core.handle(done(1, r=7), 1.0), Offer)
 
 
@@ -119,7 +119,7 @@ def test_offers_of_another_life_have_other_names() -> None:
 def test_a_lost_peer_that_nobody_had_to_do_with_changes_nothing() -> None:
     core = make_core("EPD0", peers="EPD1")
     core.handle(Submit(work("r", 4)), 0.0)
-    table(core, [(PeerLost("EPD1"), [])])
+    table(core, [(PeerDown("EPD1"), [])])
 
 
 # ---------------------------------------------------------------- the front end
@@ -163,7 +163,7 @@ ROUTE = (Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2))
 def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost: str, fails: bool) -> None:
     core = frontend()
     asked(core, *moves)
-    commands = core.handle(PeerLost(lost), 1.0)
+    commands = core.handle(PeerDown(lost), 1.0)
     assert ends(list(commands)) == ([("r", "StageError")] if fails else [])
     forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
     assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())
@@ -178,7 +178,7 @@ def test_a_first_token_that_was_lost_with_its_instance_is_not_waited_for(finishe
         done_there = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
         assert core.handle(done_there, 0.5) == []
     core.handle(emitted(("r", 0, 1, Sampled(5))), 0.5)
-    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == [("r", "StageError")]
+    assert ends(list(core.handle(PeerDown("P0"), 1.0))) == [("r", "StageError")]
     assert not core.entries
 
 
@@ -186,14 +186,14 @@ def test_one_that_has_come_is_enough() -> None:
     core = frontend()
     asked(core, *ROUTE)
     core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
-    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+    assert ends(list(core.handle(PeerDown("P0"), 1.0))) == []
     assert core.entries
 
 
 def test_a_move_to_an_instance_that_is_lost_already_is_a_loss() -> None:
     core = frontend()
     asked(core)
-    core.handle(PeerLost("P0"), 1.0)
+    core.handle(PeerDown("P0"), 1.0)
     assert ends(list(core.handle(ROUTE[0], 1.1))) == [("r", "StageError")]
 
 
@@ -201,7 +201,7 @@ def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
     core = frontend()
     asked(core, *ROUTE)
     core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
-    core.handle(PeerLost("D0"), 1.0)
+    core.handle(PeerDown("D0"), 1.0)
     late = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
     assert core.handle(emitted(("r", 0, 1, Sampled(5))), 2.0) == []
     assert core.handle(late, 2.0) == [Send(name, Forget("r")) for name in ("E0", "P0", "D0")]
@@ -212,7 +212,7 @@ def test_a_request_that_finished_before_the_loss_keeps_its_end() -> None:
     core = frontend()
     asked(core, *ROUTE)
     core.handle(Finished(request="r", attempt=0, reason="length", count=1, route=("E0", "P0", "D0")), 0.5)
-    assert ends(list(core.handle(PeerLost("D0"), 1.0))) == []
+    assert ends(list(core.handle(PeerDown("D0"), 1.0))) == []
     commands = core.handle(emitted(("r", 0, 0, Sampled(5))), 2.0)  # P's channel is slower than D's
     assert isinstance(commands[0], Deliver)
     assert ends(list(commands)) == [("r", "length")]
@@ -220,7 +220,7 @@ def test_a_request_that_finished_before_the_loss_keeps_its_end() -> None:
 
 def test_while_a_stage_has_no_instance_requests_are_refused_and_then_served_again() -> None:
     core = frontend()
-    core.handle(PeerLost("P0"), 0.0)
+    core.handle(PeerDown("P0"), 0.0)
     assert ends(list(core.handle(Submit(work("r", 1)), 1.0))) == [("r", "Overloaded")]
     core.handle(peer_up("P0"), 2.0)
     assert ends(list(core.handle(Submit(work("r", 1)), 3.0))) == []
@@ -231,7 +231,7 @@ def test_a_move_of_an_unknown_request_is_nothing() -> None:
     assert core.handle(Moved("gone", 0, "P0", 1), 0.0) == []
     asked(core)
     assert core.handle(Moved("r", 7, "P0", 1), 0.0) == []
-    assert ends(list(core.handle(PeerLost("P0"), 1.0))) == []
+    assert ends(list(core.handle(PeerDown("P0"), 1.0))) == []
 
 
 def test_an_instance_takes_turns_from_its_own_number_on() -> None:

@@ -13,7 +13,7 @@ from trinity.core.messages import (
     Finished,
     Forget,
     Moved,
-    PeerLost,
+    PeerDown,
     Pulled,
     Ready,
     Release,
@@ -98,7 +98,7 @@ def test_a_cancel_during_the_encoding_goes_on_to_the_target_which_reports_it() -
 
 
 def test_a_target_that_is_lost_or_gives_up_during_the_encoding_ends_the_request() -> None:
-    for event in (PeerLost("P0"), Release("E0:1", "failed")):
+    for event in (PeerDown("P0"), Release("E0:1", "failed")):
         core = encoder()
         core.handle(Submit(work("r", *TWO)), 0.0)
         table(core, [(event, []), (done(1), [])])

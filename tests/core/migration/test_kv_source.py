@@ -12,9 +12,9 @@ from trinity.core.messages import (
     Cancel,
     Commit,
     Forget,
+    LayersWritten,
     Moved,
-    PeerLost,
-    Progress,
+    PeerDown,
     Ready,
     Release,
     Step,
@@ -161,7 +161,7 @@ def test_a_step_that_failed_before_it_told_anything_takes_nothing_back() -> None
     assert "D0: ready P0:1 0 blocks 0,3" in brief(core.handle(done(1, r=5), 0.0))
 
 
-@pytest.mark.parametrize("event", [Cancel("r"), PeerLost("D0"), Release("P0:1", "failed")])
+@pytest.mark.parametrize("event", [Cancel("r"), PeerDown("D0"), Release("P0:1", "failed")])
 def test_whatever_ends_the_request_during_the_step_ends_the_announcements(event: Any) -> None:
     core = source()
     core.handle(Submit(work("r", 10)), 0.0)
@@ -173,7 +173,13 @@ def test_whatever_ends_the_request_during_the_step_ends_the_announcements(event:
 
 
 def test_progress_that_leaves_out_layers_or_names_another_step_is_a_fault() -> None:
-    for event in (layers(1, 1, 2), layers(1, 0, 0), layers(1, 0, 4), layers(2, 0, 1), Progress(1, "joint", (2, 1))):
+    for event in (
+        layers(1, 1, 2),
+        layers(1, 0, 0),
+        layers(1, 0, 4),
+        layers(2, 0, 1),
+        LayersWritten(1, "joint", (2, 1)),
+    ):
         core = source()
         core.handle(Submit(work("r", 10)), 0.0)
         with pytest.raises(AssertionError):
@@ -341,9 +347,9 @@ def test_a_target_that_pulls_again_during_the_first_pull_is_noticed(monkeypatch:
     old = kv_target.pull_pieces
 
     def hasty(s: Any, state: Any, now: float) -> None:
-        pulls, state.pulls = state.pulls, 0
+        pulls, state.pulls_in_flight = state.pulls_in_flight, 0
         old(s, state, now)
-        state.pulls += pulls
+        state.pulls_in_flight += pulls
 
     monkeypatch.setattr("trinity.core.migration.target.pull_pieces", hasty)
     assert noticed()

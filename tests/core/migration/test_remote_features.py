@@ -26,7 +26,7 @@ from trinity.core.messages import (
     Moved,
     Offer,
     Part,
-    PeerLost,
+    PeerDown,
     Pull,
     Pulled,
     Ready,
@@ -136,7 +136,7 @@ def test_a_cancel_that_crosses_what_is_given_back_is_the_end_of_it() -> None:
     emptied(core)
 
 
-@pytest.mark.parametrize("event", [Forget("r"), PeerLost("P0"), Tick()], ids=["forgotten", "target lost", "lease"])
+@pytest.mark.parametrize("event", [Forget("r"), PeerDown("P0"), Tick()], ids=["forgotten", "target lost", "lease"])
 def test_nothing_is_kept_of_it_longer_than_its_offer(event: Any) -> None:
     asked = work("r", 1, "cat*4")
     core = encoder(asked)
@@ -257,7 +257,7 @@ def test_a_holder_that_cannot_be_asked_has_nothing(how: str) -> None:
 
 
 def test_a_lost_holder_and_a_silent_one_have_nothing() -> None:
-    assert gave_up(target().handle(PeerLost("P1"), 1.0))
+    assert gave_up(target().handle(PeerDown("P1"), 1.0))
     core = target()
     core.handle(holding("E0", work("q")), 9.0)
     assert gave_up(core.handle(Tick(), 10.0))

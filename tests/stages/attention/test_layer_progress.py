@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support.language_stage import Solo, work
 from support.layer_progress import prefilled_and_told
-from trinity.core.messages import Open, Prefill, Progress, Sampled, Step, Stepped, Value
+from trinity.core.messages import LayersWritten, Open, Prefill, Sampled, Step, Stepped, Value
 from trinity.errors import StageError
 from trinity.runtime.lane import Lane
 from trinity.stages.attention.interface import AttentionParams, PagedRows
@@ -156,13 +156,17 @@ BOTH = (Prefill("a", 0, 4, True), Prefill("b", 0, 4, True))
 
 def test_a_lane_says_which_layers_of_the_running_step_are_written() -> None:
     said = run(Writer(fails=False), Step(7, "joint", prefills=BOTH, group=1))
-    assert said[:-1] == [Progress(7, "joint", (layer, layer + 1)) for layer in range(3)]
+    assert said[:-1] == [LayersWritten(7, "joint", (layer, layer + 1)) for layer in range(3)]
     assert isinstance(said[-1], Stepped)
 
 
 def test_a_step_that_fails_in_its_middle_takes_back_what_it_said_and_says_no_more() -> None:
     said = run(Writer(fails=True), Step(7, "joint", prefills=BOTH, group=1))
-    assert said[:-1] == [Progress(7, "joint", (0, 1)), Progress(7, "joint", (1, 2)), Progress(7, "joint", None)]
+    assert said[:-1] == [
+        LayersWritten(7, "joint", (0, 1)),
+        LayersWritten(7, "joint", (1, 2)),
+        LayersWritten(7, "joint", None),
+    ]
     assert isinstance(said[-1], Stepped)
     assert not said[-1].failed
     assert sorted(said[-1].sampled) == ["a", "b"]
@@ -188,8 +192,8 @@ def test_nan_in_a_layer_fails_the_row_that_has_it_even_in_a_chunk_that_is_not_th
     solo = Solo("llama", letters="P", backend=Spoilt())
     solo.open(work("a", max_tokens=1))
     said = run(solo.stage, Step(1, "joint", prefills=(Prefill("a", 0, 20, False),), group=1))
-    assert said[0] == Progress(1, "joint", (0, 1))
-    assert said[1] == Progress(1, "joint", None)
+    assert said[0] == LayersWritten(1, "joint", (0, 1))
+    assert said[1] == LayersWritten(1, "joint", None)
     stepped = said[-1]
     assert isinstance(stepped, Stepped)
     assert stepped.failed["a"].error == "StageError"

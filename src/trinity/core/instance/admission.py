@@ -1,4 +1,4 @@
-"""What the scheduler may choose from, and what an admitted request reserves: image blocks or KV blocks."""
+"""Admission: lists the candidates of a schedule, and reserves image or KV blocks for those that it admits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
-from trinity.core.instance.lanes import LANES, outstanding
+from trinity.core.instance.lanes import LANE_STAGES, outstanding
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
@@ -20,14 +20,14 @@ from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
 
 
 class Candidates:
-    """The view of one schedule. Cached blocks that it counts on are pinned, so that no admission evicts them."""
+    """Candidates of one schedule. Prefix-cache and encoder-cache hits are pinned, so that no admission evicts them."""
 
     def __init__(self, s: State, lane: str, decodes: tuple[str, ...], now: float) -> None:
         self.s, self.now = s, now
         self.hits: dict[str, tuple[int, ...]] = {}
         self.pins: list[tuple[str, str, tuple[int, ...]]] = []
         self.uncovered: list[RequestState] = []
-        language, vision = "P" in LANES[lane], "E" in LANES[lane]
+        language, vision = "P" in LANE_STAGES[lane], "E" in LANE_STAGES[lane]
         self.view = View(
             decoding=decodes,
             prefilling=self._prefilling() if language else (),
@@ -40,7 +40,7 @@ class Candidates:
         )
 
     def admit(self, batch: Batch) -> list[RequestState]:
-        """Reserve for those that the schedule admitted; nobody else's pins may stand in their way."""
+        """Reserve blocks for the admitted requests, after dropping the pins of all others."""
         chosen = {*batch.admitted_encodes, *batch.admitted_prefills}
         self._unpin([pin for pin in self.pins if pin[0] not in chosen])
         admitted = [_admit_encode(self.s, request, self.now) for request in batch.admitted_encodes]
@@ -52,7 +52,7 @@ class Candidates:
         return admitted
 
     def _free_kv(self) -> int:
-        """Migrations that wait for blocks go first, and preempted requests ahead of them."""
+        """Free KV blocks beyond the headroom of decodes; 0 while a migration waits, unless a request was preempted."""
         s = self.s
         if KV not in s.pools or (s.kv_offers and not s.preempted):
             return 0
@@ -102,7 +102,7 @@ class Candidates:
             yield EncodeView(request, tuple(items), need)
 
     def _pin(self, request: str, kind: str, hits: tuple[int, ...], new: int) -> int:
-        """Hold the hits for the length of this schedule; the blocks that reserving takes from what is available."""
+        """Hold the hits during this schedule. Returns the blocks that the reservation takes from those available."""
         pool = self.s.pools[kind]
         before = pool.available
         pool.hold(hits)
@@ -111,9 +111,10 @@ class Candidates:
 
 
 def next_decodes(s: State) -> tuple[str, ...]:
-    """Rows of the lane's next step. Behind one in flight: all that it does not surely end, a stop token aside.
+    """Requests with a row in the lane's next step (async scheduling, where a step is in flight).
 
-    A prompt whose last chunk is in flight decodes next. Its stage knows the token by then.
+    A row is planned unless the step in flight ends the request by its length; a stop token is not foreseen. A prompt
+    whose last chunk is in flight decodes next: its stage knows the token by then.
     """
     rows = tuple(s.decoding)
     if (
@@ -138,7 +139,7 @@ def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
 
 
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
-    """(item, visual tokens) that this request is the one to encode, and that no step is encoding."""
+    """List (item, visual tokens) that this request has to encode and that no step is encoding."""
     request = state.work.request
     owned = []
     for item, slot in enumerate(state.media):
@@ -149,7 +150,7 @@ def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
 
 
 def _admit_encode(s: State, request: str, now: float) -> RequestState:
-    """Reserve the image blocks of all items: cached ones are held, those under way are shared, the rest is new."""
+    """Reserve the image blocks of all items: hold cached ones, share those being encoded, allocate the rest."""
     state = s.requests[request]
     for item, slot in enumerate(state.media):
         hits = s.cached_media(slot.keys)
@@ -165,7 +166,7 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
 
 
 def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) -> None:
-    """Reserve the KV need, keep what is cached, and let the source of covered images go."""
+    """Fill its block table: prefix-cache hits, then new blocks. Releases the source of images that the hits cover."""
     state = s.requests[request]
     s.kv.hold(hits)
     state.hold_kv(hits + s.allocate(KV, blocks_to_reserve(s, state, s.prefill_blocks(state)) - len(hits)), len(hits))
@@ -184,7 +185,7 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
 
 
 def _back_to_media(s: State, state: RequestState, now: float) -> None:
-    """The cached KV that covered the images was evicted while the request waited."""
+    """Get the image features after all: the cached KV that covered them was evicted while the request waited."""
     if state.incoming is not None and not state.incoming.released:
         ask_for_media(s, state, now)
         return

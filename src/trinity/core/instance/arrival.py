@@ -1,4 +1,4 @@
-"""A request arrives at an instance, and is checked against what there is."""
+"""Handles the arrival of a request: checks it against stages and pools, and queues it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trinity.core.migration.source import offer_media
 from trinity.core.routing import needs
 
 
-def submit(s: State, event: Submit, now: float) -> None:
-    """A new request: to the encode queue, or to the prefill queue where no feature is needed, or all are here."""
+def handle_submit(s: State, event: Submit, now: float) -> None:
+    """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
     work = event.work
     state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens))
     state.route = (*event.route, s.settings.name)
@@ -36,7 +36,7 @@ def submit(s: State, event: Submit, now: float) -> None:
 
 
 def _queue_encode(s: State, state: RequestState, now: float) -> None:
-    """Wait for the encoder, unless all features are elsewhere: those are offered at once."""
+    """Queue it for the encoder, or offer its features at once where other instances hold all of them."""
     skip_cached_remotely(s, state)
     if all(slot.holder for slot in state.media):
         s.move(state, Phase.ENCODING, now)
@@ -60,7 +60,7 @@ def _problem(s: State, work: Work) -> Failure | None:
 
 
 def hold_cached(s: State, state: RequestState) -> bool:
-    """Hold the features of all its media, where all are cached here: its image need, without a new block."""
+    """Hold the features of all its media, if all are in the encoder cache here. No block is allocated."""
     found = [s.cached_media(slot.keys) for slot in state.media]
     if not all(found):
         return False
@@ -77,7 +77,7 @@ def _at_home(name: str) -> dict[str, object]:
 
 
 def pass_to_encode(s: State, state: RequestState, now: float) -> None:
-    """It came for features that are not here any more: somebody has to encode. It holds nothing here."""
+    """Pass it on to an encode instance: the features it came for were evicted. It holds nothing here."""
     work, name = state.work, s.settings.name
     target = s.router.choose("E", work)
     if target is None:

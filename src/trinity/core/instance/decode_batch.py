@@ -1,4 +1,4 @@
-"""Columns: the tokens of requests that decode together, one column a step."""
+"""DecodeBatch: keeps the tokens of requests that decode together, one column per step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from trinity.core.messages import Emit, Sampled
 
-MAX_COLUMNS = 16  # columns, before they are written to the requests they belong to
+MAX_COLUMNS = 16  # columns kept before requests collect their tokens
 
 
 @dataclass(slots=True)
 class DecodeMember:
-    """A request that takes part: it has ``start`` tokens beside the count of columns, and ends at ``last`` of those.
+    """A request of the batch: it has ``start`` + column count tokens, and ends by length at column count ``last``.
 
-    ``read``: the count of columns up to which it was asked for its tokens.
+    ``read``: column count up to which its tokens were collected.
     """
 
     attempt: int
@@ -26,11 +26,11 @@ class DecodeMember:
 
 
 class DecodeBatch:
-    """What decode steps gave, for the requests that have a row in each of them.
+    """Outputs of decode steps, for the requests that have a row in each.
 
-    Behind a forward no cache has anything of a request's state, and to look at it is most of what a decision takes. So
-    a step's tokens stay here, beside what one has to know of every row, and are written to the requests when somebody
-    asks for them, when a request leaves, or when there are ``MAX_COLUMNS`` columns.
+    A forward evicts the requests' states from the CPU's caches, and reading them is most of the time of a decision. So
+    tokens stay here, with what a decision must know of all rows. A request collects its tokens when they are read, when
+    it leaves, or when there are ``MAX_COLUMNS`` columns (decision 0032).
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class DecodeBatch:
         return self._members.keys()
 
     def changes(self, rows: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        """Who has to ``join``, and who has to ``leave``, before the next column can have these rows."""
+        """List the requests that must ``join`` and those that must ``leave`` before a column has these rows."""
         there = set(rows)
         return [each for each in rows if each not in self._members], [
             each for each in self._members if each not in there
         ]
 
     def join(self, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int]) -> None:
-        """It has so many tokens, and ends with ``most``, or with one of ``stops``."""
+        """Add a request that has ``tokens`` outputs and ends at ``most`` outputs, or with a token of ``stops``."""
         start = tokens - self.count
         self._members[request] = DecodeMember(attempt, start, most - start, stops, self.count)
         self._counted.update(stops)
@@ -68,7 +68,7 @@ class DecodeBatch:
             self._kept.clear()
 
     def arrange(self, rows: tuple[str, ...]) -> None:
-        """The next columns have these rows, all of them members, and there is no other."""
+        """Set the rows of the next columns: all members, in this order."""
         members = [self._members[each] for each in rows]
         self.rows = rows
         self._counted = +self._counted
@@ -78,8 +78,10 @@ class DecodeBatch:
         self._plan()
 
     def add_column(self, sampled: Mapping[str, Sampled]) -> tuple[Emit, bool]:
-        """The next column: what is emitted, and whether there is more to do: to look for ``ends`` and ``full``. Raises
-        ``KeyError`` for a row that nothing was sampled for."""
+        """Add a step's samples. Returns the Emit, and True where the caller must check ``ends`` and ``full``.
+
+        Raises ``KeyError`` for a row without a sample.
+        """
         rows, count = self.rows, self.count
         chosen = tuple(map(sampled.__getitem__, rows))
         self._kept.append((rows, chosen))
@@ -88,7 +90,7 @@ class DecodeBatch:
         return Emit(rows, self._attempts, self._starts, chosen, count), bool(more)
 
     def ends(self) -> list[tuple[str, str]]:
-        """Which requests the last column ends, and why."""
+        """List (request, reason) that the last column ends."""
         found = []
         for request, sampled in zip(*self._kept[-1], strict=True):
             member = self._members[request]
@@ -97,15 +99,15 @@ class DecodeBatch:
         return found
 
     def ends_none_within(self, steps: int) -> bool:
-        """Whether surely no row of the last column ends by its length within so many further columns."""
+        """True where no row can reach its length within ``steps`` more columns."""
         return self.count + steps < self._due
 
     def num_tokens(self, request: str) -> int:
-        """How many a member has."""
+        """Count the outputs of a member."""
         return self.count + self._members[request].start
 
     def new_tokens(self, request: str) -> list[int]:
-        """A member's tokens since it was asked last."""
+        """Collect a member's tokens since the last call."""
         member, found = self._members[request], list[int]()
         seen, at = tuple[str, ...](), 0
         for rows, sampled in self._kept[len(self._kept) + member.read - self.count :]:
@@ -116,15 +118,15 @@ class DecodeBatch:
         return found
 
     def full(self) -> bool:
-        """Whether all members are to be asked for their tokens, and ``clear`` called."""
+        """True where all members must collect their tokens before ``clear``."""
         return len(self._kept) >= MAX_COLUMNS
 
     def clear(self) -> None:
-        """Every member was asked."""
+        """Drop the columns, after every member has collected its tokens."""
         self._kept.clear()
         self._plan()
 
     def _plan(self) -> None:
-        """When there is more to do than to take a column."""
+        """Compute the column count at which a row may end by its length, or the columns are full."""
         ends = min([each.last for each in self._members.values()], default=0)
         self._due = min(ends, self.count + MAX_COLUMNS - len(self._kept))

@@ -1,7 +1,7 @@
-"""Optimistic reservation: blocks as a request decodes.
+"""Grows block tables as requests decode (optimistic reservation, as vLLM's slot allocation).
 
-A request that decodes gets a block when the next token needs one. Where none
-is to be had the youngest gives its own up (``preemption``), never the oldest, so that somebody always goes on.
+A request gets a block when its next token needs one. Where none is free the youngest request is preempted
+(``preemption``), never the oldest, so that some request always makes progress.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trinity.core.messages import KV, Grow
 
 
 def grow_tables(s: State, rows: tuple[str, ...], now: float) -> tuple[str, ...]:
-    """Those rows of the next step that have a block for the token which they feed; the oldest get theirs first."""
+    """Allocate blocks for the next step's rows, oldest first. Returns the rows that have a slot for their token."""
     s.paused.clear()
     full = _needs_block(s, rows)
     if not full:
@@ -43,7 +43,7 @@ def _is_running(s: State, request: str) -> bool:
 
 
 def _needs_block(s: State, rows: tuple[str, ...]) -> list[RequestState]:
-    """Whose blocks have no place for the key and value that a row of theirs writes next, behind those in flight."""
+    """Requests whose block table has no slot for their next token, counting the rows in flight."""
     size, flying, found = s.settings.kv_block_size, s.count_in_flight(), []
     for request in rows:
         state = s.decoding.get(request)
@@ -58,8 +58,10 @@ def _needs_block(s: State, rows: tuple[str, ...]) -> list[RequestState]:
 
 
 def _make_room(s: State, state: RequestState, now: float) -> bool:
-    """One block for this request. Only younger ones are preempted for it, and not while a step has a row of theirs; it
-    waits where what is left is older, in flight, or on its way here: all of that ends by itself."""
+    """Free one block by preempting younger requests; False where this one must wait.
+
+    A request with a row in a step is not preempted. Waiting ends: older requests, steps and pulls end by themselves.
+    """
     while not s.kv.fits(1):
         holding = (each for held in (s.decoding, s.prefilling) for each in held.values())
         youngest = max((each for each in holding if not each.never_preempted), key=age)

@@ -1,27 +1,27 @@
-"""InstanceCore: one event in, commands out."""
+"""InstanceCore: dispatches each event to its handler and returns the commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from trinity.core.instance.arrival import submit
-from trinity.core.instance.lifecycle import cancel, forget
-from trinity.core.instance.peers import peer_load, peer_lost, peer_up
+from trinity.core.instance.arrival import handle_submit
+from trinity.core.instance.lifecycle import handle_cancel, handle_forget
+from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_up
 from trinity.core.instance.state import Settings, State
-from trinity.core.instance.steps import pump, stepped
-from trinity.core.instance.timers import next_timer, tick
+from trinity.core.instance.steps import handle_stepped, pump
+from trinity.core.instance.timers import handle_tick, next_timer
 from trinity.core.messages import (
     Cancel,
     Commit,
     Fetch,
     Fetched,
     Forget,
+    LayersWritten,
     Offer,
+    PeerDown,
     PeerLoad,
-    PeerLost,
     PeerUp,
-    Progress,
     Pulled,
     Ready,
     Release,
@@ -31,30 +31,30 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.migration.kv_source import progressed
-from trinity.core.migration.leases import released
-from trinity.core.migration.remote_features import fetch, fetched
-from trinity.core.migration.target import committed, offered, pulled, ready, withdrawn
+from trinity.core.migration.kv_source import handle_layers_written
+from trinity.core.migration.leases import handle_release
+from trinity.core.migration.remote_features import handle_fetch, handle_fetched
+from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
-    Submit: submit,
-    Cancel: cancel,
-    Forget: forget,
-    Offer: offered,
-    Ready: ready,
-    Commit: committed,
-    Withdraw: withdrawn,
-    Release: released,
-    Progress: progressed,
-    Stepped: stepped,
-    Pulled: pulled,
-    PeerUp: peer_up,
-    PeerLoad: peer_load,
-    PeerLost: peer_lost,
-    Fetch: fetch,
-    Fetched: fetched,
-    Tick: tick,
+    Submit: handle_submit,
+    Cancel: handle_cancel,
+    Forget: handle_forget,
+    Offer: handle_offer,
+    Ready: handle_ready,
+    Commit: handle_commit,
+    Withdraw: handle_withdraw,
+    Release: handle_release,
+    LayersWritten: handle_layers_written,
+    Stepped: handle_stepped,
+    Pulled: handle_pulled,
+    PeerUp: handle_peer_up,
+    PeerLoad: handle_peer_load,
+    PeerDown: handle_peer_lost,
+    Fetch: handle_fetch,
+    Fetched: handle_fetched,
+    Tick: handle_tick,
 }
 
 
@@ -80,15 +80,15 @@ class InstanceCore:
         return s.out
 
     def next_timer(self) -> float | None:
-        """When a Tick is due."""
+        """Clock time at which a Tick is due; None for never."""
         return next_timer(self.state)
 
     def idle(self) -> bool:
-        """Whether no request, step, transfer or lease is here."""
+        """True where no request, step, transfer or lease is here."""
         return self.state.idle()
 
     def announcement(self) -> PeerUp:
-        """What the other cores must know of this one."""
+        """Describe this instance to the other cores."""
         own = self.settings
         returns = own.reservation == "optimistic"
         return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.image_block_size, own.kv_block_size, returns)

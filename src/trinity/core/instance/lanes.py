@@ -1,4 +1,4 @@
-"""Lanes, and the steps in flight on each: the one that runs, and with depth 2 the one that follows it."""
+"""Lanes and their steps in flight: one, or two with ``depth`` 2 (vLLM's async scheduling)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import msgspec
 from trinity.core.messages import Step
 from trinity.core.scheduler import NOTHING, Outstanding
 
-LANES = {"joint": "EPD", "vision": "E", "language": "PD"}
+LANE_STAGES = {"joint": "EPD", "vision": "E", "language": "PD"}
 
 
-class Running(msgspec.Struct):  # which makes one in less time than a dataclass
+class StepInFlight(msgspec.Struct):  # which makes one in less time than a dataclass
     """A step in flight on a lane."""
 
     step: Step
-    requests: Collection[str]  # whose rows it has, in order: a replay must not depend on hashes
-    written: float | None = None  # when it told of the last layer of its prefills' KV
+    requests: Collection[str]  # those with a row, in order: a replay must not depend on hashes
+    written: float | None = None  # clock time at which the last layer of its prefills' KV was written
 
     @classmethod
-    def of(cls, step: Step) -> Running:
+    def of(cls, step: Step) -> StepInFlight:
         if not (step.encodes or step.prefills):
             return cls(step, step.decodes)
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
         return cls(step, dict.fromkeys([*rows, *step.decodes]))
 
 
-Flights = dict[str, deque[Running]]  # of each lane, in the order in which they run
+Flights = dict[str, deque[StepInFlight]]  # of each lane, in the order in which they run
 
 
 def outstanding(flights: Flights, own: str) -> Outstanding:
-    """The most of each stage that a step of this lane may have beside it on the others."""
+    """Largest count per stage among the steps in flight on the other lanes."""
     most = NOTHING
     for lane, flight in flights.items():
         if lane != own and flight:
@@ -40,7 +40,7 @@ def outstanding(flights: Flights, own: str) -> Outstanding:
     return most
 
 
-def _counts(running: Running) -> Outstanding:
+def _counts(running: StepInFlight) -> Outstanding:
     step = running.step
     prefill = sum(row.length for row in step.prefills)
     return Outstanding(len(step.decodes), prefill, sum(row.span.tokens for row in step.encodes))

@@ -1,4 +1,4 @@
-"""A request ends at an instance, is handed on, or is cancelled."""
+"""Ends, cancels and hands on requests, and releases their blocks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trinity.core.messages import (
 
 
 def queue_prefill(s: State, state: RequestState, now: float) -> None:
-    """Its features are here, or not needed: wait for prefill, ahead of new arrivals if it was migrated."""
+    """Queue it for prefill, ahead of new arrivals if it was migrated: its features are here or not needed."""
     if state.preemptions or state.attempt:
         s.move(state, Phase.PREEMPTED_QUEUE, now)
     else:
         s.move(state, Phase.KV_QUEUE if state.incoming is None else Phase.MIGRATED_QUEUE, now)
 
 
-def cancel(s: State, event: Cancel, now: float) -> None:
-    """Mark the request as ending here, and tell the next hop where it, or a part of it, has gone on."""
+def handle_cancel(s: State, event: Cancel, now: float) -> None:
+    """End the request here, and pass the Cancel on to the instance that it, or a part of it, moved to."""
     state = s.requests.get(event.request)
     if state is not None:
         _call_off(s, state, now)
@@ -39,8 +39,8 @@ def cancel(s: State, event: Cancel, now: float) -> None:
             s.skipped_encodes[event.request].cancelled = True
 
 
-def forget(s: State, event: Forget, now: float) -> None:
-    """The request has ended everywhere, here too: its target's Release may still be on the way."""
+def handle_forget(s: State, event: Forget, now: float) -> None:
+    """Drop all that is kept of a request that has ended everywhere; its target's Release may still arrive."""
     s.forget(event.request)
     state = s.requests.get(event.request)
     if state is not None:
@@ -48,14 +48,14 @@ def forget(s: State, event: Forget, now: float) -> None:
 
 
 def _call_off(s: State, state: RequestState, now: float) -> None:
-    """End it here and, where a part of it is offered, there: the front end may not know yet that it is."""
+    """End it here and at the target of its offer, which the front end may not know of yet."""
     if state.outgoing in s.outgoing:
         s.send(s.outgoing[state.outgoing].target, Cancel(state.work.request))
     end(s, state, now, "cancelled")
 
 
 def end(s: State, state: RequestState, now: float, reason: str, why: Failure | None = None) -> None:
-    """No further step or transfer includes the request; it is gone once those in flight have ended."""
+    """Mark it as ending: no further step or transfer includes it, and it is gone once those in flight have ended."""
     if state.ending is not None and (state.ending.reason != FEATURES_GONE or reason == FEATURES_GONE):
         return
     work = state.work
@@ -81,21 +81,21 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
     elif ending.reason == "error" and state.outgoing in s.outgoing:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
     elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
-        commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
+        send_commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
         s.leave_tombstone(request, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 
 
 def _give_back(s: State, state: RequestState) -> None:
-    """The source of its offer has the request again."""
+    """Report to the front end that the request returns to the source of its offer."""
     incoming, work = state.incoming, state.work
     assert incoming is not None
     s.send(FRONTEND, Moved(work.request, work.attempt, incoming.offer.source, len(state.route)))
 
 
-def commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
-    """Tell the target that no part will follow, and all that it must know of the request."""
+def send_commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
+    """Send the target the Commit: no part will follow, and the state of the request."""
     offer = state.outgoing
     assert offer is not None
     left = state.deadline - now if state.work.deadline_s is not None else None
@@ -123,7 +123,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
 
 
 def hand_on(s: State, state: RequestState, now: float) -> None:
-    """Everything was offered and committed: only the lease and a tombstone stay."""
+    """Drop a request whose blocks are offered and committed: only the lease and a tombstone stay."""
     assert state.outgoing is not None
     s.leave_tombstone(state.work.request, s.outgoing[state.outgoing].target)
     drop_all(s, state)
@@ -131,7 +131,7 @@ def hand_on(s: State, state: RequestState, now: float) -> None:
 
 
 def release(s: State, state: RequestState, outcome: str) -> None:
-    """Step 4 of a migration: the source may let go. Exactly once per offer."""
+    """Send the Release (step 4 of a migration), exactly once per offer."""
     incoming = state.incoming
     assert incoming is not None
     assert not incoming.released
@@ -143,7 +143,7 @@ def release(s: State, state: RequestState, outcome: str) -> None:
 
 
 def drop_all(s: State, state: RequestState) -> None:
-    """Give back every reference that the request holds, and tell the stages."""
+    """Drop every block reference of the request, and close it at the stages."""
     drop_media(s, state)
     if state.block_table:
         s.pools[KV].drop(state.block_table)
@@ -151,7 +151,7 @@ def drop_all(s: State, state: RequestState) -> None:
 
 
 def drop_media(s: State, state: RequestState) -> None:
-    """Give back the image-cache blocks, and the request's place among those waiting for their content."""
+    """Drop its encoder-cache blocks, and its place among those waiting for their content."""
     for item, slot in enumerate(state.media):
         s.await_no_more(slot, (state.work.request, item))
         if slot.blocks:

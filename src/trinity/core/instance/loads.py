@@ -1,4 +1,4 @@
-"""What an instance says of itself to its peers and the front end: work that waits, free blocks, what it has cached."""
+"""Load reports to peers and the front end: waiting work, free blocks, cached content."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ WAITING = {
 
 
 def report(s: State, now: float) -> None:
-    """Tell who listens how things stand: what has changed soon, what has not as a heartbeat."""
+    """Send the load: soon after a change, else as a heartbeat."""
     own, load = s.settings, load_of(s)
     beat = min(own.heartbeat_s, own.lease_s / 4)
     if load != s.reported or now - s.reported_at >= beat:
         s.reported, s.reported_at = load, now
-        for name in [*listeners(s), FRONTEND]:
+        for name in [*report_targets(s), FRONTEND]:
             s.send(name, load)
     soon = (s.requests or s.outgoing) and s.has_load_listeners
     s.report_at = now + (min(own.report_s, beat) if soon else beat)
 
 
-def listeners(s: State) -> list[str]:
-    """The peers that do something with a report, in the order of their coming up.
+def report_targets(s: State) -> list[str]:
+    """List the peers that use a report, in the order in which they came up.
 
-    All where routing reads loads. Else those whose leases a word from here renews, and encoders that look for features
-    here: were every instance to tell every other, 32 busy ones would send ten thousand messages a second.
+    All peers where routing reads loads. Else those that share a lease, which the report renews, and encoders that look
+    for cached features: if 32 busy instances all reported to each other, they would send 10,000 messages a second.
     """
     wanted = {lease.target for lease in s.outgoing.values()} | {each.holder for each in s.fetches.values()}
     for incoming in (s.requests[request].incoming for request in s.incoming.values()):
@@ -51,8 +51,10 @@ def listeners(s: State) -> list[str]:
 
 
 def followers(s: State) -> list[str]:
-    """The peers that act on what changes here: all where routing reads loads, else encoders, which do not encode what
-    they can find in an image cache."""
+    """List the peers that act on this load: all where routing reads loads, else encoders.
+
+    Encoders skip images whose features are in another instance's encoder cache.
+    """
     own, others = s.settings, [peer for peer in s.router.peers.values() if peer.name != s.settings.name]
     if s.router.informed:
         return [peer.name for peer in others]
@@ -62,7 +64,7 @@ def followers(s: State) -> list[str]:
 
 
 def load_of(s: State) -> PeerLoad:
-    """How things stand here now."""
+    """Present load of this instance."""
     own, rates = s.settings, s.rates
     return PeerLoad(
         name=own.name,
@@ -76,7 +78,7 @@ def load_of(s: State) -> PeerLoad:
 
 
 def queued(s: State) -> dict[str, int]:
-    """Units of work that wait or run at each stage here: visual tokens, prompt positions, rows that decode."""
+    """Count the work waiting or running at each stage: visual tokens (E), prompt positions (P), decode rows (D)."""
     counts = dict.fromkeys(s.settings.roles, 0)
     for state in s.requests.values():
         letter = WAITING[state.phase]

@@ -1,30 +1,32 @@
-"""What is heard of peers. One is gone: what came from it cannot be pulled any more, what was leased to it is free."""
+"""Handles the arrival, load reports and loss of peers."""
 
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import PeerLoad, PeerLost, PeerUp
+from trinity.core.messages import PeerDown, PeerLoad, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.remote_features import give_up_fetches
 
 
-def peer_up(s: State, event: PeerUp, now: float) -> None:
-    """An instance is there, perhaps this one itself: from now on, say how things stand here."""
+def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
+    """Add an instance, perhaps this one itself, and start to report the load."""
     s.router.add(event)
     s.has_load_listeners = bool(followers(s))
     s.begin_reports(now)
 
 
-def peer_load(s: State, event: PeerLoad, now: float) -> None:
+def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
     s.renew_leases(event.name, now)
     s.router.take(event)
 
 
-def peer_lost(s: State, event: PeerLost, now: float) -> None:
-    """End the requests whose blocks are still over there, and take back the leases. The front end ends those that
-    were over there themselves: their lease here was all that is left of them."""
+def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
+    """End the requests whose blocks are at the lost peer, and take back its leases.
+
+    The front end ends the requests that were at the peer: only their lease is left here.
+    """
     s.router.drop(event.name)
     s.has_load_listeners = bool(followers(s))
     s.last_heard.pop(event.name, None)

@@ -1,7 +1,7 @@
-"""A request gives up its KV blocks for an older one and is recomputed: here where that can be, else from the start.
+"""Preempts a request for an older one: its KV blocks are dropped and later recomputed, as in vLLM.
 
-What it has written stays cached as long as nobody takes the blocks, its outputs included: then little is done again.
-It comes back as its prompt followed by its outputs, ahead of all that wait, the oldest first.
+Its blocks, those of its outputs included, stay in the prefix cache until they are evicted: then little is recomputed.
+Its next prefill has its prompt and its outputs, ahead of all waiting requests, the oldest first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trinity.core.migration.kv_target import publish_kv
 
 
 def age(state: RequestState) -> tuple[int, str]:
-    """Less is older."""
+    """Sort key: smaller is older."""
     return state.age
 
 
 def preempt(s: State, state: RequestState, now: float) -> None:
-    """Take its KV blocks. It has no row in any step, and no pull of its KV is under way."""
+    """Drop its KV blocks. It must have no row in a step and no pull of its KV in flight."""
     prompt = len(state.work.prompt)
     state.leave_decode_batch()
     written = state.prefilled if state.phase is Phase.PREFILLING else prompt + len(state.tokens) - 1
@@ -34,7 +34,7 @@ def preempt(s: State, state: RequestState, now: float) -> None:
 
 
 def recompute(s: State, state: RequestState, now: float) -> None:
-    """Wait for prefill where its features are here or not needed, else for the encoder; send it back where none is."""
+    """Queue it for prefill if its features are here or not needed, else for the encoder, else send it back."""
     if "P" not in s.settings.roles:
         end(s, state, now, PREEMPTED)
         return
@@ -49,7 +49,7 @@ def recompute(s: State, state: RequestState, now: float) -> None:
 
 
 def hold_features(s: State, state: RequestState) -> bool:
-    """Hold the features of all its media, where all are cached here."""
+    """Hold the features of all its media, if all are in the encoder cache here."""
     found = [s.cached_media(slot.keys) for slot in state.media]
     if not all(found):
         return False

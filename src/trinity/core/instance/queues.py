@@ -1,4 +1,4 @@
-"""Queue: requests that wait, in the order of the rules, at a cost that does not grow with how many wait."""
+"""Queue: keeps waiting requests in the order of the rules, at a cost independent of its length."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-Key = Callable[[str], Any]  # something that can be compared
-Entry = tuple[Any, int, str]  # what is less comes first; of equal ones the first that came
+SortKey = Callable[[str], Any]  # something that can be compared
+HeapEntry = tuple[Any, int, str]  # what is less comes first; of equal ones the first that came
 
 
 class Queue:
@@ -19,10 +19,10 @@ class Queue:
     O(k log k). A key must not change while its request waits. Not to be changed while it is iterated over.
     """
 
-    def __init__(self, key: Key | None = None) -> None:
+    def __init__(self, key: SortKey | None = None) -> None:
         self._key = key
         self._places: OrderedDict[str, int] = OrderedDict()
-        self._heap: list[Entry] = []  # with those that have left, until they come up or are too many
+        self._heap: list[HeapEntry] = []  # with those that have left, until they come up or are too many
         self._behind, self._ahead = count(), count(-1, -1)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Queue:
         if self._key is not None:
             heapq.heappush(self._heap, (self._key(request), place, request))
 
-    def _waits(self, entry: Entry) -> bool:
+    def _waits(self, entry: HeapEntry) -> bool:
         return self._places.get(entry[2]) == entry[1]
 
     def _sorted(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Seconds of a step by what is in it: from a profile where there is one, else learned from the steps that ran."""
+"""Predicts the seconds of a step from its rows: by a profile where there is one, else learned from past steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEARN = 0.1  # weight of the newest step
 
 
 def units(step: Step) -> dict[str, int]:
-    """What a step has of each stage: visual tokens (E), prompt positions (P), decode rows (D)."""
+    """Count the units of a step by stage: visual tokens (E), prompt positions (P), decode rows (D)."""
     counted = {
         "E": sum(row.span.tokens for row in step.encodes),
         "P": sum(row.length for row in step.prefills),
@@ -26,7 +26,7 @@ class StepRates:
         self.per_unit = dict.fromkeys(roles, 0.0)
 
     def learn(self, step: Step, seconds: float) -> None:
-        """A step took so long. In a mixed one each stage's share is what was known of it before."""
+        """Learn from a step of ``seconds``. A mixed step is shared among its stages by the rates known before."""
         if self._rules.cost is not None or seconds <= 0.0:
             return
         known = self.per_unit

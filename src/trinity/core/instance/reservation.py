@@ -1,4 +1,4 @@
-"""How many KV blocks a request is admitted with: its whole need, or its text's and a little (decision 0022)."""
+"""KV blocks that an admission reserves: the whole need, or the prefill's and ``EXTRA_BLOCKS`` (decision 0022)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted w
 
 
 def blocks_to_reserve(s: State, state: RequestState, text: int) -> int:
-    """KV blocks that a request is admitted with, whose text of so many blocks is prefilled or pulled here."""
+    """Count the KV blocks to reserve for a request whose prefill needs ``text`` blocks here."""
     if "D" not in s.settings.roles:
         return text
     whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block_size)
@@ -20,8 +20,10 @@ def blocks_to_reserve(s: State, state: RequestState, text: int) -> int:
 
 
 def recomputable(s: State, work: Work) -> bool:
-    """Whether some instance could prefill all that the request may come to. One that none could has its whole need
-    reserved and is never preempted: sent back, it would wait for blocks that are not there."""
+    """True where some instance could prefill the request at its greatest length.
+
+    Else its whole need is reserved and it is never preempted: sent back, it would wait for blocks that do not exist.
+    """
     if "P" in s.settings.roles:
         return True
     longest = len(work.prompt) + work.max_tokens - 1
@@ -30,5 +32,5 @@ def recomputable(s: State, work: Work) -> bool:
 
 
 def decode_headroom(s: State) -> int:
-    """Blocks that admissions leave alone: one for each request that decodes, which will ask for it soon."""
+    """Blocks that admissions leave free (as vLLM's watermark): one per decoding request, which will need it soon."""
     return len(s.decoding) if s.grows else 0

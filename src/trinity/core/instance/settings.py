@@ -1,4 +1,4 @@
-"""An instance as its core is told of it."""
+"""Settings of an instance, as its core reads them."""
 
 from __future__ import annotations
 

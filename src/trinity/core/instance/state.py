@@ -10,7 +10,7 @@ from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
 from trinity.core.instance.decode_batch import DecodeBatch
-from trinity.core.instance.lanes import Flights, Running
+from trinity.core.instance.lanes import Flights, StepInFlight
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
@@ -140,7 +140,7 @@ class State:
             self._take_place(state, phase, ahead)
         state.phase = phase
 
-    def start(self, running: Running, now: float) -> None:
+    def start(self, running: StepInFlight, now: float) -> None:
         """Run a step on its lane."""
         step = running.step
         if self.new_decodes and step.decodes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.growth import grow_tables
-from trinity.core.instance.lanes import LANES, Running
+from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Step, Stepped
-from trinity.core.migration.kv_source import chunk_done, group_for, measure, open_streams
+from trinity.core.migration.kv_source import finish_chunk, layers_per_group, measure_step_tail, open_streams
 from trinity.core.migration.kv_target import publish_kv
 from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
 from trinity.core.migration.target import admit_offers
@@ -32,24 +32,24 @@ def pump(s: State, now: float) -> None:
 
 
 def _fill(s: State, lane: str, now: float) -> bool:
-    """Start the lane's next step. True where something changed that may let more be admitted."""
+    """Start the lane's next step. True where a change may let more requests be admitted."""
     preempted = s.preemptions
     rows: tuple[str, ...] = ()
-    if "D" in LANES[lane]:
+    if "D" in LANE_STAGES[lane]:
         rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
         if s.grows:
             rows = grow_tables(s, rows, now)
     if not s.before_decode:
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
         if rows:
-            s.start(Running(Step(s.steps + 1, lane, (), (), rows), rows), now)
+            s.start(StepInFlight(Step(s.steps + 1, lane, (), (), rows), rows), now)
         return False  # a step lets nothing more be admitted
     candidates = Candidates(s, lane, rows, now)
     batch = schedule(candidates.view, s.settings.rules)
     admitted = candidates.admit(batch)
     scheduled = _build(s, lane, batch)
     if scheduled is not None:
-        s.start(Running.of(scheduled), now)
+        s.start(StepInFlight.of(scheduled), now)
     for state in admitted:
         _media_progress(s, state, now)
     if scheduled is not None:
@@ -59,13 +59,13 @@ def _fill(s: State, lane: str, now: float) -> bool:
 
 
 def _build(s: State, lane: str, batch: Batch) -> Step | None:
-    """The batch as a step; None where nothing is in it."""
+    """Convert the batch into a step; None for an empty batch."""
     encodes = tuple(row for request, items in batch.encodes for row in _encode_rows(s, request, items))
     prefills = tuple(_prefill_row(s, *chosen) for chosen in batch.prefills)
     decodes = tuple(batch.decodes)
     if not (encodes or prefills or decodes):
         return None
-    return Step(s.steps + 1, lane, encodes, prefills, decodes, group_for(s, prefills) if prefills else 0)
+    return Step(s.steps + 1, lane, encodes, prefills, decodes, layers_per_group(s, prefills) if prefills else 0)
 
 
 def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
@@ -87,8 +87,8 @@ def _prefill_row(s: State, request: str, start: int, length: int) -> Prefill:
     return Prefill(request, start, length, start + length == state.prefill_end)
 
 
-def stepped(s: State, event: Stepped, now: float) -> None:
-    """A step ended: tokens go out, blocks become matchable, requests move on or end."""
+def handle_stepped(s: State, event: Stepped, now: float) -> None:
+    """Handle the end of a step: emit tokens, publish blocks, move requests on or end them."""
     flight = s.lanes[event.lane]
     assert flight, f"nothing runs on {event.lane}"
     assert flight[0].step.id == event.id, f"step {event.id} is not running on {event.lane}"
@@ -134,12 +134,12 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
 
 
 def _next_provider(s: State, row: Encode) -> None:
-    """This request's own inputs failed; it is about to end. Whoever else waits for the same content encodes its own."""
+    """Let another request encode the same content: this one's inputs failed, and it is about to end."""
     s.pending[row.span.content].in_step = False
 
 
 def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
-    """Some features are ready: announce them, or go on to prefill here once all are."""
+    """Announce features that are ready, or queue for prefill here once all are."""
     if "P" not in s.settings.roles:
         if state.outgoing is not None:
             announce(s, state, items)
@@ -158,9 +158,9 @@ def _announce_media(s: State, step: Step, now: float) -> None:
                 offer_media(s, state, now)
 
 
-def _prefilled(s: State, running: Running, event: Stepped, now: float) -> Emit | None:
-    """Prompts are further; those at their end have their first token."""
-    measure(s, running, event, now)
+def _prefilled(s: State, running: StepInFlight, event: Stepped, now: float) -> Emit | None:
+    """Advance the step's chunks. Returns the first tokens of the prompts that are complete."""
+    measure_step_tail(s, running, event, now)
     firsts: list[tuple[str, int, int, Sampled]] = []
     for row in running.step.prefills:
         if row.request not in event.failed:
@@ -177,7 +177,7 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
         return
     state.prefilled += row.length
     publish_kv(s, state, state.prefilled)
-    chunk_done(s, state, row)
+    finish_chunk(s, state, row)
     if not row.last:
         return
     drop_media(s, state)
@@ -216,7 +216,7 @@ def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emi
 
 
 def _gather(s: State, rows: tuple[str, ...]) -> None:
-    """These are the rows of the next columns."""
+    """Have these requests, and no other, decode together from the next column on."""
     new, gone = s.decode_batch.changes(rows)
     for request in gone:
         s.requests[request].leave_decode_batch()
@@ -227,7 +227,7 @@ def _gather(s: State, rows: tuple[str, ...]) -> None:
 
 
 def _joined(firsts: Emit, rest: Emit | None) -> Emit:
-    """First tokens of prompts ahead of those of decode rows."""
+    """Join the first tokens of prompts and the tokens of decode rows, in this order."""
     if rest is None:
         return firsts
     return Emit(

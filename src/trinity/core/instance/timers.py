@@ -1,4 +1,4 @@
-"""What an instance does when time has passed: deadlines, leases, reports of its load."""
+"""Timers of an instance: deadlines, leases and load reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity.core.migration.leases import check_leases
 
 
 def next_timer(s: State) -> float | None:
-    """When a Tick is due."""
+    """Clock time at which a Tick is due; None for never."""
     due = s.report_at
     if s.lease_check < due and (s.outgoing or s.incoming or s.fetches):
         due = s.lease_check
@@ -27,8 +27,8 @@ def next_timer(s: State) -> float | None:
     return due if due < inf else None
 
 
-def tick(s: State, event: Tick, now: float) -> None:
-    """Whatever is due."""
+def handle_tick(s: State, event: Tick, now: float) -> None:
+    """End late requests, check leases and report the load, whichever is due."""
     _end_late(s, now)
     if now >= s.lease_check:
         check_leases(s, now)
@@ -37,7 +37,7 @@ def tick(s: State, event: Tick, now: float) -> None:
 
 
 def _end_late(s: State, now: float) -> None:
-    """The front end ends a request at its deadline; where no word of that comes, it ends here all the same."""
+    """End requests past their deadline, in case no Cancel comes from the front end."""
     while s.deadlines and s.deadlines[0][0] <= now:
         due, request = heapq.heappop(s.deadlines)
         state = s.requests.get(request)

@@ -1,37 +1,37 @@
-"""The source's side of a KV transfer that runs while prefill does (EPD-Serve 3.3): layers and chunks, as written."""
+"""Source side of a KV transfer during prefill (EPD-Serve 3.3): announces layers and chunks as they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.instance.lanes import Running
+from trinity.core.instance.lanes import StepInFlight
 from trinity.core.instance.request_state import KvStream, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, Part, Prefill, Progress, Ready, Step, Stepped
+from trinity.core.messages import KV, LayersWritten, Part, Prefill, Ready, Step, Stepped
 from trinity.core.migration.source import open_offer
 from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers
 
 
-def streams(s: State, state: RequestState) -> bool:
-    """Whether a request's KV moves while it is prefilled. One that ends with its first token has no need of it."""
+def streams_kv(s: State, state: RequestState) -> bool:
+    """True where a request's KV moves during its prefill. One that ends with its first token needs no transfer."""
     return s.settings.transfers.kv != "off" and "D" not in s.settings.roles and state.work.max_tokens > 1
 
 
 def open_streams(s: State, step: Step, now: float) -> None:
-    """Prefill of some requests begins: a decode instance is chosen, and reserves while it goes on."""
+    """Offer the KV of requests whose prefill begins, so that a decode instance reserves meanwhile."""
     for row in step.prefills:
         state = s.requests[row.request]
-        if state.outgoing is None and state.ending is None and streams(s, state):
+        if state.outgoing is None and state.ending is None and streams_kv(s, state):
             blocks = state.block_table[: s.prefill_blocks(state)]
             if open_offer(s, state, now, "D", KV, (Part(blocks),)):
                 state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size)
                 _tell(s, state, None, (0, state.kv_stream.announced_blocks))
 
 
-def group_for(s: State, prefills: Sequence[Prefill]) -> int:
-    """Layers after which a step with these rows is to tell of its progress; 0 where nobody wants to know."""
-    rows = [row for row in prefills if streams(s, s.requests[row.request])]
+def layers_per_group(s: State, prefills: Sequence[Prefill]) -> int:
+    """Layers between two LayersWritten of a step with these rows; 0 where no KV is streamed."""
+    rows = [row for row in prefills if streams_kv(s, s.requests[row.request])]
     if not rows:
         return 0
     if s.settings.transfers.kv == "layer":
@@ -45,8 +45,8 @@ def group_for(s: State, prefills: Sequence[Prefill]) -> int:
     return group_layers(layers, compute, max(cost[0], LEAST_FIXED_S) * len(rows), cost[1] * blocks, rest)
 
 
-def progressed(s: State, event: Progress, now: float) -> None:
-    """A running step has written some more layers of its rows' KV, or must write all of them again."""
+def handle_layers_written(s: State, event: LayersWritten, now: float) -> None:
+    """Announce the layers that a running step has written, or note that it writes all of them again."""
     assert s.lanes[event.lane], f"{event} of a lane where nothing runs"
     running = s.lanes[event.lane][0]
     assert running.step.id == event.step, f"{event} during step {running.step.id}"
@@ -64,8 +64,8 @@ def progressed(s: State, event: Progress, now: float) -> None:
             _tell(s, state, event.layers, _whole(s, state, row))
 
 
-def chunk_done(s: State, state: RequestState, row: Prefill) -> None:
-    """A chunk is prefilled: what was not announced in its middle is ready now."""
+def finish_chunk(s: State, state: RequestState, row: Prefill) -> None:
+    """Announce the layers of a finished chunk that were not announced during its step."""
     stream = state.kv_stream
     if stream is None:
         return
@@ -77,14 +77,14 @@ def chunk_done(s: State, state: RequestState, row: Prefill) -> None:
     stream.announced_blocks, stream.layers, stream.again = blocks[1], 0, False
 
 
-def measure(s: State, running: Running, event: Stepped, now: float) -> None:
-    """How long a step goes on when all of its KV is written."""
+def measure_step_tail(s: State, running: StepInFlight, event: Stepped, now: float) -> None:
+    """Record the seconds from a step's last KV write to its end."""
     if running.written is not None and not event.failed:
         s.step_tail.add(sum(row.length for row in running.step.prefills), now - running.written)
 
 
 def _whole(s: State, state: RequestState, row: Prefill) -> tuple[int, int]:
-    """The blocks that are full after this chunk and were not before; with the last one the rest of the prompt."""
+    """Range of blocks that this chunk completes; the last chunk also completes the partial block."""
     assert state.kv_stream is not None
     end = s.prefill_blocks(state) if row.last else (row.start + row.length) // s.settings.kv_block_size
     return state.kv_stream.announced_blocks, end

@@ -1,4 +1,4 @@
-"""The target's side of a KV transfer: reserve at once, pull each piece as it is ready, measure what is exposed."""
+"""Target side of a KV transfer: reserves at once, pulls each piece when ready, measures the exposed time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Failure, Offer, Pull, Pulled, Ready
 from trinity.core.migration.pull_progress import Piece, PullProgress
-from trinity.core.transfers import PullTimes, merged, overlap_ratio
+from trinity.core.transfers import PullTimes, merge_records, overlap_ratio
 
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
-    """The whole need of a request that will decode here, less what is cached; False where it does not fit."""
+    """Reserve the blocks of a request to decode here, less its prefix-cache hits; False where they do not fit."""
     if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.token_budget:
         return False
     assert state.incoming is not None
@@ -34,9 +34,9 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
 
 
 def queue_pieces(incoming: IncomingTransfer, event: Ready, now: float) -> None:
-    """Some more of it is ready. What was ready of the same blocks before and is void now need not be asked for.
+    """Queue a piece that is ready. With ``again``, earlier pieces of the same blocks are dropped from the queue.
 
-    Where all layers of the last block come at once, prefill has ended: its Commit is the next message.
+    Where all layers of the last block are ready at once, prefill has ended: its Commit is the next message.
     """
     whole = event.blocks is None or event.blocks[1] == len(incoming.offer.parts[0].blocks)
     if event.layers is None and whole and not event.again:
@@ -48,7 +48,7 @@ def queue_pieces(incoming: IncomingTransfer, event: Ready, now: float) -> None:
 
 
 def pull_pieces(s: State, state: RequestState, now: float) -> None:
-    """Pull what is ready and not here. What is to come again waits until nobody reads the first version any more."""
+    """Pull the pieces in the queue. One written again waits until the pulls of its first version have ended."""
     incoming = state.incoming
     assert incoming is not None
     cells = incoming.progress
@@ -76,7 +76,7 @@ def _pull(s: State, state: RequestState, incoming: IncomingTransfer, piece: Piec
 
 
 def finish_piece(s: State, state: RequestState, event: Pulled, now: float) -> Failure | None:
-    """A piece has come, or failed to: the failure, unless what was read may be void and come again."""
+    """Handle the end of a pull. Returns its failure, unless the piece may be written and announced again."""
     incoming = state.incoming
     assert incoming is not None
     assert incoming.progress is not None
@@ -96,7 +96,7 @@ def finish_piece(s: State, state: RequestState, event: Pulled, now: float) -> Fa
 
 
 def _may_come_again(incoming: IncomingTransfer, failure: Failure, piece: Piece) -> bool:
-    """A step that fails in its middle writes anew what we read; the source says so, if it is so, before its Commit."""
+    """True where a digest mismatch may be due to a step that runs again; the source announces that before Commit."""
     if failure.fields.get("cause") != "IntegrityError" or incoming.from_ended_steps:
         return False
     if any(_covers(each, piece) for each in incoming.ready_queue):
@@ -107,22 +107,22 @@ def _may_come_again(incoming: IncomingTransfer, failure: Failure, piece: Piece) 
 
 
 def _covers(event: Ready, piece: Piece) -> bool:
-    """Whether this says that the piece comes again."""
+    """True where this announces the piece again."""
     blocks = event.blocks
     return event.again and blocks is not None and blocks[0] <= piece.blocks[0] and piece.blocks[1] <= blocks[1]
 
 
 def _record(state: RequestState, incoming: IncomingTransfer, record: dict[str, Any]) -> None:
-    """All pulls of a transfer are one line of the request's record."""
+    """Merge the record of a pull into the one record of its transfer."""
     if incoming.record:
-        incoming.record.update(merged(incoming.record, record))
+        incoming.record.update(merge_records(incoming.record, record))
     else:
         incoming.record = {**record, "pulls": 1}
         state.record(incoming.record)
 
 
 def is_kv_here(s: State, state: RequestState) -> bool:
-    """Whether all of the KV is here; it may be matched as soon as it will not be written again."""
+    """True where all of the KV is here. Publishes it once it cannot be written again."""
     incoming = state.incoming
     assert incoming is not None
     here = incoming.progress is not None and not incoming.progress.missing
@@ -132,7 +132,7 @@ def is_kv_here(s: State, state: RequestState) -> bool:
 
 
 def conclude_record(s: State, state: RequestState) -> None:
-    """How much of the transfer ran while prefill did: exposed is what came after its end (EPD-Serve table 4)."""
+    """Add the overlap with prefill to the record: exposed seconds are those after its end (EPD-Serve table 4)."""
     incoming = state.incoming
     assert incoming is not None
     assert incoming.progress is not None
@@ -152,13 +152,13 @@ def conclude_record(s: State, state: RequestState) -> None:
 
 
 def cached_record(s: State, offer: Offer) -> dict[str, Any]:
-    """The record of a transfer that the target's caches made needless."""
+    """Record of a transfer that the target's caches made needless."""
     names = {"kind": offer.kind, "source": offer.source, "target": s.settings.name}
     return {**names, "outcome": "cached", "bytes": 0, "blocks": 0, "seconds": 0.0}
 
 
 def publish_kv(s: State, state: RequestState, tokens: int) -> None:
-    """Make the full blocks of the first ``tokens`` prompt positions matchable."""
+    """Publish the full blocks of the first ``tokens`` positions to the prefix cache."""
     if not s.settings.prefix_cache:
         return
     keys = s.prefix_keys(state)

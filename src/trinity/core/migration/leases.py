@@ -1,4 +1,4 @@
-"""Leases end: blocks whose target fell silent are taken back, and offers of a silent source are given up.
+"""Ends leases: takes back blocks whose target fell silent, and gives up offers of a silent source.
 
 A lease lives for ``Settings.lease_s`` and is renewed by any word from its target. Taking blocks back does not reach a
 read in flight over there: a block gets a higher generation before it gets new content, and the reader looks after its
@@ -16,8 +16,8 @@ from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 
 
-def released(s: State, event: Release, now: float) -> None:
-    """Step 4: the target is done with the blocks. Nothing, where they were taken back before."""
+def handle_release(s: State, event: Release, now: float) -> None:
+    """Drop the blocks of a lease that its target released (step 4); nothing if they were taken back before."""
     lease = s.outgoing.pop(event.id, None)
     if lease is None:
         return
@@ -34,7 +34,7 @@ def released(s: State, event: Release, now: float) -> None:
 
 
 def take_back(s: State, lease: Lease) -> None:
-    """The lease is over without a Release: somebody may still be reading these blocks."""
+    """End a lease without a Release: its target may still be reading these blocks."""
     del s.outgoing[lease.id]
     forget_skipped(s, lease)
     s.revoked_blocks[lease.kind].update(lease.blocks)
@@ -42,7 +42,7 @@ def take_back(s: State, lease: Lease) -> None:
 
 
 def check_leases(s: State, now: float) -> None:
-    """End what has run out, and say when to look again."""
+    """End the leases that ran out, and set the time of the next check."""
     if now - s.lease_check > s.settings.lease_s / 2:
         s.awake_since = now  # nobody called for so long: it was this instance that stood still, not its peers
     left = give_up_fetches(s, None, now)
@@ -58,7 +58,7 @@ def check_leases(s: State, now: float) -> None:
 
 
 def _expired(s: State, lease: Lease, now: float) -> None:
-    """The target fell silent. Its request ends here, in one way or the other just once."""
+    """Take back a lease whose target fell silent, and end its request exactly once."""
     take_back(s, lease)
     why = _silent(s, lease.target, lease.target, s.settings.name, lease.kind)
     s.send(lease.target, Withdraw(lease.id, why))
@@ -82,7 +82,7 @@ def _report(lease: Lease, why: Failure) -> Finished:
 
 
 def _check_source(s: State, state: RequestState, now: float) -> float:
-    """When the lease of an incoming offer ends, if it has not yet."""
+    """Clock time at which the lease of an incoming offer ends; ends the request if it has passed."""
     incoming = state.incoming
     if incoming is None or state.ending is not None:
         return inf

@@ -1,4 +1,4 @@
-"""Which layers of which blocks of an offer's KV are on their way or here."""
+"""PullProgress: tracks which layers of which blocks of an offer's KV were pulled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Piece(NamedTuple):
 
 
 class PullProgress:
-    """A cell is one layer of one block. The first ``cached`` blocks of ``blocks`` are here already.
+    """Progress of pulling a block table, in cells (one layer of one block). The first ``cached`` blocks are here.
 
-    ``missing`` counts cells that are not here. A source that names a cell twice, or one that is none, is faulty.
+    ``missing`` counts the cells that are not here. ``AssertionError`` for a cell announced twice, or out of range.
     """
 
     def __init__(self, blocks: int, layers: int, cached: int) -> None:
@@ -30,7 +30,7 @@ class PullProgress:
         self._asked = [0] * blocks  # the layers of each block, as bits
 
     def request(self, ready: Ready) -> Piece:
-        """What has to move now that this is ready; without blocks where all of it is cached."""
+        """Mark the cells of a Ready as requested. Returns the piece to pull; it has no blocks where all are cached."""
         layers, (start, end) = ready.layers or (0, self.layers), ready.blocks or (0, self.blocks)
         assert 0 <= layers[0] < layers[1] <= self.layers, f"{ready} of {self.layers} layers"
         assert 0 <= start <= end <= self.blocks, f"{ready} of {self.blocks} blocks"
@@ -45,13 +45,13 @@ class PullProgress:
         self.missing -= piece.cells
 
     def note_loss(self, piece: Piece) -> None:
-        """It did not come: whoever wants it asks again."""
+        """Mark a piece whose pull failed as not requested."""
         bits = (1 << piece.layers[1]) - (1 << piece.layers[0])
         for block in range(*piece.blocks):
             self._asked[block] &= ~bits
 
     def invalidate(self, blocks: tuple[int, int]) -> None:
-        """What came of these blocks is written anew at the source. No pull of theirs is in flight."""
+        """Mark blocks that the source writes again as missing. No pull of them may be in flight."""
         for block in range(max(blocks[0], self.cached), blocks[1]):
             self.missing += self._asked[block].bit_count()
             self._asked[block] = 0

@@ -1,4 +1,4 @@
-"""Image features found at other instances by their content (EPD-Serve 3.2, the multimodal store).
+"""Fetches image features from the encoder caches of other instances (EPD-Serve 3.2, the multimodal store).
 
 An encode instance that is asked for an image which another one has cached does not encode it: its offer names the
 holder. The target asks the holder, which leases the blocks or says that they are gone. Then the target gives back what
@@ -18,7 +18,7 @@ from trinity.core.migration.kv_target import cached_record
 
 
 def skip_cached_remotely(s: State, state: RequestState) -> None:
-    """Leave out what another instance has, by what it said last. What is cached or under way here stays here."""
+    """Skip the encoding of images that another instance has cached, by its last report. Local copies come first."""
     if s.settings.transfers.store and "P" not in s.settings.roles:
         for slot in state.media:
             if not s.cached_media(slot.keys) and slot.span.content not in s.pending:
@@ -26,7 +26,7 @@ def skip_cached_remotely(s: State, state: RequestState) -> None:
 
 
 def remember_skipped(s: State, state: RequestState) -> None:
-    """Its offer names holders: keep what encoding after all would need, until the Release."""
+    """Remember, until the Release, all that encoding the skipped images would need."""
     if any(slot.holder for slot in state.media):
         s.skipped_encodes[state.work.request] = SkippedEncode(
             state.work, state.inputs, state.route, state.deadline, state.tokens
@@ -34,13 +34,13 @@ def remember_skipped(s: State, state: RequestState) -> None:
 
 
 def forget_skipped(s: State, lease: Lease) -> SkippedEncode | None:
-    """What was kept for this lease's offer, no more. A former attempt's lease may end after the next one's began."""
+    """Forget and return the skipped encode of this lease's attempt. An older attempt's lease may end later."""
     spared = s.skipped_encodes.get(lease.request)
     return s.skipped_encodes.pop(lease.request) if spared is not None and spared.work.attempt == lease.attempt else None
 
 
 def encode_after_all(s: State, lease: Lease, now: float) -> None:
-    """The target did not find the features: back into the queue, and nobody else is asked this time."""
+    """Queue a skipped encode: the holder no longer had the features. No other holder is tried."""
     spared = forget_skipped(s, lease)
     if spared is None:  # forgotten meanwhile
         return
@@ -60,7 +60,7 @@ def encode_after_all(s: State, lease: Lease, now: float) -> None:
 # ---------------------------------------------------------------- the holder
 
 
-def fetch(s: State, event: Fetch, now: float) -> None:
+def handle_fetch(s: State, event: Fetch, now: float) -> None:
     """Lease the blocks with this content, or say that they are not all here."""
     s.renew_leases(event.requester, now)
     found = s.cached_media(list(event.keys)) if event.kind == IMAGE else ()
@@ -86,7 +86,7 @@ def ask_holder(s: State, state: RequestState, part: int, now: float) -> None:
     s.send(holder, Fetch(id, s.settings.name, IMAGE, tuple(state.media[part].keys)))
 
 
-def fetched(s: State, event: Fetched, now: float) -> None:
+def handle_fetched(s: State, event: Fetched, now: float) -> None:
     """The holder's answer: pull, or give up. Of a request that has ended meanwhile, only the lease is left."""
     s.renew_leases(event.holder, now)
     asked = s.fetches.pop(event.id, None)
@@ -106,7 +106,7 @@ def fetched(s: State, event: Fetched, now: float) -> None:
 
 
 def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:
-    """The request that this is for, if it still waits for it."""
+    """The request of this fetch, if it still waits for the features."""
     state = s.requests.get(asked.request)
     if state is None or state.ending is not None or state.incoming is None:
         return None
@@ -114,12 +114,12 @@ def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:
 
 
 def give_back_request(s: State, state: RequestState, now: float) -> None:
-    """Give back every image block here first: an encode instance must not wait for one that waits for it."""
+    """End it here with ``FEATURES_GONE``: it must hold no image block while an encoder works for it."""
     end(s, state, now, FEATURES_GONE)
 
 
 def give_up_fetches(s: State, asked_of: str | None, now: float) -> float:
-    """Give up what was asked of a lost holder, or (None) of those that were silent for too long; when to look again."""
+    """Give up fetches from a lost holder, or (None) from silent ones. Returns the clock time of the next check."""
     left = float("inf")
     for id, asked in list(s.fetches.items()):
         due = s.lease_end(asked.since, asked.holder)
@@ -134,7 +134,7 @@ def give_up_fetches(s: State, asked_of: str | None, now: float) -> float:
 
 
 def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
-    """A pull from a holder ended: release it."""
+    """Release the holder after a pull."""
     incoming = state.incoming
     assert incoming is not None
     answer = incoming.fetched_parts.pop(event.part)
@@ -144,7 +144,7 @@ def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
 
 
 def skipped_record(s: State, state: RequestState, part: int) -> dict[str, object]:
-    """Nothing moved, because the features are here; "store" where they were not encoded for this request either."""
+    """Record of features that did not move; outcome "store" where another instance holds them too."""
     incoming = state.incoming
     assert incoming is not None
     holder = incoming.offer.parts[part].holder

@@ -1,8 +1,8 @@
-"""The source's side of the pull migration (TriInfer 4.3): offers, leases, withdrawal."""
+"""Source side of the pull migration (TriInfer 4.3): offers blocks and leases them."""
 
 from __future__ import annotations
 
-from trinity.core.instance.lifecycle import commit, end, hand_on
+from trinity.core.instance.lifecycle import end, hand_on, send_commit
 from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
@@ -10,7 +10,7 @@ from trinity.core.migration.remote_features import remember_skipped
 
 
 def may_offer(s: State, state: RequestState) -> bool:
-    """Whether the features may be announced: one is ready, or its encoding is scheduled (``TransferPolicy``)."""
+    """True where the features may be announced: one is ready, or being encoded (``TransferPolicy.early``)."""
     chosen = s.settings.transfers
     if not chosen.prefetch or any(slot.holder for slot in state.media):  # those it may have to encode after all
         return all(slot.ready for slot in state.media)
@@ -40,7 +40,7 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
 
 
 def offer_kv(s: State, state: RequestState, now: float) -> None:
-    """The prompt is prefilled: offer its KV to a decode instance, unless it is moving already."""
+    """Offer the KV of a prefilled prompt to a decode instance, or commit the offer that streams it."""
     if state.kv_stream is not None:
         _commit(s, state, now)
         return
@@ -51,14 +51,14 @@ def offer_kv(s: State, state: RequestState, now: float) -> None:
 
 
 def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
-    """These parts of the request's offer hold their content now."""
+    """Send Ready for these parts of the request's offer."""
     assert state.outgoing is not None
     if parts:
         s.send(s.outgoing[state.outgoing].target, Ready(state.outgoing, parts))
 
 
 def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
-    """Lease the blocks to an instance with that stage. False, and the end of the request, where there is none."""
+    """Lease the blocks to an instance with that stage. Ends the request and returns False where there is none."""
     target = s.router.choose(letter, state.work)
     if target is None:
         end(s, state, now, "error", _nowhere(s, letter))
@@ -92,5 +92,5 @@ def _nowhere(s: State, letter: str) -> Failure:
 
 def _commit(s: State, state: RequestState, now: float) -> None:
     state.book_time(now)
-    commit(s, state, now)
+    send_commit(s, state, now)
     hand_on(s, state, now)

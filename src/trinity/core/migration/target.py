@@ -1,6 +1,6 @@
-"""The target's side of the pull migration (TriInfer 4.3): reserve, pull, release.
+"""Target side of the pull migration (TriInfer 4.3): reserves, pulls, releases.
 
-What the target has in a cache does not move ("no need to send", vLLM encoder separation).
+Content in the target's prefix or encoder cache does not move ("no need to send", vLLM encoder separation).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trinity.core.migration.kv_target import (
 from trinity.core.migration.remote_features import ask_holder, finish_fetch, skipped_record
 
 
-def offered(s: State, event: Offer, now: float) -> None:
-    """Step 1: a request with blocks elsewhere. It waits for blocks here, first in first out among migrations."""
+def handle_offer(s: State, event: Offer, now: float) -> None:
+    """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
     work = event.work
     state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=IncomingTransfer(event, now))
     s.take_in(state)
@@ -47,7 +47,7 @@ def _state(s: State, offer: str) -> RequestState | None:
     return None if request is None else s.requests[request]
 
 
-def ready(s: State, event: Ready, now: float) -> None:
+def handle_ready(s: State, event: Ready, now: float) -> None:
     state = _state(s, event.id)
     if state is not None and state.incoming is not None and state.ending is None:
         if state.incoming.offer.kind == KV:
@@ -58,7 +58,7 @@ def ready(s: State, event: Ready, now: float) -> None:
         _complete(s, state, now)
 
 
-def committed(s: State, event: Commit, now: float) -> None:
+def handle_commit(s: State, event: Commit, now: float) -> None:
     state = _state(s, event.id)
     if state is None or state.incoming is None or state.ending is not None:
         return
@@ -80,7 +80,7 @@ def committed(s: State, event: Commit, now: float) -> None:
     _complete(s, state, now)
 
 
-def withdrawn(s: State, event: Withdraw, now: float) -> None:
+def handle_withdraw(s: State, event: Withdraw, now: float) -> None:
     state = _state(s, event.id)
     if state is not None:
         end(s, state, now, "error" if event.failure else "cancelled", event.failure)
@@ -147,7 +147,7 @@ def _ask_media(s: State, state: RequestState, now: float) -> None:
         s.pull(state, Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
 
 
-def pulled(s: State, event: Pulled, now: float) -> None:
+def handle_pulled(s: State, event: Pulled, now: float) -> None:
     """A pull ended: its content may be matched from now on."""
     state = _state(s, event.offer)
     assert state is not None, f"a pull of {event.offer} ended after its Release"
