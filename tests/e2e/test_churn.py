@@ -26,6 +26,7 @@ from support.recordings import (
 from support.request_cases import answers, waves
 from trinity.core.scheduler import BatchRules
 from trinity.errors import DeadlineExceeded
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request
 from trinity.stream import Stream
@@ -132,7 +133,8 @@ async def _tokens(stream: Stream, plan: Plan) -> None:
 async def churn(method: str, planned: Sequence[Plan], **options: Any) -> Seen:
     """Serve all clients on one pipeline; after the last nothing is held, and after its end nothing remembered."""
     seen = Seen()
-    options = {"rules": BatchRules(token_budget=40, image_budget=40), "pools": POOLS, "image_block_size": 7, **options}
+    cache = CacheConfig(pools=POOLS, image_block_size=7)
+    options = {"rules": BatchRules(token_budget=40, image_budget=40), "cache": cache, **options}
     async with asyncio.timeout(PATIENCE_S):
         async with Pipeline(
             checkpoint("llava"), method, dtype="float32", observe=seen.served.observe, **options

@@ -308,7 +308,7 @@ def test_an_adapter_from_an_entry_point(entry_point: Callable[[str], None]) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [("test_loading:NoModel", "no.* subclass of ModelAdapter"), ("nowhere:X", "cannot be imported")]
+    ("value", "why"), [(f"{__name__}:NoModel", "no.* subclass of ModelAdapter"), ("nowhere:X", "cannot be imported")]
 )
 def test_a_broken_entry_point(entry_point: Callable[[str], None], value: str, why: str) -> None:
     entry_point(value)
