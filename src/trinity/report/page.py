@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trinity.planner import Candidate, Plan
 from trinity.report import plots
-from trinity.report.plots.served import Replays, ServedTraffic
+from trinity.report.plots.traffic import Replays, ServedTraffic
 from trinity.tables import Table, as_html
 
 TIMELINE_S = 10.0  # of a timeline that is shown; more would be too small to read

@@ -19,7 +19,7 @@ from trinity.report.plots.plans import plot_attainment as plot_attainment
 from trinity.report.plots.plans import plot_best_method as plot_best_method
 from trinity.report.plots.plans import plot_ratios as plot_ratios
 from trinity.report.plots.plans import plot_utilisation as plot_utilisation
-from trinity.report.plots.served import plot_breakdown as plot_breakdown
-from trinity.report.plots.served import plot_radar as plot_radar
-from trinity.report.plots.served import plot_scatter as plot_scatter
-from trinity.report.plots.served import plot_timeline as plot_timeline
+from trinity.report.plots.traffic import plot_breakdown as plot_breakdown
+from trinity.report.plots.traffic import plot_radar as plot_radar
+from trinity.report.plots.traffic import plot_scatter as plot_scatter
+from trinity.report.plots.traffic import plot_timeline as plot_timeline
