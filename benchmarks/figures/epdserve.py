@@ -28,7 +28,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
-from trinity.planner.candidates import placements
+from trinity.planner.candidates import list_placements
 from trinity.traces.trace import SLO, Trace
 
 PHOTO = (4032, 3024)
@@ -207,7 +207,7 @@ class Served(NamedTuple):
 def table_5(scale: Scale) -> Iterator[Shown]:
     """Six 4K images a request, E+P+D on 8 devices; the optimiser's own 6E1P1D in batches of 2, 1, 128 is tried too."""
     drawn = random_configurations(10, seed=0)
-    searched = [(str(each), in_sixes(2, 1, 128)) for each in placements(8, ["E+P+D"])]
+    searched = [(str(each), in_sixes(2, 1, 128)) for each in list_placements(8, ["E+P+D"])]
     goodputs = [six(*each, scale) for each in scale.few(searched)]
     best = max(goodputs)
     placement, budgets = searched[goodputs.index(best)]
@@ -223,7 +223,7 @@ def in_sixes(encode: int, prefill: int, decode: int) -> dict[str, StepBudgets]:
 def random_configurations(count: int, seed: int) -> list[tuple[str, dict[str, StepBudgets]]]:
     """Uniform among the ratios, and batches of 1 to 8 requests for E and P, 1 to 128 for D (appendix E.4)."""
     noise = random.Random(seed)
-    ratios = [str(each) for each in placements(8, ["E+P+D"])]
+    ratios = [str(each) for each in list_placements(8, ["E+P+D"])]
     sizes = (1, 2, 4, 8)
     return [
         (noise.choice(ratios), in_sixes(noise.choice(sizes), noise.choice(sizes), noise.choice((1, 8, 32, 128))))

@@ -32,9 +32,9 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.metrics import percentile
 from trinity.placement import Placement
-from trinity.planner.candidates import PAPER, placements
+from trinity.planner.candidates import PAPER_METHODS, list_placements
 from trinity.planner.hardware import Hardware
-from trinity.planner.problem import Case, Question
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
 from trinity.planner.race import race
 from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice
@@ -115,7 +115,7 @@ def figure_5(scale: Scale) -> Iterator[Shown]:
     trace = of_set(NEXT, "TextCaps", rate=8.0)(scale.requests(1500))
     ttft: dict[str, float] = {}
     gap: dict[str, float] = {}
-    for placement in map(str, placements(8, PAPER)):
+    for placement in map(str, list_placements(8, PAPER_METHODS)):
         outcomes = replayed(NEXT, placement, slo, trace, cluster=cluster).outcomes
         ttft[placement], gap[placement] = mean_ttft(outcomes), mean_gap(outcomes)
     yield from claims_5(ttft, gap)
@@ -129,7 +129,7 @@ def claims_5(ttft: dict[str, float], gap: dict[str, float]) -> Iterator[Shown]:
         return Shown(claim, ours, all(each[one] > each[other] for each in figures))
 
     def with_d(claim: Claim, method: str) -> Shown:
-        names = list(map(str, placements(8, [method])))
+        names = list(map(str, list_placements(8, [method])))
         found = correlation([decoding(name) for name in names], [gap[name] for name in names])
         return Shown(claim, f"{found:+.2f} over {len(names)} ratios", found < 0)
 
@@ -139,7 +139,7 @@ def claims_5(ttft: dict[str, float], gap: dict[str, float]) -> Iterator[Shown]:
     yield compared(FIGURE_5[3], "1ED7P", "4ED4P", ttft, gap)
     yield compared(FIGURE_5[4], "7ED1P", "4ED4P", ttft)
     yield with_d(FIGURE_5[5], "E+P+D")
-    two = {name: ttft[name] for name in map(str, placements(8, ["E+P+D"])) if decoding(name) == 2}
+    two = {name: ttft[name] for name in map(str, list_placements(8, ["E+P+D"])) if decoding(name) == 2}
     ends = {name: two[name] for name in (min(two, key=two.__getitem__), max(two, key=two.__getitem__))}
     yield Shown(FIGURE_5[6], listed(ends, unit=" s"), 2 * min(two.values()) <= max(two.values()))
 
@@ -165,16 +165,16 @@ def figure_6(scale: Scale) -> Iterator[Shown]:
 def best_of_methods(dataset: str, slo: SLO, scale: Scale) -> dict[str, float]:
     """Goodput (requests/s) of each method's best ratio."""
     hardware = Hardware(get_model_shape(NEXT), Cluster.of("H20", 8), None, {}, {})
-    question = Question(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
+    question = GoodputCriterion(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
 
     def search(count: int) -> dict[str, float]:
         trace = of_set(NEXT, dataset)(count)
-        case = Case(hardware, trace, question, None)
-        entries = case.entries(hardware.names)
+        case = PlanningProblem(hardware, trace, question, None)
+        entries = case.bound_deployments(hardware.names)
         try:
             raced = {
                 method: race(case.trials, [each for each in entries if each.deployment.method == method])
-                for method in PAPER
+                for method in PAPER_METHODS
             }
         except TraceTooShort as error:
             raise more_than(trace, error) from error
@@ -195,7 +195,7 @@ def claims_6(found: dict[tuple[str, float, float], dict[str, float]]) -> Iterato
     yield Shown(FIGURE_6[0], ours, 2 * leads > len(strict))
     others = sum(max(rates["EP+D"], rates["ED+P"]) >= rates["E+P+D"] for rates in loose)
     yield Shown(FIGURE_6[1], f"in {others} of {len(loose)}", others == len(loose) > 0)
-    won = {method: sum(rates[method] == max(rates.values()) for rates in cells.values()) for method in PAPER}
+    won = {method: sum(rates[method] == max(rates.values()) for rates in cells.values()) for method in PAPER_METHODS}
     yield Shown(FIGURE_6[2], f"best in {listed(won, 'd')} of {len(cells)}", max(won.values(), default=0) < len(cells))
 
 
@@ -205,13 +205,15 @@ def claims_6(found: dict[tuple[str, float, float], dict[str, float]]) -> Iterato
 def planned(model: str, dataset: str, slo: SLO, cluster: Cluster, scale: Scale) -> str:
     """Algorithm 2's choice from one tenth of the requests that it is judged on."""
     hardware = Hardware(get_model_shape(model), cluster, None, {}, {})
-    question = Question(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
+    question = GoodputCriterion(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
 
     def search(count: int) -> str:
         trace = of_set(model, dataset, seed=1)(count)
-        case = Case(hardware, trace, question, None)
+        case = PlanningProblem(hardware, trace, question, None)
         try:
-            return str(race(case.trials, case.paper(hardware.names, "largest_remainder"))[0].entry.deployment)
+            return str(
+                race(case.trials, case.bound_paper_choices(hardware.names, "largest_remainder"))[0].entry.deployment
+            )
         except TraceTooShort as error:
             raise more_than(trace, error) from error
 

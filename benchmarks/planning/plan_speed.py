@@ -16,7 +16,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TrinityError
 from trinity.planner import HybridPlanner, SearchConfig
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.problem import Case, Question
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
 from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces.trace import SLO, Trace
@@ -91,8 +91,8 @@ def searched(trace: Trace, instances: int) -> Took:
     """Of the race alone, as ``plan`` runs it, on a trace that is long enough."""
     hardware = Hardware(get_model_shape(PLANNED), cluster_of(DEVICE, instances), None, {}, {})
     cpu, wall = time.process_time(), time.perf_counter()
-    case = Case(hardware, trace, Question(PLAN_SLO), None)
-    found = case.searched("race", case.entries(hardware.names))
+    case = PlanningProblem(hardware, trace, GoodputCriterion(PLAN_SLO), None)
+    found = case.search("race", case.bound_deployments(hardware.names))
     took = time.process_time() - cpu, time.perf_counter() - wall
     return Took(*took, case.trials.runs, len(trace), str(found[0].entry.deployment))
 

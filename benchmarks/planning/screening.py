@@ -23,8 +23,8 @@ from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
 from trinity.planner.confirmation import confirm
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.problem import Case, Question
-from trinity.planner.search import Entry, Found, searched
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
+from trinity.planner.search import BoundedCandidate, SearchResult, search_to_end
 from trinity.planner.trials import Trials
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -122,36 +122,38 @@ def _shared(draw: random.Random, row: TraceRow) -> TraceRow:
     )
 
 
-def case_of(asked: Small, setting: str) -> Case:
+def case_of(asked: Small, setting: str) -> PlanningProblem:
     """A planner's, which may call a goodput what lasts one TTFT bound."""
     cluster = cluster_of(asked.devices, None)
     hardware = Hardware(get_model_shape(asked.model), cluster, None, {}, SETTINGS[setting])
-    return Case(hardware, asked.trace, Question(asked.slo, least_requests=100, least_ttfts=1.0), None)
+    return PlanningProblem(
+        hardware, asked.trace, GoodputCriterion(asked.slo, least_requests=100, least_ttfts=1.0), None
+    )
 
 
-def on_cores(case: Case) -> Trials:
+def on_cores(case: PlanningProblem) -> Trials:
     """Trials of the whole trace with the true settings."""
 
     def serve_of(deployment: Deployment) -> Any:
         return case.hardware.simulator(deployment, case.asked.slo, engine="python").serve(deployment.placement)
 
-    return case.tried(case.trace, serve_of)
+    return case.make_trials(case.trace, serve_of)
 
 
 def lost(asked: Small, setting: str) -> Lost:
     """Plan by screening, and list the alternatives."""
     case, names = case_of(asked, setting), case_of(asked, setting).hardware.names
-    entries = case.entries(names)
+    entries = case.bound_deployments(names)
     before = time.process_time()
-    found = case.searched("race", entries)
+    found = case.search("race", entries)
     confirmation = confirm(case, found)
     took = time.process_time() - before
     ahead = [each.found for each in confirmation.confirmed] or found
     chosen, first, cores = ahead[0].entry, found[0], on_cores(case)
-    reached = searched(cores, chosen)
+    reached = search_to_end(cores, chosen)
     best = best_of(cores, reached, entries)
     alike = chosen.deployment == first.entry.deployment
-    really = reached.rate if alike else searched(cores, first.entry).rate
+    really = reached.rate if alike else search_to_end(cores, first.entry).rate
     return Lost(
         number=asked.number,
         chosen=str(chosen.deployment),
@@ -164,13 +166,13 @@ def lost(asked: Small, setting: str) -> Lost:
     )
 
 
-def best_of(cores: Trials, chosen: Found, entries: Sequence[Entry]) -> Found:
+def best_of(cores: Trials, chosen: SearchResult, entries: Sequence[BoundedCandidate]) -> SearchResult:
     """Of every placement: each is asked for the next rate above the best so far, and searched where it holds that."""
     best = chosen
     for entry in entries:
         step = cores.first_steps(entry.guess)[-1] if best.step is None else best.step + 1
         if entry.deployment != chosen.entry.deployment and cores.holds(entry.deployment, step):
-            best = max(best, searched(cores, entry), key=lambda each: each.rate)
+            best = max(best, search_to_end(cores, entry), key=lambda each: each.rate)
     return best
 
 

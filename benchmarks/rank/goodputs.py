@@ -15,9 +15,9 @@ from trinity import traces
 from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.problem import Case, Question
-from trinity.planner.resample import long_enough
-from trinity.planner.search import Entry, exhaustive
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
+from trinity.planner.resample import plan_on_long_enough
+from trinity.planner.search import BoundedCandidate, search_all
 from trinity.planner.trials import Trials, rate_of, step_of
 from trinity.traces import resample
 from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 SMALL = Sizes(3, 240, 120, 0.3)
 
 
-def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -> Case:
+def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -> PlanningProblem:
     """Problem whose replays raise ``OutOfTimeError`` when ``time.monotonic()`` passes ``until``."""
 
     def tell(*_: object) -> None:
@@ -55,8 +55,8 @@ def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -
             raise OutOfTimeError
 
     hardware = Hardware(get_model_shape(setup.model), cluster_of(setup.device, sizes.instances), None, {}, {})
-    asked = Question(setup.slo, least_requests=sizes.least_requests, least_ttfts=sizes.least_ttfts)
-    return Case(hardware, trace, asked, tell)
+    asked = GoodputCriterion(setup.slo, least_requests=sizes.least_requests, least_ttfts=sizes.least_ttfts)
+    return PlanningProblem(hardware, trace, asked, tell)
 
 
 def searched_case(setup: Setup, sizes: Sizes, until: float) -> Record:
@@ -65,7 +65,7 @@ def searched_case(setup: Setup, sizes: Sizes, until: float) -> Record:
     early, late = traces.read_shipped("servegen-image-1h").split(0.1)
     count = requests_needed(setup, sizes, case_of(setup, sizes, requests(setup, sizes.held, early, PLAN_SEED)))
     seen = requests(setup, max(sizes.least_requests, math.ceil(count / 9)), early, PLAN_SEED)
-    plan = long_enough(seen, PLAN_SEED, True, lambda drawn: goodputs(case_of(setup, sizes, drawn.trace, until)))
+    plan = plan_on_long_enough(seen, PLAN_SEED, True, lambda drawn: goodputs(case_of(setup, sizes, drawn.trace, until)))
     held, rates = held_out(
         lambda n: case_of(setup, sizes, requests(setup, n, late, HELD_SEED), until), count, plan["plan"]
     )
@@ -86,25 +86,27 @@ def requests(setup: Setup, count: int, arrivals: Trace, seed: int) -> Trace:
     return traces.synthesise(setup.dataset, count, visual_tokens=rule, arrivals=arrivals, seed=seed)
 
 
-def requests_needed(setup: Setup, sizes: Sizes, case: Case) -> int:
+def requests_needed(setup: Setup, sizes: Sizes, case: PlanningProblem) -> int:
     """So that the best placement's requests take the TTFT bounds that a trace must last, by its nominal rate."""
-    best = max(entry.nominal for entry in case.entries(case.hardware.names))
+    best = max(entry.nominal for entry in case.bound_deployments(case.hardware.names))
     return max(sizes.held, math.ceil(SPARE * sizes.least_ttfts * setup.slo.ttft * best))
 
 
-def goodputs(case: Case) -> Record:
+def goodputs(case: PlanningProblem) -> Record:
     """Of every placement on the planning trace, each searched as if nothing else had been asked."""
-    found = exhaustive(case.trials, case.entries(case.hardware.names))
+    found = search_all(case.trials, case.bound_deployments(case.hardware.names))
     rates = {str(each.entry.deployment): each.rate for each in found}
     return {"plan": rates, "planned_on": len(case.trace), "exhaustive_runs": case.trials.runs}
 
 
-def held_out(made: Callable[[int], Case], count: int, seen: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+def held_out(
+    made: Callable[[int], PlanningProblem], count: int, seen: Mapping[str, float]
+) -> tuple[int, dict[str, float]]:
     """(requests, goodput of every placement) of a trace with an upper limit for each; ``seen``: on another trace."""
     while True:
         case = made(count)
         try:
-            entries = case.entries(case.hardware.names)
+            entries = case.bound_deployments(case.hardware.names)
             return count, {
                 str(each.deployment): near(case.trials, each, seen[str(each.deployment)]) for each in entries
             }
@@ -113,7 +115,7 @@ def held_out(made: Callable[[int], Case], count: int, seen: Mapping[str, float])
             count = math.ceil(SPARE * count * max(1.0, error.needed_s / span))
 
 
-def near(trials: Trials, entry: Entry, rate: float) -> float:
+def near(trials: Trials, entry: BoundedCandidate, rate: float) -> float:
     """Goodput, looked for around a rate that another trace gave: some four replays in place of seven."""
     if not rate:
         step = trials.limit(entry.deployment, entry.guess)

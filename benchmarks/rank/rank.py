@@ -44,7 +44,11 @@ def choices(setup: Setup, sizes: Sizes, goodputs: Record, until: float) -> Recor
     for strategy in ("paper", "race"):
         case = case_of(setup, sizes, trace, until)
         names = case.hardware.names
-        entries = case.paper(names, "largest_remainder") if strategy == "paper" else case.entries(names)
+        entries = (
+            case.bound_paper_choices(names, "largest_remainder")
+            if strategy == "paper"
+            else case.bound_deployments(names)
+        )
         found = race(case.trials, entries)
         picks[strategy] = [str(found[0].entry.deployment), case.trials.runs]
     return {"setup": list(setup), "picks": picks, "choosing_s": time.monotonic() - began}

@@ -14,9 +14,9 @@ from benchmarks.scale import live as scale_live
 from benchmarks.scale.live import DEVICE, MODEL, PER_HOST, bounds, requests, simulator
 from trinity.costs.cluster import Cluster
 from trinity.errors import TraceTooShort
-from trinity.planner.candidates import PAPER
+from trinity.planner.candidates import PAPER_METHODS
 from trinity.planner.hardware import Hardware
-from trinity.planner.problem import Case, Question
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
 from trinity.planner.race import race
 from trinity.simulation.simulator import Simulator
 from trinity.traces.goodput import LEAST_REQUESTS, LEAST_TTFTS, goodput, measure_point
@@ -86,13 +86,17 @@ def best_ratios(dataset: str, sizes: Sizes) -> dict[str, str]:
     """Of each method, as the planner races them on other requests of the dataset."""
     cluster = Cluster.of(DEVICE.name, sizes.instances, per_host=min(PER_HOST, sizes.instances))
     hardware = Hardware(MODEL, cluster, None, {}, {})
-    question = Question(bounds(dataset), least_requests=sizes.least_requests, least_ttfts=min(3.0, sizes.least_ttfts))
+    question = GoodputCriterion(
+        bounds(dataset), least_requests=sizes.least_requests, least_ttfts=min(3.0, sizes.least_ttfts)
+    )
 
     def search(count: int) -> dict[str, str]:
         trace = scale_live.requests(dataset, count, seed=1)
-        case = Case(hardware, trace, question, None)
-        entries = case.entries(hardware.names)
-        methods = sorted({each.deployment.method for each in entries}, key=lambda each: (each not in PAPER, each))
+        case = PlanningProblem(hardware, trace, question, None)
+        entries = case.bound_deployments(hardware.names)
+        methods = sorted(
+            {each.deployment.method for each in entries}, key=lambda each: (each not in PAPER_METHODS, each)
+        )
         try:
             raced = {
                 method: race(case.trials, [each for each in entries if each.deployment.method == method])

@@ -19,7 +19,7 @@ from trinity.errors import UnknownName
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.planner import Plan, Space
-from trinity.planner.search_space import knobs_of
+from trinity.planner.search_space import list_knobs
 from trinity.traces.trace import SLO
 
 QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
@@ -122,7 +122,7 @@ async def test_processes_are_told_of_them() -> None:
 
 
 def test_every_knob_of_the_search_is_run() -> None:
-    assert set(knobs_of(Space())) <= set(PLAN_SETTINGS)
+    assert set(list_knobs(Space())) <= set(PLAN_SETTINGS)
 
 
 def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:

@@ -18,7 +18,7 @@ from benchmarks.figures.others import Served
 from benchmarks.figures.triinfer import Migrated
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
-from trinity.planner.candidates import PAPER, placements
+from trinity.planner.candidates import PAPER_METHODS, list_placements
 from trinity.timeline import Slice
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import Trace, TraceRow
@@ -87,7 +87,7 @@ def test_requests_are_equal_and_come_at_their_rate() -> None:
 
 
 def ratios(value: float, **changed: float) -> dict[str, float]:
-    return {str(each): value for each in placements(8, PAPER)} | changed
+    return {str(each): value for each in list_placements(8, PAPER_METHODS)} | changed
 
 
 def test_figure_5_as_the_paper_has_it_and_not() -> None:
@@ -104,7 +104,7 @@ def test_instances_that_decode_alone(placement: str, count: int) -> None:
 
 def cells(strict: tuple[float, float, float], loose: tuple[float, float, float]) -> dict[Any, dict[str, float]]:
     both = ((figures_triinfer.STRINGENT, strict), (figures_triinfer.LOOSE, loose))
-    return {("TextCaps", ttft, 0.1): dict(zip(PAPER, rates, strict=True)) for ttft, rates in both}
+    return {("TextCaps", ttft, 0.1): dict(zip(PAPER_METHODS, rates, strict=True)) for ttft, rates in both}
 
 
 def test_figure_6_as_the_paper_has_it_and_not() -> None:

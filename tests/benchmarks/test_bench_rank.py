@@ -21,8 +21,8 @@ from benchmarks.rank.ranking import Setup, drawn
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.errors import TraceTooShort
-from trinity.planner.candidates import EVERY, PAPER, placements
-from trinity.planner.search import Entry
+from trinity.planner.candidates import ALL_METHODS, PAPER_METHODS, list_placements
+from trinity.planner.search import BoundedCandidate
 from trinity.traces.trace import SLO
 
 RATES = {"8EPD": 10.2, "4EP4D": 10.0, "1E3P4D": 10.0, "4ED4P": 8.0, "6PD2E": 10.5, "7EP1D": 0.0}
@@ -59,9 +59,9 @@ def test_where_nothing_is_served_nothing_is_lost() -> None:
 
 
 def test_the_papers_space_has_35_of_the_43_placements() -> None:
-    rates = {str(each): 1.0 for each in placements(8, EVERY)}
+    rates = {str(each): 1.0 for each in list_placements(8, ALL_METHODS)}
     assert len(rates) == 43
-    assert set(ranking.in_paper(rates)) == {str(each) for each in placements(8, PAPER)}
+    assert set(ranking.in_paper(rates)) == {str(each) for each in list_placements(8, PAPER_METHODS)}
     assert len(ranking.in_paper(rates)) == 35
 
 
@@ -110,8 +110,8 @@ class Limited:
         return self.limits[deployment]
 
 
-def entry(name: str) -> Entry:
-    return Entry(name, 100.0, 50.0)  # type: ignore[arg-type]
+def entry(name: str) -> BoundedCandidate:
+    return BoundedCandidate(name, 100.0, 50.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("off", [*range(-9, 10), -60, 60])
@@ -137,7 +137,9 @@ def test_a_held_out_trace_grows_until_it_has_an_answer() -> None:
         rows = [SimpleNamespace(timestamp=at) for at in (0.0, 10_000.0)]
         trials = Limited({"8EPD": 10}, short=count < 1500)
         hardware = SimpleNamespace(names=())
-        return SimpleNamespace(trials=trials, trace=rows, hardware=hardware, entries=lambda names: [entry("8EPD")])
+        return SimpleNamespace(
+            trials=trials, trace=rows, hardware=hardware, bound_deployments=lambda names: [entry("8EPD")]
+        )
 
     count, rates = rank_goodputs.held_out(case_of, 1000, {"8EPD": 1.0})
     assert count == 2600

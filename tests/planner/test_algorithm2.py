@@ -15,13 +15,13 @@ from trinity.placement import Placement
 from trinity.planner.algorithm2 import (
     Stages,
     Workload,
-    best_of,
-    deployments,
+    choose_best,
+    choose_placements,
+    measure_workload,
     memory_bound,
     partition,
-    profiled,
+    profile_device,
     stage_seconds,
-    workload,
 )
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
@@ -61,7 +61,7 @@ def rows(*shapes: tuple[int, int, int]) -> Trace:
 
 
 def load_of(*shapes: tuple[int, int, int]) -> Workload:
-    return workload(rows(*shapes), LLAVA)
+    return measure_workload(rows(*shapes), LLAVA)
 
 
 # ---------------------------------------------------------------- lines 1 to 5
@@ -83,7 +83,7 @@ def test_the_first_token_is_prefills() -> None:
 
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(TraceError, match="serve or load some requests"):
-        workload(Trace(), LLAVA)
+        measure_workload(Trace(), LLAVA)
 
 
 def test_requests_that_the_model_cannot_take_are_no_work() -> None:
@@ -95,12 +95,12 @@ def test_requests_that_the_model_cannot_take_are_no_work() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_time_stamp_that_is_none_is_refused(bad: float) -> None:
     with pytest.raises(TraceError, match="row 0 arrives at"):
-        workload(Trace([TraceRow(timestamp=bad, input_length=600, output_length=4)]), LLAVA)
+        measure_workload(Trace([TraceRow(timestamp=bad, input_length=600, output_length=4)]), LLAVA)
 
 
 def test_images_of_unknown_tokens_have_the_models_own() -> None:
     plain = TraceRow(timestamp=0, input_length=600, output_length=4, text_length=24, images=[TraceImage()])
-    assert workload(Trace([plain]), LLAVA).visual == 576
+    assert measure_workload(Trace([plain]), LLAVA).visual == 576
 
 
 # ---------------------------------------------------------------- lines 6 to 11
@@ -108,7 +108,7 @@ def test_images_of_unknown_tokens_have_the_models_own() -> None:
 
 def test_budgets_are_the_largest_within_their_bounds_up_to_the_knee() -> None:
     """0.01 + n/10,000 s: half the TTFT of 0.4 s holds 1,900 tokens; the knee of 0.01 s fixed is where n makes 95 %."""
-    found = profiled(load_of((1, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load_of((1, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.e == found.budgets.p
     assert 0.95 * 1900 / 0.2 <= found.budgets.e / (0.01 + found.budgets.e / 1e4) <= 1900 / 0.2
     # Decodes: 0.05 s holds 400, memory 80 GB fewer: that is line 9.
@@ -117,7 +117,7 @@ def test_budgets_are_the_largest_within_their_bounds_up_to_the_knee() -> None:
 
 def test_throughput_is_that_at_the_budget_and_time_is_work_over_it() -> None:
     load = load_of((1, 600, 11), (1, 600, 11))
-    found = profiled(load, Straight(decode=1e-3), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load, Straight(decode=1e-3), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.d == 40  # (0.05 - 0.01) / 0.001, less than memory holds
     assert found.throughput.d == pytest.approx(40 / 0.05)
     assert found.seconds.d == pytest.approx(20 / 800)
@@ -126,23 +126,23 @@ def test_throughput_is_that_at_the_budget_and_time_is_work_over_it() -> None:
 
 
 def test_a_whole_image_runs_whatever_the_bound() -> None:
-    found = profiled(load_of((1, 600, 11)), Straight(encode=1.0), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load_of((1, 600, 11)), Straight(encode=1.0), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.e == 576
 
 
 def test_where_not_even_one_item_is_in_time_the_budget_is_one() -> None:
-    found = profiled(load_of((1, 600, 11)), Straight(decode=1, prefill=1), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load_of((1, 600, 11)), Straight(decode=1, prefill=1), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.budgets.p == found.budgets.d == 1
 
 
 def test_a_stage_that_costs_nothing_takes_next_to_nothing() -> None:
     free = Straight(encode=0.0, prefill=0.0, decode=0.0, fixed=0.0)
-    found = profiled(load_of((1, 600, 11)), free, SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load_of((1, 600, 11)), free, SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert 0 < max(found.seconds) < 1e-6
 
 
 def test_text_alone_has_no_encode() -> None:
-    found = profiled(load_of((0, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
+    found = profile_device(load_of((0, 600, 11)), Straight(), SLO(ttft=0.4, tbt=0.05), LLAVA, 80e9)
     assert found.seconds.e == found.budgets.e == found.throughput.e == 0
 
 
@@ -234,7 +234,7 @@ def test_fewer_instances_than_stages_are_refused() -> None:
 
 
 def named(count: int, seconds: Stages) -> list[str]:
-    return [str(each) for each in deployments(count, seconds)]
+    return [str(each) for each in choose_placements(count, seconds)]
 
 
 def test_three_methods_of_one_partition() -> None:
@@ -255,11 +255,11 @@ def test_text_alone_never_uses_e() -> None:
 @pytest.mark.parametrize("count", [0, -3])
 def test_no_instance_is_refused(count: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 instance"):
-        deployments(count, Stages(1, 1, 1))
+        choose_placements(count, Stages(1, 1, 1))
 
 
 def test_the_first_strictly_greater_goodput_wins() -> None:
-    three = deployments(8, Stages(1, 3, 4))
+    three = choose_placements(8, Stages(1, 3, 4))
     known = {"1E3P4D": 5.0, "4EP4D": 7.0, "5ED3P": 7.0}
     replayed: list[str] = []
 
@@ -267,19 +267,19 @@ def test_the_first_strictly_greater_goodput_wins() -> None:
         replayed.append(str(placement))
         return known[str(placement)]
 
-    best, goodput = best_of(three, replay)
+    best, goodput = choose_best(three, replay)
     assert (str(best), goodput) == ("4EP4D", 7.0)
     assert replayed == ["1E3P4D", "4EP4D", "5ED3P"]
 
 
 def test_where_all_have_none_none_is_best() -> None:
-    assert best_of(deployments(8, Stages(1, 3, 4)), lambda placement: 0.0) == (None, 0.0)
+    assert choose_best(choose_placements(8, Stages(1, 3, 4)), lambda placement: 0.0) == (None, 0.0)
 
 
 def test_with_the_papers_baseline_workload_decode_has_most_instances() -> None:
     """The notes' case: LLaVA-NeXT on TextCaps at N = 32, H100 with an eager step of 20 ms, gives D more than half."""
     model = MODELS["llava-next-7b"]
-    load = workload(
+    load = measure_workload(
         Trace(
             TraceRow(timestamp=n, input_length=2364, output_length=80, images=[TraceImage(tokens=2340)])
             for n in range(100)
@@ -287,8 +287,8 @@ def test_with_the_papers_baseline_workload_decode_has_most_instances() -> None:
         model,
     )
     cost = Roofline(model=model, device=DEVICES["H100"])
-    found = profiled(load, cost, SLO(ttft=4.0, tbt=0.08), model, 0.9 * 80e9)
-    placed = [str(each) for each in deployments(32, found.seconds)]
+    found = profile_device(load, cost, SLO(ttft=4.0, tbt=0.08), model, 0.9 * 80e9)
+    placed = [str(each) for each in choose_placements(32, found.seconds)]
     counts = partition(32, found.seconds)
     assert counts[2] > 16 > counts[1] > counts[0]
     assert placed[1] == f"{counts[0] + counts[1]}EP{counts[2]}D"

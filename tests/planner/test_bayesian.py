@@ -19,7 +19,7 @@ from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Space
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
-from trinity.planner.search_space import knobs_of, options_of
+from trinity.planner.search_space import list_knobs, simulator_options
 from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Simulator
 from trinity.traces import synthesise
@@ -49,12 +49,12 @@ def deployment(**settings: str | int) -> Deployment:
 
 
 def test_without_settings_the_simulator_is_the_planners() -> None:
-    assert options_of(deployment(), STRICT, LLAVA, H100, BatchRules()) == {}
+    assert simulator_options(deployment(), STRICT, LLAVA, H100, BatchRules()) == {}
 
 
 def test_settings_become_rules_budgets_and_routing() -> None:
     asked = deployment(tokens=512, mixed_tokens=64, images=2, order="sjf", policy="time", routing="least_loaded")
-    options = options_of(asked, STRICT, LLAVA, H100, BatchRules(chunked=False))
+    options = simulator_options(asked, STRICT, LLAVA, H100, BatchRules(chunked=False))
     assert (options["rules"].order, options["rules"].policy, options["rules"].chunked) == ("sjf", "time", False)
     assert options["routing"] == "least_loaded"
     assert options["budgets"]["E"].image_budget == 2 * 576
@@ -62,7 +62,7 @@ def test_settings_become_rules_budgets_and_routing() -> None:
 
 
 def test_a_knob_at_zero_is_what_algorithm_1_finds() -> None:
-    options = options_of(deployment(tokens=0, mixed_tokens=0, images=0), STRICT, LLAVA, H100, BatchRules())
+    options = simulator_options(deployment(tokens=0, mixed_tokens=0, images=0), STRICT, LLAVA, H100, BatchRules())
     simulator = Simulator(LLAVA, STRICT, cluster=planner(2, Space()).hardware.cluster)
     for place, each in enumerate(simulator.settings(Placement.parse("1E1PD"))):
         found: StepBudgets = options["budgets"][each.roles]
@@ -105,7 +105,7 @@ def test_it_tries_algorithm_2_first_and_is_never_worse() -> None:
     assert plan.strategy == "bayesian"
     assert plan.paper is not None
     assert (plan.best.score or 0) >= (plan.paper.goodput["guard"])
-    assert set(plan.best.settings) == set(knobs_of(Space()))
+    assert set(plan.best.settings) == set(list_knobs(Space()))
     assert "8 configurations tried by Optuna" in plan.explain()
     assert plan.paper.settings == {}
     assert plan.paper in plan.candidates

@@ -17,7 +17,7 @@ from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import TraceTooShort
 from trinity.placement import Placement
 from trinity.planner.bounds import Bounds, Kind
-from trinity.planner.candidates import Deployment, deployments
+from trinity.planner.candidates import Deployment, list_deployments
 from trinity.planner.trials import Trials, rate_of
 from trinity.simulation.simulator import Simulator
 from trinity.simulation.workload import jobs_of
@@ -201,7 +201,7 @@ def test_nominal_bounds_are_by_the_slowest_group_and_name_its_stage() -> None:
 def test_the_nominal_bound_is_the_nearer_one(model: ModelShape) -> None:
     kinds = {"A": Kind.of(DEVICES["H100"], Roofline(model=model, device=DEVICES["H100"]), 0.9)}
     made = Bounds(equal(), SLO(1.0, 0.05), model, kinds)
-    for each in deployments("AAAA"):
+    for each in list_deployments("AAAA"):
         assert 0 < made.nominal(each) <= made.upper(each) * 1.01
 
 
@@ -232,7 +232,7 @@ def check_one(seed: int, count: int) -> None:
     trace, stable = drawn(draw, count), draw.random() < 0.6
     kinds = {each: Kind.of(DEVICES[each], Roofline(model=model, device=DEVICES[each]), 0.9) for each in names}
     made = Bounds(trace, slo, model, kinds, rule=rule, stable=stable, lanes=lanes, order=order)
-    deployment = draw.choice(deployments(names))
+    deployment = draw.choice(list_deployments(names))
     simulator = Simulator(
         model,
         slo,

@@ -13,17 +13,17 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.planner import HybridPlanner, Plan, confirmation, hybrid
 from trinity.planner.confirmation import (
     Confirmation,
+    choose_stretch,
     confirm,
-    confirmed_first,
-    leading,
+    find_leaders,
     limit_near,
+    merge_core_results,
     rate_for,
     replay_seconds,
-    stretch_of,
 )
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.problem import Case, Question
-from trinity.planner.search import Found, exhaustive
+from trinity.planner.problem import GoodputCriterion, PlanningProblem
+from trinity.planner.search import SearchResult, search_all
 from trinity.planner.trials import rate_of
 from trinity.simulation import compiled_engine
 from trinity.traces import synthesise
@@ -40,13 +40,15 @@ def trace(count: int = 120, seed: int = 3) -> Trace:
     return synthesise("POPE", count, visual_tokens=lambda width, height: 576, rate=10, seed=seed)
 
 
-def case(requests: Trace | None = None, instances: int = 2, **options: Any) -> Case:
+def case(requests: Trace | None = None, instances: int = 2, **options: Any) -> PlanningProblem:
     hardware = Hardware(LLAVA, cluster_of("H100", instances), None, {}, {"routing": "least_loaded", **options})
-    return Case(hardware, requests or trace(), Question(STRICT, least_requests=100, least_ttfts=2.0), None)
+    return PlanningProblem(
+        hardware, requests or trace(), GoodputCriterion(STRICT, least_requests=100, least_ttfts=2.0), None
+    )
 
 
-def raced(whole: Case) -> list[Found]:
-    return whole.searched("race", whole.entries(whole.hardware.names))
+def raced(whole: PlanningProblem) -> list[SearchResult]:
+    return whole.search("race", whole.bound_deployments(whole.hardware.names))
 
 
 # ---------------------------------------------------------------- a limit near its guess
@@ -77,8 +79,8 @@ def test_where_no_more_may_be_asked_what_was_seen_counts() -> None:
 
 def test_leaders_are_the_best_of_all_by_the_screening_engine() -> None:
     whole = case(instances=3)
-    every = exhaustive(whole.trials, whole.entries(whole.hardware.names))
-    ahead = leading(whole.trials, raced(case(instances=3)), 3)
+    every = search_all(whole.trials, whole.bound_deployments(whole.hardware.names))
+    ahead = find_leaders(whole.trials, raced(case(instances=3)), 3)
     assert [each.rate for each in ahead] == [each.rate for each in every[:3]]
 
 
@@ -86,7 +88,7 @@ def test_the_cores_hold_what_a_confirmation_says_and_not_the_next_rate() -> None
     whole = case()
     best = confirm(whole, raced(whole)).confirmed[0].found
     simulator = whole.hardware.simulator(best.entry.deployment, STRICT, engine="python")
-    cores = whole.tried(whole.trace, lambda deployment: simulator.serve(deployment.placement))
+    cores = whole.make_trials(whole.trace, lambda deployment: simulator.serve(deployment.placement))
     assert best.exact
     assert best.step is not None
     assert cores.holds(best.entry.deployment, best.step)
@@ -122,7 +124,7 @@ def test_a_score_that_is_no_rate_is_asked_for_as_the_rate_that_has_it() -> None:
 
 def test_what_was_only_screened_has_no_figure_of_its_own() -> None:
     found = raced(case())
-    listed = confirmed_first(Confirmation([], 0, 0), found)
+    listed = merge_core_results(Confirmation([], 0, 0), found)
     assert not any(each.exact or each.rate for each in listed)
     assert listed[0].screened == found[0].rate
     assert len(listed) == len(found)
@@ -134,8 +136,8 @@ def test_what_was_only_screened_has_no_figure_of_its_own() -> None:
 def test_a_short_trace_is_replayed_whole_and_of_a_long_one_a_stretch() -> None:
     whole = case(trace(600))
     leader = raced(whole)[0]
-    assert stretch_of(whole, leader, 550) is whole.trace
-    stretch = stretch_of(whole, leader, 200)
+    assert choose_stretch(whole, leader, 550) is whole.trace
+    stretch = choose_stretch(whole, leader, 200)
     assert len(stretch) == 200
     assert stretch[0].timestamp == 0.0
     lengths = [row.input_length for row in whole.trace]

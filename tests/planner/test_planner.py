@@ -17,7 +17,7 @@ from trinity.costs.step_cost import DEVICES, Device
 from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Plan
-from trinity.planner.candidates import placements
+from trinity.planner.candidates import list_placements
 from trinity.traces import synthesise
 from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
 
@@ -60,7 +60,7 @@ TRACE = images()
 def test_a_plan_has_all_that_was_asked_for() -> None:
     plan = planner(seeds=2).plan(TRACE)
     assert plan.best is plan.candidates[0]
-    assert len(plan.candidates) == len(placements(3)) == 2 + 2 + 1 + 2 + 1
+    assert len(plan.candidates) == len(list_placements(3)) == 2 + 2 + 1 + 2 + 1
     assert set(plan.best.goodput) == set(SLO_RULES)
     assert plan.best.score == plan.best.goodput["guard"] > 0
     assert len(plan.best.spread) == 2
@@ -121,7 +121,7 @@ def test_algorithm_2s_choice_is_not_lost_where_it_is_beaten() -> None:
 
 def test_many_instances_are_searched_from_coarse_to_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.problem.FINEST", 3)
-    monkeypatch.setattr("trinity.planner.hybrid.KEPT", 10)
+    monkeypatch.setattr("trinity.planner.hybrid.MOST_LISTED", 10)
     coarse, whole = planner(5).plan(TRACE), planner(5, strategy="exhaustive")
     assert any("For 5 instances ratios were tried in steps of 2" in note for note in coarse.notes)
     assert any("the best 10 are listed" in note for note in coarse.notes)

@@ -17,10 +17,10 @@ from trinity.errors import ConfigError
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, SearchConfig, evaluate
 from trinity.planner.candidates import Deployment
-from trinity.planner.evaluate import busiest, limiting, missed
+from trinity.planner.evaluate import count_late, find_busiest_stage, find_late_stages
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.objectives import at_once, effective, throughput
-from trinity.planner.progress import Progress, seen
+from trinity.planner.objectives import offer_at_once, score_effective_throughput, score_throughput
+from trinity.planner.progress import ProgressBar, is_display_watched
 from trinity.simulation.simulator import Replay
 from trinity.traces import synthesise
 from trinity.traces.goodput import RequestOutcome, score_outcomes
@@ -53,19 +53,19 @@ def placed(text: str) -> Deployment:
     ],
 )
 def test_which_bound_is_missed_says_which_stages_limit(outcomes: list[RequestOutcome], stages: str) -> None:
-    assert limiting(*missed(outcomes, SECOND, "guard")) == stages
+    assert find_late_stages(*count_late(outcomes, SECOND, "guard")) == stages
     rows = [TraceRow(timestamp=n, input_length=1, output_length=2) for n in range(len(outcomes))]
     found = score_outcomes(Trace(rows), outcomes, SECOND)
-    assert limiting(1 - found.attainment["guard"], 1 - found.ttft_attainment) == stages, "as a point says it"
+    assert find_late_stages(1 - found.attainment["guard"], 1 - found.ttft_attainment) == stages, "as a point says it"
 
 
 def test_of_those_stages_the_one_that_works_most_in_the_busiest_group() -> None:
     shares = {"E0": {"E": 0.3}, "P0": {"P": 0.7}, "P1": {"P": 0.9}, "D0": {"D": 1.0}}
-    assert busiest(placed("1E2P1D"), shares) == "D"
-    assert busiest(placed("1E2P1D"), shares, "EP") == "P"
-    assert busiest(placed("1EP1D"), {"EP0": {"E": 0.2, "P": 0.1}, "D0": {"D": 0.9}}, "EP") == "E"
-    assert busiest(placed("2EPD"), {"EPD0": {"E": 0.2, "P": 0.1, "D": 0.5}}, "EP") == "E"
-    assert busiest(placed("2EPD"), {}, "EP") == ""
+    assert find_busiest_stage(placed("1E2P1D"), shares) == "D"
+    assert find_busiest_stage(placed("1E2P1D"), shares, "EP") == "P"
+    assert find_busiest_stage(placed("1EP1D"), {"EP0": {"E": 0.2, "P": 0.1}, "D0": {"D": 0.9}}, "EP") == "E"
+    assert find_busiest_stage(placed("2EPD"), {"EPD0": {"E": 0.2, "P": 0.1, "D": 0.5}}, "EP") == "E"
+    assert find_busiest_stage(placed("2EPD"), {}, "EP") == ""
 
 
 # ---------------------------------------------------------------- objectives of one replay
@@ -86,22 +86,22 @@ def replay(outcomes: list[RequestOutcome], duration_s: float) -> Replay:
 
 def test_throughput_counts_what_was_served_to_its_end() -> None:
     done = [RequestOutcome(0.5, [0.1]), RequestOutcome(None, (), "error"), RequestOutcome(9.0, [0.1])]
-    assert throughput(replay(done, 4.0), placed("EPD")) == 0.5
-    assert throughput(replay([], 0.0), placed("EPD")) == 0.0
+    assert score_throughput(replay(done, 4.0), placed("EPD")) == 0.5
+    assert score_throughput(replay([], 0.0), placed("EPD")) == 0.0
 
 
 def test_effective_throughput_as_epd_serve_has_it() -> None:
     """EPD-Serve table 5: 10 requests/s of 64 tokens on 3 devices, all in time: 213 tokens/s a device."""
     in_time, late = RequestOutcome(0.5, [0.05] * 63), RequestOutcome(1.5, [0.05] * 63)
-    score = effective(SECOND, "guard")
+    score = score_effective_throughput(SECOND, "guard")
     assert score(replay([in_time] * 100, 10.0), placed("1E1P1D")) == pytest.approx(640 / 3)
     assert score(replay([in_time] * 90 + [late] * 10, 10.0), placed("1E1P1D")) == pytest.approx(0.9 * 640 / 3)
     assert score(replay([], 0.0), placed("EPD")) == 0.0
 
 
 def test_offline_all_requests_are_there_at_once() -> None:
-    assert [row.timestamp for row in at_once(trace(5))] == [0.0] * 5
-    assert [row.output_length for row in at_once(trace(5))] == [row.output_length for row in trace(5)]
+    assert [row.timestamp for row in offer_at_once(trace(5))] == [0.0] * 5
+    assert [row.output_length for row in offer_at_once(trace(5))] == [row.output_length for row in trace(5)]
 
 
 # ---------------------------------------------------------------- the winner on both engines
@@ -216,7 +216,7 @@ def test_prices_of_a_device_and_of_the_planner() -> None:
 
 def test_progress_goes_to_who_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[tuple[int, str]] = []
-    with Progress(lambda runs, what: told.append((runs, what)), watched=True) as progress:
+    with ProgressBar(lambda runs, what: told.append((runs, what)), watched=True) as progress:
         progress(3, "1E1P1D")
     assert told == [(3, "1E1P1D")]
     assert capsys.readouterr().err == ""
@@ -226,18 +226,18 @@ def test_a_bar_is_shown_where_somebody_sees_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trinity.planner.progress._DELAY_S", 0.0)
-    with Progress(watched=True) as progress:
+    with ProgressBar(watched=True) as progress:
         for runs in range(30):
             progress(runs, "1E1P1D")
     assert "replays" in capsys.readouterr().err
-    with Progress(watched=False) as progress:
+    with ProgressBar(watched=False) as progress:
         progress(3, "1E1P1D")
     assert capsys.readouterr().err == ""
 
 
 def test_without_tqdm_there_is_no_bar_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with Progress(watched=True) as progress:
+    with ProgressBar(watched=True) as progress:
         progress(3, "1E1P1D")
 
 
@@ -257,9 +257,9 @@ def test_measured_tables_plan_as_rooflines_do() -> None:
 
 def test_a_pipe_sees_no_bar_a_terminal_and_a_notebook_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert not seen()
+    assert not is_display_watched()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert seen()
+    assert is_display_watched()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert seen()
+    assert is_display_watched()

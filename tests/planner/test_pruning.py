@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from trinity.placement import Placement
-from trinity.planner.candidates import Deployment, deployments
-from trinity.planner.collisions import PULL_S, interrupted, waiting
-from trinity.planner.pruning import fewer, lacking
+from trinity.planner.candidates import Deployment, list_deployments
+from trinity.planner.collisions import PULL_S, predict_encode_waits, predict_step_waits
+from trinity.planner.pruning import find_short_roles, has_no_more
 from trinity.traces.goodput import RatePoint
 from trinity.traces.trace import SLO, SLO_RULES
 
@@ -50,25 +50,25 @@ def seen(first: float, kept: float, **load: float) -> RatePoint:
     ],
 )
 def test_of_which_there_were_too_few(placement: str, point: RatePoint, short: set[str]) -> None:
-    assert lacking(placed(placement), point, 0.9, "guard") == short
+    assert find_short_roles(placed(placement), point, 0.9, "guard") == short
 
 
 def test_those_with_as_many_or_fewer_of_them_lack_them_too() -> None:
     failed = placed("2E4P2D")
-    named = [str(each) for each in deployments("A" * 8, ["E+P+D"]) if fewer(each, failed, {"P", "D"})]
+    named = [str(each) for each in list_deployments("A" * 8, ["E+P+D"]) if has_no_more(each, failed, {"P", "D"})]
     assert "1E4P3D" in named
     assert "1E5P2D" in named
     assert "1E3P4D" in named
     assert not {"1E6P1D"} - set(named)
-    assert fewer(placed("1E1P6D"), failed, {"P"})
-    assert not fewer(placed("1E5P2D"), failed, {"P"})
-    assert not fewer(failed, failed, set())
+    assert has_no_more(placed("1E1P6D"), failed, {"P"})
+    assert not has_no_more(placed("1E5P2D"), failed, {"P"})
+    assert not has_no_more(failed, failed, set())
 
 
 def test_other_devices_say_nothing() -> None:
-    assert fewer(placed("1EP2D", "AAA"), placed("2EP1D", "AAA"), {"EP"})
-    assert not fewer(placed("1EP2D", "BBB"), placed("2EP1D", "AAA"), {"EP"})
-    assert not fewer(placed("1EP2D", "BAA"), placed("2EP1D", "BAA"), {"EP"})
+    assert has_no_more(placed("1EP2D", "AAA"), placed("2EP1D", "AAA"), {"EP"})
+    assert not has_no_more(placed("1EP2D", "BBB"), placed("2EP1D", "AAA"), {"EP"})
+    assert not has_no_more(placed("1EP2D", "BAA"), placed("2EP1D", "BAA"), {"EP"})
 
 
 # ---------------------------------------------------------------- steps in progress
@@ -91,29 +91,29 @@ def counted(count: int, rate: float, lasting: float, spare: float, draws: int = 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("gaps", [1, 8])
 def test_at_that_rate_a_tenth_meets_a_step_in_progress(count: int, gaps: int) -> None:
-    rate = waiting(count, STEP, Counter({gaps: 100}), TIGHT, "guard", 0.9)
+    rate = predict_step_waits(count, STEP, Counter({gaps: 100}), TIGHT, "guard", 0.9)
     assert counted(count, rate, gaps * STEP, TIGHT.tbt - STEP - PULL_S) == pytest.approx(0.1, abs=0.015)
 
 
 def test_what_tolerates_a_late_gap_does_not_count() -> None:
-    assert waiting(2, STEP, Counter({10: 100}), TIGHT, "guard", 0.9) == math.inf
-    assert waiting(2, STEP, Counter({10: 100}), TIGHT, "p99", 0.9) < 10
-    assert waiting(2, STEP, Counter({0: 100}), TIGHT, "guard", 0.9) == math.inf
-    assert waiting(2, STEP, Counter({8: 10, 50: 90}), TIGHT, "guard", 0.9) == math.inf  # a tenth may be late
-    assert waiting(2, STEP, Counter({8: 100}), SLO(2.0, 0.06), "guard", 0.9) == math.inf  # two steps fit
-    assert waiting(2, STEP, Counter({8: 100}), TIGHT, "tpot", 0.9) == math.inf  # seven others make up for it
-    assert waiting(2, STEP, Counter({1: 100}), TIGHT, "tpot", 0.9) < math.inf
-    assert waiting(1, STEP, Counter(), TIGHT, "guard", 0.9) == math.inf
+    assert predict_step_waits(2, STEP, Counter({10: 100}), TIGHT, "guard", 0.9) == math.inf
+    assert predict_step_waits(2, STEP, Counter({10: 100}), TIGHT, "p99", 0.9) < 10
+    assert predict_step_waits(2, STEP, Counter({0: 100}), TIGHT, "guard", 0.9) == math.inf
+    assert predict_step_waits(2, STEP, Counter({8: 10, 50: 90}), TIGHT, "guard", 0.9) == math.inf  # a tenth may be late
+    assert predict_step_waits(2, STEP, Counter({8: 100}), SLO(2.0, 0.06), "guard", 0.9) == math.inf  # two steps fit
+    assert predict_step_waits(2, STEP, Counter({8: 100}), TIGHT, "tpot", 0.9) == math.inf  # seven others make up for it
+    assert predict_step_waits(2, STEP, Counter({1: 100}), TIGHT, "tpot", 0.9) < math.inf
+    assert predict_step_waits(1, STEP, Counter(), TIGHT, "guard", 0.9) == math.inf
 
 
 def test_more_instances_serve_more_than_in_proportion_since_each_comes_in_turn() -> None:
-    rates = [waiting(count, STEP, Counter({8: 100}), TIGHT, "guard", 0.9) for count in range(1, 8)]
+    rates = [predict_step_waits(count, STEP, Counter({8: 100}), TIGHT, "guard", 0.9) for count in range(1, 8)]
     assert all(rates[n] / rates[0] > n + 1 for n in range(1, 7))
 
 
 def test_an_encode_in_between_is_a_late_gap() -> None:
     few, many = Counter({5: 100}), Counter({30: 100})
-    rate = interrupted(4, 0.03, STEP, few, TIGHT, 0.9)
+    rate = predict_encode_waits(4, 0.03, STEP, few, TIGHT, 0.9)
     assert 1 - math.exp(-rate / 4 * 5 * STEP) == pytest.approx(0.1)
-    assert interrupted(4, 0.03, STEP, many, TIGHT, 0.9) == math.inf
-    assert interrupted(4, 0.01, STEP, few, TIGHT, 0.9) == math.inf
+    assert predict_encode_waits(4, 0.03, STEP, many, TIGHT, 0.9) == math.inf
+    assert predict_encode_waits(4, 0.01, STEP, few, TIGHT, 0.9) == math.inf

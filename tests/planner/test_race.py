@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import TraceTooShort
-from trinity.planner.candidates import Deployment, deployments
+from trinity.planner.candidates import Deployment, list_deployments
 from trinity.planner.race import race, reaches
-from trinity.planner.search import Entry, exhaustive, likely_first
+from trinity.planner.search import BoundedCandidate, search_all, sort_by_guess
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
 from trinity.traces.goodput import RatePoint, RequestOutcome, ServeFunction, goodput
 from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceRow
 
 LOOSE = SLO(ttft=2.0, tbt=1.0)
-FIVE = deployments(["A"] * 3)[:5]
+FIVE = list_deployments(["A"] * 3)[:5]
 
 
 def evenly(count: int = 1000, rate: float = 1.0) -> Trace:
@@ -43,11 +43,11 @@ def trials(service_s: Callable[[Deployment], float], trace: Trace | None = None,
     return Trials(lambda deployment: queue(service_s(deployment)), evenly() if trace is None else trace, slo)
 
 
-def known(seconds: list[float]) -> tuple[Trials, list[Entry]]:
+def known(seconds: list[float]) -> tuple[Trials, list[BoundedCandidate]]:
     """One deployment for each service time, whose bounds are its own rate: upper times 1.2, nominal as it is."""
-    placed = deployments(["A"] * len(seconds), ["EP+D"])[: len(seconds)] + deployments(["A"] * len(seconds))
+    placed = list_deployments(["A"] * len(seconds), ["EP+D"])[: len(seconds)] + list_deployments(["A"] * len(seconds))
     chosen = dict(zip(dict.fromkeys(placed), seconds, strict=False))
-    entries = [Entry(each, 1.2 / service, 1 / service) for each, service in chosen.items()]
+    entries = [BoundedCandidate(each, 1.2 / service, 1 / service) for each, service in chosen.items()]
     return trials(lambda deployment: chosen[deployment]), entries
 
 
@@ -171,7 +171,7 @@ def test_progress_is_told_of_every_replay() -> None:
 
 def test_it_finds_the_best_and_asks_the_others_once() -> None:
     made, entries = known([0.2, 0.1, 0.11, 0.15, 0.101])
-    found = race(made, likely_first(entries))
+    found = race(made, sort_by_guess(entries))
     assert found[0].entry is entries[1]
     assert found[0].rate == pytest.approx(10, rel=0.03)
     assert [each.exact for each in found] == [True, False, False, False, False]
@@ -181,14 +181,14 @@ def test_it_finds_the_best_and_asks_the_others_once() -> None:
 
 def test_one_whose_upper_bound_is_lower_is_not_asked() -> None:
     made, entries = known([0.1, 0.5])
-    found = race(made, likely_first(entries))
+    found = race(made, sort_by_guess(entries))
     assert made.points(entries[1].deployment) == ()
     assert found[1].bound == pytest.approx(2.4)
 
 
 def test_what_guesses_were_worth_for_a_method_decides_who_is_next() -> None:
     """The first of EP+D comes to a third of its guess: the others of it, guessed higher than ED+P, come after that."""
-    placed = [*deployments(["A"] * 4, ["EP+D"]), *deployments(["A"] * 4, ["ED+P"])]
+    placed = [*list_deployments(["A"] * 4, ["EP+D"]), *list_deployments(["A"] * 4, ["ED+P"])]
     asked: list[str] = []
 
     def serve(deployment: Deployment) -> ServeFunction:
@@ -196,8 +196,8 @@ def test_what_guesses_were_worth_for_a_method_decides_who_is_next() -> None:
         return queue(0.3 if deployment.method == "EP+D" else 0.12)
 
     guesses = dict(zip(placed, (10.0, 9.4, 9.4, 8.0, 8.0, 8.0), strict=True))
-    first = race(made := Trials(serve, evenly(), LOOSE), [Entry(placed[0], 100.0, 10.0)])
-    found = race(made, [Entry(each, 100.0, guess) for each, guess in guesses.items()], first)
+    first = race(made := Trials(serve, evenly(), LOOSE), [BoundedCandidate(placed[0], 100.0, 10.0)])
+    found = race(made, [BoundedCandidate(each, 100.0, guess) for each, guess in guesses.items()], first)
     assert asked[:2] == ["EP+D", "ED+P"]
     assert found[0].entry.deployment.method == "ED+P"
 
@@ -205,9 +205,9 @@ def test_what_guesses_were_worth_for_a_method_decides_who_is_next() -> None:
 def test_who_is_thought_worse_than_its_stages_say_comes_later_and_is_searched_from_there() -> None:
     made, entries = known([0.5, 0.1])
     entries[0] = entries[0]._replace(nominal=40.0, upper=50.0, likely=2.0)
-    assert likely_first(entries) == [entries[1], entries[0]]
+    assert sort_by_guess(entries) == [entries[1], entries[0]]
     alone = trials(lambda _: 0.5)
-    assert exhaustive(made, entries[:1])[0].step == alone.limit(entries[0].deployment, 2.0)
+    assert search_all(made, entries[:1])[0].step == alone.limit(entries[0].deployment, 2.0)
     assert made.runs == alone.runs
 
 
@@ -219,25 +219,25 @@ def test_until_one_holds_nobody_is_searched_to_the_end() -> None:
     assert found[0].entry is entries[3]
     assert sum(each.exact for each in found) <= 2
     all_of_them, _ = known([2.0, 1.0, 1.0, 0.2])
-    exhaustive(all_of_them, [*wrong, entries[3]])
+    search_all(all_of_them, [*wrong, entries[3]])
     assert made.runs < all_of_them.runs
 
 
 def test_a_winners_goodput_is_that_of_a_search_alone() -> None:
-    """Where rates that fail lie between such that hold, the race may not see another one than ``exhaustive``."""
+    """Where rates that fail lie between such that hold, the race may not see another one than ``search_all``."""
 
     def serve(trace: Trace) -> list[RequestOutcome]:
         at = [row.timestamp / 1000 for row in trace]
         rate = (len(at) - 1) / (at[-1] - at[0])
         return [RequestOutcome(9.0 if 10 < rate < 12 or rate > 14 else 0.1)] * len(at)
 
-    holed, even = deployments(["A"] * 3, ["EP+D"])
-    entries = [Entry(even, 100.0, 12.5), Entry(holed, 100.0, 10.0)]
+    holed, even = list_deployments(["A"] * 3, ["EP+D"])
+    entries = [BoundedCandidate(even, 100.0, 12.5), BoundedCandidate(holed, 100.0, 10.0)]
     made, alone = (
         Trials(lambda deployment: serve if deployment == holed else queue(0.08), evenly(), LOOSE) for _ in range(2)
     )
     found = race(made, entries)
-    fresh = exhaustive(alone, entries)
+    fresh = search_all(alone, entries)
     assert [(each.entry, each.rate) for each in found if each.exact] == [(each.entry, each.rate) for each in fresh]
     assert found[0].entry is entries[0]
 
@@ -265,18 +265,18 @@ class Short:
 @pytest.mark.parametrize("best", [({"EP": 2.0, "D": 10.0}), ({"EP": 10.0, "D": 2.0}), ({"EP": 3.0, "D": 3.0})])
 def test_those_that_lack_what_another_lacked_are_not_asked(best: dict[str, float]) -> None:
     """Bounds that say nothing, and a guess that is the same for all: what failed must tell who else will."""
-    placed = deployments(["A"] * 16, ["EP+D"])
+    placed = list_deployments(["A"] * 16, ["EP+D"])
     made = Trials(lambda each: Short(each, best), evenly(), LOOSE)
-    entries = [Entry(each, inf, 9.0) for each in random.Random(3).sample(placed, len(placed))]
+    entries = [BoundedCandidate(each, inf, 9.0) for each in random.Random(3).sample(placed, len(placed))]
     found = race(made, entries)
-    alone = exhaustive(Trials(lambda each: Short(each, best), evenly(), LOOSE), entries)
+    alone = search_all(Trials(lambda each: Short(each, best), evenly(), LOOSE), entries)
     assert found[0].rate == alone[0].rate
     assert sum(bool(made.points(each.entry.deployment)) for each in found) <= 11 < len(placed)
 
 
 def test_a_bad_order_costs_replays_and_nothing_else() -> None:
     made, entries = known([0.2, 0.1, 0.11, 0.15, 0.101])
-    assert race(made, reversed(likely_first(entries)))[0].entry is entries[1]
+    assert race(made, reversed(sort_by_guess(entries)))[0].entry is entries[1]
 
 
 def test_of_equal_ones_the_first_stays() -> None:
@@ -290,7 +290,7 @@ def test_what_is_known_is_not_searched_again_and_must_be_beaten() -> None:
     made, entries = known([0.1, 0.2, 0.05])
     first = race(made, entries[:2])
     runs = made.runs
-    found = race(made, likely_first(entries), first)
+    found = race(made, sort_by_guess(entries), first)
     assert found[0].entry is entries[2]
     assert made.runs - runs <= 8
     assert len(found) == 3
@@ -299,7 +299,7 @@ def test_what_is_known_is_not_searched_again_and_must_be_beaten() -> None:
 def test_worth_turns_rates_into_scores() -> None:
     made, entries = known([0.1, 0.05])
     dear = [entries[0]._replace(worth=1.0), entries[1]._replace(worth=0.4)]  # 10 against 20 · 0.4
-    found = race(made, likely_first(dear))
+    found = race(made, sort_by_guess(dear))
     assert found[0].entry is dear[0]
     assert found[0].score == pytest.approx(10, rel=0.03)
 
@@ -315,7 +315,7 @@ def test_its_winner_is_the_exhaustive_winner(seconds: list[float], seed: int) ->
     made, entries = known(seconds)
     mixed = random.Random(seed).sample(entries, len(entries))
     raced = race(made, mixed)[0]
-    ranked = exhaustive(made, entries)
+    ranked = search_all(made, entries)
     assert raced.rate == ranked[0].rate
     assert [each.score for each in ranked] == sorted((each.score for each in ranked), reverse=True)
     assert all(each.exact for each in ranked)
@@ -323,7 +323,7 @@ def test_its_winner_is_the_exhaustive_winner(seconds: list[float], seed: int) ->
 
 def test_who_reaches_a_rate() -> None:
     made, entries = known([0.2, 0.1, 0.05])
-    assert reaches(made, likely_first(entries), 15.0) is entries[2]
+    assert reaches(made, sort_by_guess(entries), 15.0) is entries[2]
     assert reaches(made, entries, 8.0) is entries[1]
     runs = made.runs
     assert reaches(made, entries, 100.0) is None  # beyond every upper bound

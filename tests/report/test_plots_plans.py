@@ -13,7 +13,7 @@ from support.figure_contents import axes, cells, legend, lines, words
 from support.plans import BEST, LOWER, PAPER, plan, point
 from trinity.errors import ConfigError
 from trinity.planner import Candidate
-from trinity.planner.candidates import placements
+from trinity.planner.candidates import list_placements
 from trinity.traces.goodput import RatePoint
 from trinity.traces.trace import SLO
 
@@ -98,7 +98,7 @@ def searched(count: int, **changes: Any) -> tuple[Candidate, ...]:
         Candidate(
             placement=str(each), method=each.method, exact=True, score=float(n), goodput={"guard": n, "p90": 2 * n}
         )
-        for n, each in enumerate(placements(count))
+        for n, each in enumerate(list_placements(count))
     ]
     return tuple(sorted(found, key=lambda each: -(each.score or 0)))
 
@@ -180,7 +180,7 @@ def test_one_instance_and_text_alone() -> None:
     for count, methods in ((1, ("EPD",)), (3, ("P+D", "PD"))):
         found = tuple(
             Candidate(placement=str(each), method=each.method, exact=True, score=1.0, goodput={"guard": 1.0})
-            for each in placements(count, methods)
+            for each in list_placements(count, methods)
         )
         picture = plots.plot_ratios(plan(best=found[0], candidates=found, paper=None))
         assert set(cells(axes(picture))) == {each.placement for each in found}

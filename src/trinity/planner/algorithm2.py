@@ -1,7 +1,12 @@
 """Algorithm 2 (TriInfer 4.4), by the numbers of its lines; made precise where the paper leaves it open.
 
-1. ``workload``: lines 1 to 5. 2. ``profiled``: lines 6 to 11. 3. ``partition``: line 12. 4. ``deployments``: lines 14
-to 16. 5. ``best_of``: lines 13 and 17 to 23. Nothing is simulated here: what replays a trace is given.
+- ``measure_workload``: lines 1 to 5.
+- ``profile_device``: lines 6 to 11.
+- ``partition``: line 12.
+- ``choose_placements``: lines 14 to 16.
+- ``choose_best``: lines 13 and 17 to 23.
+
+Nothing is simulated here: the caller passes the function that replays a trace.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from trinity.placement import Group, Placement
 from trinity.simulation.rate_sweep import prepare_requests
 from trinity.traces.trace import SLO, Trace
 
-ALPHA = 0.5  # of the TTFT bound, for one encode batch
-BETA = 0.5  # of the TTFT bound, for one prefill batch
-GAMMA = 0.9  # of the memory that weights leave, for caches
+ENCODE_SHARE = 0.5  # α of the paper, of the TTFT bound, for one encode batch
+PREFILL_SHARE = 0.5  # β, of the TTFT bound, for one prefill batch
+CACHE_SHARE = 0.9  # γ, of the memory that weights leave, for caches
 LARGEST = 65_536  # tokens or rows that a budget may come to
 LEAST_S = 1e-9  # of a step: a cost model may leave a stage out, and its throughput is a number all the same
 Split = Literal["largest_remainder", "minimax"]
@@ -36,9 +41,14 @@ class Stages(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Tokens of a whole trace: visual (W_e), of prompts with visual ones (W_p), decoded (W_d); and means of them.
+    """Tokens of a whole trace, and means of them.
 
-    ``context``: tokens that a decode looks back on, on average; ``image``: visual tokens of an image.
+    - ``requests``: that the model can take.
+    - ``visual`` (tokens): W_e.
+    - ``prompt`` (tokens): W_p, with visual ones.
+    - ``decode`` (tokens): W_d.
+    - ``context`` (tokens): mean context length of a decode.
+    - ``image`` (tokens): mean visual tokens of an image.
     """
 
     requests: int
@@ -65,11 +75,11 @@ class Profile(NamedTuple):
     seconds: Stages
 
 
-def workload(trace: Trace, model: ModelShape) -> Workload:
-    """Lines 1 to 5, for the requests that the model can take.
+def measure_workload(trace: Trace, model: ModelShape) -> Workload:
+    """Compute lines 1 to 5, for the requests that the model can take.
 
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
-    no such request, or a time stamp is none.
+    no such request, or a time stamp is invalid.
     """
     sizes = prepare_requests(trace, model).sizes
     prompts, images = sizes.prompt[sizes.taken], int(sizes.images[sizes.taken].sum())
@@ -85,12 +95,14 @@ def workload(trace: Trace, model: ModelShape) -> Workload:
     return Workload(len(prompts), visual, prompt, decode, context, visual / images if images else 0.0)
 
 
-def profiled(load: Workload, cost: CostModel, slo: SLO, model: ModelShape, capacity: float) -> Profile:
-    """Lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes. A stage without work takes 0 s."""
+def profile_device(load: Workload, cost: CostModel, slo: SLO, model: ModelShape, capacity: float) -> Profile:
+    """Compute lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes. An idle stage takes 0 s."""
     encode, prefill, decode = stage_seconds(load, cost)
     budgets = Stages(
-        max(_budget(encode, ALPHA * slo.ttft), ceil(load.image)) if load.visual else 0,  # line 6: a whole image runs
-        _budget(prefill, BETA * slo.ttft),  # line 7
+        max(_budget(encode, ENCODE_SHARE * slo.ttft), ceil(load.image))
+        if load.visual
+        else 0,  # line 6: a whole image runs
+        _budget(prefill, PREFILL_SHARE * slo.ttft),  # line 7
         min(_budget(decode, slo.tbt), memory_bound(load, model, capacity)),  # lines 8 and 9
     )
     throughput = Stages(  # line 10
@@ -105,7 +117,7 @@ def profiled(load: Workload, cost: CostModel, slo: SLO, model: ModelShape, capac
 
 
 def stage_seconds(load: Workload, cost: CostModel) -> tuple[Callable[[int], float], ...]:
-    """Seconds of a batch of so many visual tokens, prompt tokens, decodes: each stage alone, of this workload."""
+    """Return three functions: seconds of n visual tokens, n prompt tokens or n decodes in a batch."""
 
     def encode(tokens: int) -> float:
         return max(LEAST_S, cost.at(0, 0, tokens, context=0.0))
@@ -121,12 +133,12 @@ def stage_seconds(load: Workload, cost: CostModel) -> tuple[Callable[[int], floa
 
 
 def _budget(seconds: Callable[[int], float], limit_s: float) -> int:
-    """The largest batch within the limit, up to the knee of its throughput; 1 where not even one item is."""
+    """Find the largest batch within the limit, up to the knee of its throughput; 1 where not even one item fits."""
     return 1 if seconds(1) > limit_s else search_budget(seconds, limit_s, high=LARGEST).budget
 
 
 def memory_bound(load: Workload, model: ModelShape, capacity: float, roles: str = "D") -> int:
-    """Line 9 in consistent units: requests whose KV fits into γ of what the weights leave; at least 1.
+    """Compute line 9 in consistent units: requests whose KV fits into γ of what the weights leave; at least 1.
 
     The paper divides bytes by tokens; a request's KV is ``kv_bytes`` for each of its (W_p + W_d) / N_r tokens. Where
     the instance also holds images, they have a tenth of the rest.
@@ -135,14 +147,14 @@ def memory_bound(load: Workload, model: ModelShape, capacity: float, roles: str 
     if set(roles) & {"E"}:
         rest *= 1 - IMAGE_SHARE
     each = model.kv_bytes * (load.prompt + load.decode) / load.requests
-    return max(1, floor(GAMMA * rest / each))
+    return max(1, floor(CACHE_SHARE * rest / each))
 
 
 # ---------------------------------------------------------------- line 12
 
 
 def partition(count: int, seconds: Sequence[float], split: Split = "largest_remainder") -> tuple[int, ...]:
-    """``count`` instances to stages by their seconds, at least one each; ties go to the first.
+    """Divide ``count`` instances among stages by their seconds, at least one each; ties go to the first.
 
     By largest remainder, or (``minimax``) one by one to the stage with the most seconds an instance. Raises
     ``ConfigError`` where there are fewer instances than stages.
@@ -178,38 +190,44 @@ def _first_most(values: Sequence[float]) -> int:
 # ---------------------------------------------------------------- lines 14 to 16, and 13, 17 to 23
 
 
-def deployments(count: int, seconds: Stages, split: Split = "largest_remainder") -> list[Placement]:
-    """What Algorithm 2 replays for ``count`` instances, in its order: E+P+D, EP+D, ED+P.
+def choose_placements(count: int, seconds: Stages, split: Split = "largest_remainder") -> list[Placement]:
+    """List the placements that Algorithm 2 replays for ``count`` instances, in its order: E+P+D, EP+D, ED+P.
 
-    The paper says nothing of fewer than three instances or of text alone: one instance is EPD; two are EP+D, ED+P or
+    The paper leaves open fewer than three instances, and text alone. Here one instance is EPD; two are EP+D, ED+P or
     PD+E; a trace without images has no E: P+D, and PD on every instance.
     """
     if count < 1:
         raise ConfigError(f"a plan is for at least 1 instance, got {count}")
     if not seconds.e:
-        whole = [_placed((count, "PD"))]
+        whole = [_make_placement((count, "PD"))]
         if count == 1:
             return whole
         p, d = partition(count, (seconds.p, seconds.d), split)
-        return [_placed((p, "P"), (d, "D")), *whole]
+        return [_make_placement((p, "P"), (d, "D")), *whole]
     if count == 1:
-        return [_placed((1, "EPD"))]
+        return [_make_placement((1, "EPD"))]
     if count == 2:
-        return [_placed((1, "EP"), (1, "D")), _placed((1, "ED"), (1, "P")), _placed((1, "PD"), (1, "E"))]
+        return [
+            _make_placement((1, "EP"), (1, "D")),
+            _make_placement((1, "ED"), (1, "P")),
+            _make_placement((1, "PD"), (1, "E")),
+        ]
     e, p, d = partition(count, seconds, split)  # line 12
     return [
-        _placed((e, "E"), (p, "P"), (d, "D")),  # line 14
-        _placed((e + p, "EP"), (d, "D")),  # line 15
-        _placed((e + d, "ED"), (p, "P")),  # line 16
+        _make_placement((e, "E"), (p, "P"), (d, "D")),  # line 14
+        _make_placement((e + p, "EP"), (d, "D")),  # line 15
+        _make_placement((e + d, "ED"), (p, "P")),  # line 16
     ]
 
 
-def _placed(*groups: tuple[int, str]) -> Placement:
+def _make_placement(*groups: tuple[int, str]) -> Placement:
     return Placement.of(Group(count, roles) for count, roles in groups)
 
 
-def best_of(methods: Iterable[Placement], replay_trace: Callable[[Placement], float]) -> tuple[Placement | None, float]:
-    """Lines 13 and 17 to 23: the first with a strictly greater goodput; None where all have 0."""
+def choose_best(
+    methods: Iterable[Placement], replay_trace: Callable[[Placement], float]
+) -> tuple[Placement | None, float]:
+    """Run lines 13 and 17 to 23: return the first with a strictly greater goodput; None where all have 0."""
     best, best_goodput = None, 0.0  # line 13
     for method in methods:  # line 17
         goodput = replay_trace(method)  # lines 18 and 19

@@ -9,18 +9,18 @@ from trinity.errors import ConfigError, pip_install
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import partition
 from trinity.planner.candidates import Deployment
-from trinity.planner.problem import Case
-from trinity.planner.search import Found, ranked
-from trinity.planner.search_space import Space, knobs_of
+from trinity.planner.problem import PlanningProblem
+from trinity.planner.search import SearchResult, rank_results
+from trinity.planner.search_space import Space, list_knobs
 
 _LEAST_SHARE = 0.01  # of a group, so that no weights are all zero
 
 
-def tuned(case: Case, space: Space, seed: int) -> tuple[list[Found], tuple[str, ...]]:
-    """``space.trials`` configurations, best first, and what to say of them.
+def search_bayesian(case: PlanningProblem, space: Space, seed: int) -> tuple[list[SearchResult], tuple[str, ...]]:
+    """Search ``space.trials`` configurations; return them best first, with notes for the plan.
 
-    Tree-structured Parzen estimator, seeded; the first ones are Algorithm 2's and those with the best nominal bounds,
-    with the knobs as Algorithm 1 has them, under each reservation. Raises ``ConfigError`` where there is no Optuna.
+    Tree-structured Parzen estimator, seeded. The first configurations are Algorithm 2's and those with the best nominal
+    bounds, with the knobs of Algorithm 1, under each reservation. Raises ``ConfigError`` where Optuna is missing.
     """
     optuna = _optuna()
     before = optuna.logging.get_verbosity()
@@ -29,12 +29,12 @@ def tuned(case: Case, space: Space, seed: int) -> tuple[list[Found], tuple[str, 
         study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
         for start in _starts(case, space):
             study.enqueue_trial(start, skip_if_exists=True)
-        found = [_tried(case, space, study) for _ in range(space.trials)]
+        found = [_run_trial(case, space, study) for _ in range(space.trials)]
     finally:
         optuna.logging.set_verbosity(before)
     once = {each.entry.deployment: each for each in found if each is not None}
     note = f"Objective: goodput - {space.beta:g} * cost, over {space.trials} configurations tried by Optuna's TPE."
-    return ranked(once.values()), (note,)
+    return rank_results(once.values()), (note,)
 
 
 def _optuna() -> Any:
@@ -44,10 +44,10 @@ def _optuna() -> Any:
         raise ConfigError(f"strategy 'bayesian' needs Optuna: {pip_install('plan')}") from error
 
 
-def _starts(case: Case, space: Space) -> list[dict[str, Any]]:
+def _starts(case: PlanningProblem, space: Space) -> list[dict[str, Any]]:
     names = case.hardware.names
-    best = [*case.paper(names, "largest_remainder"), *case.entries(names)[:3]]
-    usual = {name: values[0] for name, values in knobs_of(space).items()}
+    best = [*case.bound_paper_choices(names, "largest_remainder"), *case.bound_deployments(names)[:3]]
+    usual = {name: values[0] for name, values in list_knobs(space).items()}
     starts = [_start(entry.deployment, len(names)) | usual for entry in best]
     return [start | {"reservation": each} for each in space.reservations for start in starts]
 
@@ -58,34 +58,34 @@ def _start(deployment: Deployment, most: int) -> dict[str, Any]:
     return {"method": deployment.method, "instances": most} | shares
 
 
-def _tried(case: Case, space: Space, study: Any) -> Found | None:
-    """One configuration, asked and told; None where the model does not fit it."""
+def _run_trial(case: PlanningProblem, space: Space, study: Any) -> SearchResult | None:
+    """Evaluate one configuration that Optuna suggests; None where the model does not fit it."""
     trial = study.ask()
-    deployment = _suggested(case, space, trial)
+    deployment = _suggest(case, space, trial)
     if deployment is None or case.hardware.misfit(deployment):
         study.tell(trial, state=import_module("optuna").trial.TrialState.FAIL)
         return None
-    entry = case.entry(deployment)
+    entry = case.bound_deployment(deployment)
     step = case.trials.limit(deployment, entry.guess)
-    found = valued(case, Found(entry, True, step, entry.upper), space)
+    found = subtract_cost(case, SearchResult(entry, True, step, entry.upper), space)
     study.tell(trial, found.score)
     return found
 
 
-def valued(case: Case, found: Found, space: Space) -> Found:
-    """With f - beta * cost for its score; cost: the price of an hour or, where none is known, instances."""
+def subtract_cost(case: PlanningProblem, found: SearchResult, space: Space) -> SearchResult:
+    """Score a result by f - beta * cost; cost is the price of an hour or, where none is known, the instances."""
     devices = found.entry.deployment.devices
     price = case.hardware.price(devices)
     return found._replace(value=found.rate - space.beta * (len(devices) if price is None else price))
 
 
-def _suggested(case: Case, space: Space, trial: Any) -> Deployment | None:
+def _suggest(case: PlanningProblem, space: Space, trial: Any) -> Deployment | None:
     most = len(case.hardware.names)
     method = trial.suggest_categorical("method", case.methods)
     count = trial.suggest_int("instances", min(most, space.fewest or most), most)
     roles = method.split("+")
     shares = [trial.suggest_float(f"share{place}", _LEAST_SHARE, 1.0) for place in range(len(roles))]
-    settings = tuple((name, trial.suggest_categorical(name, values)) for name, values in knobs_of(space).items())
+    settings = tuple((name, trial.suggest_categorical(name, values)) for name, values in list_knobs(space).items())
     if count < len(roles):
         return None
     groups = (Group(n, each) for n, each in zip(partition(count, shares), roles, strict=True))

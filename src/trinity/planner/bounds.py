@@ -1,10 +1,10 @@
-"""Bounds on goodput from stage times alone: one that no replay exceeds, and a nearer one to try candidates by.
+"""Computes bounds on goodput from stage times alone: one that no replay exceeds, and a nearer one to order candidates.
 
-The upper bound is Hall's condition: whatever set of stages one takes, the instances that serve any of them must do all
-of their work. Stage times are those of the best batch there can be, so that a step's overhead counts only where KV
-memory bounds the batch. Since only ``share`` of the requests must be in time it is divided by that, and since the work
-that is left when the last request has arrived may be done afterwards, it is raised by three TTFT bounds in the trace's
-length, for decode also by how long outputs may take.
+The upper bound is Hall's condition: for every set of stages, the instances that serve any of them must do all of their
+work. Stage times are those of the best batch there can be, so that a step's overhead counts only where KV memory bounds
+the batch. The bound is divided by ``share``, since only that share of the requests must be in time. Work that is left
+when the last request has arrived may be done afterwards, so the bound is raised by three TTFT bounds in the trace's
+length, for decode also by the time that outputs may take.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from trinity.core.scheduler import latency_bound
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, Device
 from trinity.placement import STAGES
-from trinity.planner.algorithm2 import stage_seconds, workload
+from trinity.planner.algorithm2 import measure_workload, stage_seconds
 from trinity.planner.candidates import Deployment
-from trinity.planner.collisions import interrupted, waiting
+from trinity.planner.collisions import predict_encode_waits, predict_step_waits
 from trinity.simulation.rate_sweep import TraceRequests, prepare_requests
 from trinity.simulation.workload import HASH_TOKENS, Counts
 from trinity.traces.trace import SLO, SLORule, Trace
 
-BLOCK = 16  # tokens of a KV block
+KV_BLOCK_TOKENS = 16  # tokens of a KV block
 QUEUE = 3  # TTFT bounds of work that may be left when the last request has arrived
 _BATCHES = tuple(2**n for n in range(17))  # sizes among which the best one is looked for
 
 
 class Kind(NamedTuple):
-    """A kind of device: what steps take on it, and bytes of memory that an instance may use."""
+    """A kind of device: the cost model of its steps, and ``memory`` in bytes that an instance may use."""
 
     cost: CostModel
     memory: float
@@ -46,12 +46,12 @@ class Kind(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a request takes of each stage, on average over those that must be served: tokens, and KV blocks held."""
+    """Mean demand of a request on each stage, over those that must be served: tokens, and KV blocks held."""
 
     encode: float
     prefill: float
     decode: float
-    held: float  # blocks by decode step: how long an output is times how much KV it holds meanwhile
+    held: float  # blocks times decode steps: length of an output times the KV that it holds meanwhile
 
 
 class Bounds:
@@ -78,7 +78,7 @@ class Bounds:
         offline: bool = False,
     ) -> None:
         self.slo, self.model, self.kinds, self.rule = slo, model, kinds, rule
-        self.load, requests = workload(trace, model), prepare_requests(trace, model)
+        self.load, requests = measure_workload(trace, model), prepare_requests(trace, model)
         later = requests.sizes.output - 1  # tokens but the first one
         self._gaps = Counter(later[requests.sizes.taken].tolist())
         self.need = _need(requests, 1.0 if order == "fcfs" else share)
@@ -89,28 +89,28 @@ class Bounds:
         self._tail = 0.0 if offline else _tail(later, slo) / len(trace)
         self.least = cache(self._least)
         self.usual = cache(self._usual)
-        self._asked, self._collisions = share, cache(self._colliding)
+        self._asked, self._collisions = share, cache(self._limit_by_waits)
 
-    # ------------------------------------------------------------ what cannot be exceeded
+    # ------------------------------------------------------------ the upper bound
 
     def upper(self, deployment: Deployment) -> float:
-        """Requests a second that this deployment's goodput cannot exceed; inf where nothing bounds it."""
+        """Compute requests/s that this deployment's goodput cannot exceed; inf where nothing bounds it."""
         return min(self._capacity(deployment, each) for each in _sets(deployment.placement.stages))
 
     def _capacity(self, deployment: Deployment, stages: str) -> float:
         counted = stages if self.decode_counts else stages.replace("D", "")
-        serving = self._serving(deployment, counted)
+        serving = self._count_serving(deployment, counted)
         together = any({"P", "D"} <= set(roles) for roles, _ in serving)
         most = inf
         for name in {name for _, name in serving}:
             seconds = self.least(name, counted, together)
             if seconds:
                 speed = sum(n * self._speed(name, *each, counted, together) for each, n in serving.items())
-                most = min(most, self._finished(speed / seconds / self.share, "D" in counted))
+                most = min(most, self._allow_late_work(speed / seconds / self.share, "D" in counted))
         return most
 
-    def _serving(self, deployment: Deployment, stages: str) -> Counter[tuple[str, str]]:
-        """(roles, device) of the instances that serve any of these stages, with how many there are of each."""
+    def _count_serving(self, deployment: Deployment, stages: str) -> Counter[tuple[str, str]]:
+        """Count the instances that serve any of these stages, by (roles, device)."""
         found: Counter[tuple[str, str]] = Counter()
         for count, roles, name in deployment.groups:
             if set(roles) & set(stages):
@@ -118,7 +118,7 @@ class Bounds:
         return found
 
     def _speed(self, reference: str, roles: str, name: str, stages: str, together: bool) -> float:
-        """Seconds of the reference device's work that one instance does in a second, at the stage it is best at."""
+        """Compute the seconds of the reference device's work that one instance does in a second, at its best stage."""
         own = "".join(stage for stage in stages if stage in roles)
         lanes = self.both_lanes if "E" in own and own != "E" else 1.0
         if name == reference:
@@ -130,13 +130,13 @@ class Bounds:
         ]
         return lanes * max(ratios, default=0.0)
 
-    def _finished(self, rate: float, decodes: bool) -> float:
-        """r with r = rate · (1 + late · r), where ``late`` · r is what may be done after the last arrival."""
+    def _allow_late_work(self, rate: float, decodes: bool) -> float:
+        """Solve r = rate · (1 + late · r), where ``late`` · r is the work that may be done after the last arrival."""
         late = rate * (self._queue + (self._tail if decodes else 0.0))
         return rate / (1 - late) if late < 1 else inf
 
     def _least(self, name: str, stages: str, together: bool) -> float:
-        """Seconds of one device for these stages of a request, in the best batches.
+        """Compute seconds of one device for these stages of a request, in the best batches.
 
         ``together``: prefill and decode may share a step, which costs less than both.
         """
@@ -149,7 +149,7 @@ class Bounds:
         return encode + (self._language(kind, prefill, 0) if prefill else 0.0) + self._language(kind, 0, decode)
 
     def _language(self, kind: Kind, prefill: float, decode: float) -> float:
-        """Seconds for so many tokens of a request, with as many requests in a step as the KV pool lets decode."""
+        """Compute seconds for these tokens of a request, with as many requests in a step as the KV pool holds."""
         if not prefill and not decode:
             return 0.0
         most = self._rows(kind) / decode if decode else inf
@@ -164,20 +164,20 @@ class Bounds:
         return kind.cost.at(rows, tokens, 0, context=self.load.context, prefills=prefills)
 
     def _rows(self, kind: Kind) -> float:
-        """Decode rows in a step, on average at most: what the KV pool holds over what a row of these holds."""
+        """Compute the most decode rows in a step, on average: KV of the pool over KV of a row."""
         blocks = kind.memory - self.model.weight_bytes("D")
         held = self.need.held / self.need.decode if self.need.decode else 0.0
-        return max(1.0, blocks / (BLOCK * self.model.kv_bytes) / held) if held else inf
+        return max(1.0, blocks / (KV_BLOCK_TOKENS * self.model.kv_bytes) / held) if held else inf
 
-    # ------------------------------------------------------------ what is likely
+    # ------------------------------------------------------------ estimates
 
     def nominal(self, deployment: Deployment) -> float:
-        """Requests a second at the budgets: by the group of instances that is slowest."""
+        """Compute requests/s at the budgets, by the slowest group of instances."""
         return min(self._group_rates(deployment).values(), default=0.0)
 
     def likely(self, deployment: Deployment) -> float:
-        """Requests a second at which short outputs meet too many steps in progress; inf where they may."""
-        served = [each for each in self._serving(deployment, "D") if each[0] in ("D", "ED")]
+        """Estimate requests/s at which short outputs meet too many steps in progress; inf where that is no limit."""
+        served = [each for each in self._count_serving(deployment, "D") if each[0] in ("D", "ED")]
         if not served or not self.need.decode:
             return inf
         roles, name = max(served, key=lambda each: self._steps(each[1])[1])
@@ -185,22 +185,22 @@ class Bounds:
         return self._collisions(roles, name, count)
 
     def _steps(self, name: str) -> tuple[float, float]:
-        """Seconds to encode an image, and of a step that decodes one request."""
+        """Return seconds to encode an image, and of a step that decodes one request."""
         encode, _, decode = stage_seconds(self.load, self.kinds[name].cost)
         return encode(ceil(self.load.image)) if self.load.image else 0.0, decode(1)
 
-    def _colliding(self, roles: str, name: str, count: int) -> float:
+    def _limit_by_waits(self, roles: str, name: str, count: int) -> float:
         encode, step = self._steps(name)
         if roles == "D":
-            return waiting(count, step, self._gaps, self.slo, self.rule, self._asked)
-        return interrupted(count, encode, step, self._gaps, self.slo, self._asked)
+            return predict_step_waits(count, step, self._gaps, self.slo, self.rule, self._asked)
+        return predict_encode_waits(count, encode, step, self._gaps, self.slo, self._asked)
 
     def bottleneck(self, deployment: Deployment) -> str:
-        """The letter of the stage that takes most in the slowest group of instances."""
+        """Return the letter of the stage that takes most time in the slowest group of instances."""
         rates = self._group_rates(deployment)
         slowest = min(rates, key=lambda roles: rates[roles])
         used = set(slowest) & set(self._stages())
-        name = next(name for (roles, name) in self._serving(deployment, slowest) if roles == slowest)
+        name = next(name for (roles, name) in self._count_serving(deployment, slowest) if roles == slowest)
         return max(sorted(used, key=STAGES.index), key=lambda stage: self.usual(name, slowest, stage), default="P")
 
     def _stages(self) -> str:
@@ -208,15 +208,15 @@ class Bounds:
         return "".join(stage for stage, tokens in parts if tokens)
 
     def _group_rates(self, deployment: Deployment) -> dict[str, float]:
-        """Requests a second of the instances of each kind of roles."""
+        """Compute requests/s of the instances of each kind of roles."""
         rates: dict[str, float] = {}
-        for (roles, name), count in self._serving(deployment, self._stages()).items():
+        for (roles, name), count in self._count_serving(deployment, self._stages()).items():
             seconds = self.usual(name, roles, roles)
             rates[roles] = rates.get(roles, 0.0) + (count / seconds if seconds else inf)
         return rates
 
     def _usual(self, name: str, roles: str, stages: str) -> float:
-        """Seconds of one instance of ``roles`` for these stages of a request, in batches that keep its bound."""
+        """Compute seconds of an instance of ``roles`` for these stages of a request, in batches that keep its bound."""
         kind, need = self.kinds[name], self.need
         encode, image = stage_seconds(self.load, kind.cost)[0], ceil(self.load.image)
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
@@ -236,7 +236,7 @@ class Bounds:
         return seconds + min(self._language_within(kind, beside, inf, prefill, decode), seldom)
 
     def _language_within(self, kind: Kind, limit: float, most: float, prefill: float, decode: float) -> float:
-        """Seconds of a request in steps of at most ``most`` requests that keep the limit."""
+        """Compute seconds of a request in steps of at most ``most`` requests that keep the limit."""
         rows = self._rows(kind) / decode if decode else inf
         least = 1 / max(prefill, decode)
         high = max(least, min(most, rows, _BATCHES[-1] / max(1.0, prefill)))
@@ -245,17 +245,17 @@ class Bounds:
 
 
 def _sets(stages: str) -> list[str]:
-    """Every set of at least one of these letters."""
+    """List every set of at least one of these letters."""
     return ["".join(each) for size in range(1, len(stages) + 1) for each in combinations(stages, size)]
 
 
 def _best(seconds: Callable[[int], float], tokens: float) -> float:
-    """Seconds for so many tokens in batches of the best size."""
+    """Compute seconds for ``tokens`` in batches of the best size."""
     return min(seconds(n) / n for n in _BATCHES) * tokens if tokens else 0.0
 
 
 def _largest(seconds: Callable[[float], float], limit: float, low: float, high: float) -> float:
-    """The largest batch between both that keeps the limit, to 1 %; the lowest where none does."""
+    """Find the largest batch between ``low`` and ``high`` that keeps the limit, to 1 %; ``low`` where none does."""
     while high > 1.01 * low:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(middle) <= limit else (low, middle)
@@ -263,11 +263,11 @@ def _largest(seconds: Callable[[float], float], limit: float, low: float, high: 
 
 
 def _need(requests: TraceRequests, share: float) -> Need:
-    """Means over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
+    """Average over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
     sizes = requests.sizes
-    known, hashed = _repeated(requests)
+    known, hashed = _count_repeated(requests)
     tokens = np.where(sizes.taken, sizes.output - 1, 0)
-    held = tokens * -(-(sizes.prompt + sizes.output) // BLOCK)
+    held = tokens * -(-(sizes.prompt + sizes.output) // KV_BLOCK_TOKENS)
     return Need(
         _lightest(sizes.visual - known, share),
         _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASH_TOKENS), 0), share),
@@ -276,8 +276,8 @@ def _need(requests: TraceRequests, share: float) -> Need:
     )
 
 
-def _repeated(requests: TraceRequests) -> tuple[Counts, Counts]:
-    """Visual tokens, and hashes, of each request that came before."""
+def _count_repeated(requests: TraceRequests) -> tuple[Counts, Counts]:
+    """Count visual tokens, and hashes, of each request that came before in the trace."""
     known, hashed = np.zeros((2, len(requests.jobs)), np.int64)
     seen: set[str | int] = set()
     for number, job in enumerate(requests.jobs if requests.shared or requests.sizes.hashed else ()):
@@ -294,7 +294,9 @@ def _lightest(values: Counts, share: float) -> float:
 
 
 def _tail(lengths: Counts, slo: SLO) -> float:
-    """Seconds that outputs of so many tokens may still take after the last arrival, by token: long ones have more of
-    both."""
+    """Compute seconds that outputs may still take after the last arrival, weighted by token.
+
+    A long output has more tokens and takes longer.
+    """
     tokens = int(lengths.sum())
     return slo.tbt * int((lengths * lengths).sum()) / tokens if tokens else 0.0

@@ -1,4 +1,4 @@
-"""Every placement that a planner may choose from: methods, ratios, and which device has which roles.
+"""Lists every placement that a planner may choose from: methods, ratios, and the roles of each device.
 
 At N = 8 the paper's space (TriInfer 5.4) has 35 placements: 2 (N - 1) + (N - 1)(N - 2) / 2. With the monolith (N x EPD)
 and PD+E there are 43, and those are often the best.
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from trinity.errors import ConfigError
 from trinity.placement import Group, Placement
 
-PAPER = ("E+P+D", "EP+D", "ED+P")
-EVERY = (*PAPER, "PD+E", "EPD")
-TEXT = ("P+D", "PD")
+PAPER_METHODS = ("E+P+D", "EP+D", "ED+P")
+ALL_METHODS = (*PAPER_METHODS, "PD+E", "EPD")
+TEXT_METHODS = ("P+D", "PD")
 
 
 class Deployment(NamedTuple):
     """A placement, and the device of each of its instances in the order of ``placement.instances()``, by name.
 
-    ``groups``: (how many, roles, device) of each run of equal instances. ``settings``: knobs and their values, where
-    they are not those of the planner.
+    ``groups``: (count, roles, device) of each run of equal instances. ``settings``: knobs and their values, where they
+    differ from the planner's.
     """
 
     placement: Placement
@@ -48,12 +48,12 @@ class Deployment(NamedTuple):
 
 
 def methods_for(multimodal: bool) -> tuple[str, ...]:
-    """Methods for a trace with images; for one without, those that encode nothing."""
-    return EVERY if multimodal else TEXT
+    """Return the methods for a trace with images, or for one without: those that encode nothing."""
+    return ALL_METHODS if multimodal else TEXT_METHODS
 
 
-def placements(count: int, methods: Sequence[str] = EVERY, step: int = 1) -> list[Placement]:
-    """Every ratio of each method that has an instance for each of its groups; with ``step``, every so many-th.
+def list_placements(count: int, methods: Sequence[str] = ALL_METHODS, step: int = 1) -> list[Placement]:
+    """List every ratio of each method with an instance for each of its groups; with ``step``, every ``step``-th.
 
     Raises ``ConfigError`` for a count below 1.
     """
@@ -75,15 +75,15 @@ def _alike(placement: Placement, devices: tuple[str, ...]) -> Deployment:
     return Deployment(placement, devices, tuple((group.count, group.roles, devices[0]) for group in placement.groups))
 
 
-def deployments(devices: Sequence[str], methods: Sequence[str] = EVERY, step: int = 1) -> list[Deployment]:
-    """Every placement on these devices; where they differ, also which group of instances has which of them.
+def list_deployments(devices: Sequence[str], methods: Sequence[str] = ALL_METHODS, step: int = 1) -> list[Deployment]:
+    """List every placement on these devices and, where they differ, every assignment of groups to them.
 
     With several kinds, groups are laid out one after the other along the devices sorted by kind, in every order: at
     each border between two kinds at most one group is split. An optimum of the stages' linear program is of that form.
     """
     kinds = Counter(devices)
     if len(kinds) == 1:
-        return [_alike(each, tuple(devices)) for each in placements(len(devices), methods, step)]
+        return [_alike(each, tuple(devices)) for each in list_placements(len(devices), methods, step)]
     if not kinds:
         raise ConfigError("a plan is for at least 1 instance, got none")
     found: dict[tuple[str, tuple[str, ...]], Deployment] = {}
@@ -107,8 +107,8 @@ def _laid_out(line: Sequence[str], method: str, step: int) -> Iterator[Deploymen
             yield Deployment.of(usual, [name for each in roles for name in stretches[each]])
 
 
-def subsets(available: Mapping[str, int], most: int) -> Iterator[tuple[str, ...]]:
-    """Every choice of at most ``most`` of the available devices, fewest first."""
+def iter_device_choices(available: Mapping[str, int], most: int) -> Iterator[tuple[str, ...]]:
+    """Iterate over every choice of at most ``most`` of the available devices, fewest first."""
     names = sorted(available)
     ranges = [range(min(available[name], most) + 1) for name in names]
     chosen = [counts for counts in product(*ranges) if 1 <= sum(counts) <= most]

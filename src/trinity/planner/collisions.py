@@ -1,9 +1,9 @@
-"""How often a request may find a decode instance at work: what bounds short outputs whose TBT is near a step's time.
+"""Estimates waits of KV for a decode step in progress, which bound short outputs whose TBT is near a step's time.
 
 KV that arrives while an instance decodes waits for the end of that step, and the first gap is that rest and a step of
 its own: often more than a TBT bound of less than two steps. An output of fewer than ten gaps may not miss one (TriInfer
 5.2), so most requests must find their instance idle, at rates far below what its steps could serve. This is an
-estimate to try candidates by, and bounds nothing.
+estimate to order candidates by, and bounds nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ PULL_S = 0.002  # of a request's KV, about
 _TOLERATED = {"p90": 10, "guard": 10, "p99": 100}  # gaps of which one may be late
 
 
-def waiting(count: int, step_s: float, gaps: Mapping[int, int], slo: SLO, rule: SLORule, share: float) -> float:
-    """Requests/s at which so many decode instances, taken in turn, have a step in progress for too many outputs.
+def predict_step_waits(
+    count: int, step_s: float, gaps: Mapping[int, int], slo: SLO, rule: SLORule, share: float
+) -> float:
+    """Estimate requests/s at which too many outputs find a step in progress on ``count`` decode instances in turn.
 
-    ``gaps``: how many requests have so many, one fewer than their tokens. inf where that is no matter.
+    ``step_s``: seconds of a step. ``gaps``: number of requests by gaps between their tokens. Returns inf where waits do
+    not matter.
     """
     late = _mean({each: _late(each, step_s, slo, rule) for each in gaps}, gaps)
     if late <= 1 - share:
@@ -29,8 +32,10 @@ def waiting(count: int, step_s: float, gaps: Mapping[int, int], slo: SLO, rule: 
     return _arrivals(count, (1 - share) / late) / (step_s * _mean({each: each for each in gaps}, gaps))
 
 
-def interrupted(count: int, encode_s: float, step_s: float, gaps: Mapping[int, int], slo: SLO, share: float) -> float:
-    """Requests/s at which so many instances encode an image while too many outputs are under way there."""
+def predict_encode_waits(
+    count: int, encode_s: float, step_s: float, gaps: Mapping[int, int], slo: SLO, share: float
+) -> float:
+    """Estimate requests/s at which ``count`` instances encode an image while too many outputs are under way there."""
     exposed = _mean({each: 0 < each < _TOLERATED["guard"] for each in gaps}, gaps)
     if exposed <= 1 - share or encode_s + step_s <= slo.tbt:
         return inf
@@ -43,7 +48,7 @@ def _mean(values: Mapping[int, float], counts: Mapping[int, int]) -> float:
 
 
 def _late(gaps: int, step_s: float, slo: SLO, rule: SLORule) -> float:
-    """Probability that the rest of a step, drawn evenly, makes an output of so many gaps late."""
+    """Compute the probability that the rest of a step, uniformly drawn, makes an output of this many gaps late."""
     if not gaps or (rule != "tpot" and gaps >= _TOLERATED[rule]):
         return 0.0
     spare = (gaps if rule == "tpot" else 1) * (slo.tbt - step_s) - PULL_S
@@ -52,7 +57,7 @@ def _late(gaps: int, step_s: float, slo: SLO, rule: SLORule) -> float:
 
 @lru_cache(1 << 12)
 def _arrivals(count: int, probability: float) -> float:
-    """x with this probability that ``count`` arrivals of a Poisson process at rate 1 come within x (Erlang)."""
+    """Find x with this probability that ``count`` arrivals of a Poisson process at rate 1 come within x (Erlang)."""
     low, high = 0.0, 4.0 * count + 50
     for _ in range(40):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""The best of a search once more on the cores that serve, with the settings that they are to have.
+"""Replays the best of a search on the cores that serve, with their true settings.
 
 Where the screening engine had to take other settings (``trinity.simulation.screening_table``), its figures only select
 the candidates. Replays on the cores are dear, so they are few, and of a stretch of the trace: the first candidate is
@@ -15,9 +15,9 @@ import msgspec
 
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
-from trinity.planner.problem import Case
+from trinity.planner.problem import PlanningProblem
 from trinity.planner.race import race
-from trinity.planner.search import Found
+from trinity.planner.search import SearchResult
 from trinity.planner.trials import Trials, rate_of, step_of
 from trinity.simulation.simulator import Replay
 from trinity.traces.goodput import RatePoint, RequestOutcome
@@ -26,7 +26,7 @@ from trinity.traces.trace import Trace
 FINALISTS = 5
 STRETCH = 3_000  # requests
 LONGER = 1.2  # times what a trace must last at the rate that is asked
-NEAR = 5  # grid steps, 10 %: whoever is expected further behind the best is not asked for its rate
+NEAR = 5  # grid steps, 10 %: a candidate expected further behind the best is not replayed
 WINDOWS = 8  # of the trace, among which the stretch is chosen
 MOST_RUNS = 12
 BUDGET_S = 40.0  # CPU seconds of replays on the cores, by the figures below
@@ -37,43 +37,45 @@ REQUEST_S, TOKEN_S, REPORT_S = (
 )  # of a request, an output token, a report
 
 
-class Confirmed(NamedTuple):
-    """What the cores say of a candidate: ``found``, of a rate as of the whole trace.
+class CoreResult(NamedTuple):
+    """Result of a candidate on the cores.
 
-    ``exact`` where its highest rate is known; else it fails at ``found.bound``. ``points``: what the cores were seen to
-    do, by rate. ``replay``: the one at its goodput.
+    - ``found``: with rates as of the whole trace. Its highest rate is known if ``found.exact``; else it fails at
+      ``found.bound``.
+    - ``points``: attainment seen on the cores, by rate.
+    - ``replay``: the one at its goodput.
     """
 
-    found: Found
+    found: SearchResult
     points: tuple[RatePoint, ...]
     replay: Replay | None
 
 
 class Confirmation(NamedTuple):
-    """Candidates as the cores have them, best first, from ``runs`` replays of ``requests`` requests each."""
+    """Results of candidates on the cores, best first, from ``runs`` replays of ``requests`` requests each."""
 
-    confirmed: list[Confirmed]
+    confirmed: list[CoreResult]
     requests: int
     runs: int
 
-    def of(self, deployment: Deployment) -> Confirmed | None:
-        """What the cores say of one; None where they were not asked."""
+    def of(self, deployment: Deployment) -> CoreResult | None:
+        """Return a deployment's result; None where it was not replayed on the cores."""
         return next((each for each in self.confirmed if each.found.entry.deployment == deployment), None)
 
 
-def confirm(case: Case, found: Sequence[Found], also: Sequence[Found] = ()) -> Confirmation:
-    """The best of what a search found, and what is asked for ``also``, on the cores with the true settings.
+def confirm(case: PlanningProblem, found: Sequence[SearchResult], also: Sequence[SearchResult] = ()) -> Confirmation:
+    """Replay the best results of a search, and those in ``also``, on the cores with the true settings.
 
     Raises ``TraceTooShort`` where not even the whole trace is long enough.
     """
-    leaders = leading(case.trials, found, FINALISTS)
+    leaders = find_leaders(case.trials, found, FINALISTS)
     chosen = {each.entry.deployment: each for each in (*also, *leaders) if each.step is not None}
     finals = sorted(chosen.values(), key=lambda each: -each.score)
     count = max(STRETCH, math.ceil(LONGER * case.trials.least_s * finals[0].rate)) if finals else 0
     while finals:
-        cores = _Cores(case, stretch_of(case, finals[0], count))
+        cores = _Cores(case, choose_stretch(case, finals[0], count))
         try:
-            return _Final(case, cores, finals, [each.entry.deployment for each in also]).played()
+            return _CoreRace(case, cores, finals, [each.entry.deployment for each in also]).run()
         except TraceTooShort:
             if len(cores.trace) >= len(case.trace):
                 raise
@@ -81,9 +83,9 @@ def confirm(case: Case, found: Sequence[Found], also: Sequence[Found] = ()) -> C
     return Confirmation([], 0, 0)
 
 
-def leading(trials: Trials, found: Sequence[Found], count: int) -> list[Found]:
-    """The best by the screening engine, each searched to the end: a race for each place."""
-    rest, ahead = list(found), list[Found]()
+def find_leaders(trials: Trials, found: Sequence[SearchResult], count: int) -> list[SearchResult]:
+    """Find the best by the screening engine, each searched to the end: a race for each place."""
+    rest, ahead = list(found), list[SearchResult]()
     while rest and len(ahead) < count:
         known = [each for each in rest if each.exact]
         open_ones = [each.entry for each in rest if not each.exact]
@@ -95,9 +97,11 @@ def leading(trials: Trials, found: Sequence[Found], count: int) -> list[Found]:
 # ---------------------------------------------------------------- the stretch
 
 
-def stretch_of(case: Case, leader: Found, count: int) -> Trace:
-    """So many requests in a row of the trace, of all of it where it has few more: those that the screening engine finds
-    as hard as the whole trace, of ``WINDOWS`` of them."""
+def choose_stretch(case: PlanningProblem, leader: SearchResult, count: int) -> Trace:
+    """Choose ``count`` consecutive requests of the trace, or all of it where it has few more.
+
+    Of ``WINDOWS`` stretches it is the one that the screening engine finds most nearly as hard as the whole trace.
+    """
     rows = case.trace.by_arrival()
     if len(rows) <= LONGER * count:
         return case.trace
@@ -110,35 +114,35 @@ def stretch_of(case: Case, leader: Found, count: int) -> Trace:
     return min(windows, key=lambda window: abs(math.log(_times_faster(case, leader, window) / whole)))
 
 
-def _times_faster(case: Case, leader: Found, window: Trace) -> float:
-    """Than they came, requests may come by the screening engine."""
+def _times_faster(case: PlanningProblem, leader: SearchResult, window: Trace) -> float:
+    """Compute how many times faster than recorded a window can be served, by the screening engine."""
     trials = _short(case, window)
     step = trials.limit(leader.entry.deployment, leader.rate * trials.own / case.trials.own)
     return math.inf if step is None else rate_of(step) / trials.own
 
 
-def _short(case: Case, window: Trace) -> Trials:
-    """Trials of a window that need not last as long as a trace must: they are compared with others of it."""
-    return case.tried(window, least_requests=2, least_ttfts=1.0)
+def _short(case: PlanningProblem, window: Trace) -> Trials:
+    """Make trials of a window, which may be shorter than a trace must be: they are only compared with each other."""
+    return case.make_trials(window, least_requests=2, least_ttfts=1.0)
 
 
 def replay_seconds(trace: Trace, rate: float, instances: int, informed: bool) -> float:
-    """CPU that a replay on the cores takes at so many requests a second, about."""
+    """Estimate CPU seconds of a replay on the cores at ``rate`` requests/s."""
     tokens = sum(row.output_length for row in trace)
     reports = 10 * len(trace) / rate * instances * (instances + 1) if informed else 0.0
     return REQUEST_S * len(trace) + TOKEN_S * tokens + REPORT_S * reports
 
 
 class _Cores:
-    """Trials of a stretch on the cores, asked for rates of the whole trace.
+    """Trials of a stretch on the cores, at rates of the whole trace.
 
-    To be as hard as the whole trace, the stretch is offered at the rate at which the screening engine has it fail where
-    it has the whole trace fail: ``offset`` grid steps higher.
+    To be as hard as the whole trace, the stretch is offered ``offset`` grid steps faster: the difference between the
+    rates at which the screening engine has the stretch and the whole trace fail.
     """
 
-    def __init__(self, case: Case, trace: Trace) -> None:
+    def __init__(self, case: PlanningProblem, trace: Trace) -> None:
         self.case, self.trace = case, trace
-        self.trials = case.tried(trace, self._serve_of, least_requests=2, least_ttfts=1.0, progress=case.progress)
+        self.trials = case.make_trials(trace, self._serve_of, least_requests=2, least_ttfts=1.0, progress=case.progress)
         self._screen = case.trials if trace is case.trace else _short(case, trace)
         self._offsets: dict[Deployment, int] = {}
         self._asked: dict[Deployment, dict[int, Replay]] = {}
@@ -153,21 +157,21 @@ class _Cores:
 
         return serve
 
-    def offset(self, found: Found) -> int:
+    def offset(self, found: SearchResult) -> int:
         deployment = found.entry.deployment
         if deployment not in self._offsets:
             self._offsets[deployment] = self._offset(found)
         return self._offsets[deployment]
 
-    def _offset(self, found: Found) -> int:
+    def _offset(self, found: SearchResult) -> int:
         if self._screen is self.case.trials or found.step is None:
             return 0
         own = self._screen.own / self.case.trials.own
         step = self._screen.limit(found.entry.deployment, found.rate * own)
         return step_of(own) if step is None else step - found.step
 
-    def holds(self, found: Found, step: int) -> bool:
-        """Whether the cores hold a rate of the whole trace."""
+    def holds(self, found: SearchResult, step: int) -> bool:
+        """Check on the cores if a rate of the whole trace holds."""
         deployment = found.entry.deployment
         self._last = None
         held = self.trials.holds(deployment, step + self.offset(found))
@@ -175,24 +179,24 @@ class _Cores:
             self._asked.setdefault(deployment, {})[step] = self._last
         return held
 
-    def points(self, found: Found) -> tuple[RatePoint, ...]:
+    def points(self, found: SearchResult) -> tuple[RatePoint, ...]:
         deployment, offset = found.entry.deployment, self.offset(found)
         return tuple(
             msgspec.structs.replace(self.trials.point(deployment, step + offset), rate=rate_of(step))
             for step in sorted(self._asked.get(deployment, {}))
         )
 
-    def replay(self, found: Found, step: int | None) -> Replay | None:
+    def replay(self, found: SearchResult, step: int | None) -> Replay | None:
         return None if step is None else self._asked.get(found.entry.deployment, {}).get(step)
 
 
-# ---------------------------------------------------------------- who is best
+# ---------------------------------------------------------------- the race on the cores
 
 
 def limit_near(holds: Callable[[int], bool], start: int, may_ask: Callable[[], bool]) -> tuple[int | None, int | None]:
-    """(the highest step that holds, the next that does not), from a start that is near it; None where none was seen.
+    """Find (the highest step that holds, the next that does not) near ``start``; None for one that was not seen.
 
-    One step up or down, then two, four: and back by halves. It ends early where no more may be asked.
+    It goes one step up or down, then two, four, and back by halves. It ends early where ``may_ask()`` is false.
     """
     low: int | None = None
     high: int | None = None
@@ -209,10 +213,12 @@ def limit_near(holds: Callable[[int], bool], start: int, may_ask: Callable[[], b
     return low, high
 
 
-class _Final:
-    """Candidates against each other on the cores, as many replays as the budget allows."""
+class _CoreRace:
+    """A race of candidates on the cores, in as many replays as the budget allows."""
 
-    def __init__(self, case: Case, cores: _Cores, finals: Sequence[Found], also: Sequence[Deployment]) -> None:
+    def __init__(
+        self, case: PlanningProblem, cores: _Cores, finals: Sequence[SearchResult], also: Sequence[Deployment]
+    ) -> None:
         self.cores, self.finals, self.also = cores, finals, also
         most = max(len(each.entry.deployment.devices) for each in finals)
         slo = case.asked.slo
@@ -220,39 +226,41 @@ class _Final:
         self.most_runs = min(
             MOST_RUNS, max(2, int(BUDGET_S / replay_seconds(cores.trace, finals[0].rate, most, informed)))
         )
-        self.known: dict[Deployment, Found] = {}
-        self.best: Found | None = None
+        self.known: dict[Deployment, SearchResult] = {}
+        self.best: SearchResult | None = None
         self.gap = 0  # grid steps of the best one
 
-    def played(self) -> Confirmation:
-        """First who may be best, each against the best so far; then, as far as the budget goes, the others' own limits,
-        first of those that were asked for besides."""
+    def run(self) -> Confirmation:
+        """Search the candidates that may be best, each against the best so far; then the others' own limits.
+
+        The others are searched as far as the budget goes, those in ``also`` first.
+        """
         for each in self.finals:
             if self.best is None:
                 self._search(each, each.step or 0)
-            elif self._expected(each) > self._step_above(each) - NEAR:
+            elif self._predict_step(each) > self._step_above(each) - NEAR:
                 self._challenge(each, self._step_above(each))
         for each in sorted(self.finals, key=lambda each: each.entry.deployment not in self.also):
             known = self.known.get(each.entry.deployment)
             if known is None or not known.exact:
-                self._search(each, self._expected(each))
-        return Confirmation(self._confirmed(), len(self.cores.trace), self.cores.trials.runs)
+                self._search(each, self._predict_step(each))
+        return Confirmation(self._collect(), len(self.cores.trace), self.cores.trials.runs)
 
     def _may_ask(self) -> bool:
         return self.cores.trials.runs < self.most_runs
 
-    def _expected(self, each: Found) -> int:
-        """Where the cores should have it fail, if the gap is that of the best: not above what was seen."""
+    def _predict_step(self, each: SearchResult) -> int:
+        """Predict the step at which the cores hold a candidate, with the gap of the best; not above what was seen."""
         seen, expected = self.known.get(each.entry.deployment), (each.step or 0) + self.gap
         return expected if seen is None else min(expected, step_of(seen.bound) - 1)
 
-    def _step_above(self, each: Found) -> int:
-        """The next rate above the best one's."""
+    def _step_above(self, each: SearchResult) -> int:
+        """Return the next step above the best one's rate."""
         assert self.best is not None
         return step_of(rate_for(each, self.best.score)) + 1
 
-    def _challenge(self, each: Found, step: int) -> None:
-        """Whether it holds a rate; if so, how far it goes."""
+    def _challenge(self, each: SearchResult, step: int) -> None:
+        """Replay a candidate at a step; if that holds, search its limit."""
         if each.entry.upper < rate_of(step) or not self._may_ask():
             return
         if self.cores.holds(each, step):
@@ -260,7 +268,7 @@ class _Final:
         else:
             self._note(each, each._replace(exact=False, step=None, value=None, bound=rate_of(step)))
 
-    def _search(self, each: Found, start: int) -> None:
+    def _search(self, each: SearchResult, start: int) -> None:
         low, high = limit_near(lambda step: self.cores.holds(each, step), start, self._may_ask)
         if low is not None:
             value = None if each.value is None else rate_of(low) - _cost(each)
@@ -268,40 +276,40 @@ class _Final:
         elif high is not None:
             self._note(each, each._replace(exact=False, step=None, value=None, bound=rate_of(high)))
 
-    def _note(self, each: Found, now: Found) -> None:
+    def _note(self, each: SearchResult, now: SearchResult) -> None:
         self.known[each.entry.deployment] = now
         if now.exact and (self.best is None or now.score > self.best.score):
             self.best, self.gap = now, (now.step or 0) - (each.step or 0)
 
-    def _confirmed(self) -> list[Confirmed]:
+    def _collect(self) -> list[CoreResult]:
         asked = [each for each in self.finals if each.entry.deployment in self.known]
-        made = [self._made(each, self.known[each.entry.deployment]) for each in asked]
+        made = [self._to_result(each, self.known[each.entry.deployment]) for each in asked]
         return sorted(made, key=lambda each: (not each.found.exact, -each.found.score))
 
-    def _made(self, screened: Found, now: Found) -> Confirmed:
+    def _to_result(self, screened: SearchResult, now: SearchResult) -> CoreResult:
         now = now._replace(screened=screened.rate)
-        return Confirmed(now, self.cores.points(screened), self.cores.replay(screened, now.step))
+        return CoreResult(now, self.cores.points(screened), self.cores.replay(screened, now.step))
 
 
-def rate_for(found: Found, score: float) -> float:
-    """Requests a second at which a candidate has this score."""
+def rate_for(found: SearchResult, score: float) -> float:
+    """Return requests/s at which a candidate has this score."""
     return score / found.entry.worth if found.value is None else score + _cost(found)
 
 
-def _cost(found: Found) -> float:
-    """What is taken from its rate to be its score."""
+def _cost(found: SearchResult) -> float:
+    """Return the cost that was subtracted from its rate."""
     return 0.0 if found.value is None else found.rate - found.value
 
 
-def confirmed_first(confirmation: Confirmation, found: Iterable[Found]) -> list[Found]:
-    """All that was found, by the cores where they were asked; what was only screened has no figure of its own."""
+def merge_core_results(confirmation: Confirmation, found: Iterable[SearchResult]) -> list[SearchResult]:
+    """Merge all results, those of the cores first; screened ones keep no figure of their own."""
     ahead = [each.found for each in confirmation.confirmed]
     known = {each.entry.deployment for each in ahead}
-    rest = [screened_only(each) for each in found if each.entry.deployment not in known]
+    rest = [mark_unconfirmed(each) for each in found if each.entry.deployment not in known]
     return [*ahead, *sorted(rest, key=lambda each: -(each.screened or 0.0))]
 
 
-def screened_only(found: Found) -> Found:
-    """What the screening engine says of a candidate that the cores were not asked for."""
+def mark_unconfirmed(found: SearchResult) -> SearchResult:
+    """Mark a result as screened alone: its rate moves to ``screened``."""
     screened = found.rate if found.exact else None
     return found._replace(exact=False, step=None, value=None, bound=found.entry.upper, screened=screened)

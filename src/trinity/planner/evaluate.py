@@ -1,4 +1,4 @@
-"""From what was found of a deployment to a candidate of a plan, with a replay behind its figures."""
+"""Turns results of a search into candidates of a plan, with a replay behind their figures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trinity.core.messages import IMAGE, KV
 from trinity.errors import TraceTooShort
 from trinity.placement import STAGES
 from trinity.planner.candidates import Deployment
-from trinity.planner.confirmation import Confirmed
+from trinity.planner.confirmation import CoreResult
 from trinity.planner.plan import Candidate
-from trinity.planner.problem import Case
-from trinity.planner.search import Found
+from trinity.planner.problem import PlanningProblem
+from trinity.planner.search import SearchResult
 from trinity.planner.trials import rate_of, step_of
 from trinity.simulation.rate_sweep import InstanceUsage
 from trinity.simulation.simulator import Replay
@@ -29,8 +29,8 @@ VERIFIED_EACH = 16_000  # at most, times instances: the Python cores take longer
 VERIFIED_LEAST = 200
 
 
-def candidate(case: Case, found: Found) -> Candidate:
-    """What the search itself says of it."""
+def make_candidate(case: PlanningProblem, found: SearchResult) -> Candidate:
+    """Make a plan's candidate from the search's own result."""
     deployment, rule = found.entry.deployment, case.asked.rule
     mixed = deployment.devices != case.hardware.names or len(case.hardware.by_name) > 1
     return Candidate(
@@ -50,8 +50,8 @@ def candidate(case: Case, found: Found) -> Candidate:
     )
 
 
-def every_rule(case: Case, found: Found) -> dict[str, float]:
-    """Its goodput by each rule, searched on from what was seen."""
+def measure_every_rule(case: PlanningProblem, found: SearchResult) -> dict[str, float]:
+    """Measure its goodput by each rule, searched on from what was seen."""
     known = {case.asked.rule: found.rate}
     if case.dear:
         return {case.asked.rule: found.rate}
@@ -62,69 +62,71 @@ def every_rule(case: Case, found: Found) -> dict[str, float]:
     return {rule: known[rule] for rule in SLO_RULES}
 
 
-def detailed(case: Case, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
-    """With goodput by every rule, utilisation, memory, bottleneck at its goodput, and confidence; and the engine."""
-    goodput = every_rule(case, found)
-    spread = tuple(_redrawn(case, found, seed) for seed in seeds) if found.step is not None else ()
-    made = candidate(case, found)
+def evaluate_goodput(case: PlanningProblem, found: SearchResult, seeds: Sequence[int]) -> tuple[Candidate, str]:
+    """Make a candidate with goodput by every rule, use of instances and spread; return it with the engine's name."""
+    goodput = measure_every_rule(case, found)
+    spread = tuple(_measure_redrawn(case, found, seed) for seed in seeds) if found.step is not None else ()
+    made = make_candidate(case, found)
     seen = min(made.attainment, key=lambda point: point.rate)
     if found.step is not None:
         seen = case.trials.point(found.entry.deployment, found.step)
     usage = _usage(case, found, found.rate or seen.rate)
     sure = tuple(each for each in spread if each is not None)
-    late = limiting(1 - seen.attainment[case.asked.rule], 1 - seen.ttft_attainment)
-    figured = figures(case, found.entry.deployment, usage, late)
+    late = find_late_stages(1 - seen.attainment[case.asked.rule], 1 - seen.ttft_attainment)
+    figured = collect_figures(case, found.entry.deployment, usage, late)
     return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.engine
 
 
-def confirmed_details(case: Case, confirmed: Confirmed, seeds: Sequence[int]) -> Candidate:
-    """As the cores have it: goodput by the rule that was asked for, and what they did at it.
+def evaluate_core_result(case: PlanningProblem, confirmed: CoreResult, seeds: Sequence[int]) -> Candidate:
+    """Make a candidate with the cores' goodput by the plan's rule, and their use of instances at it.
 
-    Confidence is the screening engine's on redrawn traces, with its gap to the cores.
+    Its spread is the screening engine's on redrawn traces, scaled by its gap to the cores.
     """
     found, replay = confirmed.found, confirmed.replay
-    made = msgspec.structs.replace(candidate(case, found), attainment=confirmed.points)
+    made = msgspec.structs.replace(make_candidate(case, found), attainment=confirmed.points)
     if replay is None or not found.screened:
         return made
-    late = limiting(*missed(replay.outcomes, case.asked.slo, case.asked.rule))
+    late = find_late_stages(*count_late(replay.outcomes, case.asked.slo, case.asked.rule))
     screened = found._replace(step=step_of(found.screened))
-    spread = (_redrawn(case, screened, seed) for seed in seeds)
+    spread = (_measure_redrawn(case, screened, seed) for seed in seeds)
     sure = tuple(each * found.rate / found.screened for each in spread if each is not None)
-    return msgspec.structs.replace(made, spread=sure, **figures(case, found.entry.deployment, replay, late))
+    return msgspec.structs.replace(made, spread=sure, **collect_figures(case, found.entry.deployment, replay, late))
 
 
-def seen_in(case: Case, found: Found, offered: Trace) -> tuple[Candidate, str]:
-    """With utilisation, memory and bottleneck of one replay, where there is no goodput; and the engine."""
+def evaluate_replay(case: PlanningProblem, found: SearchResult, offered: Trace) -> tuple[Candidate, str]:
+    """Make a candidate with the use of instances in one replay, where there is no goodput; and the engine's name."""
     replay = _replay(case, found.entry.deployment, offered)
-    late = limiting(*missed(replay.outcomes, case.asked.slo, case.asked.rule))
-    figured = figures(case, found.entry.deployment, replay, late)
-    return msgspec.structs.replace(candidate(case, found), **figured), replay.engine
+    late = find_late_stages(*count_late(replay.outcomes, case.asked.slo, case.asked.rule))
+    figured = collect_figures(case, found.entry.deployment, replay, late)
+    return msgspec.structs.replace(make_candidate(case, found), **figured), replay.engine
 
 
-def figures(case: Case, deployment: Deployment, seen: InstanceUsage | Replay, late: str) -> dict[str, Any]:
-    """Utilisation, memory and bottleneck as seen in a replay; this among the stages that are ``late``."""
+def collect_figures(
+    case: PlanningProblem, deployment: Deployment, seen: InstanceUsage | Replay, late: str
+) -> dict[str, Any]:
+    """Collect utilisation, memory and bottleneck of a replay; the bottleneck is among the stages that are ``late``."""
     return {
         "utilisation": seen.utilisation,
         "memory": _memory(case, deployment, seen),
-        "bottleneck": busiest(deployment, seen.utilisation, late) or case.bounds.bottleneck(deployment),
+        "bottleneck": find_busiest_stage(deployment, seen.utilisation, late) or case.bounds.bottleneck(deployment),
     }
 
 
-def missed(outcomes: Sequence[RequestOutcome], slo: SLO, rule: SLORule) -> tuple[float, float]:
-    """How many requests are not in time, and how many of them by their first token already."""
+def count_late(outcomes: Sequence[RequestOutcome], slo: SLO, rule: SLORule) -> tuple[float, float]:
+    """Count the requests that are not in time, and those of them whose first token is late already."""
     late = [each for each in outcomes if not slo.is_met(each, rule)]
     return len(late), sum(each.ttft_s is None or each.ttft_s >= slo.ttft for each in late)
 
 
-def limiting(late: float, first: float) -> str:
-    """The stages by which most of the ``late`` miss it: before the first token, as ``first`` of them do, or after."""
+def find_late_stages(late: float, first: float) -> str:
+    """Find the stages that make most of the ``late`` requests late; ``first`` of them are late by their first token."""
     if not late:
         return STAGES
     return "EP" if 2 * first >= late else "D"
 
 
-def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str = STAGES) -> str:
-    """Of these stages, the one that takes most of the time of the group of instances that is busiest."""
+def find_busiest_stage(deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str = STAGES) -> str:
+    """Find which of these stages takes most of the time of the busiest group of instances."""
     work: dict[str, dict[str, float]] = {}
     for name, roles in deployment.placement.instances():
         group = work.setdefault(roles, {})
@@ -138,7 +140,7 @@ def busiest(deployment: Deployment, utilisation: dict[str, dict[str, float]], st
     return max((letter for letter in group if letter in stages), key=lambda letter: group[letter])
 
 
-def _memory(case: Case, deployment: Deployment, seen: InstanceUsage | Replay) -> dict[str, dict[str, float]]:
+def _memory(case: PlanningProblem, deployment: Deployment, seen: InstanceUsage | Replay) -> dict[str, dict[str, float]]:
     model = case.hardware.model
     block = {IMAGE: model.feature_bytes * IMAGE_BLOCK, KV: model.kv_bytes * KV_BLOCK}
     found: dict[str, dict[str, float]] = {}
@@ -150,9 +152,9 @@ def _memory(case: Case, deployment: Deployment, seen: InstanceUsage | Replay) ->
     return found
 
 
-def _redrawn(case: Case, found: Found, seed: int) -> float | None:
-    """Its goodput on a trace drawn again; None where that is too short for one."""
-    trials = case.redrawn(seed)
+def _measure_redrawn(case: PlanningProblem, found: SearchResult, seed: int) -> float | None:
+    """Measure its goodput on a redrawn trace; None where that is too short."""
+    trials = case.make_redrawn_trials(seed)
     before = trials.runs
     try:
         step = trials.limit(found.entry.deployment, found.rate)
@@ -163,8 +165,8 @@ def _redrawn(case: Case, found: Found, seed: int) -> float | None:
     return 0.0 if step is None else rate_of(step)
 
 
-def _usage(case: Case, found: Found, rate: float) -> InstanceUsage | Replay:
-    """Of the trial at its goodput, or of a replay at this rate where there is none, or it does not say."""
+def _usage(case: PlanningProblem, found: SearchResult, rate: float) -> InstanceUsage | Replay:
+    """Return the use of instances in the trial at this rate, or in a new replay where the trial does not tell."""
     deployment = found.entry.deployment
     known = case.trials.usage(deployment, rate)
     if known is None:
@@ -173,16 +175,16 @@ def _usage(case: Case, found: Found, rate: float) -> InstanceUsage | Replay:
     return known
 
 
-def _replay(case: Case, deployment: Deployment, offered: Trace) -> Replay:
+def _replay(case: PlanningProblem, deployment: Deployment, offered: Trace) -> Replay:
     case.trials.tell(f"{deployment} in detail")
-    return case.hardware.screening(deployment, case.asked.slo).replay(offered, deployment.placement)
+    return case.hardware.search_simulator(deployment, case.asked.slo).replay(offered, deployment.placement)
 
 
 # ---------------------------------------------------------------- the compiled engine against the cores that serve
 
 
-def verified(case: Case, found: Found) -> str:
-    """The winner that a compiled engine found, replayed on the Python cores as well; what to say of that.
+def verify_on_cores(case: PlanningProblem, found: SearchResult) -> str:
+    """Replay the winner of the compiled engine on the Python cores as well; return a note for the plan.
 
     Raises ``AssertionError`` where the engines differ: that is a fault of trinity.
     """

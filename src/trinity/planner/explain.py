@@ -1,4 +1,4 @@
-"""A plan in plain words."""
+"""Explains a plan in plain words."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ UNITS = {
 }
 
 
-def figure(value: float | None) -> str:
-    """Four digits; nothing where there is no figure."""
+def format_figure(value: float | None) -> str:
+    """Format a figure with four digits; "" for None."""
     return "" if value is None else f"{value:.4g}"
 
 
 def devices_in_words(devices: Sequence[str]) -> str:
-    """ "4 x H100 + 4 x L40S"."""
+    """Format device names as "4 x H100 + 4 x L40S"."""
     return " + ".join(f"{count} x {name}" for name, count in Counter(devices).items())
 
 
 def arrangement(each: Candidate) -> str:
-    """Which roles run on which devices, "2EP: H100, 1D: H100, 1D: L40S"; nothing where all are equal."""
+    """Format the roles of each device as "2EP: H100, 1D: H100, 1D: L40S"; "" where all devices are equal."""
     if len(set(each.devices)) < 2:
         return ""
     roles = [own for _, own in Placement.parse(each.placement).instances()]
@@ -41,17 +41,17 @@ def arrangement(each: Candidate) -> str:
     return ", ".join(f"{len(list(run))}{own}: {device}" for (own, device), run in runs)
 
 
-def scored(plan: Plan, each: Candidate) -> str:
-    return f"{figure(each.score)} {UNITS[plan.objective]}"
+def format_score(plan: Plan, each: Candidate) -> str:
+    return f"{format_figure(each.score)} {UNITS[plan.objective]}"
 
 
-def same(one: Candidate, other: Candidate) -> bool:
-    """Whether both are the same placement on the same devices with the same settings."""
+def is_same_candidate(one: Candidate, other: Candidate) -> bool:
+    """Check if both are the same placement on the same devices with the same settings."""
     return (one.placement, one.devices, one.settings) == (other.placement, other.devices, other.settings)
 
 
 def headline(plan: Plan) -> str:
-    """One line: what to run."""
+    """Return one line that says what to run."""
     on = devices_in_words(plan.best.devices or plan.devices)
     if not plan.met:
         best = plan.best.best_attainment(plan.rule)
@@ -60,11 +60,13 @@ def headline(plan: Plan) -> str:
     by = f" by the rule {plan.rule!r}" if plan.slo is not None else ""
     mixed = arrangement(plan.best)
     on = f"{on} ({mixed})" if mixed else on
-    return f"Run {plan.best.placement} ({plan.best.method}) for {plan.model} on {on}: {scored(plan, plan.best)}{by}."
+    return (
+        f"Run {plan.best.placement} ({plan.best.method}) for {plan.model} on {on}: {format_score(plan, plan.best)}{by}."
+    )
 
 
-def explained(plan: Plan) -> str:
-    """Sentences, one a line."""
+def explain_plan(plan: Plan) -> str:
+    """Return the sentences, one a line."""
     return "\n".join(_sentences(plan))
 
 
@@ -75,48 +77,48 @@ def _sentences(plan: Plan) -> Iterator[str]:
     trace = plan.trace
     yield f"Planned on {trace.requests:,} requests, {trace.image_share:.0%} of them with images."
     if plan.met:
-        yield from _compared(plan)
-        yield from _sure(plan)
-    yield from _confirmed(plan)
-    yield from _limited(plan.best)
-    yield from _searched(plan)
+        yield from _compare_lines(plan)
+        yield from _spread_lines(plan)
+    yield from _confirmation_lines(plan)
+    yield from _limit_lines(plan.best)
+    yield from _search_lines(plan)
     yield from plan.notes
 
 
-def _compared(plan: Plan) -> Iterator[str]:
+def _compare_lines(plan: Plan) -> Iterator[str]:
     rival = next((each for each in plan.candidates[1:] if each.exact and each.score), None)
     for each, name in ((plan.paper, "Algorithm 2's own choice"), (rival, "the next best that was searched to the end")):
         if each is None or not each.score or not plan.best.score:
             continue
-        if same(each, plan.best):
+        if is_same_candidate(each, plan.best):
             yield f"It is {name} too."
         else:
             more = plan.best.score / each.score
-            yield f"That is {more:.2f} times {name}, {each.placement} ({scored(plan, each)})."
+            yield f"That is {more:.2f} times {name}, {each.placement} ({format_score(plan, each)})."
 
 
-def _confirmed(plan: Plan) -> Iterator[str]:
-    """What the search ran on in place of the settings, and what became of the best with the settings themselves."""
+def _confirmation_lines(plan: Plan) -> Iterator[str]:
+    """Name the stand-ins of the search, and the goodput of the best on the cores with the true settings."""
     if not plan.stand_ins:
         return
     yield f"The search ran on the screening engine, with {', '.join(plan.stand_ins)}."
     best, runs = plan.best, f"{plan.core_runs} replays of {plan.core_requests:,} requests"
     if best.gap is not None and best.screened:
-        reached = f"{figure(best.screened * (1 + best.gap))} requests/s, where the screening engine has"
-        gap = f"{figure(best.screened)} ({best.gap:+.1%})"
+        reached = f"{format_figure(best.screened * (1 + best.gap))} requests/s, where the screening engine has"
+        gap = f"{format_figure(best.screened)} ({best.gap:+.1%})"
         yield f"On the cores that serve, with the settings themselves ({runs}), it reaches {reached} {gap}."
 
 
-def _sure(plan: Plan) -> Iterator[str]:
+def _spread_lines(plan: Plan) -> Iterator[str]:
     spread = plan.best.spread
     if spread:
         yield (
             f"On {len(spread)} redrawn trace(s) (seeds {', '.join(map(str, plan.seeds))}) its goodput is "
-            f"{figure(min(spread))} to {figure(max(spread))} requests/s."
+            f"{format_figure(min(spread))} to {format_figure(max(spread))} requests/s."
         )
 
 
-def _limited(best: Candidate) -> Iterator[str]:
+def _limit_lines(best: Candidate) -> Iterator[str]:
     if not best.bottleneck:
         return
     busy = _busiest(best)
@@ -129,13 +131,13 @@ def _limited(best: Candidate) -> Iterator[str]:
 
 
 def _busiest(best: Candidate) -> float:
-    """The mean share of time that the instances which serve the bottleneck stage work, for all of their stages."""
+    """Average the busy share of the instances that serve the bottleneck stage, over all of their stages."""
     serving = [name for name, roles in Placement.parse(best.placement).instances() if best.bottleneck in roles]
     shares = [sum(best.utilisation[name].values()) for name in serving if name in best.utilisation]
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def _searched(plan: Plan) -> Iterator[str]:
+def _search_lines(plan: Plan) -> Iterator[str]:
     exact = sum(each.exact for each in plan.candidates)
     rest = len(plan.candidates) - exact
     more = f", and {plan.more_runs} for Algorithm 2 and the figures of the best" if plan.more_runs else ""

@@ -15,7 +15,7 @@ from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_devi
 from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
-from trinity.planner.search_space import options_of
+from trinity.planner.search_space import simulator_options
 from trinity.simulation.screening_table import StandIn
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
@@ -24,7 +24,7 @@ Devices = str | Device | Mapping[str | Device, int]
 
 
 def cluster_of(device: Devices, instances: int | None, **links: Any) -> Cluster:
-    """A cluster of ``instances`` of one device (8 where none are said), or of so many of each.
+    """Make a cluster of ``instances`` of one device (8 if None), or of a count of each.
 
     Raises ``ConfigError`` for a count below 1 and where both are given and differ, ``UnknownName`` for a device.
     """
@@ -82,13 +82,13 @@ class Hardware:
         return Counter(self.names)
 
     def price(self, names: Sequence[str]) -> float | None:
-        """Of an hour of these devices; None where one has no price."""
+        """Return the price of an hour of these devices; None where one has no price."""
         prices = [self.prices[name] for name in names]
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
     def needed_price(self, names: Sequence[str]) -> float:
-        """As ``price``. Raises ``ConfigError`` where one has none."""
+        """Return the price as ``price`` does. Raises ``ConfigError`` where a device has none."""
         price = self.price(names)
         if price is None:
             missing = sorted(name for name in set(names) if self.prices[name] is None)
@@ -96,7 +96,7 @@ class Hardware:
         return price
 
     def misfit(self, deployment: Deployment) -> str:
-        """Why this deployment cannot hold the model; nothing where it can."""
+        """Return the reason why this deployment cannot hold the model; "" where it can."""
         whys = (self._misfit(roles, name) for _, roles, name in deployment.groups)
         return next((why for why in whys if why), "")
 
@@ -110,41 +110,46 @@ class Hardware:
         return self._fitting[roles, name]
 
     def simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
-        """For this deployment's devices in their order and its settings; made once for each."""
+        """Return the simulator of this deployment's devices, in their order, and its settings; made once for each."""
         # Which host an instance is on hangs on its roles, and so do the budgets of a deployment's own settings.
         placed = str(deployment) if self.cluster.hosts or deployment.settings else ""
         key = (deployment.devices, placed, deployment.settings, slo, tuple(options.items()))
         if key not in self._simulators:
-            knobs = options_of(deployment, slo, self.model, self.kinds, self.options.get("rules") or BatchRules())
+            knobs = simulator_options(
+                deployment, slo, self.model, self.kinds, self.options.get("rules") or BatchRules()
+            )
             self._simulators[key] = Simulator(
                 self.model,
                 slo,
-                cluster=self._ordered(deployment.devices).arrange_for(deployment.placement),
+                cluster=self._select_devices(deployment.devices).arrange_for(deployment.placement),
                 cost=self.cost,
                 **self.options | knobs | options,
             )
         return self._simulators[key]
 
-    def screening(self, deployment: Deployment, slo: SLO) -> Simulator:
-        """What a search replays on: the screening engine with the nearest settings that it has, or the cores where it
-        has none, or were asked for."""
+    def search_simulator(self, deployment: Deployment, slo: SLO) -> Simulator:
+        """Return the simulator that a search replays on.
+
+        It is the screening engine with the nearest settings that it has, or the cores where it has none or the user
+        chose them.
+        """
         asked = self.simulator(deployment, slo)
         screens = asked.engine == "auto" and asked.screens(deployment.placement)
         return self.simulator(deployment, slo, engine="screening") if screens else asked
 
     def why_on_cores(self, deployment: Deployment, slo: SLO) -> str:
-        """Why a search replays this one on the cores, which is dear, though nobody asked for them; else ""."""
+        """Return the reason why a search replays on the slow cores although the user did not choose them; else ""."""
         asked = self.simulator(deployment, slo)
         dear = asked.engine == "auto" and not asked.screens(deployment.placement)
         return asked.why_python(deployment.placement) if dear else ""
 
     def stand_ins(self, deployment: Deployment, slo: SLO) -> tuple[StandIn, ...]:
-        """The settings for which a search takes others; none where its replays are those of the cores."""
-        asked = self.screening(deployment, slo)
+        """Return the stand-ins that a search takes for settings; none where its replays are those of the cores."""
+        asked = self.search_simulator(deployment, slo)
         return asked.stand_ins(deployment.placement) if asked.engine == "screening" else ()
 
-    def _ordered(self, names: Sequence[str]) -> Cluster:
-        """These devices of the cluster, each on the host where the cluster has it."""
+    def _select_devices(self, names: Sequence[str]) -> Cluster:
+        """Select these devices of the cluster, each on its own host."""
         places: dict[str, deque[int]] = defaultdict(deque)
         for place, device in enumerate(self.cluster.devices):
             places[device.name].append(place)

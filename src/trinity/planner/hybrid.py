@@ -1,4 +1,4 @@
-"""HybridPlanner: a recorded trace, an SLO and devices in, a Plan out (TriInfer 4.4)."""
+"""HybridPlanner: plans from a recorded trace, an SLO and devices (TriInfer 4.4)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,39 @@ from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
 from trinity.placement import Group, Placement
-from trinity.planner.bayesian import tuned, valued
-from trinity.planner.candidates import Deployment, subsets
-from trinity.planner.confirmation import Confirmation, confirm, confirmed_first, screened_only
-from trinity.planner.evaluate import candidate, confirmed_details, detailed, seen_in, verified
+from trinity.planner.bayesian import search_bayesian, subtract_cost
+from trinity.planner.candidates import Deployment, iter_device_choices
+from trinity.planner.confirmation import confirm, mark_unconfirmed, merge_core_results
+from trinity.planner.evaluate import (
+    evaluate_core_result,
+    evaluate_goodput,
+    evaluate_replay,
+    make_candidate,
+    verify_on_cores,
+)
 from trinity.planner.hardware import Devices, Hardware, cluster_of
-from trinity.planner.objectives import Scored, at_once, effective, replayed, throughput
+from trinity.planner.objectives import (
+    ReplayScorer,
+    offer_at_once,
+    score_effective_throughput,
+    score_throughput,
+    search_by_replay,
+)
 from trinity.planner.plan import OBJECTIVES, Candidate, Objective, Plan
-from trinity.planner.problem import Case, Question, coarse
-from trinity.planner.progress import Progress, Report
+from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
+from trinity.planner.progress import ProgressBar, Report
 from trinity.planner.race import race, reaches
-from trinity.planner.resample import Drawn, long_enough
-from trinity.planner.search import Entry, Found, likely_first, ranked
+from trinity.planner.resample import DrawnTrace, plan_on_long_enough
+from trinity.planner.search import BoundedCandidate, SearchResult, is_same_deployment, rank_results, sort_by_guess
 from trinity.planner.search_config import SearchConfig
+from trinity.planner.strategy_result import StrategyResult
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
 logger = logging.getLogger("trinity")
 SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search
-KEPT = 2_500  # candidates that a plan lists; of more, those with the best bounds
+MOST_LISTED = 2_500  # candidates in a plan; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
-MAX_WAITING, WAITING_EACH = 1024, 64  # of a pipeline that is not told otherwise; of each instance where there are many
+MAX_WAITING, WAITING_EACH = 1024, 64  # a pipeline's default; for each instance where there are many
 UNBOUNDED = 10**9  # offline, all requests wait at once
 REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
 
@@ -42,23 +55,6 @@ class Options(NamedTuple):
     rate: float | None
     search: SearchConfig
     progress: Report | None
-
-
-class Searched(NamedTuple):
-    """What a strategy found, best first, in how many replays; Algorithm 2's own choice, and what to say."""
-
-    found: list[Found]
-    paper: Found | None
-    runs: int
-    notes: tuple[str, ...] = ()
-    stand_ins: tuple[str, ...] = ()
-    cores: Confirmation | None = None
-
-    def beside(self, known: Sequence[Found], paper: Found | None) -> Searched:
-        """With what Algorithm 2 found, which was searched to the end."""
-        exact = {each.entry.deployment: each for each in (*known, *self.found) if each.exact}
-        bounded = [each for each in self.found if each.entry.deployment not in exact]
-        return self._replace(found=ranked([*exact.values(), *bounded]), paper=paper)
 
 
 class HybridPlanner:
@@ -116,7 +112,7 @@ class HybridPlanner:
         self._check(slo, rule, share)
         self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
         self.hardware = Hardware(self.model, found, cost, prices or {}, options)
-        self.asked = Question(slo or NO_SLO, rule, stable, share, search.least_requests)
+        self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
         self._simulates()
 
@@ -137,7 +133,7 @@ class HybridPlanner:
             raise ConfigError('strategy "bayesian" has an objective of its own, f - beta * cost: leave objective= out')
 
     def _simulates(self) -> None:
-        """Options that no simulator takes are refused now."""
+        """Raise ``ConfigError`` now for options that no simulator takes."""
         self.hardware.simulator(self._general, self.asked.slo)
 
     @property
@@ -148,120 +144,135 @@ class HybridPlanner:
     # ------------------------------------------------------------ a plan
 
     def plan(self, trace: Trace) -> Plan:
-        """The best placement for this trace, with every candidate's figures.
+        """Find the best placement for this trace, with every candidate's figures.
 
-        Raises ``TraceError`` for an empty trace and time stamps that are none, ``TraceTooShort`` where no answer can
-        be had from it, ``ConfigError`` where the model fits none of the devices.
+        Raises ``TraceError`` for an empty trace and invalid time stamps, ``TraceTooShort`` where the trace is too short
+        for an answer, ``ConfigError`` where the model fits none of the devices.
         """
         if not len(trace):
             raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
         own = self.options
-        with Progress(own.progress) as progress:
-            return long_enough(
+        with ProgressBar(own.progress) as progress:
+            return plan_on_long_enough(
                 Trace(trace.by_arrival()),
                 own.search.seed,
                 own.search.resample,
-                lambda drawn: self._planned(drawn, progress),
+                lambda drawn: self._plan_within_budget(drawn, progress),
             )
 
-    def _planned(self, drawn: Drawn, progress: Progress) -> Plan:
-        """On the whole trace or, where the cores must search, on as much of it as they replay in a minute."""
+    def _plan_within_budget(self, drawn: DrawnTrace, progress: ProgressBar) -> Plan:
+        """Plan on the whole trace or, where the cores must search, on as much of it as they replay in a minute."""
         why = self.hardware.why_on_cores(self._general, self.asked.slo)
         count = len(drawn.trace) if not why else min(SHORT, len(drawn.trace))
         while count < len(drawn.trace):
             note = f"Not screened ({why}): searched on the cores that serve, on the first {count:,} requests."
             logger.warning(note)
             try:
-                return self._planned_on(Drawn(drawn.trace.head(count), (*drawn.notes, note)), progress, dear=True)
+                return self._plan_on(DrawnTrace(drawn.trace.head(count), (*drawn.notes, note)), progress, dear=True)
             except TraceTooShort:
                 count *= 2
-        return self._planned_on(drawn, progress)
+        return self._plan_on(drawn, progress)
 
-    def _planned_on(self, drawn: Drawn, progress: Progress, dear: bool = False) -> Plan:
+    def _plan_on(self, drawn: DrawnTrace, progress: ProgressBar, dear: bool = False) -> Plan:
         offline = self.options.objective == "throughput"
-        case = Case(self.hardware, drawn.trace, self.asked, progress, offline, dear)
+        case = PlanningProblem(self.hardware, drawn.trace, self.asked, progress, offline, dear)
         searched = self._search(case)
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
-        searched = self._confirmed(case, searched)
-        return self._written(case, searched, drawn)
+        searched = self._confirm(case, searched)
+        return self._write_plan(case, searched, drawn)
 
-    def _search(self, case: Case) -> Searched:
+    def _search(self, case: PlanningProblem) -> StrategyResult:
         own = self.options
         if own.search.strategy == "bayesian":
-            found, notes = tuned(case, own.search.space, own.search.seed)
-            runs, paper = case.trials.runs, self._paper(case)[1]
-            return Searched(found, paper and valued(case, paper, own.search.space), runs, notes)
+            found, notes = search_bayesian(case, own.search.space, own.search.seed)
+            runs, paper = case.trials.runs, self._search_paper(case)[1]
+            return StrategyResult(found, paper and subtract_cost(case, paper, own.search.space), runs, notes)
         if own.objective in REPLAYED:
-            return self._replayed(case)
+            return self._search_by_replay(case)
         if own.objective == "fewest_instances":
-            return self._fewest(case, own.rate or 0.0)
+            return self._search_fewest(case, own.rate or 0.0)
         if own.search.strategy == "paper":
-            known, paper = self._paper(case)
-            return Searched(known, paper, case.trials.runs)
-        return self._raced(case).beside(*self._paper(case))
+            known, paper = self._search_paper(case)
+            return StrategyResult(known, paper, case.trials.runs)
+        return self._race(case).add_paper_results(*self._search_paper(case))
 
-    def _paper(self, case: Case, names: Sequence[str] | None = None) -> tuple[list[Found], Found | None]:
-        """Algorithm 2's candidates, and the first of them that is strictly greater than the others."""
-        worth = self._worth(names or self._chosen)
-        entries = [each._replace(worth=worth) for each in case.paper(names or self._chosen, self.options.search.split)]
+    def _search_paper(
+        self, case: PlanningProblem, names: Sequence[str] | None = None
+    ) -> tuple[list[SearchResult], SearchResult | None]:
+        """Search Algorithm 2's placements; return them with the first that is strictly greater than the others."""
+        worth = self._worth(names or self._devices)
+        entries = [
+            each._replace(worth=worth)
+            for each in case.bound_paper_choices(names or self._devices, self.options.search.split)
+        ]
         found = race(case.trials, entries)
         return found, found[0] if found else None
 
     @property
-    def _chosen(self) -> tuple[str, ...]:
+    def _devices(self) -> tuple[str, ...]:
         return self.hardware.names[: self.most]
 
     def _worth(self, names: Sequence[str]) -> float:
         per_cost = self.options.objective == "goodput_per_cost"
         return 3600 / self.hardware.needed_price(names) if per_cost else 1.0
 
-    def _raced(self, case: Case) -> Searched:
-        """Without Algorithm 2's choice, whose replays do not count as the race's."""
-        step = coarse(self.most)
+    def _race(self, case: PlanningProblem) -> StrategyResult:
+        """Search by the strategy, without Algorithm 2's choice, whose replays do not count as the race's."""
+        step = choose_ratio_step(self.most)
         if self.options.objective == "goodput_per_cost":
-            return self._searched(case, self._any_devices(case))
-        searched = self._searched(case, case.entries(self._chosen, step))
+            return self._search_deployments(case, self._any_devices(case))
+        searched = self._search_deployments(case, case.bound_deployments(self._devices, step))
         if step == 1 or not searched.found:
             return searched
         note = f"For {self.most} instances ratios were tried in steps of {step}, then all near the best one."
-        return Searched(case.refined(searched.found, self._chosen, step), None, case.trials.runs, (note,))
+        return StrategyResult(case.refine(searched.found, self._devices, step), None, case.trials.runs, (note,))
 
-    def _searched(self, case: Case, entries: Sequence[Entry]) -> Searched:
-        return Searched(case.searched(self.options.search.strategy, entries), None, case.trials.runs)
+    def _search_deployments(self, case: PlanningProblem, entries: Sequence[BoundedCandidate]) -> StrategyResult:
+        return StrategyResult(case.search(self.options.search.strategy, entries), None, case.trials.runs)
 
-    def _any_devices(self, case: Case) -> list[Entry]:
-        """Every deployment on any choice of the devices."""
-        chosen = subsets(self.hardware.available, self.most)
-        return likely_first(each for names in chosen for each in case.entries(names, worth=self._worth(names)))
+    def _any_devices(self, case: PlanningProblem) -> list[BoundedCandidate]:
+        """List every deployment on any choice of the devices."""
+        chosen = iter_device_choices(self.hardware.available, self.most)
+        return sort_by_guess(
+            each for names in chosen for each in case.bound_deployments(names, worth=self._worth(names))
+        )
 
-    def _fewest(self, case: Case, rate: float) -> Searched:
-        by_size: dict[int, list[Entry]] = {}
-        for names in subsets(self.hardware.available, self.most):
-            by_size.setdefault(len(names), []).extend(case.entries(names, coarse(len(names))))
+    def _search_fewest(self, case: PlanningProblem, rate: float) -> StrategyResult:
+        by_size: dict[int, list[BoundedCandidate]] = {}
+        for names in iter_device_choices(self.hardware.available, self.most):
+            by_size.setdefault(len(names), []).extend(case.bound_deployments(names, choose_ratio_step(len(names))))
         for entries in by_size.values():
-            if reaches(case.trials, likely_first(entries), rate):
+            if reaches(case.trials, sort_by_guess(entries), rate):
                 names = entries[0].deployment.devices
-                return self._searched(case, likely_first(entries)).beside(*self._paper(case, names))
-        searched = self._raced(case).beside(*self._paper(case))
+                return self._search_deployments(case, sort_by_guess(entries)).add_paper_results(
+                    *self._search_paper(case, names)
+                )
+        searched = self._race(case).add_paper_results(*self._search_paper(case))
         note = f"No placement on up to {self.most} instances serves {rate:g} requests/s: this is the best there is."
         return searched._replace(notes=(note, *searched.notes))
 
-    def _replayed(self, case: Case) -> Searched:
+    def _search_by_replay(self, case: PlanningProblem) -> StrategyResult:
         own, every = self.options, self.options.search.strategy == "exhaustive"
         offered, score, ceiling = self._by_replay(case)
         shared: dict[str, Any] = {"score": score, "ceiling": ceiling}
-        first = replayed(case, offered, case.paper(self._chosen, own.search.split), every=True, **shared)
+        first = search_by_replay(
+            case, offered, case.bound_paper_choices(self._devices, own.search.split), every=True, **shared
+        )
         paper = first[0] if first else None
         if own.search.strategy == "paper":
-            return Searched(first, paper, case.trials.runs)
+            return StrategyResult(first, paper, case.trials.runs)
         own_choice = own.objective == "effective_throughput"
-        entries = self._any_devices(case) if own_choice else case.entries(self._chosen, coarse(self.most))
-        found = replayed(case, offered, entries, every=every, known=first, **shared)
-        return Searched(found, paper, case.trials.runs)
+        entries = (
+            self._any_devices(case)
+            if own_choice
+            else case.bound_deployments(self._devices, choose_ratio_step(self.most))
+        )
+        found = search_by_replay(case, offered, entries, every=every, known=first, **shared)
+        return StrategyResult(found, paper, case.trials.runs)
 
-    def _confirmed(self, case: Case, searched: Searched) -> Searched:
-        """With the best replayed on the cores, where the search ran on other settings than theirs."""
+    def _confirm(self, case: PlanningProblem, searched: StrategyResult) -> StrategyResult:
+        """Replay the best on the cores, where the search ran on stand-ins for their settings."""
         kinds = {each.entry.deployment.settings: each.entry.deployment for each in searched.found}
         stand_ins = [each for kind in kinds.values() for each in self.hardware.stand_ins(kind, self.asked.slo)]
         searched = searched._replace(stand_ins=tuple(dict.fromkeys(map(str, stand_ins))))
@@ -270,56 +281,60 @@ class HybridPlanner:
         cores = confirm(case, searched.found, [searched.paper] if searched.paper else [])
         paper = searched.paper and cores.of(searched.paper.entry.deployment)
         return searched._replace(
-            found=confirmed_first(cores, searched.found),
-            paper=paper.found if paper else searched.paper and screened_only(searched.paper),
+            found=merge_core_results(cores, searched.found),
+            paper=paper.found if paper else searched.paper and mark_unconfirmed(searched.paper),
             cores=cores,
         )
 
-    def _by_replay(self, case: Case) -> tuple[Trace, Scored, Callable[[Entry], float]]:
-        """The trace as it is offered, what a replay of it scores, and what an entry's score cannot exceed."""
+    def _by_replay(self, case: PlanningProblem) -> tuple[Trace, ReplayScorer, Callable[[BoundedCandidate], float]]:
+        """Return the trace as it is offered, the score of a replay of it, and a bound on an entry's score."""
         if self.options.objective == "throughput":
-            return at_once(case.trace), throughput, lambda entry: entry.upper
+            return offer_at_once(case.trace), score_throughput, lambda entry: entry.upper
         rate = self.options.rate or case.trials.own
         load = case.bounds.load
         offered_tokens = rate * (1 + load.decode / load.requests)
         offered = case.trace.scale(rate=rate)
         return (
             offered,
-            effective(case.asked.slo, case.asked.rule),
+            score_effective_throughput(case.asked.slo, case.asked.rule),
             lambda entry: offered_tokens / len(entry.deployment.devices),
         )
 
-    # ------------------------------------------------------------ the plan is written
+    # ------------------------------------------------------------ writing the plan
 
-    def _written(self, case: Case, searched: Searched, drawn: Drawn) -> Plan:
+    def _write_plan(self, case: PlanningProblem, searched: StrategyResult, drawn: DrawnTrace) -> Plan:
         own, met = self.options, searched.found[0].score > 0 or searched.found[0].step is not None
-        kept = searched.found[:KEPT]
+        kept = searched.found[:MOST_LISTED]
         best = (
-            kept[0] if met else max(kept, key=lambda each: candidate(case, each).best_attainment(case.asked.rule) or 0)
+            kept[0]
+            if met
+            else max(kept, key=lambda each: make_candidate(case, each).best_attainment(case.asked.rule) or 0)
         )
         seeds = tuple(own.search.seed + 1 + n for n in range(own.search.seeds)) if own.objective not in REPLAYED else ()
         seeds = () if case.dear else seeds
         notes = [*drawn.notes, *searched.notes]
         if MAX_WAITING < self.waiting < UNBOUNDED:
             notes.append(f"Run it with max_waiting={self.waiting}: a pipeline's default of {MAX_WAITING} refuses more.")
-        described, engine = self._described(case, searched, best, seeds)
+        described, engine = self._describe(case, searched, best, seeds)
         if engine == "compiled" and met:
-            notes.append(verified(case, best))
+            notes.append(verify_on_cores(case, best))
         paper = searched.paper
-        as_chosen = paper and (described if same(paper, best) else self._described(case, searched, paper, seeds)[0])
-        rest = [each for each in kept if not same(each, best) and not (paper and same(each, paper))]
-        listed = [*([paper] if paper and not same(paper, best) else []), *rest]
-        listed = listed if searched.cores else ranked(listed)
-        shown = [as_chosen if each is paper and as_chosen else candidate(case, each) for each in listed]
-        if len(searched.found) > KEPT:
-            notes.append(f"Of {len(searched.found):,} candidates the best {KEPT:,} are listed.")
+        as_chosen = paper and (
+            described if is_same_deployment(paper, best) else self._describe(case, searched, paper, seeds)[0]
+        )
+        rest = [each for each in kept if not any(is_same_deployment(each, top) for top in (best, paper) if top)]
+        listed = [*([paper] if paper and not is_same_deployment(paper, best) else []), *rest]
+        listed = listed if searched.cores else rank_results(listed)
+        shown = [as_chosen if each is paper and as_chosen else make_candidate(case, each) for each in listed]
+        if len(searched.found) > MOST_LISTED:
+            notes.append(f"Of {len(searched.found):,} candidates the best {MOST_LISTED:,} are listed.")
         return Plan(
             model=self.model.name,
             objective=own.objective,
             strategy=own.search.strategy,
             rule=self.asked.rule,
             slo=self.slo,
-            devices=self._chosen,
+            devices=self._devices,
             best=described,
             candidates=(described, *shown),
             paper=as_chosen,
@@ -335,20 +350,19 @@ class HybridPlanner:
             core_requests=searched.cores.requests if searched.cores else 0,
         )
 
-    def _described(self, case: Case, searched: Searched, found: Found, seeds: Sequence[int]) -> tuple[Candidate, str]:
+    def _describe(
+        self, case: PlanningProblem, searched: StrategyResult, found: SearchResult, seeds: Sequence[int]
+    ) -> tuple[Candidate, str]:
         if searched.cores:
             confirmed = searched.cores.of(found.entry.deployment)
-            return confirmed_details(case, confirmed, seeds) if confirmed else candidate(case, found), "screening"
+            described = evaluate_core_result(case, confirmed, seeds) if confirmed else make_candidate(case, found)
+            return described, "screening"
         if self.options.objective not in REPLAYED:
-            return detailed(case, found, seeds)
-        described, engine = seen_in(case, found, self._by_replay(case)[0])
+            return evaluate_goodput(case, found, seeds)
+        described, engine = evaluate_replay(case, found, self._by_replay(case)[0])
         return described, "screening" if searched.stand_ins else engine
 
 
 def _waiting(objective: Objective, instances: int) -> int:
-    """Requests without a token that a pipeline of so many instances should take in."""
+    """Return the requests without a token that a pipeline of this many instances should take in."""
     return UNBOUNDED if objective == "throughput" else max(MAX_WAITING, WAITING_EACH * instances)
-
-
-def same(one: Found, other: Found) -> bool:
-    return one.entry.deployment == other.entry.deployment

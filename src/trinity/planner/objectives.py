@@ -1,55 +1,55 @@
-"""Objectives that one replay of each candidate answers: throughput without an SLO, effective throughput per device."""
+"""Scores candidates by one replay each: throughput without an SLO, effective throughput per device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
 from trinity.planner.candidates import Deployment
-from trinity.planner.problem import Case
-from trinity.planner.search import Entry, Found, ranked
+from trinity.planner.problem import PlanningProblem
+from trinity.planner.search import BoundedCandidate, SearchResult, rank_results
 from trinity.simulation.simulator import Replay
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace
 
-Scored = Callable[[Replay, Deployment], float]
+ReplayScorer = Callable[[Replay, Deployment], float]
 
 
-def at_once(trace: Trace) -> Trace:
-    """The same requests, all there from the start."""
+def offer_at_once(trace: Trace) -> Trace:
+    """Return the same requests, all of them there from the start."""
     return Trace(row.request_at(0.0) for row in trace.by_arrival())
 
 
-def throughput(replay: Replay, deployment: Deployment) -> float:
-    """Requests served to their end, a second."""
+def score_throughput(replay: Replay, deployment: Deployment) -> float:
+    """Score a replay by requests/s served to their end."""
     done = sum(each.finish_reason in COMPLETE for each in replay.outcomes)
     return done / replay.duration_s if replay.duration_s else 0.0
 
 
-def effective(slo: SLO, rule: SLORule) -> Scored:
-    """Tokens a second and device of the requests that are in time (EPD-Serve table 5)."""
+def score_effective_throughput(slo: SLO, rule: SLORule) -> ReplayScorer:
+    """Score replays by tokens/s and device of the requests that are in time (EPD-Serve table 5)."""
 
-    def scored(replay: Replay, deployment: Deployment) -> float:
+    def score(replay: Replay, deployment: Deployment) -> float:
         tokens = sum(_tokens(each) for each in replay.outcomes if slo.is_met(each, rule))
         return tokens / replay.duration_s / len(deployment.devices) if replay.duration_s else 0.0
 
-    return scored
+    return score
 
 
 def _tokens(outcome: RequestOutcome) -> int:
     return 1 + len(outcome.itl_s)
 
 
-def replayed(
-    case: Case,
+def search_by_replay(
+    case: PlanningProblem,
     offered: Trace,
-    entries: Iterable[Entry],
-    score: Scored,
-    ceiling: Callable[[Entry], float],
+    entries: Iterable[BoundedCandidate],
+    score: ReplayScorer,
+    ceiling: Callable[[BoundedCandidate], float],
     *,
     every: bool,
-    known: Iterable[Found] = (),
-) -> list[Found]:
-    """One replay of each, best first; unless ``every``, none of one that cannot beat the best so far.
+    known: Iterable[SearchResult] = (),
+) -> list[SearchResult]:
+    """Replay each once, best first; unless ``every``, skip those that cannot beat the best so far.
 
     ``ceiling``: a score that the entry cannot exceed.
     """
@@ -60,11 +60,11 @@ def replayed(
         if entry.deployment in done:
             continue
         if not every and ceiling(entry) <= best:
-            found.append(Found(entry, False, None, entry.upper))
+            found.append(SearchResult(entry, False, None, entry.upper))
             continue
         case.trials.tell(f"{entry.deployment}")
-        simulator = case.hardware.screening(entry.deployment, case.asked.slo)
+        simulator = case.hardware.search_simulator(entry.deployment, case.asked.slo)
         value = score(simulator.replay(offered, entry.deployment.placement), entry.deployment)
-        found.append(Found(entry, True, None, entry.upper, value))
+        found.append(SearchResult(entry, True, None, entry.upper, value))
         best = max(best, value)
-    return ranked(found)
+    return rank_results(found)

@@ -1,4 +1,4 @@
-"""Plan: which disaggregation method and ratio to run, what every candidate reached, and why the best one is best."""
+"""Plan: the disaggregation method and ratio to run, the figures of every candidate, and why the best one is best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import msgspec
 
 from trinity.errors import ConfigError
 from trinity.placement import Placement
-from trinity.planner.explain import arrangement, devices_in_words, explained, figure, headline, same
+from trinity.planner.explain import (
+    arrangement,
+    devices_in_words,
+    explain_plan,
+    format_figure,
+    headline,
+    is_same_candidate,
+)
 from trinity.tables import Table, as_html, as_text
 from trinity.traces.goodput import RatePoint
 from trinity.traces.statistics import TraceStatistics
@@ -26,21 +33,27 @@ SHOWN = 12  # candidates that a printed plan lists
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One placement and what was found of it.
+    """One placement and its figures.
 
-    ``devices``: names, one for each of ``Placement.parse(placement).instances()``, in that order; empty where they are
-    the plan's and all equal. ``score`` is in the
-    plan's objective, higher is better; ``goodput`` in requests a second by rule. Where not ``exact``, both are empty,
-    and all that is known is that neither can exceed ``bound`` (requests/s; None: no bound): by what its stages take,
-    or because it failed at that rate. ``nominal``: requests/s that its instances' stage times add up to.
-
-    ``attainment`` is what was seen at each rate, ascending. ``bottleneck``: the letter of the stage that limits it.
-    ``utilisation``: share of the time that an instance works for each stage at the goodput. ``memory``: bytes of
-    "weights" and of the pools "image" and "kv", and the highest share of each that was held ("image_peak",
-    "kv_peak"), by instance. ``spread``: the goodput by the plan's rule on each of the plan's ``seeds``.
-    ``price``: of an hour of all its devices. ``settings``: knobs that a wider search has set. ``screened``: its goodput
-    by the screening engine, in a plan whose settings that engine had stand-ins for; ``goodput``, ``score`` and all that
-    is seen at them are then the cores', of those that were replayed on them.
+    - ``placement``, ``method``: as text.
+    - ``devices``: names, one for each of ``Placement.parse(placement).instances()``, in that order; empty where they
+      are the plan's and all equal.
+    - ``exact``: true if it was searched to the end. Otherwise ``score`` and ``goodput`` are empty.
+    - ``score``: in the plan's objective, higher is better.
+    - ``goodput`` (requests/s): by rule.
+    - ``bound`` (requests/s; None: no bound): its goodput cannot exceed this, because of its stage times or because it
+      failed at that rate.
+    - ``nominal`` (requests/s): goodput by its instances' stage times alone.
+    - ``attainment``: seen at each rate, ascending.
+    - ``bottleneck``: letter of the stage that limits it.
+    - ``utilisation``: share of the time that an instance works for each stage at the goodput.
+    - ``memory``: by instance, bytes of "weights" and of the pools "image" and "kv", and the highest share of each that
+      was held ("image_peak", "kv_peak").
+    - ``spread`` (requests/s): goodput by the plan's rule on each of the plan's ``seeds``.
+    - ``price``: of an hour of all its devices.
+    - ``settings``: knobs that a wider search has set.
+    - ``screened`` (requests/s): goodput by the screening engine, in a plan with ``stand_ins``. There ``goodput``,
+      ``score`` and all figures at them are the cores', for those that were replayed on the cores.
     """
 
     placement: str
@@ -62,7 +75,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """How much more the cores reach than the screening engine, as a share of that; None where one is unknown."""
+        """Return by how much the cores exceed the screening engine, as a share of that; None where one is unknown."""
         reached = next(iter(self.goodput.values()), None)
         return None if not self.screened or reached is None else reached / self.screened - 1
 
@@ -71,19 +84,28 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return Placement.parse(self.placement).size
 
     def best_attainment(self, rule: str) -> float | None:
-        """The highest attainment seen at any rate."""
+        """Return the highest attainment seen at any rate; None where none was."""
         return max((point.attainment[rule] for point in self.attainment), default=None)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a planner found. ``candidates`` are sorted best first; ``paper`` is Algorithm 2's own choice.
+    """Result of a planner.
 
-    ``slo`` is None where the objective has none. ``met`` is False where no candidate meets the SLO at any rate: then
-    ``best`` has the highest attainment seen. ``runs`` counts the replays of the search, ``more_runs`` those of
-    Algorithm 2 after it and behind the figures of both choices; ``seeds`` are those of the redrawn traces behind
-    ``spread``; ``notes`` say what was done otherwise than asked. ``engine``: "compiled" or "python", where the search
-    ran on the settings that were asked for; "screening" where ``stand_ins`` ("depth=2 by 1") took their place, and the
-    best were replayed on the cores with the settings themselves: ``core_runs`` times ``core_requests`` requests.
+    - ``model``, ``objective``, ``strategy``, ``rule``, ``devices``: as the planner's.
+    - ``slo``: None where the objective has none.
+    - ``best``: the candidate to run.
+    - ``candidates``: sorted best first.
+    - ``paper``: Algorithm 2's own choice.
+    - ``trace``: statistics of the trace that was planned on.
+    - ``seeds``: of the redrawn traces behind ``spread``.
+    - ``runs``: replays of the search.
+    - ``more_runs``: replays of Algorithm 2 after it and behind the figures of both choices.
+    - ``met``: false where no candidate meets the SLO at any rate; then ``best`` has the highest attainment seen.
+    - ``engine``: "compiled" or "python", where the search ran on the true settings; "screening" where ``stand_ins``
+      took their place and the best were replayed on the cores.
+    - ``notes``: deviations from what was requested.
+    - ``stand_ins``: such as "depth=2 as 1".
+    - ``core_runs``, ``core_requests``: replays on the cores, and requests of each.
     """
 
     model: str
@@ -108,15 +130,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> str:
-        """What to run: ``Pipeline(model, placement=plan)`` does."""
+        """Placement to run: ``Pipeline(model, placement=plan)`` takes it."""
         return self.best.placement
 
     def explain(self) -> str:
-        """In words: what to run, by how much it is better, what limits it, how sure that is."""
-        return explained(self)
+        """Explain in words what to run, by how much it is better, what limits it, and how sure that is."""
+        return explain_plan(self)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
@@ -128,12 +150,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{path} holds no plan of trinity: {error}; write one with plan.save(path)") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings."""
+        """Convert to plain dicts, lists, numbers and strings."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
 
     def to_pandas(self) -> Any:
-        """One row a candidate. Raises ``ConfigError`` where pandas is not installed."""
+        """Convert to a data frame, one row a candidate. Raises ``ConfigError`` where pandas is not installed."""
         try:
             pandas = import_module("pandas")
         except ImportError as error:
@@ -141,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return pandas.DataFrame(list(self.rows()))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each candidate's figures, flat."""
+        """Iterate over each candidate's figures, flat."""
         for place, each in enumerate(self.candidates, 1):
             yield {
                 "rank": place,
@@ -160,7 +182,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def _table(self) -> Table:
         listed = list(self.candidates[:SHOWN])
-        if self.paper is not None and not any(same(each, self.paper) for each in listed):
+        if self.paper is not None and not any(is_same_candidate(each, self.paper) for each in listed):
             listed.append(self.paper)
         screened = ("screened", "gap") if self.stand_ins else ()
         header = ("", "method", "score", *SLO_RULES, "bound", *screened, "limited by")
@@ -184,14 +206,14 @@ def _knobs(settings: Mapping[str, str | int | float]) -> dict[str, str | int | f
 
 
 def _cells(plan: Plan, each: Candidate) -> tuple[str, ...]:
-    mark = " (Algorithm 2)" if plan.paper is not None and same(each, plan.paper) else ""
+    mark = " (Algorithm 2)" if plan.paper is not None and is_same_candidate(each, plan.paper) else ""
     mixed, knobs = arrangement(each), "".join(f" {name}={value}" for name, value in each.settings.items())
     return (
         each.placement + (f" ({mixed})" if mixed else "") + knobs + mark,
         each.method,
-        figure(each.score) if each.exact else "" if plan.stand_ins else "lower",
-        *(figure(each.goodput.get(rule)) for rule in SLO_RULES),
-        "" if each.bound is None else figure(each.bound),
-        *((figure(each.screened), "" if each.gap is None else f"{each.gap:+.1%}") if plan.stand_ins else ()),
+        format_figure(each.score) if each.exact else "" if plan.stand_ins else "lower",
+        *(format_figure(each.goodput.get(rule)) for rule in SLO_RULES),
+        "" if each.bound is None else format_figure(each.bound),
+        *((format_figure(each.screened), "" if each.gap is None else f"{each.gap:+.1%}") if plan.stand_ins else ()),
         each.bottleneck,
     )

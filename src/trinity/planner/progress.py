@@ -1,4 +1,4 @@
-"""A bar on long work, where somebody sees it."""
+"""ProgressBar: shows a bar during long work, in a terminal or notebook."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-Report = Callable[[int, str], None]
+Report = Callable[[int, str], None]  # replays so far, what runs
 _DELAY_S = 1.0  # work that is over by then shows no bar
 
 
-class Progress:
-    """Passes on how many replays were made, and what runs, to ``report``; else to a bar in a terminal or notebook."""
+class ProgressBar:
+    """Passes the count of replays, and what runs, to ``report``; else to a bar in a terminal or notebook."""
 
     def __init__(self, report: Report | None = None, watched: bool | None = None) -> None:
         self._report = report
         self._bar: Any = None
-        if report is None and (seen() if watched is None else watched):
+        if report is None and (is_display_watched() if watched is None else watched):
             self._bar = _bar()
 
     def __call__(self, runs: int, what: str) -> None:
@@ -28,7 +28,7 @@ class Progress:
             self._bar.set_postfix_str(what, refresh=False)
             self._bar.update(max(0, runs - self._bar.n))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(
@@ -39,7 +39,7 @@ class Progress:
 
 
 def _bar() -> Any:
-    """None where tqdm is missing: it comes with transformers, and nothing hangs on it."""
+    """Make a bar; None where tqdm is missing: it comes with transformers, and nothing depends on it."""
     try:
         bar = import_module("tqdm").tqdm
     except ImportError:
@@ -47,6 +47,6 @@ def _bar() -> Any:
     return bar(desc="plan", unit=" replays", delay=_DELAY_S, leave=False, dynamic_ncols=True)
 
 
-def seen() -> bool:
-    """Whether standard error is a terminal, or this runs in a notebook's kernel."""
+def is_display_watched() -> bool:
+    """Check if standard error is a terminal, or this runs in a notebook's kernel."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules

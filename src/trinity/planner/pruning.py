@@ -1,9 +1,9 @@
-"""What a replay that failed says of others: of which instances there were too few at that rate.
+"""Finds the other placements that a failed replay rules out, by the instances it had too few of.
 
-Three cases are clear enough to count, and no others. Where first tokens are late and the instances that prefill, but
-do not decode, were at work nearly all the time, as many or fewer of them are late as well, whatever the rest is; so are
-as many or fewer that encode, where those were at work all the time and prefill was not. Where of the requests whose
-first token was in time too many are late all the same, there are too few that decode.
+Only three cases are clear enough to count. Where first tokens are late and the instances that prefill, but do not
+decode, were busy nearly all the time, as many or fewer of them are late as well, whatever the rest is. The same holds
+for instances that encode, where those were busy all the time and prefill was not. Where too many of the requests whose
+first token was in time are late all the same, there are too few instances that decode.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trinity.traces.trace import SLORule
 BUSY = 0.9  # of the time at work: beyond, a group of instances is what others wait for
 
 
-def lacking(deployment: Deployment, point: RatePoint, share: float, rule: SLORule) -> set[str]:
-    """Roles of which this deployment had too few to hold at a rate; none where that cannot be told."""
+def find_short_roles(deployment: Deployment, point: RatePoint, share: float, rule: SLORule) -> set[str]:
+    """Find roles of which this deployment had too few to hold at a rate; none where that is not clear."""
     roles = {group.roles for group in deployment.placement.groups}
     if len(roles) < 2 or point.ttft_attainment < 0:
         return set()
@@ -33,8 +33,8 @@ def lacking(deployment: Deployment, point: RatePoint, share: float, rule: SLORul
     return short
 
 
-def fewer(other: Deployment, failed: Deployment, roles: Collection[str]) -> bool:
-    """Whether another one has no more instances of one of these roles, all on one kind of device."""
+def has_no_more(other: Deployment, failed: Deployment, roles: Collection[str]) -> bool:
+    """Check if another one has no more instances of one of these roles, all on one kind of device."""
     if not roles or len({*other.devices, *failed.devices}) > 1:
         return False
     theirs, own = _counts(other), _counts(failed)

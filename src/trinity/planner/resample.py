@@ -1,4 +1,4 @@
-"""Traces that are long enough to plan on: drawn again from a short one, and said."""
+"""Draws a longer trace from one that is too short to plan on, and notes it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from trinity.errors import TraceTooShort
 from trinity.traces import resample
 from trinity.traces.trace import Trace
 
-LEAST_TO_DRAW = 100  # requests that a trace must have for others like them to be drawn
-MOST = 500_000  # requests that are drawn at most
+LEAST_TO_DRAW = 100  # requests that a trace must have to draw others from it
+MOST_DRAWN = 500_000  # requests
 _SPARE = 1.5  # times what was missing: a search goes up by a quarter at a time, and others may go beyond
 _TRIES = 8
 
 Result = TypeVar("Result")
 
 
-class Drawn(NamedTuple):
-    """The trace that was planned on, and what was done to it."""
+class DrawnTrace(NamedTuple):
+    """A trace to plan on, with notes on how it was made."""
 
     trace: Trace
     notes: tuple[str, ...]
 
 
-def long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[Drawn], Result]) -> Result:
-    """``plan`` on this trace or, where it is too short, on more requests like its own.
+def plan_on_long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[DrawnTrace], Result]) -> Result:
+    """Run ``plan`` on this trace or, where it is too short, on more requests like its own.
 
     Raises ``TraceTooShort`` where that is not ``allowed``, for a trace of fewer than 100 requests, and where more than
-    500,000 were needed.
+    500,000 would be needed.
     """
-    drawn = Drawn(trace, ())
+    drawn = DrawnTrace(trace, ())
     for _ in range(_TRIES):
         try:
             return plan(drawn)
@@ -42,7 +42,7 @@ def long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[Drawn], 
     return plan(drawn)
 
 
-def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> Drawn:
+def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> DrawnTrace:
     if len(trace) < LEAST_TO_DRAW:
         raise TraceTooShort(
             f"{error}. From {len(trace):,} requests no others can be drawn: that takes at least {LEAST_TO_DRAW}",
@@ -52,13 +52,13 @@ def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> Draw
     if not span:
         raise error
     count = math.ceil(_SPARE * error.needed_s / span * len(tried))
-    if count > MOST:
+    if count > MOST_DRAWN:
         raise TraceTooShort(
-            f"{error}. That would take {count:,} requests, more than the {MOST:,} that are drawn at most: is the SLO "
-            "as long as you meant?",
+            f"{error}. That would take {count:,} requests, more than the {MOST_DRAWN:,} that are drawn at most: is the "
+            "SLO as long as you meant?",
             error.needed_s,
         ) from error
-    return Drawn(
+    return DrawnTrace(
         resample(trace, count, seed=seed),
         (
             f"The trace of {len(trace):,} requests is too short for an answer at these rates: planned on {count:,} "

@@ -1,4 +1,4 @@
-"""What strategies search: deployments with their bounds, and what was found of them."""
+"""Deployments with their bounds, results of a search, and the search of one to the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.trials import Trials, rate_of
 
 
-class Entry(NamedTuple):
-    """A deployment with its bounds in requests/s, and what a request a second of it is worth (1, or 1 / price).
+class BoundedCandidate(NamedTuple):
+    """A deployment with its bounds in requests/s.
 
-    ``upper`` is not exceeded, ``nominal`` is by stage times, ``likely`` by what else may be late.
+    - ``upper``: not exceeded.
+    - ``nominal``: by stage times.
+    - ``worth`` (1): score of a request/s, 1 or 1 / price.
+    - ``likely`` (inf): by waits for steps in progress.
     """
 
     deployment: Deployment
@@ -28,14 +31,17 @@ class Entry(NamedTuple):
         return min(self.nominal, self.likely)
 
 
-class Found(NamedTuple):
-    """``step``: the highest rate of the grid at which it holds, None where none does; of an ``exact`` one.
+class SearchResult(NamedTuple):
+    """Result of a search of one candidate.
 
-    Else only ``bound`` is known: requests/s that it does not reach. ``value``: its score, where that is no rate.
-    ``screened``: requests/s by the screening engine, where the cores decide.
+    - ``exact``: true if it was searched to the end. Otherwise only an upper bound is known.
+    - ``step``: the highest step of the rate grid at which it holds; None where none does.
+    - ``bound`` (requests/s): a rate that it does not reach.
+    - ``value`` (None): its score, where that is not a rate.
+    - ``screened`` (None, requests/s): by the screening engine, where the cores decide.
     """
 
-    entry: Entry
+    entry: BoundedCandidate
     exact: bool
     step: int | None
     bound: float
@@ -51,17 +57,17 @@ class Found(NamedTuple):
         return self.rate * self.entry.worth if self.value is None else self.value
 
 
-def exhaustive(trials: Trials, entries: Iterable[Entry]) -> list[Found]:
-    """Each one's goodput to the end, best first; those that are equal in the order of their nominal bounds."""
-    return ranked([searched(trials, entry) for entry in entries])
+def search_all(trials: Trials, entries: Iterable[BoundedCandidate]) -> list[SearchResult]:
+    """Search each one's goodput to the end; return them best first, equal ones in the order of their nominal bounds."""
+    return rank_results([search_to_end(trials, entry) for entry in entries])
 
 
-def likely_first(entries: Iterable[Entry]) -> list[Entry]:
+def sort_by_guess(entries: Iterable[BoundedCandidate]) -> list[BoundedCandidate]:
     return sorted(entries, key=lambda entry: -entry.guess * entry.worth)
 
 
-def ranked(found: Iterable[Found]) -> list[Found]:
-    """Exact ones by score, then the others by what they cannot exceed; of equal ones the nominally better."""
+def rank_results(found: Iterable[SearchResult]) -> list[SearchResult]:
+    """Sort exact ones by score, then the others by upper bound; of equal ones the nominally better first."""
     return sorted(
         found,
         key=lambda each: (
@@ -72,6 +78,11 @@ def ranked(found: Iterable[Found]) -> list[Found]:
     )
 
 
-def searched(trials: Trials, entry: Entry) -> Found:
-    """Its goodput to the end, as if nothing else had been asked."""
-    return Found(entry, True, trials.limit(entry.deployment, entry.guess), entry.upper)
+def search_to_end(trials: Trials, entry: BoundedCandidate) -> SearchResult:
+    """Search its goodput to the end, as if nothing else had been replayed."""
+    return SearchResult(entry, True, trials.limit(entry.deployment, entry.guess), entry.upper)
+
+
+def is_same_deployment(one: SearchResult, other: SearchResult) -> bool:
+    """Check if both are of the same deployment."""
+    return one.entry.deployment == other.entry.deployment

@@ -17,22 +17,29 @@ from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.traces.trace import SLO
 
-SEARCHED = 0  # a batch limit that Algorithm 1 finds by itself
+ALGORITHM1_LIMIT = 0  # a batch limit that Algorithm 1 finds by itself
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wider search may choose from.
+    """Values that a wider search may choose from.
 
-    ``tokens``: prefill tokens and decodes a step of instances that do not decode, ``mixed_tokens`` of those that do,
-    ``images`` an encode batch; 0 is what Algorithm 1 finds. ``reservations`` of KV blocks: as an instance's.
-    ``fewest``: instances that are used at least; None: all. ``beta``: goodput in requests/s that one instance (where
-    the planner has prices, one unit of price an hour) must be worth. ``trials``: configurations that are tried. Raises
-    ``ConfigError`` for an empty choice, ``UnknownName`` for a reservation that is none.
+    - ``tokens`` (tokens): prefill tokens and decodes a step, of instances that do not decode; 0 is Algorithm 1's limit.
+    - ``mixed_tokens`` (tokens): the same, of instances that decode.
+    - ``images`` (images): of an encode batch; 0 is Algorithm 1's limit.
+    - ``orders``, ``policies``: of the queues, as in ``BatchRules``.
+    - ``routings``: names of routing policies.
+    - ``reservations``: of KV blocks, as an instance's.
+    - ``fewest`` (None): instances that are used at least; None: all.
+    - ``beta`` (0.0): goodput in requests/s that one instance must be worth; where the planner has prices, one unit of
+      price an hour.
+    - ``trials`` (60): configurations to try.
+
+    Raises ``ConfigError`` for an empty choice, ``UnknownName`` for an unknown reservation.
     """
 
-    tokens: tuple[int, ...] = (SEARCHED, 512, 1024, 2048, 4096, 8192)
-    mixed_tokens: tuple[int, ...] = (SEARCHED, 32, 64, 128, 256, 512)
-    images: tuple[int, ...] = (SEARCHED, 1, 2, 4, 8)
+    tokens: tuple[int, ...] = (ALGORITHM1_LIMIT, 512, 1024, 2048, 4096, 8192)
+    mixed_tokens: tuple[int, ...] = (ALGORITHM1_LIMIT, 32, 64, 128, 256, 512)
+    images: tuple[int, ...] = (ALGORITHM1_LIMIT, 1, 2, 4, 8)
     orders: tuple[str, ...] = ("fcfs", "sjf")
     policies: tuple[str, ...] = ("alg1", "time", "prefill_first")
     routings: tuple[str, ...] = ("round_robin", "least_loaded")
@@ -45,14 +52,14 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         for each in self.reservations:
             check_reservation(each)
         bounded = self.trials >= 1 and self.beta >= 0 and (self.fewest is None or self.fewest >= 1)
-        if not all(knobs_of(self).values()) or not bounded:
+        if not all(list_knobs(self).values()) or not bounded:
             raise ConfigError(
                 "a space has at least one value for each knob, one trial, beta of at least 0, and fewest of at least 1"
             )
 
 
-def knobs_of(space: Space) -> dict[str, tuple[str | int, ...]]:
-    """Each knob's values, by its name."""
+def list_knobs(space: Space) -> dict[str, tuple[str | int, ...]]:
+    """Return each knob's values, by its name."""
     return {
         "tokens": space.tokens,
         "mixed_tokens": space.mixed_tokens,
@@ -64,10 +71,10 @@ def knobs_of(space: Space) -> dict[str, tuple[str | int, ...]]:
     }
 
 
-def options_of(
+def simulator_options(
     deployment: Deployment, slo: SLO, model: ModelShape, kinds: Mapping[str, Kind], rules: BatchRules
 ) -> dict[str, Any]:
-    """What a simulator takes for a deployment's settings; nothing where it has none."""
+    """Return a simulator's options for a deployment's settings; empty where it has none."""
     set_to = dict(deployment.settings)
     if not set_to:
         return {}
@@ -80,8 +87,8 @@ def options_of(
             return kind.cost.at(decodes, tokens, media, context=512)
 
         found = predict_budgets(seconds, roles, limit, model.image_tokens if model.vision else 0, warn=False)
-        tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED)) or found.token_budget
-        media = int(set_to.get("images", SEARCHED)) * model.image_tokens or found.image_budget
+        tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", ALGORITHM1_LIMIT)) or found.token_budget
+        media = int(set_to.get("images", ALGORITHM1_LIMIT)) * model.image_tokens or found.image_budget
         return msgspec.structs.replace(found, token_budget=tokens, image_budget=media)
 
     policy, order = set_to.get("policy", rules.policy), set_to.get("order", rules.order)

@@ -1,4 +1,4 @@
-"""Trials: replays of one trace on many deployments at rates of one grid, each made once."""
+"""Trials: replays one trace on many deployments at rates of one grid, each once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
+from trinity.planner.progress import Report
 from trinity.simulation.rate_sweep import InstanceUsage, RateSweep
 from trinity.traces.goodput import (
     LEAST_REQUESTS,
@@ -30,25 +31,28 @@ _STRIDE = round(math.log(RATE_STEP) / math.log(GRID))
 _DEEPEST = round(math.log(4096) / math.log(GRID))  # below the first rate tried, where a search gives up
 _START = 0.9  # of the guess, where a search begins
 
-Progress = Callable[[int, str], None]  # replays so far, what runs
-
 
 def rate_of(step: int) -> float:
-    """Requests a second."""
+    """Return requests/s of a step of the grid."""
     return GRID**step
 
 
 def step_of(rate: float) -> int:
-    """The highest step of the grid at or below a rate."""
+    """Return the highest step of the grid at or below a rate."""
     return math.floor(math.log(rate) / math.log(GRID) + 1e-9)
 
 
 class Trials:
-    """Asks ``serve_of`` for what serves a deployment, and remembers what was seen at each rate.
+    """Replays deployments by ``serve_of``, and remembers the result at each rate.
 
-    A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up:
-    the same question as ``trinity.traces.goodput.goodput`` asks, on a grid of rates 2 % apart. Raises
-    ``TraceTooShort`` as it does. ``runs`` counts replays, ``most_runs`` is how many a search should make.
+    A rate holds where ``share`` of the requests are in time by ``rule`` and, where ``stable``, completions keep up: the
+    criterion of ``trinity.traces.goodput.goodput``, on a grid of rates 2 % apart. Raises ``TraceTooShort`` as it does.
+
+    - ``serve_of(deployment)``: the function that serves a trace on it.
+    - ``trace``, ``slo``, ``rule``, ``stable``, ``share``: as above.
+    - ``least_requests``, ``least_ttfts`` (TTFT bounds): how long the trace must be.
+    - ``progress`` (None): called with the replays so far, and what runs.
+    - ``most_runs`` (inf): replays that a search should make at most; ``runs`` counts them.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Trials:
         share: float = SHARE,
         least_requests: int = LEAST_REQUESTS,
         least_ttfts: float = LEAST_TTFTS,
-        progress: Progress | None = None,
+        progress: Report | None = None,
         most_runs: float = math.inf,
     ) -> None:
         self.most_runs = most_runs
@@ -76,7 +80,7 @@ class Trials:
         self.own = trace_rate(trace, least_requests)
 
     def point(self, deployment: Deployment, step: int) -> RatePoint:
-        """What is seen at a rate; replayed once."""
+        """Return the attainment at a rate; replayed once."""
         seen = self._points.setdefault(deployment, {})
         if step not in seen:
             self.tell(f"{deployment} at {rate_of(step):.3g} requests/s")
@@ -84,12 +88,12 @@ class Trials:
         return seen[step]
 
     @property
-    def spent(self) -> bool:
-        """Whether a search should ask no more."""
+    def out_of_runs(self) -> bool:
+        """True if a search should make no more replays."""
         return self.runs >= self.most_runs
 
     def usage(self, deployment: Deployment, rate: float) -> InstanceUsage | None:
-        """What a replay at this rate made of the instances; None where what serves does not say."""
+        """Return the use of instances in a replay at this rate; None where it is unknown."""
         serve = self._serve(deployment)
         return serve.usage(self.trace, self.slo, rate) if isinstance(serve, RateSweep) else None
 
@@ -99,17 +103,17 @@ class Trials:
         return self._serves[deployment]
 
     def tell(self, what: str) -> None:
-        """A replay begins."""
+        """Count and report a replay that begins."""
         if self._progress is not None:
             self._progress(self.runs, what)
         self.runs += 1
 
     def points(self, deployment: Deployment) -> tuple[RatePoint, ...]:
-        """All that was seen of it, by rate."""
+        """Return all points seen of it, by rate."""
         return tuple(point for _, point in sorted(self._points.get(deployment, {}).items()))
 
     def holds(self, deployment: Deployment, step: int, rule: SLORule | None = None) -> bool:
-        """Whether the rule holds at a rate. Raises ``TraceTooShort`` where it does in too short a time."""
+        """Check if the rule holds at a rate. Raises ``TraceTooShort`` where it holds for too short a time."""
         point = self.point(deployment, step)
         if point.attainment[rule or self.rule] < self.share:
             return False
@@ -129,10 +133,10 @@ class Trials:
         )
 
     def limit(self, deployment: Deployment, guess: float, rule: SLORule | None = None) -> int | None:
-        """The highest step that holds, from a guess of the rate; None where none does.
+        """Find the highest step that holds, from a guess of the rate; None where none does.
 
-        Where steps that fail lie between such that hold, it is the guess that says which of them is found: the same
-        guess finds the same step, whatever else was tried before.
+        Where steps that fail lie between steps that hold, the guess decides which of them is found: the same guess
+        finds the same step, whatever was replayed before.
         """
         low, high = self._bracket(deployment, guess, rule)
         while low is not None and high - low > 1:
@@ -141,12 +145,12 @@ class Trials:
         return low
 
     def first_steps(self, guess: float) -> tuple[int, ...]:
-        """The steps at which ``limit`` asks first, as long as none holds."""
+        """Return the steps that ``limit`` replays first, as long as none holds."""
         start = step_of(_START * guess)
         return (start, start - _STRIDE, start - 3 * _STRIDE)
 
     def _bracket(self, deployment: Deployment, guess: float, rule: SLORule | None) -> tuple[int | None, int]:
-        """(a step that holds or None, a higher one that does not)."""
+        """Find (a step that holds or None, a higher one that does not)."""
         tried = self.first_steps(guess)
         start = tried[0]
         if self.holds(deployment, start, rule):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import ConfigError
 from trinity.placement import METHODS, Placement
 from trinity.planner import Candidate, Plan
-from trinity.planner.explain import STAGE_NAMES, UNITS, devices_in_words, figure
+from trinity.planner.explain import STAGE_NAMES, UNITS, devices_in_words, format_figure
 from trinity.report.plots.drawing import (
     RED,
     SERIES,
@@ -296,7 +296,7 @@ def _choice(axes: Axes, x: int, y: int, plan: Plan, used: dict[str, str]) -> Non
     )
     reached = plan.best.goodput.get(plan.rule)
     if plan.met:
-        words = plan.best.placement + (f"\n{figure(reached)}" if reached is not None else "")
+        words = plan.best.placement + (f"\n{format_figure(reached)}" if reached is not None else "")
     else:
         best = plan.best.best_attainment(plan.rule)
         words = "none" if best is None else f"none: {best:.0%}\nat best"
