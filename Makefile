@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-gpu check style types layers sizes writers house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -48,7 +48,7 @@ test-all: $(STAMP)
 test-gpu:
 	PYTHONPATH=src $(ONE_THREAD) HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m gpu $(ARGS)
 
-check: $(STAMP) style types layers sizes writers
+check: $(STAMP) style types layers sizes writers aims
 
 style: $(STAMP)
 	$(PY) -m ruff check .
@@ -65,6 +65,10 @@ sizes: $(STAMP)
 
 writers: $(STAMP)
 	$(PY) tools/check_writers.py
+
+# The aims of docs/house.md; tests serve the image whose way `make house` prints.
+aims: $(STAMP)
+	$(PY) tools/house.py --check --no-walk
 
 house: $(STAMP)
 	$(ONE_THREAD) $(PY) tools/house.py $(ARGS)
