@@ -76,17 +76,27 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class Simulator:
     """Replays traces on placements of one model on one cluster.
 
-    ``cost``: seconds of a step, for every device or by its name; None: a roofline of the model and each device.
-    ``budgets``: of every instance, or by roles; None: the largest that keep a step within the latency bound of the
-    instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5). ``rules``: all else of batching.
-    ``routing``: a policy's name. ``lanes``: of instances that encode beside another stage; while both are busy, each is
-    ``interference`` times slower (None: as in ``cost``). Pools are what the weights leave of ``memory_share``
-    of a device's memory. ``max_waiting`` requests without a token are taken in, as by a pipeline. ``reservation`` of
-    KV blocks: as an ``Instance``'s; ``ask``: tokens that every request asks for at least, though it stops after its
-    output; rows with ``max_tokens`` ask for these. ``depth``: steps in flight on a lane, as an ``Instance``'s.
-    ``engine``: "python", the cores themselves; "compiled", the screening engine where its replays are theirs to the
-    bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with the nearest
-    settings that it has (``stand_ins``).
+    - ``model``: a ``ModelShape``, or its name.
+    - ``slo`` (s): bounds that budgets keep and requests are judged by.
+    - ``cluster``: devices, hosts and links.
+    - ``cost`` (None): seconds of a step, for every device or by its name. None: a roofline of the model and each
+      device.
+    - ``rules`` (None): ``BatchRules`` but for the budgets.
+    - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
+      latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
+    - ``routing`` ("round_robin"): a policy's name.
+    - ``lanes`` (("joint",)): of instances that encode beside another stage.
+    - ``interference`` (factor, None): slow-down of each of two lanes while both are busy. None: as in ``cost``.
+    - ``transfers`` (None): ``TransferPolicy``.
+    - ``memory_share`` (0.9): share of a device's memory; pools are what the weights leave of it.
+    - ``max_waiting`` (requests, 1024): without a token, that are taken in, as by a pipeline.
+    - ``reservation`` ("full"): of KV blocks, as an ``Instance``'s.
+    - ``ask`` (tokens, 0): least ``max_tokens`` of every request, though it stops after its output; rows with
+      ``max_tokens`` ask for these.
+    - ``depth`` (1): steps in flight on a lane, as an ``Instance``'s.
+    - ``engine`` ("auto"): "python", the cores themselves; "compiled", the screening engine where its replays are theirs
+      to the bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with the
+      nearest settings that it has (``stand_ins``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """

@@ -69,8 +69,9 @@ class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a goodput search.
 
-    ``rate`` (requests/s): the highest rate at which ``share`` of the requests were in time by ``rule`` and, where
-    ``stable``, completions kept up with arrivals (``falls_behind``); 0 where no rate held. ``points``: all rates tried.
+    - ``rate`` (requests/s): the highest rate at which ``share`` of the requests were in time by ``rule`` and, where
+      ``stable``, completions kept up with arrivals (``falls_behind``); 0 where no rate held.
+    - ``points``: all rates tried.
     """
 
     rate: float

@@ -43,7 +43,9 @@ class ServedRequest(Protocol):
 class SLO(msgspec.Struct, frozen=True):
     """Latency bounds of a service-level objective, in seconds.
 
-    ``ttft``: bound on the time to first token. ``tbt``: bound on the time between tokens.
+    - ``ttft`` (s): bound on the time to first token.
+    - ``tbt`` (s): bound on the time between tokens.
+
     Raises ``ConfigError`` for a bound that is not a positive finite number.
     """
 
@@ -93,7 +95,9 @@ def attainment(requests: Iterable[ServedRequest], slo: SLO, rule: SLORule = "p90
 class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One image of a request; fields are None where unknown.
 
-    ``width`` and ``height`` in pixels, ``tokens``: rows in the image cache, ``content``: hash of the content.
+    - ``width``, ``height`` (pixels).
+    - ``tokens``: rows in the image cache.
+    - ``content``: hash of the content.
     """
 
     width: Count | None = None
@@ -105,11 +109,17 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One request of a trace; a superset of Mooncake's rows, which load unchanged.
 
-    ``timestamp`` (ms): arrival. ``input_length`` (tokens): the prompt, visual tokens included. ``text_length``
-    (tokens): its text alone. ``hash_ids``: Mooncake's prefix blocks. The fields after ``max_tokens`` are set once the
-    request was served: ``ttft_s``, gaps between tokens ``itl_s``, ``latency_s`` and ``spans`` in seconds. ``emulated``:
-    served by emulated stages. ``late_s`` (s): delay between the scheduled arrival and the time at which a replaying
-    client sent the request; ``ttft_s`` and ``latency_s`` include it.
+    - ``timestamp`` (ms): arrival.
+    - ``input_length`` (tokens): the prompt, visual tokens included.
+    - ``text_length`` (tokens): its text alone.
+    - ``hash_ids``: Mooncake's prefix blocks.
+
+    The fields after ``max_tokens`` are set once the request was served:
+
+    - ``ttft_s``, ``latency_s`` and ``spans`` (s), and ``itl_s`` (s), the gaps between tokens.
+    - ``emulated``: served by emulated stages.
+    - ``late_s`` (s): delay between the scheduled arrival and the time at which a replaying client sent the request;
+      ``ttft_s`` and ``latency_s`` include it.
     """
 
     timestamp: Number

@@ -15,13 +15,18 @@ RESERVATIONS: tuple[Reservation, ...] = ("full", "optimistic")
 
 @dataclass(frozen=True)
 class Settings:
-    """An instance as its core sees it. ``pools``: blocks by kind. ``lanes``: ("joint",) or ("vision", "language").
+    """An instance as its core sees it.
 
-    ``depth``: steps in flight on a lane, 2 where the next one is decided while one runs. ``layers`` of a KV block.
-    ``reservation``: "full", all that a request may need at once, or "optimistic", blocks as it decodes, and the
-    youngest preempted where there are none. Seconds: ``lease_s`` that blocks stay leased to a silent peer, ``report_s``
-    between two reports of a load that changes, ``heartbeat_s`` between two of one that does not. A report names at most
-    ``digest_keys`` cached blocks of each kind, 8 bytes each.
+    - ``pools``: blocks by kind.
+    - ``lanes`` (("joint",)): or ("vision", "language").
+    - ``depth`` (1): steps in flight on a lane; with 2 the next one is decided while one runs (async scheduling).
+    - ``layers`` (1): of a KV block.
+    - ``reservation`` ("full"): all blocks that a request may need at once, or "optimistic", blocks as it decodes, and
+      the youngest preempted where there are none.
+    - ``lease_s`` (s, 30): blocks stay leased to a silent peer.
+    - ``report_s`` (s, 0.1): between two reports of a load that changes.
+    - ``heartbeat_s`` (s, 1): between two of one that does not.
+    - ``digest_keys`` (512): most cached blocks of each kind that a report names, 8 bytes each.
     """
 
     name: str
