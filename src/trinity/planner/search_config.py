@@ -44,5 +44,10 @@ class SearchConfig:
         for what, given, known in (("strategy", self.strategy, STRATEGIES), ("partition", self.split, SPLITS)):
             if given not in known:
                 raise UnknownName(what, str(given), known)
-        if self.seeds < 0:
-            raise ConfigError(f"redrawn traces: seeds at least 0, got {self.seeds}")
+        for name, value, least in (("seeds", self.seeds, 0), ("least_requests", self.least_requests, 1)):
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} at least {least}, a whole number, got {value!r}")
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed is a whole number, got {self.seed!r}")
+        if not isinstance(self.space, Space):
+            raise ConfigError(f"space is a trinity.planner.Space, got {self.space!r}")

@@ -53,7 +53,7 @@ class ProcessConfig:
     silence_s: float = SILENCE_S
 
     def __post_init__(self) -> None:
-        if not self.silence_s >= SHORTEST_SILENCE_S:
+        if not isinstance(self.silence_s, int | float) or not self.silence_s >= SHORTEST_SILENCE_S:
             raise ConfigError(
                 f"silence_s is {self.silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
             )
