@@ -91,7 +91,7 @@ def test_layers_give_what_they_gave(config: Any, dtype: torch.dtype) -> None:
 def seen(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way each call goes."""
     ways: list[str] = []
-    plain, whole = layer.plan.run, type(layer).original_forward
+    plain, whole = layer.plan.run, type(layer).unfused_forward
 
     def run(states: Tensor) -> Any:
         ways.append("lean")
@@ -102,7 +102,7 @@ def seen(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return whole(self, *given, **named)
 
     monkeypatch.setattr(layer.plan, "run", run)
-    monkeypatch.setattr(type(layer), "original_forward", own)
+    monkeypatch.setattr(type(layer), "unfused_forward", own)
     return ways
 
 

@@ -45,21 +45,21 @@ RotaryAngles = tuple[Tensor, Tensor]
 
 
 class _FusedDecoderLayer(nn.Module):
-    """Base put before a decoder layer's class; ``original_forward`` is that class's forward."""
+    """Base put before a decoder layer's class; ``unfused_forward`` is that class's forward."""
 
-    original_forward: Callable[..., Any]
+    unfused_forward: Callable[..., Any]
     plan: DecoderLayerPlan
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
         batch: PagedBatch | None = named.get("trinity_batch")
         if given or batch is None or batch.half or not self.plan.accepts(hidden_states, named):
-            return self.original_forward(hidden_states, *given, **named)
+            return self.unfused_forward(hidden_states, *given, **named)
         turns = named["position_embeddings"]
         if batch.sampled is None or not isinstance(self, _TwoPassLayer):
             return self.plan.run(hidden_states, turns, batch)
         picked = _pick_keywords(named, batch, hidden_states.shape[1])
         if picked is None or batch.last is None:
-            return self.original_forward(hidden_states, **named)
+            return self.unfused_forward(hidden_states, **named)
         self.plan.write(hidden_states, turns, batch)
         if not len(batch.last):
             raise StopAfterWrite
@@ -235,5 +235,5 @@ def _make_noise(seed: int, count: int, size: int, dtype: torch.dtype) -> Tensor:
 @cache
 def _make_class(kind: Any) -> Any:
     return type(
-        kind.__name__, (_FusedDecoderLayer, kind), {"original_forward": kind.forward, "__module__": kind.__module__}
+        kind.__name__, (_FusedDecoderLayer, kind), {"unfused_forward": kind.forward, "__module__": kind.__module__}
     )

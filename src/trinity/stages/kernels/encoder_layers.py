@@ -44,15 +44,15 @@ AttendFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class _FusedEncoderLayer(nn.Module):
-    """Base put before an encoder layer's class; ``original_forward`` is that class's forward."""
+    """Base put before an encoder layer's class; ``unfused_forward`` is that class's forward."""
 
-    original_forward: Callable[..., Any]
+    unfused_forward: Callable[..., Any]
     plan: EncoderLayerPlan
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
         asked = [*given, *(each for name, each in named.items() if name not in _OUTPUT_KEYWORDS)]
         if any(each is not None for each in asked) or not self.plan.accepts(hidden_states):
-            return self.original_forward(hidden_states, *given, **named)
+            return self.unfused_forward(hidden_states, *given, **named)
         return self.plan.run(hidden_states)
 
 
@@ -185,5 +185,5 @@ def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
 @cache
 def _make_class(kind: Any) -> Any:
     return type(
-        kind.__name__, (_FusedEncoderLayer, kind), {"original_forward": kind.forward, "__module__": kind.__module__}
+        kind.__name__, (_FusedEncoderLayer, kind), {"unfused_forward": kind.forward, "__module__": kind.__module__}
     )
