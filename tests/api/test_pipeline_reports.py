@@ -50,10 +50,13 @@ async def timed(pipe: Pipeline, case: Case) -> tuple[Output, float]:
     return tokens.output, pipe.loop.time() - submitted[0]
 
 
+READ_S = 0.05  # that each read of the transport takes
+
+
 @pytest.mark.parametrize("placement", PLACES)
 async def test_spans_add_up_to_the_time_that_was_spent(placement: str) -> None:
     """They never overlap, also where images migrate while others of the request are still being encoded."""
-    slow = WrappedTransport(delay_s=0.01)
+    slow = WrappedTransport(delay_s=READ_S)
     async with serving(
         placement, connector=slow, rules=BatchRules(image_budget=1), image_cache=False, prefix_cache=False
     ) as pipe:
@@ -76,7 +79,7 @@ def check_stages(placement: str, case: Case, output: Output) -> None:
     assert (spans["ep_migration"] > 0) == ("image" in moves) == (bool(case.pictures) and "E" not in pd_side(placement))
     assert (spans["pd_migration"] > 0) == ("kv" in moves) == (placement in ("EP+D", "ED+P", "E+P+D"))
     if "kv" in moves:
-        assert spans["pd_migration"] >= 0.01  # what the transport took
+        assert spans["pd_migration"] >= READ_S / 2  # what the transport took, but for a Commit that was heard late
 
 
 def pd_side(placement: str) -> str:
