@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import ConfigError, UnknownName
 
-KINDS = (IMAGE, KV)
+_KINDS = (IMAGE, KV)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class CacheConfig:
         if self.pools is not None and not isinstance(self.pools, Mapping):
             raise ConfigError(f'pools are blocks by kind, such as {{"image": 64, "kv": 1024}}; got {self.pools!r}')
         for kind, blocks in (self.pools or {}).items():
-            if kind not in KINDS:
-                raise UnknownName("kind of block", str(kind), KINDS)
+            if kind not in _KINDS:
+                raise UnknownName("kind of block", str(kind), _KINDS)
             _check_count(f"pools[{kind!r}]", blocks, 0)
 
 
