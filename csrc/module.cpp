@@ -50,6 +50,11 @@ void cuda_copy(uintptr_t target, uintptr_t source, uintptr_t to, uintptr_t from,
 } // namespace
 
 NB_MODULE(_native, module) {
+#ifndef TRINITY_SANITIZE
+    // At exit nanobind lists what is still held, and calls it a fault of the bindings: a daemon thread's frame, or a
+    // cache of the user's, is enough. `make asan` keeps the lists.
+    nb::set_leak_warnings(false);
+#endif
     module.attr("API") = 1; // raised with every change of a signature: an old file in a newer checkout is not used
     module.def("instructions", &trinity::instructions);
     module.def("copy_blocks", &copy, "target"_a, "target_blocks"_a, "source"_a, "source_blocks"_a,

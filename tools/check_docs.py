@@ -9,6 +9,7 @@ folder that only its owner has.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,22 @@ HIDDEN = {".venv", ".git", ".pytest_cache", ".peers", "build", "mutants"}
 
 
 def documents(root: Path, *endings: str) -> list[Path]:
-    """Markdown files, or files of other ``endings``; none that a tool has made."""
-    found = (path for ending in endings or ("md",) for path in root.rglob(f"*.{ending}"))
-    return sorted(path for path in found if not HIDDEN & set(path.relative_to(root).parts))
+    """Markdown files, or files of other ``endings``; none that a tool has made or installed."""
+    return [path for path in kept(root) if path.suffix.lstrip(".") in (endings or ("md",))]
+
+
+def kept(root: Path) -> list[Path]:
+    """Files of the project below ``root``, sorted: those that git tracks, or would; without git, all but HIDDEN."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git on this machine
+        listed = subprocess.CompletedProcess(command, 1)
+    if listed.returncode == 0 and listed.stdout:  # an unpacked release, perhaps within another's checkout, lists none
+        found = [root / name for name in listed.stdout.split("\0") if name]
+    else:
+        found = [path for path in root.rglob("*") if not HIDDEN & set(path.relative_to(root).parts)]
+    return sorted(path for path in found if path.is_file())
 
 
 def anchors(text: str) -> set[str]:
@@ -61,9 +75,9 @@ def broken_links(root: Path) -> Iterator[str]:
 
 def texts(root: Path) -> Iterator[tuple[Path, str]]:
     """Every file of text that the project keeps, and what is in it."""
-    found = [path for folder in FOLDERS for path in (root / folder).rglob("*")] + list(root.glob("*"))
-    for path in sorted(found):
-        if path.is_file() and (path.suffix in TEXT or path.name == "Makefile"):
+    for path in kept(root):
+        top, *below = path.relative_to(root).parts
+        if (not below or top in FOLDERS) and (path.suffix in TEXT or path.name == "Makefile"):
             yield path, path.read_text(encoding="utf-8")
 
 

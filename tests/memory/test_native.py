@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -297,3 +299,20 @@ def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
 @pytest.mark.skipif(not native.has_extension(), reason="the extension is not built")
 def test_it_has_the_twin_that_this_checkout_calls() -> None:
     assert not compiled_engine.why_unavailable()
+
+
+HELD_AT_EXIT = """
+import subprocess
+import sys
+import threading
+from trinity import _native
+
+held = _native.sim_linear(1.0, 1.0, 1.0, 1.0, 1.0)
+threading.Thread(target=lambda cost: threading.Event().wait(), args=(held,), daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(not native.has_extension(), reason=native.describe())
+def test_a_process_that_ends_while_a_thread_holds_something_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, check=True)
+    assert done.stderr == "", "the user's thread is no fault of the bindings"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,15 @@ def test_each_module_is_listed_with_its_first_line(tmp_path: Path) -> None:
     assert "## `trinity.p`\n\nPackage p.\n\n- `trinity.p.b`: Module b.\n" in page
     assert "## `trinity.q`\n\n- `trinity.q.c`: \n" in page
     assert module_list.undescribed(tmp_path / "src" / "trinity") == ["trinity.q.c"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git: documents are then found by folder")
+def test_what_git_ignores_is_no_document_of_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make bench-peers` installs whole engines, with documents of theirs, into the checkout."""
+    broken = {"peers-here/engine/README.md": "[gone](gone.md)", ".venv2/lib/NOTES.md": "as design.md says"}
+    write(tmp_path, GOOD | broken | {".gitignore": "/peers-here/\n.venv2/\n"})
+    assert check_docs.main(tmp_path) == 1, "without git, only folders known by name are left out"
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert check_docs.main(tmp_path) == 0, capsys.readouterr().out
+    write(tmp_path, {"docs/new.md": "[gone](gone.md)"})
+    assert check_docs.main(tmp_path) == 1, "a new document is the project's before it is committed"
