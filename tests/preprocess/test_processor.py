@@ -52,7 +52,8 @@ def own_markers(name: str, prompt: str) -> str:
 
 
 def expected(name: str, text: str, images: list[Image.Image], **kwargs: Any) -> dict[str, Any]:
-    return dict(oracle_of(name)(text=text, images=images or None, return_tensors="pt", **kwargs))
+    nested = [images] if images else None  # all of one prompt, as a chat gives them
+    return dict(oracle_of(name)(text=text, images=nested, return_tensors="pt", **kwargs))
 
 
 PROMPTS = {

@@ -90,7 +90,8 @@ def _own_inputs(name: str, text: str, images: list[Image.Image]) -> dict[str, An
     if processor is None:
         return dict(tokenizer(text, return_tensors="pt"))
     marked = text.replace("<image>", IMAGE_TEXT[name].marker.format(token=processor.image_token))
-    return dict(processor(text=marked, images=images or None, return_tensors="pt"))
+    nested = [images] if images else None  # all of one prompt, as a chat gives them
+    return dict(processor(text=marked, images=nested, return_tensors="pt"))
 
 
 class Pool:

@@ -1,14 +1,20 @@
-"""ItemReader: preprocesses images one by one with the model's own processor, to cache and batch features."""
+"""ItemReader: preprocesses images one by one with the model's own processor, to cache and batch features.
+
+What a processor makes of an image may depend on how many images its prompt has: LLaVA-OneVision cuts an image into
+tiles only if it is alone. ``ItemReader`` asks the processor at load whether that is so, and then shows it each image
+beside as many small ones as the prompt has others.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import MediaProblem, image_digest
 
@@ -19,6 +25,12 @@ _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # of synthetic images, in pixels
 _DEFAULT_SIDE = 336
+_PROBE_SIZE = (640, 448)  # width, height of the image that tells if company matters: large and not square
+_FILLER_SIDE = 56
+_EVERY_NUMBER = 1 << 30
+
+
+_Made = tuple[str, list[int], dict[str, Any]]  # expanded text, its ids, inputs of the encoder by name
 
 
 class MediaItem(msgspec.Struct, frozen=True):
@@ -44,29 +56,79 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class ItemReader:
-    """Runs the model's own processor on one image, with only its placeholder as text."""
+    """Runs the model's own processor on one image, with only its placeholder as text.
+
+    Raises ``UnsupportedModel`` if it fails on a plain image.
+    """
 
     def __init__(self, loaded: LoadedProcessor) -> None:
         self._loaded = loaded
         self._fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
+        self._fillers: dict[int, str] = {}  # expansion of the small image, by the number of images in the prompt
+        self._most_told = 1 if loaded.processor is None else self._find_most_told()
 
-    def read(self, image: Image.Image) -> MediaItem:
-        """Preprocess one RGB image. Raises ``MediaProblem`` if the model's processor refuses it."""
-        loaded = self._loaded
-        token = loaded.placeholders["image"].token
+    def read(self, image: Image.Image, among: int = 1) -> MediaItem:
+        """Preprocess one RGB image of a prompt with ``among`` images.
+
+        Raises ``MediaProblem`` if the model's processor refuses it.
+        """
+        company = min(among, self._most_told)
         try:
-            output = dict(loaded.processor(images=[image], text=token, return_tensors="pt"))
+            text, ids, inputs = self._call_in_company(image, company)
         except Exception as exc:  # processors raise anything on odd sizes
             raise MediaProblem(f"the model's processor refuses it ({type(exc).__name__}: {exc})") from exc
-        ids = output["input_ids"][0].tolist()
-        tokens = sum(number in loaded.media_token_ids for number in ids)
+        tokens = sum(number in self._loaded.media_token_ids for number in ids)
         if tokens == 0:
             raise MediaProblem(
                 "the model's processor makes no visual token of it: it is too small, give a larger image"
             )
+        content = f"{image_digest(image)}-{self._fingerprint}" + (f"-{company}" if company > 1 else "")
+        return MediaItem("image", text, tokens, inputs, content, _position_inputs(inputs), *image.size)
+
+    def _call(self, images: Sequence[Image.Image]) -> _Made:
+        """Run the processor on the images of one prompt, as a chat gives them: its text, ids and encoder inputs."""
+        token = self._loaded.placeholders["image"].token
+        output = dict(self._loaded.processor(images=[list(images)], text=token * len(images), return_tensors="pt"))
         inputs = {name: value for name, value in output.items() if name not in _TEXT_KEYS}
-        content = f"{image_digest(image)}-{self._fingerprint}"
-        return MediaItem("image", loaded.last_call.text, tokens, inputs, content, _position_inputs(inputs), *image.size)
+        return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
+
+    def _call_in_company(self, image: Image.Image, company: int) -> _Made:
+        """Run the processor on an image beside ``company - 1`` small ones, and keep what is the image's own."""
+        text, ids, inputs = self._call([image, *[_gradient(_FILLER_SIDE)] * (company - 1)])
+        if company == 1:
+            return text, ids, inputs
+        own = _cut_end(text, self._filler_text(company) * (company - 1))
+        token_ids = self._loaded.tokenizer(own, add_special_tokens=False, verbose=False)["input_ids"]
+        return own, token_ids, {name: _first_of(value, company) for name, value in inputs.items()}
+
+    def _filler_text(self, company: int) -> str:
+        if company not in self._fillers:
+            text, _, _ = self._call([_gradient(_FILLER_SIDE)] * company)
+            self._fillers[company] = text[: len(text) // company]
+        return self._fillers[company]
+
+    def _find_most_told(self) -> int:
+        """Find the number of images from which on more of them make no difference to each one: 1 for most models.
+
+        The same image once, twice and thrice: without a difference, what comes of several is copies of what comes of
+        one, side by side.
+        """
+        image = _gradient(*_PROBE_SIZE)
+        try:
+            alone, two, three = (self._call([image] * count) for count in (1, 2, 3))
+        except Exception as exc:
+            kind = self._loaded.config.model_type
+            raise UnsupportedModel(f"the processor of model type {kind!r} fails on an image ({exc!r:.200})") from exc
+        if self._are_copies(two, alone, 2):
+            return 1
+        pair: _Made = (two[0][: len(two[0]) // 2], [], {name: _first_of(value, 2) for name, value in two[2].items()})
+        if self._are_copies(three, pair, 3):
+            return 2
+        return _EVERY_NUMBER
+
+    def _are_copies(self, joint: _Made, one: _Made, count: int) -> bool:
+        text = "".join(self.number_expansion(one[0], index) for index in range(count))
+        return joint[0] == text and all(_is_repeated(value, one[2][name], count) for name, value in joint[2].items())
 
     def number_expansion(self, expansion: str, index: int) -> str:
         """Put the image's number into its expansion, for processors that number a prompt's images (MiniCPM-V)."""
@@ -113,10 +175,37 @@ def _fingerprint(processor: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def _gradient(side: int) -> Image.Image:
+def _cut_end(text: str, end: str) -> str:
+    if not text.endswith(end):
+        raise ValueError("the expansions of several images cannot be told apart")
+    return text.removesuffix(end)
+
+
+def _first_of(value: Any, count: int) -> Any:
+    """Take the first item's part of an input that has one entry, or several, for each of ``count`` items."""
+    length = len(value)
+    return value[: length // count] if length % count == 0 else value
+
+
+def _is_repeated(joint: Any, one: Any, count: int) -> bool:
+    """Tell if ``joint`` is ``count`` times ``one``, along any axis, or ``count`` itself: the images of the prompt."""
+    import torch
+
+    if isinstance(joint, torch.Tensor) and joint.tolist() == [count]:
+        return True
+    if not isinstance(joint, torch.Tensor) or not isinstance(one, torch.Tensor):
+        return bool(list(joint) == list(one) * count)
+    return any(torch.equal(joint, torch.cat([one] * count, axis)) for axis in range(one.ndim))
+
+
+def _gradient(width: int, height: int | None = None) -> Image.Image:
     import numpy as np
     from PIL import Image
 
-    ramp = np.linspace(0, 255, side).astype(np.uint8)
-    pixels = np.stack([np.tile(ramp, (side, 1)), np.tile(ramp[:, None], (1, side)), np.full((side, side), 128)], axis=2)
-    return Image.fromarray(pixels.astype(np.uint8))
+    rows, columns = np.mgrid[0 : height or width, 0:width]
+    channels = (
+        columns * 255 // max(1, width - 1),
+        rows * 255 // max(1, (height or width) - 1),
+        np.full_like(rows, 128),
+    )
+    return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8))

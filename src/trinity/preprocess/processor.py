@@ -213,7 +213,7 @@ class RequestProcessor:
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
         try:
             image = read_image(parsed.media[index].source, self.limits)
-            return self._reader.read(image)
+            return self._reader.read(image, len(parsed.media))
         except MediaProblem as exc:
             raise BadMedia(f"{parsed.names[index]}: {exc}", parsed.request.request_id) from exc
 

@@ -1,18 +1,23 @@
-"""Oracle: reference outputs of transformers' own ``generate()``, the whole model in one piece, in float32."""
+"""Oracle: reference outputs of transformers' own ``generate()``, the whole model in one piece, in float32.
+
+Its inputs take the route of transformers' documents: ``apply_chat_template(messages, tokenize=True, return_dict=True)``
+for a chat, and for raw text one call of the processor, with all images of the prompt as the images of one text.
+"""
 
 from __future__ import annotations
 
 import copy
+import io
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from trinity.preprocess.loader import load_tokenizer_and_processor
-from trinity.preprocess.media import MediaLimits, read_image
+from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
 from trinity.preprocess.prompt import split_at_markers
 from trinity.request import Request, Sampling
 
@@ -37,13 +42,14 @@ class _ForcedTokens:
 
 
 class Oracle:
-    """Greedy answers of the unmodified model: its own class, processor, attention and cache.
+    """Greedy answers of the unmodified model: its own class, processor, chat template, attention and cache.
 
-    Shares nothing with the stages but the reading of images and of ``<image>`` markers.
+    Shares nothing with what serves but the meaning of ``<image>`` in raw text.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32) -> None:
         self._loaded = load_tokenizer_and_processor(Path(model_dir))
+        self._processor = _own_processor(Path(model_dir))
         self._model = self._load_model(Path(model_dir), dtype)
 
     def _load_model(self, directory: Path, dtype: torch.dtype) -> Any:
@@ -55,7 +61,7 @@ class Oracle:
         return model.eval()
 
     def answer(self, request: Request) -> OracleAnswer:
-        """Return greedy tokens and raw logits for a request with ``prompt=``.
+        """Return greedy tokens and raw logits for a request.
 
         ``ignore_eos``, ``max_tokens`` and ``repetition_penalty`` are honoured.
         """
@@ -68,7 +74,7 @@ class Oracle:
         return logits
 
     def _answer(self, request: Request, processors: list[Any]) -> OracleAnswer:
-        inputs, settings = self._inputs(request), self._settings(request)
+        inputs, settings = self.inputs(request), self._settings(request)
         length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
             found = self._model.generate(**inputs, generation_config=settings, logits_processor=processors)
@@ -92,14 +98,56 @@ class Oracle:
     def generate_all(self, requests: Sequence[Request]) -> list[list[int]]:
         return [self.generate(request) for request in requests]
 
-    def _inputs(self, request: Request) -> dict[str, Any]:
-        assert isinstance(request.prompt, str), "the oracle takes prompt="
-        media = request.all_media()
-        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
-        if self._loaded.processor is None:
-            return dict(self._loaded.tokenizer(text.pieces[0], return_tensors="pt"))
-        images = [read_image(item.source, MediaLimits()) for item in media]
+    def inputs(self, request: Request) -> dict[str, Any]:
+        """Make the inputs of ``generate()``, as transformers documents it."""
+        images = [load_as_transformers(item.source) for item in request.all_media()]
+        if request.messages is not None:
+            return self._chat_inputs(request.messages, iter(images))
+        assert isinstance(request.prompt, str), "the oracle takes prompt= or messages="
+        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(image=len(images)))
         whole = text.pieces[0]
         for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
             whole += self._loaded.placeholders[kind].token + piece
-        return dict(self._loaded.processor(text=[whole], images=images or None, return_tensors="pt"))
+        if self._loaded.processor is None:
+            return dict(self._processor(whole, return_tensors="pt"))
+        return dict(self._processor(text=[whole], images=[images] if images else None, return_tensors="pt"))
+
+    def _chat_inputs(self, messages: Sequence[Mapping[str, Any]], images: Iterator[Any]) -> dict[str, Any]:
+        """Give the chat to transformers as its documents do: each image inside its own part."""
+        chat = []
+        for message in messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = [dict(part, image=next(images)) if part["type"] == "image" else part for part in content]
+            chat.append({**message, "content": content})
+        settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        return dict(self._processor.apply_chat_template(chat, **settings))
+
+
+def load_as_transformers(source: Any) -> Any:
+    """Load an image with transformers' own ``load_image``; arrays and tensors are given to processors as they are."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return load_image(Image.open(io.BytesIO(source)))
+    if isinstance(source, (str, os.PathLike)):
+        return load_image(os.fspath(source))
+    return load_image(source) if isinstance(source, Image.Image) else source
+
+
+def _own_processor(directory: Path) -> Any:
+    """Load the checkpoint's processor, or the tokenizer of a text model, as transformers' AutoProcessor does.
+
+    Where that refuses, because torchvision is not there to decode videos, its parts are put together without it.
+    """
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    load_processor_whole: Any = AutoProcessor.from_pretrained
+    load_tokenizer: Any = AutoTokenizer.from_pretrained
+    try:
+        return load_processor_whole(directory, backend="pil", **where)
+    except (ImportError, ValueError):
+        config = AutoConfig.from_pretrained(directory, **where)
+        return load_processor(directory, config, load_tokenizer(directory, **where))
