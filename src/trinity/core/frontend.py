@@ -143,6 +143,9 @@ class FrontendCore:
         if work.request in self.entries:  # its reader may be gone, but steps in flight still end
             text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
             return Failure("RequestError", text)
+        if not work.prompt or work.max_tokens < 1:
+            text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
+            return Failure("RequestError", text)
         if self.waiting >= self.max_waiting:
             return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
         path = ("E", "P", "D") if work.media else ("P", "D")

@@ -220,6 +220,8 @@ class RequestProcessor:
     def _finish(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> ProcessedRequest:
         request = parsed.request
         ids = self._tokenize_prompt(parsed, items)
+        if not ids:  # nothing to prefill: no token would ever come of it
+            raise RequestError("the prompt has no tokens; give it text or an image", request.request_id)
         limit = self._prompt_limit()
         if len(ids) > limit:
             visual = sum(item.tokens for item in items)
