@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Connector, choose_connector, make_connector
-from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.frontend import MAX_WAITING_BYTES, Abort, Deliver, End, FrontendCore
 from trinity.core.messages import Failure, PeerDown, PeerLoad, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
@@ -66,7 +66,7 @@ class Pipeline:
     - ``cache`` (None): ``CacheConfig``, block sizes, and pools or memory of every instance that sets none itself.
     - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
-    - ``max_waiting`` (requests, 1024): more than these waiting are refused with ``Overloaded``.
+    - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
       ``token_budget`` and ``image_budget``: as ``Instance`` has them, for every instance that a placement or a plan
@@ -104,6 +104,7 @@ class Pipeline:
         device: str = "cpu",
         limits: MediaLimits | None = None,
         max_waiting: int = 1024,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
         observe: Callable[..., None] | None = None,
         transfers: TransferPolicy | None = None,
         processes: ProcessConfig | None = None,
@@ -128,7 +129,7 @@ class Pipeline:
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
         self.hosts: dict[str, InstanceHost] = {}  # instances of this process
         self._reached: dict[str, InstanceHandle] = {}
-        self._frontend = FrontendCore(routing_policy(routing), max_waiting)
+        self._frontend = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes)
         self._streams: dict[str, Stream] = {}
         self._departed, self._state, self._preparing = asyncio.Event(), "new", 0
 
@@ -234,7 +235,7 @@ class Pipeline:
             stream.end(End(request.request_id, "deadline", make_late_failure(request)))
             return
         stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
-        self.post(Submit(processed.work, processed.inputs))
+        self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -250,8 +251,7 @@ class Pipeline:
             raise RequestError(f"request_id {request.request_id!r} is in use; give another", request.request_id)
         waiting = self._frontend.waiting + self._preparing
         if waiting >= self._frontend.max_waiting:
-            text = f"{waiting} requests wait already; try later or raise max_waiting"
-            raise Overloaded(text, request.request_id)
+            raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
 
     async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
         """Process a request, with what is left of its deadline; None if that passed meanwhile."""

@@ -121,8 +121,8 @@ class Stream:
         return self.output
 
     def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
-        """Take the processed request; ``make_text`` makes its detokenizer from its stop strings."""
-        self.processed = processed
+        """Take the processed request, but for its inputs; ``make_text`` makes its detokenizer from its stop strings."""
+        self.processed = msgspec.structs.replace(processed, inputs=())
         self._text = make_text(self.request.sampling.stop)
 
     def deliver(self, event: Deliver) -> None:

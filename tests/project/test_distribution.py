@@ -103,8 +103,8 @@ LIMITS = MediaLimits()
     [
         f"| images | {LIMITS.max_images} (`max_images`), each of {LIMITS.max_image_bytes >> 20} MiB as a file",
         f"{LIMITS.max_pixels // 10**6} million pixels decoded (`max_pixels`)",
-        f"A frame has at most {channel.MAX_FRAME >> 20} MiB (`MAX_FRAME`), a hello {channel.MAX_HELLO >> 20} MiB",
-        f"leaves more than {channel.MAX_BACKLOG >> 30} GiB unread",
+        f"A message has at most {channel.MAX_MESSAGE >> 30} GiB (`MAX_MESSAGE`)",
+        f"in frames of {channel.MAX_FRAME >> 20} MiB (`MAX_FRAME`), a hello has {channel.MAX_HELLO >> 20} MiB",
         f"of at least {SHORTEST_SECRET} characters",
     ],
 )
@@ -119,6 +119,7 @@ def test_the_security_page_says_what_is_so_by_default() -> None:
     assert channel.TIMEOUT_S == 10
     assert "It has ten seconds (`TIMEOUT_S`)" in SECURITY
     assert f"{settings['max_waiting']:,} (`Pipeline(max_waiting=)`)" in SECURITY
+    assert f"{settings['max_waiting_bytes'] >> 30} GiB of what their images became (`max_waiting_bytes=`)" in SECURITY
 
 
 def test_no_code_of_a_checkpoint_is_asked_for() -> None:

@@ -193,18 +193,58 @@ def fill(channel: Channel) -> None:
         channel.send(b"z" * (1 << 18))
 
 
-async def test_a_peer_that_stops_reading_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_BACKLOG", 1 << 20)
-    release = asyncio.Event()
+async def test_a_peer_that_does_not_read_for_a_while_is_not_lost(address: str) -> None:
+    release, heard = asyncio.Event(), asyncio.Event()
+    frames: list[int] = []
 
     async def serve(channel: Channel) -> None:
         await release.wait()
+        async for frame in channel:
+            frames.append(len(frame))
+        heard.set()
+
+    async with server(serve, address) as bound:
+        channel = await connect(bound, SECRET, b"x")
+        fill(channel)
+        assert channel.backlog > 1 << 20
+        assert not channel.closed
+        release.set()
+        await channel.aclose()
+        await heard.wait()
+    assert frames == [1 << 18] * 100
+
+
+async def test_a_message_of_many_frames_arrives_whole_and_in_order(address: str) -> None:
+    sizes = [0, 1, channels.MAX_FRAME - 1, channels.MAX_FRAME, channels.MAX_FRAME + 1, 7 * channels.MAX_FRAME, 3]
+    sent = [os.urandom(size) for size in sizes]
+    async with server(address=address) as bound:
+        channel = await connect(bound, SECRET, b"the client")
+        for message in sent:
+            channel.send(message)
+        assert [await channel.receive() for _ in sent] == sent
+        await channel.aclose()
+
+
+@pytest.mark.parametrize(
+    "headers", [[channels.MAX_FRAME + 1], [channels.MORE], [channels.MORE | 600, channels.MORE | 600]]
+)
+async def test_frames_that_would_never_end_are_refused(headers: list[int]) -> None:
+    failures: list[Exception] = []
+
+    async def serve(channel: Channel) -> None:
+        channel.limit = 1000
+        try:
+            await channel.receive()
+        except TransportError as error:
+            failures.append(error)
 
     async with server(serve) as bound:
         channel = await connect(bound, SECRET, b"x")
-        with pytest.raises(PeerLost, match="unread"):
-            fill(channel)
-        release.set()
+        for header in headers:
+            channel._writer.write(header.to_bytes(4, "big") + b"y" * min(header & ~channels.MORE, 600))
+        with pytest.raises(PeerLost):
+            await channel.receive()
+    assert "above the limit" in str(failures[0])
 
 
 async def test_nobody_listening_is_a_lost_peer(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import HandshakeError
-from trinity.remote.wire import Hello, Layout, Setup, decode, encode
+from trinity.remote.wire import Hello, Layout, Setup, UnsendableMessage, decode, encode
 from trinity.request import Sampling
 from trinity.traces.trace import SLO
 
@@ -98,7 +98,7 @@ def test_what_is_no_message_is_refused(frame: bytes) -> None:
 
 
 def test_objects_do_not_travel() -> None:
-    with pytest.raises(NotImplementedError, match="cannot travel"):
+    with pytest.raises(UnsendableMessage, match="cannot travel"):
         encode(Submit(Work(request="r", prompt=(1,)), (object(),)))
 
 

@@ -33,6 +33,8 @@ from trinity.core.messages import (
 )
 from trinity.core.routing import Router, RoutingPolicy, needs
 
+MAX_WAITING_BYTES = 4 << 30
+
 
 class Abort(Value, frozen=True):
     """User to front end: end this request. ``reason``: cancelled (the reader left) or stop (a stop string matched)."""
@@ -75,17 +77,21 @@ class FrontendRequest:
     inputs: tuple[Any, ...] = ()
     past: Finished | None = None  # the end of its former attempts, before it was sent back
     base: int = 0  # count of tokens delivered by then
+    input_bytes: int = 0  # of its inputs that wait here, on the way or at an instance
 
 
 class FrontendCore:
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
-    ``max_waiting`` bounds the requests that have no token yet.
+    ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs.
     """
 
-    def __init__(self, policy: RoutingPolicy, max_waiting: int = 1024) -> None:
+    def __init__(
+        self, policy: RoutingPolicy, max_waiting: int = 1024, max_waiting_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
         self.router = Router(policy)
-        self.max_waiting = max_waiting
+        self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
+        self.waiting_bytes = 0
         self.entries: dict[str, FrontendRequest] = {}
         self.waiting = self.taken = 0
         self._deadlines: list[tuple[float, str]] = []
@@ -125,7 +131,7 @@ class FrontendCore:
     def _submit(self, event: Submit, now: float) -> None:
         self.taken += 1
         work = replace(event.work, number=self.taken)
-        problem = self._problem(work)
+        problem = self._problem(work, event.input_bytes)
         if problem is not None:
             self._out.append(End(work.request, "error", problem))
             return
@@ -133,13 +139,15 @@ class FrontendCore:
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
-        self.entries[work.request] = FrontendRequest(work, first, deadline, route=[first], inputs=inputs)
+        entry = FrontendRequest(work, first, deadline, route=[first], inputs=inputs, input_bytes=event.input_bytes)
+        self.entries[work.request] = entry
         self.waiting += 1
+        self.waiting_bytes += event.input_bytes
         if work.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline, work.request))
         self._out.append(Send(first, Submit(work, event.inputs)))
 
-    def _problem(self, work: Work) -> Failure | None:
+    def _problem(self, work: Work, input_bytes: int) -> Failure | None:
         if work.request in self.entries:  # its reader may be gone, but steps in flight still end
             text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
             return Failure("RequestError", text)
@@ -148,6 +156,12 @@ class FrontendCore:
             return Failure("RequestError", text)
         if self.waiting >= self.max_waiting:
             return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
+        if input_bytes > self.max_waiting_bytes:
+            text = f"its media make {input_bytes} bytes, above max_waiting_bytes ({self.max_waiting_bytes})"
+            return Failure("RequestTooLarge", f"{text}; send fewer or smaller images")
+        if self.waiting_bytes + input_bytes > self.max_waiting_bytes:
+            text = f"the media of requests that wait have {self.waiting_bytes} bytes already"
+            return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")
         path = ("E", "P", "D") if work.media else ("P", "D")
         for letter in path if work.max_tokens > 1 else path[:-1]:
             if self.router.misses(letter):
@@ -176,6 +190,8 @@ class FrontendCore:
         while entry.delivered in entry.early:
             if not entry.delivered:
                 self.waiting -= 1
+                if not entry.inputs:  # those that are kept may be sent once more
+                    self._free_inputs(entry)
             sampled = entry.early.pop(entry.delivered)
             self._out.append(Deliver(entry.work.request, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
@@ -227,7 +243,8 @@ class FrontendCore:
         if entry is None:  # it was given up when an instance was lost
             self._forget(event.request, event.route)
         if entry is not None and event.attempt == entry.work.attempt:
-            entry.finished = entry.finished or event  # a source whose lease ran out may report what ended well
+            if entry.finished is None or event.cut:  # a source whose lease ran out may report what ended well
+                entry.finished = event
             self._settle(entry, now)
 
     def _abort(self, event: Abort, now: float) -> None:
@@ -260,6 +277,7 @@ class FrontendCore:
         if not entry.ended:
             self._end(entry, entry.aborted or _reason(finished))
         self._forget(finished.request, (entry.first, *finished.route))
+        self._free_inputs(entry)
         del self.entries[finished.request]
 
     def _again(self, entry: FrontendRequest, finished: Finished, now: float) -> Finished | None:
@@ -282,6 +300,10 @@ class FrontendCore:
         entry.finished = None
         self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
         return None
+
+    def _free_inputs(self, entry: FrontendRequest) -> None:
+        self.waiting_bytes -= entry.input_bytes
+        entry.input_bytes = 0
 
     def _forget(self, request: str, route: Sequence[str]) -> None:
         for name in dict.fromkeys(route):

@@ -28,13 +28,15 @@ class Submit(Value, frozen=True):
     """A new request.
 
     ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: instances that it has
-    visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed.
+    visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed. ``input_bytes``: of its
+    inputs, for the front end, which bounds what waits.
     """
 
     work: Work
     inputs: tuple[Any, ...] = ()
     route: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
+    input_bytes: int = 0
 
 
 class Cancel(Value, frozen=True):
@@ -361,7 +363,8 @@ class Finished(Value, frozen=True, kw_only=True):
     """A request ended on this instance and holds nothing here.
 
     ``reason``: stop, length, cancelled, error, or preempted (it must be recomputed elsewhere). ``count``: its tokens,
-    some of which another instance has sent, on another channel.
+    some of which another instance has sent, on another channel. ``cut``: a message about it could not be sent, so that
+    missing tokens will not come.
     """
 
     request: str
@@ -374,3 +377,4 @@ class Finished(Value, frozen=True, kw_only=True):
     transfers: tuple[dict[str, Any], ...] = ()
     route: tuple[str, ...] = ()
     preemptions: int = 0
+    cut: bool = False

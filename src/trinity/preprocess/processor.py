@@ -41,6 +41,11 @@ class ProcessedRequest(msgspec.Struct, frozen=True):
     clipped: bool = False
     emulated: bool = False
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the encoder's inputs, which travel to an instance."""
+        return sum(getattr(value, "nbytes", 0) for each in self.inputs for value in each.values())
+
 
 class _ParsedRequest(msgspec.Struct, frozen=True):
     """A checked request: its text, its media in the order of the text, and their names for error messages."""

@@ -1,7 +1,8 @@
 """Control channel: ordered, length-framed messages between two processes, authenticated on both sides.
 
 One for each pair of processes, over a Unix or TCP socket. Both sides prove that they hold the pipeline's secret (HMAC
-over the other's challenge) before any other byte is decoded. Frames are bounded; nothing is ever unpickled.
+over the other's challenge) before any other byte is decoded. A message of at most ``MAX_MESSAGE`` bytes travels in
+frames of ``MAX_FRAME``; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
 logger = logging.getLogger("trinity")
 SECRET_VARIABLE = "TRINITY_SECRET"  # environment variable that holds the pipeline's secret
 SHORTEST_SECRET = 32  # characters
-VERSION = 1
+VERSION = 2
 MAGIC = b"TRNY"
 NONCE = 32
-MAX_FRAME = 256 << 20  # bytes: the pixels of a request are the largest payload
+MAX_FRAME = 1 << 20  # bytes: a longer message goes in several, so that neither side's loop stands still for one
+MAX_MESSAGE = 2 << 30  # bytes: the pixels of a request are the largest payload
 MAX_HELLO = 1 << 20
-MAX_BACKLOG = 1 << 30  # bytes queued for a peer that does not read; beyond this it counts as lost
+MORE = 1 << 31  # of a frame's header: the message goes on in the next frame
 TIMEOUT_S = 10.0
 
 
@@ -57,7 +59,7 @@ class Channel:
     """An authenticated connection, used on the event loop's thread. ``hello``: the peer's first message."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: bytes = b"", limit: int = MAX_FRAME
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: bytes = b"", limit: int = MAX_MESSAGE
     ) -> None:
         self.hello, self.limit = hello, limit
         self._reader, self._writer = reader, writer
@@ -67,29 +69,52 @@ class Channel:
         """True once the connection is closed or closing."""
         return self._writer.is_closing()
 
-    def send(self, payload: bytes) -> None:
-        """Queue one frame without blocking.
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the peer to read. No number of them is a loss: what may wait is bounded by who sends."""
+        return self._writer.transport.get_write_buffer_size()
 
-        Raises ``PeerLost`` if the peer is gone or has stopped reading, ``TransportError`` if the frame is too long.
+    def send(self, payload: bytes) -> None:
+        """Queue one message without blocking.
+
+        Raises ``PeerLost`` if the peer is gone, ``TransportError`` if the message is too long: nothing of it is sent.
         """
         if self.closed:
             raise PeerLost("the control channel is closed", "control")
         if len(payload) > self.limit:
             raise TransportError(f"a message of {len(payload)} bytes is above the limit of {self.limit}", "control")
-        self._writer.write(len(payload).to_bytes(4, "big"))
-        self._writer.write(payload)
-        if self._writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            self.abort()
-            raise PeerLost(f"the peer has left more than {MAX_BACKLOG} bytes unread", "control")
+        rest = memoryview(payload)
+        while len(rest) > MAX_FRAME:
+            self._write_frame(MORE | MAX_FRAME, rest[:MAX_FRAME])
+            rest = rest[MAX_FRAME:]
+        self._write_frame(len(rest), rest)
+
+    def _write_frame(self, header: int, data: memoryview) -> None:
+        self._writer.write(header.to_bytes(4, "big"))
+        self._writer.write(data)
 
     async def receive(self) -> bytes:
-        """Receive the next frame. Raises ``PeerLost`` at the end, ``TransportError`` for a frame above the limit."""
+        """Receive the next message. Raises ``PeerLost`` at the end, ``TransportError`` for one above the limit."""
+        data, more = await self._read_frame(0)
+        if not more:
+            return data
+        message = bytearray(data)
+        while more:
+            data, more = await self._read_frame(len(message))
+            message += data
+        return bytes(message)
+
+    async def _read_frame(self, before: int) -> tuple[bytes, bool]:
+        """Read one frame of a message that has ``before`` bytes already; return it, and whether more of it follows."""
         try:
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            if size > self.limit:
+            header = int.from_bytes(await self._reader.readexactly(4), "big")
+            size, more = header & ~MORE, bool(header & MORE)
+            if size > MAX_FRAME or before + size > self.limit or (more and not size):
                 self.abort()
-                raise TransportError(f"a frame of {size} bytes is above the limit of {self.limit}", "control")
-            return await self._reader.readexactly(size)
+                raise TransportError(
+                    f"a message of {before + size} bytes is above the limit of {self.limit}", "control"
+                )
+            return await self._reader.readexactly(size), more
         except asyncio.IncompleteReadError as error:
             self.abort()
             what = "in the middle of a frame" if error.partial else "between frames"

@@ -17,6 +17,7 @@ from trinity.core.messages import FRONTEND, PeerUp, Value
 from trinity.errors import ConfigError, HandshakeError, OfferRefused, PeerLost, TransportError, TrinityError
 from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.fork_client import INSTANCE_START_S, INSTANCE_STOP_S
+from trinity.remote.request_faults import end_requests, requests_in, requests_of
 from trinity.remote.wire import (
     ConnectReport,
     Hello,
@@ -118,13 +119,13 @@ class InstanceClient:
         return self.started.up
 
     def post(self, event: Value) -> None:
-        """Send an event; one for a lost instance is dropped."""
+        """Send an event; one for a lost instance is dropped. One that cannot be sent ends its own request alone."""
         if self._channel is not None and not self._channel.closed:  # else its loss is about to be reported
             try:
                 self._channel.send(encode(event))
             except TransportError as error:
-                logger.error("instance %s is cut off, an event could not be sent: %s", self.name, error)
-                self._channel.abort()
+                logger.warning("an event for instance %s was not sent: %s", self.name, error)
+                self._watcher.send_to_frontend([*end_requests(requests_of(event), error, (self.name,))])
 
     @property
     def alive(self) -> bool:
@@ -169,7 +170,7 @@ class InstanceClient:
         try:
             async for frame in channel:
                 self.last_heard = loop.time()
-                message = decode(frame)
+                message = self._decode(frame)
                 if isinstance(message, InstanceFailure):
                     why = f"{message.error}: {message.message}"
                 else:
@@ -185,7 +186,18 @@ class InstanceClient:
             if self._watched and not self._stopping:
                 self._watcher.on_lost(self.name, self._loss)
 
-    def _take(self, message: Value) -> None:
+    def _decode(self, frame: bytes) -> Value | None:
+        """Decode a message; one about a request that is none ends that request, any other raises ``HandshakeError``."""
+        try:
+            return decode(frame)
+        except HandshakeError as error:
+            requests = requests_in(frame)
+            if not requests:
+                raise
+            self._watcher.send_to_frontend([*end_requests(requests, error, (self.name,))])
+            return None
+
+    def _take(self, message: Value | None) -> None:
         if isinstance(message, ConnectReport):
             connected = self._connecting.get(message.peers)
             if connected is not None and not connected.done():
@@ -193,7 +205,7 @@ class InstanceClient:
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
-        else:
+        elif message is not None:
             self._watcher.send_to_frontend([message])
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from trinity.connector import Connector
 from trinity.core.messages import PeerDown as PeerGone
-from trinity.core.messages import Value
+from trinity.core.messages import PeerLoad, Value
 from trinity.core.routing import routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportError, TrinityError
@@ -27,6 +27,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
 from trinity.remote.wire import (
     ConnectReport,
     DropPeer,
@@ -38,6 +39,7 @@ from trinity.remote.wire import (
     Setup,
     Slices,
     StopInstance,
+    UnsendableMessage,
     decode,
     encode,
 )
@@ -48,6 +50,7 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 PEER_LINK_S = 60.0  # for a peer to connect
+REPORT_BACKLOG = 1 << 20  # bytes that the front end has not read
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
 
@@ -116,7 +119,9 @@ class InstanceSession:
         """Carry out messages of the front end until it stops the instance or is gone."""
         assert self.host is not None
         async for frame in channel:
-            message = decode(frame)
+            message = self._decode(frame)
+            if message is None:
+                continue
             if isinstance(message, StopInstance):
                 self.leaving = True
                 self.host.stop(message.at_once)
@@ -130,6 +135,17 @@ class InstanceSession:
                 self._drop_older(message.name, message.epoch + 1)
             else:
                 self.host.post(message)
+
+    def _decode(self, frame: bytes) -> Value | None:
+        """Decode a message; one about a request that is none ends that request, any other raises ``HandshakeError``."""
+        try:
+            return decode(frame)
+        except HandshakeError as error:
+            requests = requests_in(frame)
+            if not requests:
+                raise
+            self.send_to_frontend([*end_requests(requests, error, (self.hello.name,))])
+            return None
 
     async def _end(self) -> None:
         if self.host is not None:
@@ -200,7 +216,9 @@ class InstanceSession:
         self._link(name).set()
         try:
             async for frame in channel:
-                host.post(decode(frame))
+                message = self._decode(frame)
+                if message is not None:
+                    host.post(message)
         except TransportError as error:
             logger.warning("%s drops the control channel of %s: %s", self.hello.name, name, error)
         finally:
@@ -225,12 +243,21 @@ class InstanceSession:
     # ------------------------------------------------------------ the network of the host (``trinity.runtime.host``)
 
     def send_to_peer(self, name: str, message: Value) -> None:
-        """Send a message to a peer; from any thread."""
-        self.loop.call_soon_threadsafe(self._send, name, encode(message))
+        """Send a message to a peer, on the thread of the core. One that cannot be sent ends its own request alone."""
+        try:
+            self.loop.call_soon_threadsafe(self._send, name, encode(message))
+        except UnsendableMessage as error:
+            assert self.host is not None
+            ended: list[Value] = [
+                *end_requests(requests_of(message, self.host.core.state), error, (self.hello.name, name))
+            ]
+            self.loop.call_soon_threadsafe(self.send_to_frontend, ended)
 
     def send_to_frontend(self, messages: list[Value]) -> None:
-        """Send messages to the front end."""
-        self._send_all([encode(message) for message in messages])
+        """Send messages to the front end. While it does not read it is spared load reports, which would pile up."""
+        if self._frontend is not None and self._frontend.backlog > REPORT_BACKLOG:
+            messages = [message for message in messages if not isinstance(message, PeerLoad)]
+        self._send_all(encode_all(messages, self.hello.name))
 
     def report_crash(self, name: str, error: BaseException) -> None:
         self._send_all([encode(InstanceFailure(type(error).__name__, str(error)))])

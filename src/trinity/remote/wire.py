@@ -31,8 +31,9 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import HandshakeError
+from trinity.errors import HandshakeError, TransportError
 from trinity.memory.digests import Verify
+from trinity.remote import channel
 from trinity.traces.trace import SLO
 
 TENSOR = 1  # the extension code of a tensor
@@ -154,10 +155,18 @@ class DropPeer(Value, frozen=True):
     epoch: int
 
 
+class UnsendableMessage(TransportError):
+    """A message cannot be sent, so nothing of it was. ``too_large``: it is above ``MAX_MESSAGE``."""
+
+    def __init__(self, message: str, too_large: bool = False) -> None:
+        super().__init__(message, "control")
+        self.too_large = too_large
+
+
 class _TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: memoryview
 
 
 def _encode_hook(value: Any) -> Any:
@@ -167,7 +176,7 @@ def _encode_hook(value: Any) -> Any:
 
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        header = _TensorHeader(str(value.dtype).removeprefix("torch."), tuple(value.shape), flat.numpy().tobytes())
+        header = _TensorHeader(str(value.dtype).removeprefix("torch."), tuple(value.shape), flat.numpy().data)
         return msgspec.msgpack.Ext(TENSOR, msgspec.msgpack.encode(header))
     raise NotImplementedError(f"{type(value).__name__} cannot travel in a message")
 
@@ -218,8 +227,15 @@ _decoder = msgspec.msgpack.Decoder(ControlMessage, ext_hook=_decode_ext, dec_hoo
 
 
 def encode(message: Value) -> bytes:
-    """Encode a message. Raises ``NotImplementedError`` for an object that cannot be sent."""
-    return _encoder.encode(message)
+    """Encode a message. Raises ``UnsendableMessage``, whatever is wrong: nobody may fail by what a message holds."""
+    try:
+        frame = _encoder.encode(message)
+    except Exception as error:  # numbers of too many bits, text that is no Unicode, objects, no memory, a broken tensor
+        raise UnsendableMessage(f"a {type(message).__name__} cannot be sent: {error!r:.200}") from error
+    if len(frame) > channel.MAX_MESSAGE:
+        text = f"a {type(message).__name__} of {len(frame)} bytes is above the {channel.MAX_MESSAGE} of a message"
+        raise UnsendableMessage(text, too_large=True)
+    return frame
 
 
 def decode(frame: bytes) -> Value:
