@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.prompt import Placeholder
 
@@ -51,7 +52,6 @@ IMAGE_TEXT: dict[str, ImageText] = {
     "llava_next": ImageText(),
     "llava_onevision": ImageText(),
     "minicpmv4_6": ImageText(),
-    "mistral3": ImageText(),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
@@ -88,11 +88,12 @@ def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
     """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
     check_directory(model_dir)
     config = _load_config(model_dir)
+    check_config(config)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
         from transformers import AutoTokenizer
 
         load_tokenizer: Any = AutoTokenizer.from_pretrained
-        tokenizer = load_tokenizer(model_dir, local_files_only=True)
+        tokenizer = load_tokenizer(model_dir, local_files_only=True, trust_remote_code=False)
         tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
     last_call, media_ids = threading.local(), _media_ids(config)
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
@@ -172,7 +173,7 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     load_images: Any = AutoImageProcessor.from_pretrained
-    images = load_images(model_dir, backend="pil", local_files_only=True)
+    images = load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": NoVideo(images)}
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
@@ -231,20 +232,11 @@ def _load_config(model_dir: Path) -> Any:
 
     _read_json(model_dir / "config.json")
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as exc:
         raise UnsupportedModel(
-            f"{str(model_dir)!r} has an architecture that transformers does not know; {_how_to_add()}"
+            f"{str(model_dir)!r} has an architecture that transformers does not know; {explain_how_to_add()}"
         ) from exc
-
-
-def _how_to_add() -> str:
-    known = ", ".join(sorted(IMAGE_TEXT))
-    return (
-        f"supported are {known}, and text-only causal language models. To add a model: its processor needs an "
-        "image_token and its config an image_token_id; describe its markers in trinity.preprocess.loader.IMAGE_TEXT, "
-        "and register a model adapter under the entry point group trinity.models"
-    )
 
 
 @contextmanager
@@ -254,7 +246,7 @@ def _explain_failure(what: str, error: type[ConfigError]) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as exc:  # transformers passes on whatever its readers raise
-        hint = _how_to_add() if error is UnsupportedModel else "is the checkpoint complete?"
+        hint = explain_how_to_add() if error is UnsupportedModel else "is the checkpoint complete?"
         raise error(f"{what} ({type(exc).__name__}: {exc}); {hint}") from exc
 
 
@@ -262,7 +254,9 @@ def _check_text_only(config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModel(f"model type {config.model_type!r} is not a causal language model; {_how_to_add()}")
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} is not a causal language model; {explain_how_to_add()}"
+        )
 
 
 def _placeholder(
@@ -270,7 +264,9 @@ def _placeholder(
 ) -> Placeholder:
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not media_ids:
-        raise UnsupportedModel(f"model type {config.model_type!r} has no placeholder token for images; {_how_to_add()}")
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} has no placeholder token for images; {explain_how_to_add()}"
+        )
     reserved = tuple(tokenizer.convert_ids_to_tokens(sorted(media_ids)))
     return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved)
 

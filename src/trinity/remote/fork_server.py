@@ -68,7 +68,7 @@ def preload_model(directory: str) -> None:
 
         from trinity.stages.models.loader import find_model_class
 
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         find_model_class(config)
         for name in config.sub_configs:
             MODEL_MAPPING.get(type(getattr(config, name)), None)

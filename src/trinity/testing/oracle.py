@@ -57,7 +57,7 @@ class Oracle:
 
         multimodal = self._loaded.processor is not None
         auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-        model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
         return model.eval()
 
     def answer(self, request: Request) -> OracleAnswer:
@@ -143,11 +143,10 @@ def _own_processor(directory: Path) -> Any:
     """
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    load_processor_whole: Any = AutoProcessor.from_pretrained
-    load_tokenizer: Any = AutoTokenizer.from_pretrained
+    whole: Any = AutoProcessor.from_pretrained
+    words: Any = AutoTokenizer.from_pretrained
     try:
-        return load_processor_whole(directory, backend="pil", **where)
+        return whole(directory, backend="pil", local_files_only=True, trust_remote_code=False)
     except (ImportError, ValueError):
-        config = AutoConfig.from_pretrained(directory, **where)
-        return load_processor(directory, config, load_tokenizer(directory, **where))
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return load_processor(directory, config, words(directory, local_files_only=True, trust_remote_code=False))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess import model_types
 from trinity.stages.kernels.last_layer import _Identity
 from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -273,6 +274,7 @@ def test_minicpm_as_shipped_is_refused_for_its_hybrid_text_model(tmp_path: Path)
 
 def test_a_multimodal_model_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._adapters, "llava")
+    monkeypatch.setattr(model_types, "registered", set())
     with pytest.raises(UnsupportedModel, match=r"multimodal 'llava'.*Known: gemma3.*register_adapter"):
         load_model(checkpoint("llava"), "P")
     register_adapter("llava", ModelAdapter)
@@ -280,7 +282,7 @@ def test_a_multimodal_model_without_an_adapter_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_text_model_that_nobody_proved_is_checked_inside_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_TEXT_MODELS", frozenset())
+    monkeypatch.setitem(model_types.PROVEN, "internvl", model_types.ProvenParts("internvl_vision", "llama"))
     assert load_model(checkpoint("internvl"), "P", dtype=torch.float64).language.trinity_checked
 
 

@@ -32,17 +32,19 @@ class TransformersModel:
 
     def __init__(self, settings: WireMessage) -> None:
         directory = Path(settings["checkpoint"])
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         self.takes_images = hasattr(config, "vision_config")
         family: Any = AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
         dtype = getattr(torch, settings["dtype"])
-        self.whole = family.from_pretrained(directory, dtype=dtype, local_files_only=True).eval()
+        self.whole = family.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, trust_remote_code=False
+        ).eval()
         if self.takes_images:
             # Not from the package root: some releases hide the class there unless torchvision is installed.
             from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
             load: Any = AutoImageProcessor.from_pretrained
-            self._images = load(directory, backend="pil", local_files_only=True)
+            self._images = load(directory, backend="pil", local_files_only=True, trust_remote_code=False)
 
     def pixels(self, request: WireMessage) -> dict[str, Any]:
         if not request["images"]:

@@ -85,7 +85,7 @@ def _read_config(directory: Path) -> Any:
         what = "has no config.json" if directory.is_dir() else "does not exist"
         raise ConfigError(f"the model directory {directory} {what}; give a directory in transformers' layout")
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as exc:
         known = ", ".join(known_models())
         raise UnsupportedModel(
@@ -141,7 +141,12 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     with _quiet():
         try:
             model, report = _partial_class(find_model_class(config), adapter, name).from_pretrained(
-                directory, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                directory,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, ImportError) as exc:
             raise ConfigError(f"transformers cannot load the weights in {directory}: {exc}") from exc

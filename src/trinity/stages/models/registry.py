@@ -6,10 +6,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from trinity.errors import UnsupportedModel
+from trinity.preprocess import model_types
+from trinity.preprocess.model_types import ENTRY_POINTS, PROVEN
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava
 
-ENTRY_POINTS = "trinity.models"
 HOW_TO_ADD = (
     "To add one, subclass trinity.stages.models.ModelAdapter and name it in an entry point of group "
     f'"{ENTRY_POINTS}" (model_type = "package:Class"), or call register_adapter(model_type, Class).'
@@ -30,7 +31,7 @@ _adapters: dict[str, type[ModelAdapter]] = {
     "llama": ModelAdapter,
     "mistral": ModelAdapter,
 }
-# Text models known to be exact, alone or in a multimodal model; others must pass the self-check when loaded.
+# Text models known to be exact as such; in a multimodal model the one that it was proven with (PROVEN), and no other.
 _TEXT_MODELS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 )
@@ -42,8 +43,12 @@ def is_known_text(adapter: ModelAdapter) -> bool:
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
-    """Register ``adapter`` for ``model_type`` in this process; its models skip the self-check."""
+    """Register ``adapter`` for ``model_type`` in this process; its models skip the self-check.
+
+    Who registers one answers for its towers and text models: nothing of them is compared with ``generate()`` here.
+    """
     _adapters[model_type] = adapter
+    model_types.registered.add(model_type)
 
 
 def known_models() -> list[str]:
@@ -54,16 +59,29 @@ def known_models() -> list[str]:
 def find_adapter(config: Any) -> tuple[ModelAdapter, bool]:
     """Find the adapter for ``config``; the second result is False if the model must pass the self-check.
 
-    Raises ``UnsupportedModel`` if a multimodal type has no adapter, because a check on text would not show how its
-    media are laid out and attended to, or if an entry point names something that is no ModelAdapter.
+    Raises ``UnsupportedModel`` if a multimodal type or its vision tower is not proven, because a check on text would
+    not show how its media are laid out and attended to, if the adapter sees no media in a config that has some, or if
+    an entry point names something that is no ModelAdapter.
     """
+    model_types.check_config(config)
     kind = _adapters.get(config.model_type) or _from_entry_point(config.model_type)
     adapter = (kind or ModelAdapter)(config)
     if kind is None and adapter.text_config is not config:
         known = ", ".join(known_models())
         raise UnsupportedModel(f"no adapter for the multimodal {config.model_type!r}. Known: {known}. {HOW_TO_ADD}")
-    text = adapter.text_config.model_type
-    return adapter, kind is not None and (text == config.model_type or text in _TEXT_MODELS)
+    found = model_types.media_fields(config)
+    if found and not adapter.multimodal:
+        raise UnsupportedModel(
+            f"{config.model_type!r} has {', '.join(found[:4])} in its config, and {type(adapter).__name__} sees no "
+            "media in it: as a text model it would drop them. Write a ModelAdapter whose media_tokens names them"
+        )
+    return adapter, kind is not None and _is_proven_text(config.model_type, adapter.text_config.model_type)
+
+
+def _is_proven_text(model_type: str, text: str) -> bool:
+    if model_type in PROVEN and model_type not in model_types.registered:
+        return text == PROVEN[model_type].text
+    return text == model_type or text in _TEXT_MODELS
 
 
 def _from_entry_point(model_type: str) -> type[ModelAdapter] | None:

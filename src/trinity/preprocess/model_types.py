@@ -1,0 +1,116 @@
+"""Model types that serve: which multimodal ones are proven, with which parts, and which configs no one may load.
+
+A multimodal checkpoint that is taken for a text model drops its images and answers all the same. So a config is held
+against this list before anything else of its checkpoint is read, by the request processor and by every instance.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+from typing import Any
+
+import msgspec
+
+from trinity.errors import UnsupportedModel
+
+ENTRY_POINTS = "trinity.models"
+_MEDIA_WORDS = re.compile(
+    r"(?:^|[_\W])(acoustic|audio|codec|images?|mimi|mm|modality|multimodal|pixel|protein|speaker|speech|videos?|vision|visual"
+    r"|vlm|vq)(?:[_\W]|$)"
+)
+
+
+class ProvenParts(msgspec.Struct, frozen=True):
+    """Parts with which the tests compare a multimodal type with ``generate()``, by their own ``model_type``.
+
+    - ``tower``: vision tower; any other is refused, since no check at load shows an image.
+    - ``text``: text model; any other passes the self-check at load, or is refused there.
+    """
+
+    tower: str
+    text: str
+
+
+PROVEN: dict[str, ProvenParts] = {
+    "gemma3": ProvenParts("siglip_vision_model", "gemma3_text"),
+    "idefics3": ProvenParts("idefics3_vision", "llama"),
+    "internvl": ProvenParts("internvl_vision", "qwen2"),
+    "llava": ProvenParts("clip_vision_model", "llama"),
+    "llava_next": ProvenParts("clip_vision_model", "llama"),
+    "llava_onevision": ProvenParts("siglip_vision_model", "qwen2"),
+    "minicpmv4_6": ProvenParts("minicpmv4_6_vision", "qwen3"),
+    "qwen2_vl": ProvenParts("qwen2_vl_vision", "qwen2_vl_text"),
+    "qwen2_5_vl": ProvenParts("qwen2_5_vl_vision", "qwen2_5_vl_text"),
+    "qwen3_vl": ProvenParts("qwen3_vl_vision", "qwen3_vl_text"),
+    "smolvlm": ProvenParts("smolvlm_vision", "llama"),
+}
+"""Built-in multimodal types. A test holds them equal to the parts of ``trinity.testing.checkpoints``."""
+
+registered: set[str] = set()
+"""Types for which this program registered an adapter of its own: their author answers for them."""
+
+
+def served_types() -> list[str]:
+    """List the multimodal types that serve, sorted: built in, registered, or named by an installed package."""
+    return sorted({*PROVEN, *registered, *_named_by_packages()})
+
+
+def explain_how_to_add() -> str:
+    """Say which models serve and how to add one, for error messages."""
+    return (
+        f"supported are {', '.join(served_types())}, and text-only causal language models. To add a model: its "
+        "processor needs an image_token and its config an image_token_id; compare it with generate(), then register a "
+        f"model adapter under the entry point group {ENTRY_POINTS} or with "
+        "trinity.stages.models.register_adapter; describe markers of several tokens in "
+        "trinity.preprocess.loader.IMAGE_TEXT"
+    )
+
+
+def check_config(config: Any) -> None:
+    """Raise ``UnsupportedModel`` for a config with media that nobody proved: its type, or its vision tower.
+
+    ``config``: as transformers loads it. Reads nothing else of the checkpoint.
+    """
+    kind = str(config.model_type)
+    if kind in registered or kind in _named_by_packages():
+        return
+    if kind in PROVEN:
+        tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+        if tower != PROVEN[kind].tower:
+            raise UnsupportedModel(
+                f"{kind!r} is proven with a vision tower of type {PROVEN[kind].tower!r}, and this checkpoint has "
+                f"{tower!r}, which no check at load can prove. Compare it with generate(), then call "
+                f"trinity.stages.models.register_adapter({kind!r}, ...)"
+            )
+        return
+    found = media_fields(config)
+    if found or kind in _multimodal_types():
+        shown = f" (its config has {', '.join(found[:4])})" if found else ""
+        raise UnsupportedModel(f"no adapter for the multimodal {kind!r}{shown}; {explain_how_to_add()}")
+    if _has_inner_text(config):
+        raise UnsupportedModel(f"{kind!r} is more than one decoder, which is all that serves; {explain_how_to_add()}")
+
+
+def media_fields(config: Any) -> list[str]:
+    """List the fields of a config that speak of images, video, audio or the like, and are set."""
+    fields = {**config.to_dict(), **dict.fromkeys(config.sub_configs, True)}
+    return sorted(name for name, value in fields.items() if value not in (None, False) and _MEDIA_WORDS.search(name))
+
+
+def _has_inner_text(config: Any) -> bool:
+    try:
+        return config.get_text_config(decoder=True) is not config
+    except ValueError:  # several text models, or none
+        return True
+
+
+def _named_by_packages() -> set[str]:
+    return {point.name for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _multimodal_types() -> set[str]:
+    from transformers.models.auto import modeling_auto
+
+    names = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    return set().union(*(getattr(modeling_auto, name, ()) for name in names))
