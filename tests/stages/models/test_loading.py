@@ -295,7 +295,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.delitem(registry._adapters, "llava")
 
     def publish(value: str) -> None:
-        point = EntryPoint("llava", value, registry.ENTRY_POINTS)
+        point = EntryPoint("llava", value, model_types.ENTRY_POINTS)
         monkeypatch.setattr(
             registry, "entry_points", lambda **asked: [point] if asked.get("name", "llava") == "llava" else []
         )
