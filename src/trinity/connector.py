@@ -23,11 +23,13 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.digests import Verify, check_verify, layer_byte_range, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, find_runs
 from trinity.transport.registry import make_transport
+from trinity.values import Positive, check_arguments
 
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
 
 
+@check_arguments
 class Connector:
     """Pulls image and KV blocks (TriInfer 4.3, pull migration, step 3). Serves one pipeline, which closes it.
 
@@ -41,7 +43,7 @@ class Connector:
     """
 
     def __init__(
-        self, transport: str | Transport = "inproc", *, timeout_s: float = 30.0, verify: Verify = "network"
+        self, transport: str | Transport = "inproc", *, timeout_s: Positive = 30.0, verify: Verify = "network"
     ) -> None:
         self.transport = make_transport(transport)
         self.timeout_s, self.verify = timeout_s, check_verify(verify)

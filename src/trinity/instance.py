@@ -13,8 +13,10 @@ from trinity.errors import ConfigError
 from trinity.placement import Group
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
+from trinity.values import check_arguments
 
 
+@check_arguments
 @dataclass
 class Instance:
     """One instance of a pipeline: ``roles`` such as "E", "EP" or "PD".

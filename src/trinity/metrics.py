@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from trinity.errors import ConfigError
 from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
+from trinity.values import Whole, check_arguments
 
 SPANS = (
     "encode_queue",
@@ -27,6 +27,7 @@ _LATENCIES = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT"}
 _RULE_NAMES = {"p90": "90 % of gaps", "p99": "99 % of gaps", "guard": "90 % + guard", "tpot": "mean gap"}
 
 
+@check_arguments
 class Metrics:
     """Counts and latencies of all requests of a pipeline.
 
@@ -36,9 +37,7 @@ class Metrics:
     Raises ``ConfigError`` for ``last`` below 1.
     """
 
-    def __init__(self, slo: SLO | None = None, last: int = 4096) -> None:
-        if last < 1:
-            raise ConfigError(f"last must be at least 1 output, got {last}")
+    def __init__(self, slo: SLO | None = None, last: Whole = 4096) -> None:
         self.slo = slo
         self._finished: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()

@@ -31,7 +31,6 @@ from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import MediaLimits, ProcessedRequest, RequestProcessor
 from trinity.remote import supervisor
 from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor import ProcessConfig
 from trinity.request import Output, Request, check_request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHandle, InstanceHost
@@ -40,11 +39,13 @@ from trinity.stream import Stream, make_late_failure, make_trace_row, reduce_dea
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 from trinity.transport.base import Transport
+from trinity.values import Whole, check_arguments
 
 logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bound memory
 
 
+@check_arguments
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
@@ -103,15 +104,15 @@ class Pipeline:
         dtype: str = "auto",
         device: str = "cpu",
         limits: MediaLimits | None = None,
-        max_waiting: int = 1024,
-        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        max_waiting: Whole = 1024,
+        max_waiting_bytes: Whole = MAX_WAITING_BYTES,
         observe: Callable[..., None] | None = None,
         transfers: TransferPolicy | None = None,
-        processes: ProcessConfig | None = None,
-        instances: int | None = None,
+        processes: supervisor.ProcessConfig | None = None,
+        instances: Whole | None = None,
         **options: Unpack[InstanceOptions],
     ) -> None:
-        cache, processes = cache or CacheConfig(), processes or ProcessConfig()
+        cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
         source = loader.resolve_model(model)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
         limited = rules is not None or budgets is not None
@@ -365,8 +366,6 @@ class Pipeline:
     async def wait_idle(self) -> None:
         """Wait until no instance has a request: steps in flight may run on after their readers have gone."""
         await self._until(lambda: not self._frontend.entries)
-
-    # ------------------------------------------------------------ the end
 
     async def aclose(self) -> None:
         """End every request, wait for steps and transfers in flight, stop the threads. May be called twice.

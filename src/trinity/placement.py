@@ -7,17 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trinity.errors import PlacementError
+from trinity.values import Whole, check_arguments
 
 STAGES = "EPD"
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 _GROUP = re.compile(r"(\d*)([A-Za-z]+)")
 
 
+@check_arguments
 @dataclass(frozen=True)
 class Group:
     """``count`` instances with the same ``roles``, such as "EP"."""
 
-    count: int
+    count: Whole
     roles: str
 
     @classmethod
@@ -28,6 +30,7 @@ class Group:
         return cls(1, _roles(roles.upper(), roles))
 
 
+@check_arguments
 @dataclass(frozen=True)
 class Placement:
     """Groups of instances. ``str()`` gives the canonical form, ``method`` the disaggregation method."""

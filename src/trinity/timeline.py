@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.values import Whole, check_arguments
 
 SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
 
@@ -37,6 +38,7 @@ class Slice(NamedTuple):
 StoredSlice = tuple[int, str, str, str, float, float, Mapping[str, Any]]
 
 
+@check_arguments
 class Timeline:
     """Records the last slices of work, from any thread.
 
@@ -45,9 +47,7 @@ class Timeline:
     No lock is needed: each operation on shared state is atomic in the interpreter.
     """
 
-    def __init__(self, limit: int = 200_000) -> None:
-        if limit < 1:
-            raise ConfigError(f"a timeline's limit must be at least 1 slice, got {limit}")
+    def __init__(self, limit: Whole = 200_000) -> None:
         self._slices: deque[StoredSlice] = deque(maxlen=limit)
         self._added = count()
 

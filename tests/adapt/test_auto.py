@@ -126,7 +126,7 @@ async def test_closed_while_it_waits_or_plans_it_plans_no_more() -> None:
     [
         ({"slo": None}, "plans for an SLO"),
         ({"instances": None}, "needs instances="),
-        ({"instances": 0}, "needs instances="),
+        ({"instances": 0}, "instances is a whole number of at least 1"),
     ],
 )
 def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:

@@ -17,10 +17,10 @@ from trinity.errors import ConfigError
         ({"kv_block_size": "16"}, "kv_block_size is a whole number of at least 1, got '16'"),
         ({"kv_block_size": 1.5}, "kv_block_size is a whole number"),
         ({"kv_block_size": True}, "kv_block_size is a whole number"),
-        ({"memory_bytes": -5}, "memory_bytes is a whole number of at least 1, got -5"),
-        ({"pools": {"kv": -1}}, r"pools\['kv'\] is a whole number of at least 0, got -1"),
+        ({"memory_bytes": -5}, "memory_bytes is a whole number of at least 1 or None, got -5"),
+        ({"pools": {"kv": -1}}, "pools is a mapping of a text to a whole number of at least 0 or None, got {'kv': -1}"),
         ({"pools": {"nope": 3}}, "unknown kind of block 'nope'; known: image, kv"),
-        ({"pools": [("kv", 3)]}, "pools are blocks by kind"),
+        ({"pools": [("kv", 3)]}, "pools is a mapping of a text to a whole number"),
     ],
 )
 def test_sizes_of_caches(fields: dict[str, Any], message: str) -> None:
@@ -30,7 +30,7 @@ def test_sizes_of_caches(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("silence_s", [0, 1.9, -3, float("nan"), "20", None])
 def test_a_silence_that_is_too_short_or_no_number(silence_s: Any) -> None:
-    with pytest.raises(ConfigError, match=r"silence_s is .*: instances speak every second, give 2\.0 or more"):
+    with pytest.raises(ConfigError, match=r"silence_s is (a number|.*: instances speak every second, give 2)"):
         trinity.ProcessConfig(silence_s=silence_s)
 
 
@@ -42,12 +42,12 @@ def test_a_secret_is_not_shown() -> None:
     ("fields", "message"),
     [
         ({"strategy": "guess"}, "unknown strategy 'guess'; known: bayesian, exhaustive, paper, race"),
-        ({"split": "fair"}, "unknown partition 'fair'; known: largest_remainder, minimax"),
-        ({"seeds": -1}, "seeds at least 0, a whole number, got -1"),
-        ({"seeds": 1.5}, "seeds at least 0"),
-        ({"least_requests": 0}, "least_requests at least 1"),
+        ({"split": "fair"}, "unknown split 'fair'; known: largest_remainder, minimax"),
+        ({"seeds": -1}, "seeds is a whole number of at least 0, got -1"),
+        ({"seeds": 1.5}, "seeds is a whole number of at least 0"),
+        ({"least_requests": 0}, "least_requests is a whole number of at least 1"),
         ({"seed": "a"}, "seed is a whole number"),
-        ({"space": None}, "space is a trinity.planner.Space"),
+        ({"space": None}, "space is a Space"),
     ],
 )
 def test_a_search(fields: dict[str, Any], message: str) -> None:

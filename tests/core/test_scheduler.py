@@ -283,10 +283,10 @@ def test_the_other_lane_takes_nothing_from_counted_budgets() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policy": "fair"}, r"unknown policy 'fair'; known: alg1, time, prefill_first"),
-        ({"order": "lifo"}, r"unknown queue order 'lifo'; known: fcfs, sjf, deadline"),
-        ({"token_budget": 0}, r"budgets must be at least 1, got token_budget=0, image_budget=1"),
-        ({"image_budget": 0}, r"budgets must be at least 1, got token_budget=2048, image_budget=0"),
+        ({"policy": "fair"}, "unknown policy 'fair'; known: alg1, prefill_first, time"),
+        ({"order": "lifo"}, "unknown order 'lifo'; known: deadline, fcfs, sjf"),
+        ({"token_budget": 0}, "token_budget is a whole number of at least 1, got 0"),
+        ({"image_budget": 0}, "image_budget is a whole number of at least 1, got 0"),
     ],
 )
 def test_rules_without_meaning_are_refused(fields: dict[str, Any], message: str) -> None:

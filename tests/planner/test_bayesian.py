@@ -86,7 +86,7 @@ def test_real_simulators_take_them() -> None:
 
 @pytest.mark.parametrize("bad", [{"orders": ()}, {"trials": 0}, {"beta": -1.0}, {"fewest": 0}])
 def test_a_space_without_choice_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="at least one value for each knob"):
+    with pytest.raises(ConfigError, match=r"at least (one value for each knob|[01])"):
         Space(**bad)
 
 

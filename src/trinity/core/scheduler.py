@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from trinity.errors import ConfigError
+from trinity.values import Number, Whole, check_arguments
 
 Policy = Literal["alg1", "time", "prefill_first"]
 Order = Literal["fcfs", "sjf", "deadline"]
@@ -21,6 +22,7 @@ class StepTime(Protocol):
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float: ...
 
 
+@check_arguments
 @dataclass(frozen=True)
 class BatchRules:
     """Batching rules of an instance. The defaults are Algorithm 1; the rest are its ablations, run by the same code.
@@ -34,27 +36,17 @@ class BatchRules:
     - ``limit_encodes`` (True): hold encodes to the image budget.
     - ``limit_s`` (seconds, None) and ``cost`` (None): the longest step, and the prediction of its seconds, for "time".
 
-    Raises ``ConfigError``.
+    Raises ``ConfigError`` (``UnknownName``).
     """
 
-    token_budget: int = 2048
-    image_budget: int = 1
+    token_budget: Whole = 2048
+    image_budget: Whole = 1
     policy: Policy = "alg1"
     order: Order = "fcfs"
     chunked: bool = True
     limit_encodes: bool = True
-    limit_s: float | None = None
+    limit_s: Number | None = None
     cost: StepTime | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("alg1", "time", "prefill_first"):
-            raise ConfigError(f"unknown policy {self.policy!r}; known: alg1, time, prefill_first")
-        if self.order not in ("fcfs", "sjf", "deadline"):
-            raise ConfigError(f"unknown queue order {self.order!r}; known: fcfs, sjf, deadline")
-        if self.token_budget < 1 or self.image_budget < 1:
-            raise ConfigError(
-                f"budgets must be at least 1, got token_budget={self.token_budget}, image_budget={self.image_budget}"
-            )
 
     def check_cost(self) -> None:
         """Raise ``ConfigError`` where the policy predicts and has nothing to predict with."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from trinity.errors import ConfigError
+from trinity.values import Positive, check_arguments
 
 KvMode = Literal["off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
@@ -17,6 +16,7 @@ FEED_FORWARD = 2 / 3  # of a layer's time comes behind its attention, as in a Ll
 SUMMED = ("bytes", "seconds", "setup_s", "pieces", "digest_s")
 
 
+@check_arguments
 @dataclass(frozen=True)
 class TransferPolicy:
     """Rules for when blocks start to move.
@@ -41,13 +41,7 @@ class TransferPolicy:
     early: bool = True
     kv: KvMode = "off"
     store: bool = True
-    lease_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.kv not in ("off", "layer", "grouped"):
-            raise ConfigError(f"unknown KV transfer {self.kv!r}; known: off, layer, grouped")
-        if not 0 < self.lease_s < math.inf:
-            raise ConfigError(f"lease_s is a positive number of seconds, got {self.lease_s!r}")
+    lease_s: Positive = 30.0
 
 
 class PullCost(NamedTuple):

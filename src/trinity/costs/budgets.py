@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from trinity.errors import ConfigError, TrinityWarning
+from trinity.values import Whole, check_struct
 
 CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
 MAX_DECODE_ROWS = 512  # decode rows of the largest step tried: throughput saturates before (TriInfer figure 3)
@@ -123,18 +124,15 @@ class StepBudgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Raises ``ConfigError`` for a budget below 1.
     """
 
-    token_budget: int = 2048
-    image_budget: int = 1
+    token_budget: Whole = 2048
+    image_budget: Whole = 1
     limit_s: float | None = None
     feasible: bool = True
     cost: StepCost | None = None
     interference: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1 or self.image_budget < 1:
-            raise ConfigError(
-                f"budgets must be at least 1, got token_budget={self.token_budget}, image_budget={self.image_budget}"
-            )
+        check_struct(self)
         if self.limit_s is not None:
             _check_limit(self.limit_s)
 

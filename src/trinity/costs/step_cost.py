@@ -18,7 +18,7 @@ import msgspec
 from trinity.costs.budgets import StepCost
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
-from trinity.traces.trace import Number
+from trinity.values import Number, check_struct
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
@@ -49,6 +49,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None = None
 
     def __post_init__(self) -> None:
+        check_struct(self)
         figures = (self.flops, self.bandwidth, self.memory, self.flops_share, self.bandwidth_share)
         extras = (self.pass_s, self.row_s, self.price or 0.0)
         shares = max(self.flops_share, self.bandwidth_share) <= 1

@@ -28,6 +28,7 @@ from trinity.errors import ConfigError
 from trinity.memory.block_memory import BlockShape
 from trinity.request import Request
 from trinity.traces.trace import TraceRow
+from trinity.values import check_struct
 
 WORD = 8  # blocks hold 64-bit words
 
@@ -58,6 +59,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 4096
 
     def __post_init__(self) -> None:
+        check_struct(self)
         counts = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         counts |= {"dtype_bytes": self.dtype_bytes, "image_tokens": self.image_tokens, "context": self.context - 1}
         wrong = [name for name, count in counts.items() if count < 1]
@@ -118,6 +120,7 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
     interference: float = 1.0
 
     def __post_init__(self) -> None:
+        check_struct(self)
         if not (1 <= self.scale < math.inf and 1 <= self.interference < math.inf):
             raise ConfigError(f"scale and interference must be at least 1, got {self.scale} and {self.interference}")
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity.core.messages import IMAGE, KV
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import UnknownName
+from trinity.values import Count, Whole, check_arguments
 
 _KINDS = (IMAGE, KV)
 
 
+@check_arguments
 @dataclass(frozen=True)
 class CacheConfig:
     """Sizes of the caches of every instance that sets none itself.
@@ -25,24 +27,12 @@ class CacheConfig:
     block.
     """
 
-    pools: Mapping[str, int] | None = None
-    memory_bytes: int | None = None
-    image_block_size: int = 576
-    kv_block_size: int = 16
+    pools: Mapping[str, Count] | None = None
+    memory_bytes: Whole | None = None
+    image_block_size: Whole = 576
+    kv_block_size: Whole = 16
 
     def __post_init__(self) -> None:
-        for name in ("image_block_size", "kv_block_size"):
-            _check_count(name, getattr(self, name), 1)
-        if self.memory_bytes is not None:
-            _check_count("memory_bytes", self.memory_bytes, 1)
-        if self.pools is not None and not isinstance(self.pools, Mapping):
-            raise ConfigError(f'pools are blocks by kind, such as {{"image": 64, "kv": 1024}}; got {self.pools!r}')
-        for kind, blocks in (self.pools or {}).items():
+        for kind in self.pools or ():
             if kind not in _KINDS:
-                raise UnknownName("kind of block", str(kind), _KINDS)
-            _check_count(f"pools[{kind!r}]", blocks, 0)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} is a whole number of at least {least}, got {value!r}")
+                raise UnknownName("kind of block", kind, _KINDS)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
-from trinity.errors import ConfigError, TraceError, TraceTooShort, UnknownName
+from trinity.errors import ConfigError, TraceError, TraceTooShort
 from trinity.placement import Group, Placement
 from trinity.planner.bayesian import search_bayesian, subtract_cost
 from trinity.planner.candidates import Deployment, iter_device_choices
@@ -29,7 +29,7 @@ from trinity.planner.objectives import (
     score_throughput,
     search_by_replay,
 )
-from trinity.planner.plan import OBJECTIVES, Candidate, Objective, Plan
+from trinity.planner.plan import Candidate, Objective, Plan
 from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
 from trinity.planner.progress import ProgressBar, Report
 from trinity.planner.race import race, reaches
@@ -37,7 +37,8 @@ from trinity.planner.resample import DrawnTrace, plan_on_long_enough
 from trinity.planner.search import BoundedCandidate, SearchResult, is_same_deployment, rank_results, sort_by_guess
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.strategy_result import StrategyResult
-from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
+from trinity.traces.trace import SLO, SLORule, Trace
+from trinity.values import Positive, Share, Whole, check_arguments
 
 logger = logging.getLogger("trinity")
 SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search
@@ -57,6 +58,7 @@ class Options(NamedTuple):
     progress: Report | None
 
 
+@check_arguments
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
@@ -88,15 +90,15 @@ class HybridPlanner:
         model: ModelShape | str,
         slo: SLO | None,
         *,
-        instances: int | None = None,
+        instances: Whole | None = None,
         device: Devices = "H100",
         cluster: Cluster | None = None,
         cost: CostModel | Mapping[str, CostModel] | None = None,
         objective: Objective = "goodput",
         rule: SLORule = "guard",
         stable: bool = True,
-        share: float = 0.9,
-        rate: float | None = None,
+        share: Share = 0.9,
+        rate: Positive | None = None,
         prices: Mapping[str, float] | None = None,
         search: SearchConfig | None = None,
         progress: Report | None = None,
@@ -109,26 +111,19 @@ class HybridPlanner:
         self.most = found.size if instances is None else min(instances, found.size)
         search = search or SearchConfig()
         self.options = Options(objective, rate, search, progress)
-        self._check(slo, rule, share)
+        self._check(slo)
         self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
         self.hardware = Hardware(self.model, found, cost, prices or {}, options)
         self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
         self._simulates()
 
-    def _check(self, slo: SLO | None, rule: SLORule, share: float) -> None:
+    def _check(self, slo: SLO | None) -> None:
         own = self.options
-        for what, given, known in (("objective", own.objective, OBJECTIVES), ("SLO rule", rule, SLO_RULES)):
-            if given not in known:
-                raise UnknownName(what, str(given), known)
-        if not 0 < share <= 1:
-            raise ConfigError(f"share lies above 0 and at most at 1, got {share}")
         if (slo is None) != (own.objective == "throughput"):
             raise ConfigError('the objective "throughput" has no SLO (slo=None), and every other one needs one')
         if own.objective == "fewest_instances" and own.rate is None:
             raise ConfigError('the objective "fewest_instances" needs rate=, in requests a second')
-        if own.rate is not None and not 0 < own.rate < float("inf"):
-            raise ConfigError(f"rate must be a positive number of requests a second, got {own.rate!r}")
         if own.search.strategy == "bayesian" and own.objective != "goodput":
             raise ConfigError('strategy "bayesian" has an objective of its own, f - beta * cost: leave objective= out')
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trinity.errors import ConfigError, UnknownName
 from trinity.planner.algorithm2 import Split
-from trinity.planner.plan import STRATEGIES, Strategy
+from trinity.planner.plan import Strategy
 from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
+from trinity.values import Count, Whole, check_arguments
 
 SPLITS = ("largest_remainder", "minimax")
 
 
+@check_arguments
 @dataclass(frozen=True)
 class SearchConfig:
     """The search of a ``HybridPlanner``.
@@ -35,19 +36,7 @@ class SearchConfig:
     strategy: Strategy = "race"
     space: Space = field(default_factory=Space)
     split: Split = "largest_remainder"
-    least_requests: int = LEAST_REQUESTS
+    least_requests: Whole = LEAST_REQUESTS
     resample: bool = True
     seed: int = 0
-    seeds: int = 3
-
-    def __post_init__(self) -> None:
-        for what, given, known in (("strategy", self.strategy, STRATEGIES), ("partition", self.split, SPLITS)):
-            if given not in known:
-                raise UnknownName(what, str(given), known)
-        for name, value, least in (("seeds", self.seeds, 0), ("least_requests", self.least_requests, 1)):
-            if type(value) is not int or value < least:
-                raise ConfigError(f"{name} at least {least}, a whole number, got {value!r}")
-        if type(self.seed) is not int:
-            raise ConfigError(f"seed is a whole number, got {self.seed!r}")
-        if not isinstance(self.space, Space):
-            raise ConfigError(f"space is a trinity.planner.Space, got {self.space!r}")
+    seeds: Count = 3

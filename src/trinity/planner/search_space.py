@@ -16,6 +16,7 @@ from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.traces.trace import SLO
+from trinity.values import Number, Whole, check_struct
 
 ALGORITHM1_LIMIT = 0  # a batch limit that Algorithm 1 finds by itself
 
@@ -44,18 +45,16 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[str, ...] = ("alg1", "time", "prefill_first")
     routings: tuple[str, ...] = ("round_robin", "least_loaded")
     reservations: tuple[str, ...] = RESERVATIONS
-    fewest: int | None = None
-    beta: float = 0.0
-    trials: int = 60
+    fewest: Whole | None = None
+    beta: Number = 0.0
+    trials: Whole = 60
 
     def __post_init__(self) -> None:
+        check_struct(self)
         for each in self.reservations:
             check_reservation(each)
-        bounded = self.trials >= 1 and self.beta >= 0 and (self.fewest is None or self.fewest >= 1)
-        if not all(list_knobs(self).values()) or not bounded:
-            raise ConfigError(
-                "a space has at least one value for each knob, one trial, beta of at least 0, and fewest of at least 1"
-            )
+        if not all(list_knobs(self).values()):
+            raise ConfigError("a space has at least one value for each knob")
 
 
 def list_knobs(space: Space) -> dict[str, tuple[str | int, ...]]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trinity.values import Count, Positive, Whole, check_struct
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -34,14 +36,19 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     - ``allow_urls`` (False): fetch http(s) URLs that users give, including addresses in the server's own network.
       Allow it for trusted users only.
     - ``url_timeout_s`` (seconds, 10): limit for one whole fetch.
+
+    Raises ``ConfigError``.
     """
 
-    max_pixels: int = 64_000_000
-    max_images: int = 64
-    max_image_bytes: int = 64 << 20
-    max_prompt_tokens: int | None = None
+    max_pixels: Whole = 64_000_000
+    max_images: Count = 64
+    max_image_bytes: Whole = 64 << 20
+    max_prompt_tokens: Whole | None = None
     allow_urls: bool = False
-    url_timeout_s: float = 10.0
+    url_timeout_s: Positive = 10.0
+
+    def __post_init__(self) -> None:
+        check_struct(self)
 
 
 class MediaProblem(Exception):

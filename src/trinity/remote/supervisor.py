@@ -28,6 +28,7 @@ from trinity.remote.wire import DropPeer, InstanceInfo, Setup
 from trinity.runtime.loader import ServingConfig, config_digest
 from trinity.timeline import Timeline
 from trinity.transport.auto import pick_scheme
+from trinity.values import check_arguments
 
 logger = logging.getLogger("trinity")
 SILENCE_S = 20.0  # long, because processes starve on an overloaded machine
@@ -38,6 +39,7 @@ MAX_RESTARTS = 6  # within RESTART_WINDOW_S; an instance started by hand is look
 RESTART_WINDOW_S = 60.0
 
 
+@check_arguments
 @dataclass(frozen=True)
 class ProcessConfig:
     """Terms between a pipeline and its instance processes.
@@ -53,7 +55,9 @@ class ProcessConfig:
     silence_s: float = SILENCE_S
 
     def __post_init__(self) -> None:
-        if not isinstance(self.silence_s, int | float) or not self.silence_s >= SHORTEST_SILENCE_S:
+        if self.secret is not None:
+            _check_secret(self.secret)
+        if not self.silence_s >= SHORTEST_SILENCE_S:
             raise ConfigError(
                 f"silence_s is {self.silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
             )
@@ -268,9 +272,13 @@ def resolve_secret(instances: Sequence[Instance], secret: str | None) -> bytes |
         raise ConfigError(
             f"{', '.join(attached)} run already: give secret=, or set {SECRET_VARIABLE} as it is where they run"
         )
-    if secret is not None and len(secret) < SHORTEST_SECRET:
+    return _check_secret(secret).encode() if secret is not None else None
+
+
+def _check_secret(secret: str) -> str:
+    if len(secret) < SHORTEST_SECRET:
         raise ConfigError(f"the pipeline's secret has {len(secret)} characters; at least {SHORTEST_SECRET} are needed")
-    return secret.encode() if secret is not None else None
+    return secret
 
 
 def check_hosting(hosting: str, connector: object, instances: Sequence[Instance] = ()) -> Literal["thread", "process"]:

@@ -10,20 +10,19 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
+from trinity.values import Count, Number, Positive, Whole, check_arguments, check_struct
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
 SLO_RULES: tuple[SLORule, ...] = get_args(SLORule)
 COMPLETE = ("stop", "length")  # finish reasons of a completed request
 
 _GZIP_MAGIC = b"\x1f\x8b"
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Number = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ServedRequest(Protocol):
@@ -49,14 +48,11 @@ class SLO(msgspec.Struct, frozen=True):
     Raises ``ConfigError`` for a bound that is not a positive finite number.
     """
 
-    ttft: float
-    tbt: float
+    ttft: Positive
+    tbt: Positive
 
     def __post_init__(self) -> None:
-        for name, value in (("ttft", self.ttft), ("tbt", self.tbt)):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise ConfigError(f"SLO {name} must be a positive number of seconds, got {value!r}")
+        check_struct(self)
 
     def is_met(self, served: ServedRequest, rule: SLORule = "p90") -> bool:
         """Check whether a request met the SLO. A request that failed, was refused or did not finish did not.
@@ -188,6 +184,7 @@ class ReadReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
+@check_arguments
 class Trace(Sequence[TraceRow]):
     """Requests in the order in which they were appended.
 
@@ -199,9 +196,7 @@ class Trace(Sequence[TraceRow]):
     without the measurements of their serving. Raises ``ConfigError`` for a limit below 1.
     """
 
-    def __init__(self, rows: Iterable[TraceRow | Mapping[str, Any]] = (), *, limit: int | None = None) -> None:
-        if limit is not None and limit < 1:
-            raise ConfigError(f"a trace's limit must be at least 1 row, got {limit}")
+    def __init__(self, rows: Iterable[TraceRow | Mapping[str, Any]] = (), *, limit: Whole | None = None) -> None:
         self._rows: deque[TraceRow] = deque(maxlen=limit)
         self.dropped = self.skipped = 0
         self.report: ReadReport | None = None

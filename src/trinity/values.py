@@ -1,0 +1,272 @@
+"""Checks values that a user gives against the types that a constructor declares; numpy's numbers become plain ones.
+
+The declared type is the rule: ``Annotated[int, Meta(ge=1)]`` says the bound as well. A wrong value raises
+``ConfigError`` with the name of the argument, what it has to be, and what came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from trinity.errors import ConfigError, UnknownName
+
+T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+LONGEST_SHOWN = 200  # characters of a wrong value in a message
+_INT64 = 1 << 63
+_BOUNDS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
+    ("ge", "of at least", operator.ge),
+    ("gt", "above", operator.gt),
+    ("le", "of at most", operator.le),
+    ("lt", "below", operator.lt),
+    ("min_length", "of a length of at least", lambda value, least: len(value) >= least),
+)
+
+
+class _Wrong(Exception):
+    """The value does not fit its type. Any other exception while it is looked at says the same."""
+
+
+def check_arguments(kind: type[T]) -> type[T]:
+    """Make a class's constructor check each argument against its annotation before anything else (a decorator).
+
+    The constructor raises ``ConfigError``. Names that are unknown or missing stay Python's own ``TypeError``.
+    """
+    if issubclass(kind, msgspec.Struct):
+        raise TypeError(f"{kind.__name__} is a Struct, whose constructor cannot be wrapped: use check_struct")
+    construct = kind.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        hints = _hints(construct)
+        for name, parameter in signature.parameters.items():
+            if name in bound.arguments and name in hints and parameter.kind is not parameter.VAR_KEYWORD:
+                bound.arguments[name] = check_value(name, bound.arguments[name], hints[name])
+        construct(*bound.args, **bound.kwargs)
+
+    kind.__init__ = checking  # type: ignore[method-assign]
+    return kind
+
+
+def check_struct(struct: msgspec.Struct) -> None:
+    """Check the fields of a new ``msgspec.Struct``, which converts none itself. Raises ``ConfigError``."""
+    for name, hint in _hints(type(struct)).items():
+        if name in struct.__struct_fields__:
+            given = getattr(struct, name)
+            value = check_value(name, given, hint)
+            if value is not given:
+                msgspec.structs.force_setattr(struct, name, value)
+
+
+def check_value(name: str, value: object, hint: Any) -> Any:
+    """Return ``value`` as ``hint`` has it. Raises ``ConfigError`` if it is of another type or out of bounds."""
+    try:
+        return _plain(value, hint)
+    except Exception:  # _Wrong, or a foreign object that fails when it is asked what it is
+        pass
+    known = _names_in(hint)
+    if known and isinstance(value, str):
+        raise UnknownName(name, show(value).strip("'"), known)
+    raise ConfigError(f"{name} is {_words(hint)}, got {show(value)}")
+
+
+def show(value: object) -> str:
+    """Show a wrong value in a message: its ``repr``, cut where it is long, or its type where that fails."""
+    try:
+        text = repr(value)
+    except Exception:  # a foreign object's own, or an int of more digits than Python prints
+        return f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({type(value).__name__})"
+
+
+def _names_in(hint: Any) -> tuple[str, ...]:
+    """Names that a ``Literal`` (or None) lists; none where any other text would do."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    listed = [each for each in get_args(hint) if each is not type(None)]
+    return get_args(listed[0]) if len(listed) == 1 and get_origin(listed[0]) is Literal else ()
+
+
+@functools.cache
+def _hints(of: Any) -> dict[str, Any]:
+    return typing.get_type_hints(of, include_extras=True)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _within(_plain(value, parts[0]), parts[1:])
+    if origin in (Union, types.UnionType):
+        return _any_of(value, parts)
+    if origin is Literal:
+        return _choice(value, parts)
+    check = _SCALARS.get(hint)
+    if check is not None:
+        return check(value)
+    if isinstance(hint, TypeVar) or hint in (Any, object):
+        return value
+    return _collection(value, origin, parts) if origin is not None else _instance(value, hint)
+
+
+def _within(value: Any, notes: Iterable[Any]) -> Any:
+    for note in notes:
+        for name, _, holds in _BOUNDS:
+            bound = getattr(note, name, None)
+            if bound is not None and not holds(value, bound):
+                raise _Wrong
+    return value
+
+
+def _any_of(value: Any, hints: Iterable[Any]) -> Any:
+    for hint in hints:
+        with contextlib.suppress(Exception):
+            return _plain(value, hint)
+    raise _Wrong
+
+
+def _choice(value: Any, known: Iterable[Any]) -> Any:
+    for each in known:
+        if isinstance(value, type(each)) and value == each:
+            return each
+    raise _Wrong
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise _Wrong
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's own
+        return bool(value)
+    raise _Wrong
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool | float):
+        raise _Wrong
+    number = operator.index(value)
+    if not -_INT64 <= number < _INT64:
+        raise _Wrong
+    return number
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
+        raise _Wrong
+    number = float(value)  # raises where it is too large, or an array of several
+    if not math.isfinite(number):
+        raise _Wrong
+    return int(value) if isinstance(value, int) else number
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Wrong
+    value.encode()  # raises for half of a surrogate pair, which no message could carry
+    return str.__str__(value)
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    type(None): _nothing,
+    None: _nothing,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+}
+
+
+def _collection(value: Any, origin: Any, parts: tuple[Any, ...]) -> Any:
+    if origin is type:
+        return _of(value, type)
+    if origin is Callable:
+        if not callable(value):
+            raise _Wrong
+        return value
+    if issubclass(origin, Mapping):
+        given = _of(value, Mapping)
+        return {_plain(key, parts[0]): _plain(each, parts[1]) for key, each in given.items()}
+    if origin is tuple:
+        return _tuple(value, parts)
+    if isinstance(value, str | bytes) or not isinstance(value, origin):
+        raise _Wrong
+    if issubclass(origin, Sequence):
+        return type(value)(_plain(each, parts[0]) for each in value) if type(value) in (list, tuple) else value
+    return value  # an iterator is not run through
+
+
+def _tuple(value: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(value, tuple | list):
+        raise _Wrong
+    hints = [parts[0]] * len(value) if len(parts) == 2 and parts[1] is ... else list(parts)
+    if len(hints) != len(value):
+        raise _Wrong
+    return tuple(map(_plain, value, hints))
+
+
+def _instance(value: Any, hint: Any) -> Any:
+    if getattr(hint, "_is_protocol", False):
+        return _speaks(value, hint)
+    return _of(value, hint) if isinstance(hint, type) else value
+
+
+def _of(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise _Wrong
+    return value
+
+
+def _speaks(value: Any, protocol: type) -> Any:
+    """Test for a protocol's members by name: protocols here are for users, and not all of them runtime-checkable."""
+    if isinstance(value, type) or not all(hasattr(value, each) for each in vars(protocol) if not each.startswith("_")):
+        raise _Wrong
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
+
+
+def _words(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([_words(parts[0]), *_bound_words(parts[1:])])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_words, parts)))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if hint in _NAMES:
+        return _NAMES[hint]
+    if origin is not None:
+        return _collection_words(origin, parts)
+    return f"a {getattr(hint, '__name__', hint)}"
+
+
+def _bound_words(notes: Iterable[Any]) -> list[str]:
+    said = [(words, getattr(note, name, None)) for note in notes for name, words, _ in _BOUNDS]
+    return [" and ".join(f"{words} {bound}" for words, bound in said if bound is not None)]
+
+
+def _collection_words(origin: Any, parts: tuple[Any, ...]) -> str:
+    if origin is Callable:
+        return "a function"
+    if issubclass(origin, Mapping):
+        return f"a mapping of {_words(parts[0])} to {_words(parts[1])}"
+    each = [_words(part) for part in parts if part is not ...]
+    return f"a {origin.__name__.lower()} of {', '.join(dict.fromkeys(each))}"

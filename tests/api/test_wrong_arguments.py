@@ -1,0 +1,139 @@
+"""Public constructors called with wrong types and values: a typed error that names the argument, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trinity
+from trinity.costs.emulated_cost import LinearCost
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
+from trinity.errors import ConfigError, TrinityError
+from trinity.placement import Group
+from trinity.planner.search_space import Space
+
+SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
+    trinity.BatchRules: {},
+    trinity.CacheConfig: {},
+    trinity.Connector: {},
+    trinity.Device: {"name": "x", "flops": 1e12, "bandwidth": 1e12, "memory": 1e10},
+    trinity.HybridPlanner: {"model": "qwen2-vl-7b", "slo": trinity.SLO(1.0, 0.1), "instances": 2},
+    trinity.Instance: {"roles": "EPD"},
+    trinity.MediaLimits: {},
+    trinity.Metrics: {},
+    trinity.Placement: {"groups": (Group(1, "EPD"),)},
+    trinity.ProcessConfig: {},
+    trinity.SLO: {"ttft": 1.0, "tbt": 0.1},
+    trinity.SearchConfig: {},
+    trinity.StepBudgets: {},
+    trinity.Timeline: {},
+    trinity.Trace: {},
+    trinity.TransferPolicy: {},
+    EmulatedModel: {"shape": LLAVA_15_7B, "cost": LinearCost()},
+    Group: {"count": 1, "roles": "EPD"},
+    Space: {},
+}
+PIPELINE: dict[str, Any] = {"model": EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost())}
+
+
+class Hostile:
+    """An object whose every answer is an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name) if not name.startswith("__class") else AttributeError(name)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not comparable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+NUMBERS = [-1, 0, 1, 1.5, 2**63, 10**400, -(2**70), float("nan"), float("inf"), True, np.float64("nan"), np.int64(-3)]
+THINGS = [None, "", "x", "\ud800", "EPD", b"x", [], {}, {"kv": "x"}, [None], object(), int, print, torch.zeros(3)]
+WRONG = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(THINGS), st.builds(Hostile), st.text(), st.integers())
+
+
+def parameters(kind: Any) -> list[str]:
+    if issubclass(kind, msgspec.Struct):
+        return list(kind.__struct_fields__)
+    found = inspect.signature(kind).parameters.values()
+    return [each.name for each in found if each.kind is not each.VAR_KEYWORD]
+
+
+CASES = [(kind, name) for kind in SOUND for name in parameters(kind)]
+
+
+@pytest.mark.parametrize("kind", SOUND, ids=lambda kind: kind.__name__)
+def test_the_sound_arguments_are_taken(kind: Any) -> None:
+    assert kind(**SOUND[kind]) is not None
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind.__name__}.{name}" for kind, name in CASES])
+def test_a_foreign_object_is_refused_by_name(kind: Any, name: str) -> None:
+    """No argument takes just anything, but for the rows of a trace, which may be of any iterable."""
+    with pytest.raises(TrinityError, match=name):
+        kind(**{**SOUND[kind], name: object()})
+    with pytest.raises(TrinityError):
+        kind(**{**SOUND[kind], name: Hostile()})
+
+
+@given(st.data())
+def test_wrong_values_raise_typed_errors(data: st.DataObject) -> None:
+    kind, name = data.draw(st.sampled_from(CASES))
+    _build(kind, {**SOUND[kind], name: data.draw(WRONG)})
+
+
+@given(st.data())
+def test_several_wrong_values_at_once(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(list(SOUND)))
+    _build(kind, {name: data.draw(WRONG) for name in parameters(kind)})
+
+
+def _build(kind: Callable[..., object], arguments: dict[str, Any]) -> None:
+    with contextlib.suppress(TrinityError):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize("name", [each for each in parameters(trinity.Pipeline) if each != "self"])
+def test_a_pipeline_refuses_a_foreign_object_in_each_argument(name: str) -> None:
+    for wrong in (object(), Hostile(), 10**400, "\ud800"):
+        with pytest.raises(ConfigError):
+            trinity.Pipeline(**{**PIPELINE, name: wrong})
+
+
+@given(st.data())
+def test_a_pipeline_with_wrong_values(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([*parameters(trinity.Pipeline), *parameters(trinity.Instance)]))
+    _build(trinity.Pipeline, {**PIPELINE, name: data.draw(WRONG)})
+
+
+def test_numbers_of_numpy_and_torch_become_plain_ones() -> None:
+    rules = trinity.BatchRules(
+        token_budget=typing.cast(int, np.int64(7)), image_budget=typing.cast(int, torch.tensor(3))
+    )
+    assert [type(each) for each in (rules.token_budget, rules.image_budget)] == [int, int]
+    assert type(trinity.TransferPolicy(lease_s=np.float32(2)).lease_s) is float  # type: ignore[arg-type]
+
+
+def test_an_unknown_keyword_stays_an_error_of_python() -> None:
+    with pytest.raises(TypeError, match="tokens_budget"):
+        trinity.BatchRules(tokens_budget=3)  # type: ignore[call-arg]
+
+
+def test_a_secret_is_not_shown_where_it_is_too_short() -> None:
+    with pytest.raises(ConfigError, match="7 characters") as raised:
+        trinity.ProcessConfig(secret="hunter2")
+    assert "hunter2" not in str(raised.value)
