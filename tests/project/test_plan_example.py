@@ -44,7 +44,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture[
     assert example.main(["--device", "H1000", "--minutes", "3"]) == 2
     assert capsys.readouterr().err.startswith("UnknownName: unknown device 'H1000'; known: A100,")
     assert example.main(["--instances", "0", "--minutes", "3"]) == 2
-    assert "at least 1 instance" in capsys.readouterr().err
+    assert "instances is a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_without_the_compiled_engine_it_plans_on_less_and_says_so(
