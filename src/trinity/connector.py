@@ -19,11 +19,11 @@ from trinity.errors import (
     TransportError,
     TrinityError,
 )
+from trinity.errors.arguments import Positive, check_arguments
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.digests import Verify, check_verify, layer_byte_range, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, find_runs
 from trinity.transport.registry import make_transport
-from trinity.values import Positive, check_arguments
 
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back

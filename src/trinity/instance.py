@@ -10,10 +10,10 @@ from trinity.core.instance.settings import Reservation, check_depth, check_limit
 from trinity.core.messages import FRONTEND
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
+from trinity.errors.arguments import check_arguments
 from trinity.placement import Group
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
-from trinity.values import check_arguments
 
 
 @check_arguments

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
+from trinity.errors.arguments import Whole, check_arguments
 from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
-from trinity.values import Whole, check_arguments
 
 SPANS = (
     "encode_queue",

@@ -21,6 +21,7 @@ from trinity.costs.step_cost import CostModel, CostTables
 from trinity.deploy import InstanceOptions, choose_rules_and_routing, make_instances
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
+from trinity.errors.arguments import Whole, check_arguments
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
@@ -39,7 +40,6 @@ from trinity.stream import Stream, make_late_failure, make_trace_row, reduce_dea
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 from trinity.transport.base import Transport
-from trinity.values import Whole, check_arguments
 
 logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bound memory

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trinity.errors import PlacementError
-from trinity.values import Whole, check_arguments
+from trinity.errors.arguments import Whole, check_arguments
 
 STAGES = "EPD"
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")

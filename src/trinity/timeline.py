@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trinity.errors import ConfigError
-from trinity.values import Whole, check_arguments
+from trinity.errors.arguments import Whole, check_arguments
 
 SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from trinity.errors import ConfigError
-from trinity.values import Number, Whole, check_arguments
+from trinity.errors.arguments import Number, Whole, check_arguments
 
 Policy = Literal["alg1", "time", "prefill_first"]
 Order = Literal["fcfs", "sjf", "deadline"]

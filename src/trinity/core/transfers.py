@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from trinity.values import Positive, check_arguments
+from trinity.errors.arguments import Positive, check_arguments
 
 KvMode = Literal["off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from trinity.errors import ConfigError, TrinityWarning
-from trinity.values import Whole, check_struct
+from trinity.errors.arguments import Whole, check_struct
 
 CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
 MAX_DECODE_ROWS = 512  # decode rows of the largest step tried: throughput saturates before (TriInfer figure 3)

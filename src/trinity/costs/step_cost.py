@@ -18,7 +18,7 @@ import msgspec
 from trinity.costs.budgets import StepCost
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
-from trinity.values import Number, check_struct
+from trinity.errors.arguments import Number, check_struct
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 

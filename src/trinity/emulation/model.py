@@ -25,10 +25,10 @@ from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.errors import ConfigError
+from trinity.errors.arguments import check_struct
 from trinity.memory.block_memory import BlockShape
 from trinity.request import Request
 from trinity.traces.trace import TraceRow
-from trinity.values import check_struct
 
 WORD = 8  # blocks hold 64-bit words
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import UnknownName
-from trinity.values import Count, Whole, check_arguments
+from trinity.errors.arguments import Count, Whole, check_arguments
 
 _KINDS = (IMAGE, KV)
 

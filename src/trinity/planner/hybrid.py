@@ -10,6 +10,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, TraceTooShort
+from trinity.errors.arguments import Positive, Share, Whole, check_arguments
 from trinity.placement import Group, Placement
 from trinity.planner.bayesian import search_bayesian, subtract_cost
 from trinity.planner.candidates import Deployment, iter_device_choices
@@ -38,7 +39,6 @@ from trinity.planner.search import BoundedCandidate, SearchResult, is_same_deplo
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.strategy_result import StrategyResult
 from trinity.traces.trace import SLO, SLORule, Trace
-from trinity.values import Positive, Share, Whole, check_arguments
 
 logger = logging.getLogger("trinity")
 SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trinity.errors.arguments import Count, Whole, check_arguments
 from trinity.planner.algorithm2 import Split
 from trinity.planner.plan import Strategy
 from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
-from trinity.values import Count, Whole, check_arguments
 
 SPLITS = ("largest_remainder", "minimax")
 

@@ -13,10 +13,10 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
+from trinity.errors.arguments import Number, Whole, check_struct
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.traces.trace import SLO
-from trinity.values import Number, Whole, check_struct
 
 ALGORITHM1_LIMIT = 0  # a batch limit that Algorithm 1 finds by itself
 

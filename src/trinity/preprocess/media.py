@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trinity.values import Count, Positive, Whole, check_struct
+from trinity.errors.arguments import Count, Positive, Whole, check_struct
 
 if TYPE_CHECKING:
     from PIL import Image

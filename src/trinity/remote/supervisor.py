@@ -19,6 +19,7 @@ import msgspec
 from trinity.connector import Connector
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, TrinityError
+from trinity.errors.arguments import check_arguments
 from trinity.instance import Instance
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import Launcher, get_launcher
@@ -28,7 +29,6 @@ from trinity.remote.wire import DropPeer, InstanceInfo, Setup
 from trinity.runtime.loader import ServingConfig, config_digest
 from trinity.timeline import Timeline
 from trinity.transport.auto import pick_scheme
-from trinity.values import check_arguments
 
 logger = logging.getLogger("trinity")
 SILENCE_S = 20.0  # long, because processes starve on an overloaded machine

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, get_args
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
-from trinity.values import Count, Number, Positive, Whole, check_arguments, check_struct
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
 SLO_RULES: tuple[SLORule, ...] = get_args(SLORule)
