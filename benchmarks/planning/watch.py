@@ -89,9 +89,7 @@ def spacing(found: list[Proposal]) -> float:
 
 
 def longer(row: TraceRow) -> TraceRow:
-    changed = row.request_at(row.timestamp)
-    changed.output_length *= 2
-    return changed
+    return msgspec.structs.replace(row.request_at(row.timestamp), output_length=2 * row.output_length)
 
 
 def doubled(row: TraceRow, after: bool) -> TraceRow:
@@ -104,9 +102,7 @@ def tenfold(noise: random.Random) -> Change:
     def change(row: TraceRow, after: bool) -> TraceRow:
         if after or noise.random() < 0.1:
             return row
-        changed = row.request_at(row.timestamp)
-        changed.images, changed.input_length = [], row.text_tokens
-        return changed
+        return msgspec.structs.replace(row.request_at(row.timestamp), images=[], input_length=row.text_tokens)
 
     return change
 

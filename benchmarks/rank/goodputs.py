@@ -16,7 +16,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.problem import GoodputCriterion, PlanningProblem
-from trinity.planner.resample import plan_on_long_enough
+from trinity.planner.resample import DrawnTrace, plan_on_long_enough
 from trinity.planner.search import BoundedCandidate, search_all
 from trinity.planner.trials import Trials, rate_of, step_of
 from trinity.traces import resample
@@ -65,7 +65,9 @@ def searched_case(setup: Setup, sizes: Sizes, until: float) -> Record:
     early, late = traces.read_shipped("servegen-image-1h").split(0.1)
     count = requests_needed(setup, sizes, case_of(setup, sizes, requests(setup, sizes.held, early, PLAN_SEED)))
     seen = requests(setup, max(sizes.least_requests, math.ceil(count / 9)), early, PLAN_SEED)
-    plan = plan_on_long_enough(seen, PLAN_SEED, True, lambda drawn: goodputs(case_of(setup, sizes, drawn.trace, until)))
+    plan = plan_on_long_enough(
+        DrawnTrace(seen, ()), PLAN_SEED, True, lambda drawn: goodputs(case_of(setup, sizes, drawn.trace, until))
+    )
     held, rates = held_out(
         lambda n: case_of(setup, sizes, requests(setup, n, late, HELD_SEED), until), count, plan["plan"]
     )

@@ -88,14 +88,8 @@ def test_a_trace_without_requests_is_refused() -> None:
 
 def test_requests_that_the_model_cannot_take_are_no_work() -> None:
     assert load_of((1, 600, 11), (0, 5000, 11)) == load_of((1, 600, 11))  # LLaVA's context has 4,096 tokens
-    with pytest.raises(TraceError, match="1 requests are all beyond the model's context"):
+    with pytest.raises(TraceError, match="with prompts of its context of 4,096 tokens or longer"):
         load_of((0, 5000, 11))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_a_time_stamp_that_is_none_is_refused(bad: float) -> None:
-    with pytest.raises(TraceError, match="row 0 arrives at"):
-        measure_workload(Trace([TraceRow(timestamp=bad, input_length=600, output_length=4)]), LLAVA)
 
 
 def test_images_of_unknown_tokens_have_the_models_own() -> None:

@@ -1,4 +1,4 @@
-"""The wider space through Optuna: knobs that the runtime has, an objective with a cost, and what is said without it."""
+"""The wider space through Optuna, on the real simulator: knobs that the runtime has, an objective with a cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from support.analytic_simulator import Analytic
 from support.planner_options import planner_options
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
+from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, UnknownName
@@ -23,11 +23,15 @@ from trinity.planner.search_space import list_knobs, simulator_options
 from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Simulator
 from trinity.traces import synthesise
+from trinity.traces.goodput import measure_point
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 LLAVA = MODELS["llava-1.5-7b"]
 STRICT = SLO(ttft=0.3, tbt=0.05)
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs optuna")
+needs_twin = pytest.mark.skipif(
+    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
+)
 H100 = {"H100": Kind.of(DEVICES["H100"], Roofline(model=LLAVA, device=DEVICES["H100"]), 0.9)}
 
 
@@ -92,16 +96,45 @@ def test_a_space_without_choice_is_refused(bad: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------- the search
 
-
-@pytest.fixture
-def analytic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
+NARROW: dict[str, Any] = {
+    **{"tokens": (0,), "mixed_tokens": (0,), "images": (0,)},
+    **{"orders": ("fcfs",), "policies": ("alg1",), "routings": ("round_robin",)},
+}
+SCREENED: dict[str, Any] = {"routings": ("round_robin",)}  # of which the cores need not confirm anything
 
 
 @needs_optuna
-@pytest.mark.usefixtures("analytic")
+@needs_twin
+@pytest.mark.parametrize("instances", [2, 3, 5])
+def test_several_instances_are_placed_in_every_way(instances: int) -> None:
+    """Each configuration has its own budgets by roles, so each placement needs a simulator of its own."""
+    plan = planner(instances, Space(trials=24, **NARROW)).plan(trace())
+    assert len({each.method for each in plan.candidates}) >= 4
+    searched = [each for each in plan.candidates if each.exact]
+    assert len({each.placement for each in searched}) >= 4
+    assert plan.best.goodput["guard"] == max(each.goodput["guard"] for each in searched) > 0
+
+
+@needs_optuna
+@needs_twin
+def test_its_figures_are_those_of_the_simulator_itself() -> None:
+    plan = planner(3, Space(trials=12, **NARROW)).plan(trace())
+    for each in [each for each in plan.candidates if each.score][:3]:
+        simulator = Simulator(
+            LLAVA,
+            STRICT,
+            cluster=Cluster.of("H100", each.instances),
+            reservation=str(each.settings.get("reservation", "full")),  # type: ignore[arg-type]
+        )
+        rate = each.goodput["guard"]
+        assert measure_point(simulator.serve(each.placement), trace(), STRICT, rate).attainment["guard"] >= 0.9
+        assert measure_point(simulator.serve(each.placement), trace(), STRICT, 1.3 * rate).attainment["guard"] < 0.97
+
+
+@needs_optuna
+@needs_twin
 def test_it_tries_algorithm_2_first_and_is_never_worse() -> None:
-    plan = planner(3, Space(trials=8)).plan(trace())
+    plan = planner(3, Space(trials=8, **SCREENED)).plan(trace())
     assert plan.strategy == "bayesian"
     assert plan.paper is not None
     assert (plan.best.score or 0) >= (plan.paper.goodput["guard"])
@@ -112,9 +145,9 @@ def test_it_tries_algorithm_2_first_and_is_never_worse() -> None:
 
 
 @needs_optuna
-@pytest.mark.usefixtures("analytic")
+@needs_twin
 def test_a_cost_makes_small_clusters_better() -> None:
-    space = Space(trials=14, fewest=1, tokens=(0,), mixed_tokens=(0,), images=(0,), orders=("fcfs",))
+    space = Space(trials=14, fewest=1, **NARROW)
     dear, free = (
         planner(3, Space(**{**{f: getattr(space, f) for f in space.__struct_fields__}, "beta": beta})).plan(trace())
         for beta in (1000.0, 0.0)
@@ -125,23 +158,17 @@ def test_a_cost_makes_small_clusters_better() -> None:
 
 
 @needs_optuna
-@pytest.mark.usefixtures("analytic")
+@needs_twin
 def test_equal_seeds_give_equal_plans_and_prices_count() -> None:
-    one, other = (planner(2, Space(trials=5, beta=0.1), prices={"H100": 3.0}).plan(trace()) for _ in range(2))
+    one, other = (
+        planner(2, Space(trials=5, beta=0.1, **SCREENED), prices={"H100": 3.0}).plan(trace()) for _ in range(2)
+    )
     assert one == other
     assert one.best.score == pytest.approx(one.best.goodput["guard"] - 0.1 * 3.0 * one.best.instances)
 
 
-NARROW: dict[str, Any] = {
-    **{"tokens": (0,), "mixed_tokens": (0,), "images": (0,)},
-    **{"orders": ("fcfs",), "policies": ("alg1",), "routings": ("round_robin",)},
-}
-
-
 @needs_optuna
-@pytest.mark.skipif(
-    bool(compiled_engine.why_unavailable()), reason=f"no compiled twin: {compiled_engine.why_unavailable()}"
-)
+@needs_twin
 @pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])
 def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Space) -> None:
     """LLaVA-1.5-7B on one H100 of which a third is used: whole reservations of 2,048 tokens bound the batch."""
@@ -167,7 +194,6 @@ def test_a_reservation_that_is_none_is_refused() -> None:
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.planner.hardware.Simulator", Analytic)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-epd\[plan\]'"):
         planner(2, Space(trials=2)).plan(trace())

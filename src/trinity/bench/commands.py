@@ -28,6 +28,7 @@ from trinity.bench.measure import (
 )
 from trinity.bench.search import GOODPUT_RULES, Goal, Trial, check_rates, find_goodputs, schedule_trials, to_plain
 from trinity.bench.servers import DTYPES, BenchRequest, EngineSpec, find_python
+from trinity.traces.cut_short import fill_cut_outputs
 from trinity.traces.trace import SLO, Trace
 
 EXACT_REQUESTS = 3  # requests whose tokens are compared
@@ -110,8 +111,8 @@ async def measure_cpu(
 
 
 def load_trace(name: str) -> Trace:
-    """Read a shipped trace by its name, or a file. Raises ``TraceError``."""
-    return traces.read_shipped(name) if name in traces.SHIPPED_TRACES else traces.read_trace(name)
+    """Read a shipped trace by its name, or a file, with whole outputs. Raises ``TraceError``."""
+    return fill_cut_outputs(traces.read_shipped(name) if name in traces.SHIPPED_TRACES else traces.read_trace(name))
 
 
 def make_goals(slos: Sequence[SLO]) -> list[Goal]:

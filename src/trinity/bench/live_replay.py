@@ -19,6 +19,7 @@ from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.request import Request
 from trinity.stream import Stream, make_trace_row
+from trinity.traces.cut_short import fill_cut_outputs
 from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -48,14 +49,15 @@ async def replay(
 
     All requests are made before the first is sent: ``request_of(row, number)``, else an ``EmulatedRequest`` for an
     emulated pipeline and ``trinity.bench.lookalike.Lookalikes`` for others. Contents that rows share are shared;
-    nothing is shared with an earlier replay, so that its caches do not help this one.
+    nothing is shared with an earlier replay, so that its caches do not help this one. Of a recorded row that was cut
+    short (cancelled, refused) the output expected of it is asked for (``trinity.traces.cut_short``).
 
     Raises ``TraceError`` for a trace without requests, ``ClosedError`` where the pipeline fails or is closed.
     """
     offered = trace if rate is None else trace.scale(rate=rate)
     if not len(offered):
         raise TraceError("a trace without requests cannot be replayed")
-    rows = list(offered)
+    rows = list(fill_cut_outputs(offered))
     make = request_of or _request_factory(pipe)
     requests = await asyncio.to_thread(lambda: [make(row, number) for number, row in enumerate(rows)])
     await pipe.wait_idle()

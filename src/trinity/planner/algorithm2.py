@@ -81,11 +81,14 @@ def measure_workload(trace: Trace, model: ModelShape) -> Workload:
     The first token of an output comes from prefill, so D decodes one token fewer. Raises ``TraceError`` where there is
     no such request, or a time stamp is invalid.
     """
-    sizes = prepare_requests(trace, model).sizes
+    prepared = prepare_requests(trace, model)
+    sizes = prepared.sizes
     prompts, images = sizes.prompt[sizes.taken], int(sizes.images[sizes.taken].sum())
     if not len(prompts):
-        refused = f"its {len(trace):,} requests are all beyond the model's context or modality" if len(trace) else ""
-        raise TraceError(f"an empty trace cannot be planned on: {refused or 'serve or load some requests first'}")
+        if not len(trace):
+            raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
+        why = ", or ".join(sorted({job.refused for job in prepared.jobs}))
+        raise TraceError(f"{model.name} can serve none of the trace's {len(trace):,} requests: they are {why}")
     tokens = sizes.output[sizes.taken] - 1
     visual = int(sizes.visual[sizes.taken].sum())  # line 3
     prompt = int(prompts.sum())  # line 4

@@ -38,6 +38,7 @@ from trinity.planner.resample import DrawnTrace, plan_on_long_enough
 from trinity.planner.search import BoundedCandidate, SearchResult, is_same_deployment, rank_results, sort_by_guess
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.strategy_result import StrategyResult
+from trinity.planner.trace_repair import prepare_recorded
 from trinity.traces.trace import SLO, SLORule, Trace
 
 logger = logging.getLogger("trinity")
@@ -147,9 +148,10 @@ class HybridPlanner:
         if not len(trace):
             raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
         own = self.options
+        recorded = prepare_recorded(trace, self.model, self.asked.share)
         with ProgressBar(own.progress) as progress:
             return plan_on_long_enough(
-                Trace(trace.by_arrival()),
+                recorded,
                 own.search.seed,
                 own.search.resample,
                 lambda drawn: self._plan_within_budget(drawn, progress),

@@ -25,24 +25,25 @@ class DrawnTrace(NamedTuple):
     notes: tuple[str, ...]
 
 
-def plan_on_long_enough(trace: Trace, seed: int, allowed: bool, plan: Callable[[DrawnTrace], Result]) -> Result:
+def plan_on_long_enough(recorded: DrawnTrace, seed: int, allowed: bool, plan: Callable[[DrawnTrace], Result]) -> Result:
     """Run ``plan`` on this trace or, where it is too short, on more requests like its own.
 
     Raises ``TraceTooShort`` where that is not ``allowed``, for a trace of fewer than 100 requests, and where more than
     500,000 would be needed.
     """
-    drawn = DrawnTrace(trace, ())
+    drawn = recorded
     for _ in range(_TRIES):
         try:
             return plan(drawn)
         except TraceTooShort as error:
             if not allowed:
                 raise
-            drawn = _longer(trace, drawn.trace, seed, error)
+            drawn = _longer(recorded, drawn.trace, seed, error)
     return plan(drawn)
 
 
-def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> DrawnTrace:
+def _longer(recorded: DrawnTrace, tried: Trace, seed: int, error: TraceTooShort) -> DrawnTrace:
+    trace = recorded.trace
     if len(trace) < LEAST_TO_DRAW:
         raise TraceTooShort(
             f"{error}. From {len(trace):,} requests no others can be drawn: that takes at least {LEAST_TO_DRAW}",
@@ -61,6 +62,7 @@ def _longer(trace: Trace, tried: Trace, seed: int, error: TraceTooShort) -> Draw
     return DrawnTrace(
         resample(trace, count, seed=seed),
         (
+            *recorded.notes,
             f"The trace of {len(trace):,} requests is too short for an answer at these rates: planned on {count:,} "
             f"requests drawn from it (10 s stretches at random, seed {seed}).",
         ),

@@ -185,6 +185,8 @@ class SimulatedCluster(EventLoop):
 
     def run(self) -> None:
         while not self.is_over():
+            if self.timed:
+                self.skip_lull()
             self.advance()
 
     def work(self, number: int) -> Work:

@@ -19,7 +19,9 @@ from trinity.core.instance.state import Settings
 from trinity.core.messages import FRONTEND, Close, Grow, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
 from trinity.core.routing import RoutingPolicy
 
-STALLED = 20_000  # timers and heartbeats in a row, after which nothing else is expected
+LEASES = 4  # of the longest one: time without anything but timers, after which nothing else is expected
+LEAST_WAIT_S = 60.0  # of that time
+LULL_REPORTS = 2  # of each instance that are all alike, after which those until the next arrival are skipped
 
 
 class EventLoop:
@@ -42,7 +44,9 @@ class EventLoop:
         self._sequence = count()
         self._due = dict.fromkeys(self._all, inf)
         self._lively = 0  # events on the way that are more than timers and heartbeats
+        self._lively_at = 0.0  # the last one
         self._idle_turns = 0
+        self._patience_s = max(LEAST_WAIT_S, LEASES * max(map(_longest_lease, instances), default=0.0))
         self.carriers: dict[type[Value], Callable[[str, Any], object]] = {
             Send: self.send,
             Step: self.start,
@@ -101,12 +105,34 @@ class EventLoop:
         heapq.heappush(self._heap, (at, number, name, event))
 
     def is_over(self) -> bool:
-        """Check if the run is over: only heartbeats are left, or nothing else has come for ``STALLED`` events."""
-        if not self._heap or (self._idle_turns > STALLED and not self._lively):
+        """Check if the run is over: only heartbeats are left, and no lease or deadline can bring anything else."""
+        if not self._heap:
             return True
         if not self.timed or self._lively:
             return False
+        return self._is_idle() or self.now - self._lively_at > self._patience_s
+
+    def _is_idle(self) -> bool:
         return not self.frontend.entries and all(core.idle() for core in self.cores.values())
+
+    def skip_lull(self) -> None:
+        """Skip the heartbeats until the next arrival, where all instances are idle and have reported that.
+
+        Each keeps the phase of its reports. Without this a trace with an hour's pause takes a million of them.
+        """
+        armed = [name for name, due in self._due.items() if due < inf]
+        waits = self._idle_turns > LULL_REPORTS * len(self._all) ** 2 and self._lively
+        if not waits or len(self._heap) != self._lively + len(armed) or not self._is_idle():
+            return
+        ticks = []
+        while isinstance(self._heap[0][3], Tick):
+            ticks.append(heapq.heappop(self._heap))
+        arrival = self._heap[0][0]
+        for at, number, name, tick in ticks:
+            every = self.cores[name].settings.report_s if name in self.cores else inf
+            self._due[name] = at + max(0.0, (arrival - at) // every) * every
+            heapq.heappush(self._heap, (self._due[name], number, name, tick))
+        self._idle_turns = 0
 
     def advance(self) -> None:
         """Handle the next event."""
@@ -117,7 +143,9 @@ class EventLoop:
         if event is None:
             return
         if self.timed:
-            self._idle_turns = 0 if is_lively(name, event) else self._idle_turns + 1
+            lively = is_lively(name, event)
+            self._idle_turns = 0 if lively else self._idle_turns + 1
+            self._lively_at = self.now if lively else self._lively_at
         self.events += 1
         self.handle(name, event)
 
@@ -136,6 +164,10 @@ class EventLoop:
         if due is not None and due < self._due[name]:
             self._due[name] = due
             self.post(max(due, self.now), name, Tick())
+
+
+def _longest_lease(own: Settings) -> float:
+    return max(each for each in (0.0, own.lease_s, own.transfers.lease_s) if each < inf)
 
 
 def is_lively(name: str, event: Any) -> bool:

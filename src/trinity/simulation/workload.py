@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
@@ -14,7 +13,8 @@ import numpy.typing as npt
 
 from trinity.core.messages import IMAGE, MediaSpan, Work
 from trinity.costs.model_shape import ModelShape
-from trinity.errors import ConfigError, TraceError
+from trinity.errors import ConfigError
+from trinity.traces.cut_short import fill_cut_outputs
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 Counts = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     - ``images``: (visual tokens, content) of each.
     - ``max_tokens`` (tokens): length of the output.
     - ``hash_ids``: of the prompt's blocks of ``HASH_TOKENS`` tokens.
-    - ``refused``: true if the model cannot take it.
+    - ``refused``: the reason why the model cannot take it; "" where it can.
     - ``asked`` (tokens, 0: unknown): the request's own limit of its output.
     """
 
@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     images: tuple[tuple[int, str], ...]
     max_tokens: int
     hash_ids: tuple[int, ...] = ()
-    refused: bool = False
+    refused: str = ""
     asked: int = 0
 
 
@@ -48,25 +48,25 @@ def jobs_of(trace: Trace, model: ModelShape) -> list[Job]:
 
     An image of unknown tokens has those of the model's rule for its size, or of a usual image. An image without a name
     for its content is equal to no other. The output has ``output_length`` tokens, at least one and at most what the
-    context leaves. Raises ``TraceError`` for an invalid time stamp.
+    context leaves. A row that was cut short has those expected of it (``fill_cut_outputs``).
     """
-    return [_job(row, number, model) for number, row in enumerate(trace)]
+    return [_job(row, number, model) for number, row in enumerate(fill_cut_outputs(trace))]
 
 
 def _job(row: TraceRow, number: int, model: ModelShape) -> Job:
     at = row.timestamp / 1000
-    if not 0 <= at < math.inf:
-        raise TraceError(f"row {number} arrives at {row.timestamp!r} ms; a time stamp is a number of at least 0")
     try:
         tokens = [image.tokens or _tokens(image, model) for image in row.images]
     except ConfigError:  # the model's rule has no answer for an image of this size
-        return Job(at, 0, (), 1, refused=True)
+        return Job(at, 0, (), 1, refused="with an image of a size that it has no rule for")
     visual = sum(tokens)
     text = row.text_length if row.text_length is not None else row.input_length - visual
     prompt = visual + max(1, text)
     contents = [image.content or f"{number}.{place}" for place, image in enumerate(row.images)]
     images = tuple(zip(tokens, contents, strict=True))
-    refused = prompt >= model.context or (bool(images) and model.vision is None)
+    refused = "with images, and it takes text alone" if images and model.vision is None else ""
+    if not refused and prompt >= model.context:
+        refused = f"with prompts of its context of {model.context:,} tokens or longer"
     most = max(1, min(row.output_length, model.context - prompt))
     return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0)
 

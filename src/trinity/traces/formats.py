@@ -282,8 +282,7 @@ class _FileReader:
     def _sort(self, rows: list[TraceRow]) -> Trace:
         start = min(row.timestamp for row in rows) if self.format.absolute else 0.0
         unordered = sum(later.timestamp < row.timestamp for row, later in pairwise(rows))
-        for row in rows:
-            row.timestamp -= start
+        rows = [msgspec.structs.replace(row, timestamp=row.timestamp - start) for row in rows] if start else rows
         ordered: list[TraceRow] = sorted(rows, key=lambda row: row.timestamp)
         trace = Trace(ordered)
         trace.skipped = self.skipped

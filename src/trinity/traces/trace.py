@@ -16,6 +16,7 @@ import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
+from trinity.traces.checks import check_count, check_counts, check_time, check_times
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
@@ -94,6 +95,8 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     - ``width``, ``height`` (pixels).
     - ``tokens``: rows in the image cache.
     - ``content``: hash of the content.
+
+    Raises ``TraceError`` for sizes that are not whole numbers of at least 0.
     """
 
     width: Count | None = None
@@ -101,9 +104,18 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tokens: Count | None = None
     content: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
+            if value is not None:
+                check_count(f"an image's {name}", value)
+        if self.content is not None and not isinstance(self.content, str):
+            raise TraceError(f"an image's content is the text of a hash, got {self.content!r:.80}")
 
-class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+
+class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One request of a trace; a superset of Mooncake's rows, which load unchanged.
+
+    A row that exists is a valid one: it is frozen, and its constructor checks what every reader and replay relies on.
 
     - ``timestamp`` (ms): arrival.
     - ``input_length`` (tokens): the prompt, visual tokens included.
@@ -116,6 +128,9 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     - ``emulated``: served by emulated stages.
     - ``late_s`` (s): delay between the scheduled arrival and the time at which a replaying client sent the request;
       ``ttft_s`` and ``latency_s`` include it.
+
+    Raises ``TraceError`` for times that are not finite numbers of at least 0, and for lengths that are not whole
+    numbers of at least 0.
     """
 
     timestamp: Number
@@ -135,6 +150,26 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     emulated: bool = False
     late_s: Number | None = None
 
+    def __post_init__(self) -> None:
+        check_time("timestamp", self.timestamp)
+        check_count("input_length", self.input_length)
+        check_count("output_length", self.output_length)
+        for name, value in (("text_length", self.text_length), ("max_tokens", self.max_tokens)):
+            if value is not None:
+                check_count(name, value)
+        if not isinstance(self.images, (list, tuple)) or not all(isinstance(each, TraceImage) for each in self.images):
+            raise TraceError(f"a row's images are a list of TraceImage, got {self.images!r:.80}")
+        check_counts("hash_ids", self.hash_ids)
+        for name, seconds in (("ttft_s", self.ttft_s), ("latency_s", self.latency_s), ("late_s", self.late_s)):
+            if seconds is not None:
+                check_time(name, seconds)
+        check_times("itl_s", self.itl_s)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """True if it was cancelled, refused or failed: its output would have been longer than ``output_length``."""
+        return bool(self.finish_reason) and self.finish_reason not in COMPLETE
+
     @property
     def visual_tokens(self) -> int:
         """Visual tokens of all images; an image of unknown size counts as none."""
@@ -146,7 +181,10 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         return max(0, self.input_length - self.visual_tokens) if self.text_length is None else self.text_length
 
     def request_at(self, timestamp: float) -> TraceRow:
-        """Copy the request with another arrival time (ms), without the measurements of its serving."""
+        """Copy the request with another arrival time (ms), without the measurements of its serving.
+
+        The ``finish_reason`` stays where its output was cut short: its length is then not the one that was wanted.
+        """
         return TraceRow(
             timestamp=timestamp,
             input_length=self.input_length,
@@ -157,6 +195,7 @@ class TraceRow(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             request_id=self.request_id,
             session=self.session,
             max_tokens=self.max_tokens,
+            finish_reason=self.finish_reason if self.is_cut_short else "",
         )
 
 
@@ -204,7 +243,7 @@ class Trace(Sequence[TraceRow]):
             self.append(row)
 
     def append(self, row: TraceRow | Mapping[str, Any]) -> None:
-        """Add a row. Raises ``TraceError`` where a mapping lacks a field or has one of a wrong type."""
+        """Add a row. Raises ``TraceError`` where a mapping lacks a field or has one of a wrong type or value."""
         full = len(self._rows) == self._rows.maxlen
         self._rows.append(row if isinstance(row, TraceRow) else _convert_row(row))
         self.dropped += full

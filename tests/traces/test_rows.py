@@ -1,0 +1,103 @@
+"""One check for rows: what is no time or length is refused wherever a row is made, and so by every door behind it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity.errors import TraceError
+from trinity.traces import read_trace
+from trinity.traces.trace import Trace, TraceImage, TraceRow
+
+GOOD: dict[str, Any] = {"timestamp": 5.0, "input_length": 40, "output_length": 3}
+NO_TIME = [math.nan, math.inf, -math.inf, -1.0, -5e-324, True, "1", None]
+NO_COUNT = [-1, 1.0, math.nan, True, "1", 2**41, 10**30]
+BAD: list[tuple[str, Any]] = [
+    *(("timestamp", each) for each in NO_TIME),
+    *((name, each) for name in ("input_length", "output_length") for each in (*NO_COUNT, None)),
+    *((name, each) for name in ("text_length", "max_tokens") for each in NO_COUNT),
+    *((name, each) for name in ("ttft_s", "latency_s", "late_s") for each in (math.nan, -1.0, math.inf)),
+    *(("itl_s", [0.1, each]) for each in (math.nan, -1.0)),
+    ("itl_s", 3),
+    ("hash_ids", [1, -1]),
+    ("hash_ids", [1.5]),
+    ("hash_ids", 7),
+    ("images", [{"tokens": "many"}]),
+    ("images", [{"tokens": -4}]),
+    ("images", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: f"{value!r:.20}")
+def test_no_row_is_made_of_it(name: str, value: Any) -> None:
+    with pytest.raises(TraceError):
+        TraceRow(**{**GOOD, name: value})
+    with pytest.raises(TraceError):
+        msgspec.structs.replace(TraceRow(**GOOD), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timestamp", -1.0), ("input_length", -5), ("output_length", 2**41), ("images", [{"tokens": -4}]), ("itl_s", 3)],
+)
+def test_mappings_and_files_refuse_it_too(name: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(msgspec.json.encode(GOOD) + b"\n" + msgspec.json.encode({**GOOD, name: value}) + b"\n")
+    with pytest.raises(TraceError):
+        Trace([{**GOOD, name: value}])
+    for read in (Trace.load, lambda name: read_trace(name, "trinity")):
+        with pytest.raises(TraceError, match="line 2"):
+            read(path)
+
+
+def test_a_row_cannot_become_a_bad_one() -> None:
+    row = TraceRow(**GOOD)
+    with pytest.raises(AttributeError, match="immutable"):
+        row.timestamp = math.nan  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["width", "height", "tokens"])
+@pytest.mark.parametrize("value", [-1, 0.5, math.nan, True, 2**41])
+def test_an_image_has_whole_sizes(name: str, value: Any) -> None:
+    with pytest.raises(TraceError, match=f"an image's {name}"):
+        TraceImage(**{name: value})
+
+
+@pytest.mark.parametrize("rate", [1e-320, 5e-324])
+def test_a_scale_beyond_all_times_is_refused(rate: float) -> None:
+    with pytest.raises(TraceError, match="finite"):
+        Trace([TraceRow(**GOOD), TraceRow(**{**GOOD, "timestamp": 1e9})]).scale(rate)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "timestamp": st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=3)),
+            "input_length": st.one_of(st.integers(), st.floats(), st.booleans()),
+            "output_length": st.one_of(st.integers(), st.floats()),
+            "text_length": st.one_of(st.none(), st.integers(), st.floats()),
+            "max_tokens": st.one_of(st.none(), st.integers(), st.binary(max_size=2)),
+            "images": st.one_of(st.lists(st.none(), max_size=2), st.integers()),
+            "hash_ids": st.one_of(st.lists(st.one_of(st.integers(), st.floats()), max_size=3), st.none()),
+            "itl_s": st.one_of(st.lists(st.one_of(st.floats(), st.none()), max_size=3), st.text(max_size=2)),
+            "ttft_s": st.one_of(st.none(), st.floats()),
+        },
+    )
+)
+def test_a_row_that_exists_is_valid(fields: dict[str, Any]) -> None:
+    try:
+        row = TraceRow(**{**GOOD, **fields})
+    except TraceError:
+        return
+    assert 0 <= row.timestamp < math.inf
+    lengths = [row.input_length, row.output_length, row.text_length or 0, row.max_tokens or 0]
+    assert all(type(each) is int and 0 <= each <= 2**40 for each in (*lengths, *row.hash_ids))
+    assert all(0 <= each < math.inf for each in (row.ttft_s or 0.0, *row.itl_s))
+    assert row.text_tokens >= 0
