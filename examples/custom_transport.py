@@ -17,7 +17,7 @@ import torch
 
 import trinity
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
-from trinity.transport import BlockMemory, ByteRange, check_block_numbers, check_read
+from trinity.transport import BlockMemory, ByteRange, CopyPlan, check_block_numbers, check_read, view_units
 
 
 class TcpTransport:
@@ -51,10 +51,10 @@ class TcpTransport:
 
 async def serve(port: socket.socket, secret: str, memory: BlockMemory) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        shown, numbers, offset, length = json.loads(await reader.readline() or '["", [], 0, 0]')
+        shown, blocks, units, offset, length, size = json.loads(await reader.readline() or '["", [], [], 0, 0, 1]')
         if compare_digest(shown, secret):
-            writer.write(memory.generation(numbers).to_bytes(8, "big"))
-            writer.write(memory.piece(offset, length)[numbers].cpu().numpy().tobytes())
+            writer.write(memory.generation(blocks).to_bytes(8, "big"))
+            writer.write(view_units(memory.tensor, size)[units, offset : offset + length].cpu().numpy().tobytes())
         writer.close()
 
     async with await asyncio.start_server(answer, sock=port, limit=1 << 24) as server:
@@ -66,23 +66,24 @@ class TcpRemote:
         self._port, self._secret, self._blocks, self._into = port, secret, blocks, into
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
-        piece = check_read("tcp", source, self._blocks, target, self._into, within)
-        _, data = await self._ask(list(source), *piece)
+        plan = check_read("tcp", source, self._blocks, target, self._into, within)
+        _, data = await self._ask([], plan)
         if data:  # all at once: a cancelled read writes nothing later
-            ours = self._into.piece(*piece)
-            ours[list(target)] = torch.frombuffer(data, dtype=ours.dtype).view(len(target), -1).to(ours.device)
-        return len(data)
+            arrived = torch.frombuffer(data, dtype=torch.uint8).view(-1, plan.length).to(self._into.device)
+            ours = view_units(self._into.tensor, plan.unit_bytes)
+            ours[list(plan.target), plan.offset : plan.offset + plan.length] = arrived
+        return plan.bytes
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("tcp", "source", source, self._blocks)
-        return (await self._ask(list(source), 0, 0))[0]
+        return (await self._ask(list(source), CopyPlan([], [], 0, 0, self._into.block_bytes)))[0]
 
-    async def _ask(self, numbers: list[int], offset: int, length: int) -> tuple[int, bytearray]:
+    async def _ask(self, blocks: list[int], plan: CopyPlan) -> tuple[int, bytearray]:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             with contextlib.closing(writer):
-                writer.write(json.dumps([self._secret, numbers, offset, length]).encode() + b"\n")
-                said = await reader.readexactly(8 + len(numbers) * length)
+                writer.write(json.dumps([self._secret, blocks, list(plan.source), *plan[2:]]).encode() + b"\n")
+                said = await reader.readexactly(8 + plan.bytes)
         except (OSError, EOFError) as error:
             raise PeerLost(f"the peer at port {self._port} is gone", "tcp") from error
         return int.from_bytes(said[:8], "big"), bytearray(said[8:])
@@ -98,4 +99,6 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/custom_transport.py DIR, the directory of a checkpoint")
     asyncio.run(main(sys.argv[1]))

@@ -48,7 +48,10 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     } else if (w.options.prefix_cache) {
         kv_.hold(kv_of(state), text_blocks(state));
     }
-    if (kind == KV) way.leased_kv = text_blocks(state);
+    if (kind == KV) {
+        way.leased_kv = text_blocks(state);
+        way.leased_tail = state.text % w.options.kv_block;
+    }
     way.leased[kind] = true;
     way.source[kind] = state.hop;
     ++leases_;
@@ -220,11 +223,23 @@ void Instance::ask(State &state) {
     }
 }
 
+// The rows that a pull moves: core/transfers.py.
+static int64_t rows_moved(int64_t blocks, int64_t tail, int64_t rows) {
+    const int64_t filled = tail ? (blocks - 1) * rows + tail : blocks * rows;
+    return 10 * blocks * rows > 11 * filled ? filled : blocks * rows;
+}
+
 // The pulls into one instance are served one after the other.
 void Instance::start_pull(State &state, int32_t part, int32_t blocks) {
     ++state.pulls;
     const int source = trail(state).at[state.hop - 1];
-    const int64_t bytes = blocks * (state.incoming == KV ? w.options.kv_block_bytes : w.options.image_block_bytes);
+    int64_t bytes;
+    if (state.incoming == KV) {
+        bytes = rows_moved(blocks, trail(state).leased_tail, w.options.kv_block) * w.options.kv_row_bytes;
+    } else {
+        const int32_t rows = w.options.media_block, tokens = w.work.items[request(state).first_item + part].tokens;
+        bytes = rows_moved(blocks, tokens % rows, rows) * w.options.image_row_bytes;
+    }
     const Link &link = w.setups[source].host == setup_.host ? w.options.link : w.options.network;
     pulls_end_ = std::max(w.now, pulls_end_) + link.seconds(static_cast<double>(bytes));
     w.result.moved[state.incoming] += bytes;

@@ -105,7 +105,7 @@ struct Options { // of all instances
     int32_t max_waiting;
     double message_s, interference;
     Link link, network; // within a host, and between two
-    int64_t image_block_bytes, kv_block_bytes;
+    int64_t image_row_bytes, kv_row_bytes;
 };
 
 // Everything that can happen. What a core sends to another is named as in core/messages.py.
@@ -179,6 +179,7 @@ struct Trail {
     int32_t number = 0;      // of its arrival: less is older
     int32_t attempt = 0;     // how often it was sent back to its first stage
     int32_t leased_kv = 0;   // blocks
+    int32_t leased_tail = 0; // rows of the last of them, 0: all
 };
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity.core.messages import Failure, Pull, Pulled
-from trinity.core.transfers import gigabytes_a_second
+from trinity.core.transfers import gigabytes_a_second, should_cut
 from trinity.errors import (
     ClosedError,
     ConfigError,
@@ -21,7 +21,8 @@ from trinity.errors import (
 )
 from trinity.errors.arguments import Positive, check_arguments
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.digests import Verify, check_verify, layer_byte_range, should_verify, verify_pull
+from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
+from trinity.memory.digests import Verify, check_verify, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, find_runs
 from trinity.transport.registry import make_transport
 
@@ -116,8 +117,8 @@ class Connector:
             async with asyncio.timeout(self.timeout_s):
                 remote = await self._remote(instance, pull.source, pull.kind)
                 ready = time.perf_counter()
-                within = layer_byte_range(self._memories[instance, pull.kind], pull.layers)
-                moved = await remote.read(pull.source_blocks, pull.target_blocks, within)
+                reads = plan_reads(self._memories[instance, pull.kind], pull)
+                moved = sum(await gather_or_cancel(remote.read(*each) for each in reads))
                 await self._check_fresh(remote, instance, pull)
         except TimeoutError as error:
             text = f"a read of {len(pull.source_blocks)} blocks took more than {self.timeout_s} s"
@@ -125,9 +126,7 @@ class Connector:
         record = self._record(instance, pull, "pulled", moved, time.perf_counter() - ready)
         if self.verifies and pull.digests is not None:
             record["digest_s"] = pull.digest_s + await self._check_arrived(instance, pull, moved, pull.digests)
-        pieces = (
-            len(pull.source_blocks) if within else sum(1 for _ in find_runs(pull.source_blocks, pull.target_blocks))
-        )
+        pieces = sum(count_pieces(*each) for each in reads)
         return {**record, "pieces": pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
 
     async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:
@@ -190,6 +189,38 @@ class Connector:
             await each.aclose()
         except Exception:
             logger.exception("%r of transport %s could not be closed", each, self.scheme)
+
+
+def plan_reads(memory: BlockMemory, pull: Pull) -> list[tuple[tuple[int, ...], tuple[int, ...], ByteRange]]:
+    """List the reads of a pull, as ``Remote.read`` takes them.
+
+    One of all blocks, or, where the last one has few rows (``should_cut``), one of those before it and one of its rows.
+    """
+    within, source, target = layer_byte_range(memory, pull.layers), pull.source_blocks, pull.target_blocks
+    if not pull.tail or not should_cut(len(source), pull.tail, memory.shape.shape[-2]):
+        return [(source, target, within)]
+    full = [(source[:-1], target[:-1], within)] if source[1:] else []
+    return [*full, (source[-1:], target[-1:], tail_byte_range(memory, pull.layers, pull.tail))]
+
+
+def count_pieces(source: Sequence[int], target: Sequence[int], within: ByteRange) -> int:
+    """Count the separate runs of bytes that a read moves."""
+    if isinstance(within, Strided):
+        return len(source) * within.runs
+    return len(source) if within else sum(1 for _ in find_runs(source, target))
+
+
+async def gather_or_cancel(reads: Iterable[Coroutine[Any, Any, int]]) -> list[int]:
+    """Await reads that run side by side; if one fails, the others have ended before its error is raised."""
+    first, *others = reads
+    if not others:
+        return [await first]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in (first, *others)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def choose_connector(connector: str | Transport | Connector | None, hosting: str) -> str | Transport | Connector:

@@ -1,6 +1,6 @@
 """Exact tokens between processes: every transport, every placement, text, images and chunked prefill.
 
-Each request must have moved just the bytes that its blocks have, over the transport that was asked for.
+Each request must have moved the bytes of its rows, and a tenth more at most, over the transport that was asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SCHEMES = ("shm", "nixl", "nixl-tcp", "nixl-push", "ucx")
 PLACEMENTS = {"1E1P1D": ("image", "kv"), "1EP1D": ("kv",), "1ED1P": ("image", "kv"), "2E2P2D": ("image", "kv")}
 TOKENS, KV_BLOCK = 128, 16  # of a step's budget, of a block
 MAX_TOKENS = 12
+IMAGE_TOKENS = 16  # of one photograph: (56 / 14) squared
 REQUESTS = {
     "text": ("Only text, and no picture", 0),
     "one image": ("<image>\nWhat is this?", 1),
@@ -56,7 +57,7 @@ def wanted() -> dict[str, list[int]]:
 
 
 async def served(scheme: str, placement: str) -> tuple[dict[str, Output], dict[str, int]]:
-    """The outputs by request, and the bytes of a block of each kind. Nothing is cached: every request moves its own."""
+    """The outputs by request, and the bytes of a row of each kind. Nothing is cached: every request moves its own."""
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": {"image": 16, "kv": 256}}
     settings |= {
         "prefix_cache": False,
@@ -67,24 +68,26 @@ async def served(scheme: str, placement: str) -> tuple[dict[str, Output], dict[s
     async with Pipeline(checkpoint("llava"), placement, connector=scheme, **pipeline_options(settings)) as pipe:
         outputs = await asyncio.gather(*(pipe.complete(request) for request in requests()))
         hellos = [member.started.hello for member in pipe.processes.values() if member.started is not None]
-    block_bytes = {kind: layout.block_bytes for hello in hellos for kind, layout in hello.layouts.items()}
-    return dict(zip(REQUESTS, outputs, strict=True)), block_bytes
+    layouts = {kind: layout for hello in hellos for kind, layout in hello.layouts.items()}
+    row_bytes = {kind: layout.block_bytes // layout.shape[-2] for kind, layout in layouts.items()}
+    return dict(zip(REQUESTS, outputs, strict=True)), row_bytes
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_exact(scheme: str, placement: str) -> None:
     ready(scheme.partition("-")[0])
-    outputs, block_bytes = await served(scheme, placement)
+    outputs, row_bytes = await served(scheme, placement)
     assert {name: output.token_ids for name, output in outputs.items()} == wanted()
     for name, output in outputs.items():
         moved: Counter[str] = Counter()
         for record in output.transfers:
             assert (record["outcome"], record["scheme"]) == ("pulled", scheme), (name, record)
             moved[record["kind"]] += record["bytes"]
-        blocks = {"image": REQUESTS[name][1], "kv": -(-output.prompt_tokens // KV_BLOCK)}
-        expected = {kind: blocks[kind] * block_bytes[kind] for kind in PLACEMENTS[placement] if blocks[kind]}
-        assert moved == expected, name
+        rows = {"image": REQUESTS[name][1] * IMAGE_TOKENS, "kv": output.prompt_tokens}
+        needed = {kind: rows[kind] * row_bytes[kind] for kind in PLACEMENTS[placement] if rows[kind]}
+        assert set(moved) == set(needed), name
+        assert all(size <= moved[kind] <= 1.1 * size for kind, size in needed.items()), (name, moved, needed)
     assert outputs["three images"].prompt_tokens < TOKENS < outputs["chunked"].prompt_tokens / 2
 
 

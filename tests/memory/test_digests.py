@@ -15,12 +15,12 @@ from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, 
 from trinity.core.transfers import merge_records
 from trinity.errors import ConfigError, IntegrityError, MigrationError
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.byte_ranges import layer_byte_range
 from trinity.memory.digests import (
     STALE_OFFERS_KEPT,
     Digests,
     Verify,
     check_verify,
-    layer_byte_range,
     should_verify,
     verify_pull,
 )
@@ -44,13 +44,17 @@ def pools() -> dict[str, BlockMemory]:
     return made
 
 
-def offer(kind: str = "kv", parts: Sequence[tuple[int, ...]] = PARTS[:1], number: int = 1) -> Offer:
-    work = Work(request="r", prompt=(1, 2))
-    return Offer(id=f"P0:{number}", kind=kind, source="P0", work=work, parts=tuple(Part(blocks) for blocks in parts))
+def offer(
+    kind: str = "kv", parts: Sequence[tuple[int, ...]] = PARTS[:1], number: int = 1, tails: Sequence[int] = (0, 0)
+) -> Offer:
+    made = tuple(Part(blocks, tail=tail) for blocks, tail in zip(parts, tails, strict=False))
+    return Offer(id=f"P0:{number}", kind=kind, source="P0", work=Work(request="r", prompt=(1, 2)), parts=made)
 
 
-def pull(kind: str = "kv", source: tuple[int, ...] = PARTS[0], layers: tuple[int, int] | None = None) -> Pull:
-    return Pull("P0:1", 0, "P0", kind, "r", source, tuple(range(len(source))), layers=layers)
+def pull(
+    kind: str = "kv", source: tuple[int, ...] = PARTS[0], layers: tuple[int, int] | None = None, tail: int = 0
+) -> Pull:
+    return Pull("P0:1", 0, "P0", kind, "r", source, tuple(range(len(source))), layers=layers, tail=tail)
 
 
 class Ends:
@@ -150,6 +154,33 @@ def test_groups_of_layers_have_digests_of_their_own() -> None:
         ends.check(ends.arrive(pull(source=(1, 2))))
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("kv", None), ("kv", (1, 3)), ("image", None)])
+def test_rows_that_hold_nothing_do_not_count(kind: str, layers: tuple[int, int] | None) -> None:
+    """Of the last block, 5, two rows are filled: what the others hold need not arrive."""
+    ends = Ends(offer(kind, tails=(2,)))
+    ends.tell(Ready("P0:1", (0,), layers))
+    asked = ends.arrive(pull(kind, layers=layers, tail=2))
+    target = ends.theirs[kind].tensor
+    target[2, ..., 2:, :] = 7.0
+    ends.check(asked)
+    right = target.clone()
+    target[2, ..., 1, 0] += 1.0
+    with pytest.raises(IntegrityError, match=r"its \[5\]"):
+        ends.check(asked)
+    target.copy_(right)
+    target[1, ..., 3, 0] += 1.0  # a row of a full block
+    with pytest.raises(IntegrityError, match=r"its \[2\]"):
+        ends.check(asked)
+
+
+def test_a_part_of_the_blocks_has_the_tail_only_with_the_last() -> None:
+    ends = Ends(offer(tails=(2,)))
+    ends.tell(Ready("P0:1", (0,), None, (0, 2)))
+    ends.check(ends.arrive(pull(source=(1, 2))))
+    ends.tell(Ready("P0:1", (0,), None, (2, 3)))
+    ends.check(ends.arrive(pull(source=(5,), tail=2)))
+
+
 @pytest.mark.parametrize("layers", [None, (1, 3)])
 def test_one_bit_makes_the_difference(layers: tuple[int, int] | None) -> None:
     ends = Ends(offer())
@@ -210,8 +241,12 @@ def test_features_of_a_holder_come_with_digests_of_their_own() -> None:
     """The multimodal store: the offer is of E0 and has no blocks, the holder P0 answers what the target asked."""
     ends = Ends(offer("image", ((),)))
     ends.tell(Ready("P0:1", (0,)))
+    cut = ends.source.add_digests(Send("D0", Fetched("P0:1/0", "P0", (3, 1), tail=2)), [])
     answer = ends.source.add_digests(Send("D0", Fetched("P0:1/0", "P0", (3, 1))), [])
     assert isinstance(answer, Fetched)
+    assert isinstance(cut, Fetched)
+    assert cut.digests[0] == answer.digests[0]
+    assert cut.digests[1] != answer.digests[1]
     assert answer.digests == tuple(compute_digests(ends.ours["image"].pool, (3, 1)))
     ends.target.observe(answer)
     assert ends.check(ends.arrive(pull("image", (3, 1)))) >= 0

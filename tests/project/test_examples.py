@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -101,6 +102,13 @@ async def test_a_peer_that_is_gone_fails_the_request_by_name() -> None:
         with pytest.raises(MigrationError) as caught:
             await pipe.complete(Case("Something new", max_tokens=4).request())
         assert type(caught.value.__cause__) is PeerLost
+
+
+@pytest.mark.parametrize("given", [[], ["one", "two"]])
+def test_without_a_checkpoint_it_says_how_it_is_used(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["custom_transport.py", *given])
+    with pytest.raises(SystemExit, match=r"usage: python examples/custom_transport\.py DIR"):
+        runpy.run_path(custom_transport.__file__, run_name="__main__")
 
 
 async def test_it_runs_as_a_program_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from trinity.errors import HandshakeError, OfferRefused, TransportError
 from trinity.memory.block_memory import BlockMemory
 from trinity.testing.transports import WrappedTransport, zero_after_read
-from trinity.transport.base import ByteRange, Remote, Transport
+from trinity.transport.base import ByteRange, Remote, Strided, Transport
 from trinity.transport.inproc import InprocTransport
 
 
@@ -62,6 +62,15 @@ class FirstPiece(Plain):
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         return await self.inner.read(source, target, within and (0, within[1]))
+
+
+class FirstRun(Plain):
+    """Moves the first of several runs of a block, and says that all came."""
+
+    async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
+        if not isinstance(within, Strided):
+            return await self.inner.read(source, target, within)
+        return within.runs * await self.inner.read(source, target, (within.offset, within.length))
 
 
 class AlwaysZero(Plain):
@@ -152,6 +161,7 @@ BROKEN: dict[str, Broken] = {
     "zeroed": Broken(lambda: zero_after_read("kv"), CONTENT),
     "within ignored": Broken(lambda: Altered(WholeBlocks), "within"),
     "offset ignored": Broken(lambda: Altered(FirstPiece), "within"),
+    "stride ignored": Broken(lambda: Altered(FirstRun), "Strided"),
     "stale generation": Broken(lambda: Altered(AlwaysZero), r"generation\(\[3\]\) said 0"),
     "generation remembered": Broken(lambda: Altered(Remembered), "it is 1099511627776"),
     "generation of one block": Broken(lambda: Altered(FirstGeneration), r"generation\(\[4, 3, 17\]\) said 0"),

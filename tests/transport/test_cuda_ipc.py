@@ -23,9 +23,10 @@ from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUn
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing import transport_contract
 from trinity.testing.transport_contract import check_transport
+from trinity.transport.base import CopyPlan
 from trinity.transport.cuda_ipc import transport as cuda_ipc
 from trinity.transport.cuda_ipc.driver import CudaDriver, make_driver_error
-from trinity.transport.cuda_ipc.transport import CudaIpcDescriptor, CudaIpcTransport, plan_copies
+from trinity.transport.cuda_ipc.transport import CudaIpcDescriptor, CudaIpcTransport, list_copies
 
 BLOCKS, BLOCK_BYTES = 32, 16 << 10
 SIZE = (BLOCKS, BLOCK_BYTES)
@@ -236,8 +237,8 @@ def test_codes(code: int, error: type[TransportError]) -> None:
 
 
 def test_runs_of_whole_blocks_are_one_copy() -> None:
-    assert plan_copies([1, 2, 5], [3, 4, 0], (0, 8), 8) == [(1, 3, 16), (5, 0, 8)]
-    assert plan_copies([1, 2, 5], [3, 4, 0], (4, 4), 8) == [(1, 3, 4), (2, 4, 4), (5, 0, 4)]
+    assert list_copies(CopyPlan([1, 2, 5], [3, 4, 0], 0, 8, 8)) == [(1, 3, 16), (5, 0, 8)]
+    assert list_copies(CopyPlan([1, 2, 5], [3, 4, 0], 4, 4, 8)) == [(1, 3, 4), (2, 4, 4), (5, 0, 4)]
 
 
 # ------------------------------------------------------------ the real thing

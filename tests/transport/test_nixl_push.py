@@ -13,6 +13,7 @@ import torch
 from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, pool, ready
 from trinity.errors import OfferRefused
+from trinity.transport.base import CopyPlan
 from trinity.transport.nixl import push
 from trinity.transport.nixl.agent import NixlDescriptor
 from trinity.transport.nixl.push import StagingArea
@@ -37,7 +38,7 @@ def test_a_stage_is_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> No
     memory = pool(*SIZE)
     stage = StagingArea(memory)
     assert written(stage.address, torch.arange(4).numpy().tobytes())
-    stage.copy([7, 3], 8, 16)
+    stage.copy(CopyPlan([0, 1], [7, 3], 8, 16, SIZE[1]))
     wanted = torch.full_like(memory.tensor, EMPTY)
     wanted[7, 1:3], wanted[3, 1:3] = torch.tensor([0, 1]), torch.tensor([2, 3])
     assert torch.equal(memory.tensor, wanted)
@@ -68,11 +69,14 @@ async def test_a_source_says_why_it_refuses() -> None:
     remote = await transport.attach(msgspec.msgpack.encode(descriptor), memory)
     link: Any = await remote.link()
     with pytest.raises(OfferRefused) as caught:
-        await link.read([40], [0], (0, SIZE[1]), 10.0)
+        await link.read(CopyPlan([40], [0], 0, SIZE[1], SIZE[1]), 10.0)
     assert caught.value.reason == "incompatible"
+    for unit_bytes, first in ((24, 0), (0, 0), (SIZE[1] // 2, 2 * SIZE[0]), (SIZE[1] // 2, -1)):
+        with pytest.raises(OfferRefused, match="no such blocks"):
+            await link.read(CopyPlan([first], [0], 0, 8, unit_bytes), 10.0)
     link._theirs = msgspec.structs.replace(descriptor, pool=msgspec.structs.replace(descriptor.pool, address=4096))
     with pytest.raises(OfferRefused) as caught:
-        await link.read([1], [0], (0, SIZE[1]), 10.0)
+        await link.read(CopyPlan([1], [0], 0, SIZE[1], SIZE[1]), 10.0)
     assert caught.value.reason == "missing"
     assert bool((memory.tensor == EMPTY).all())
     await transport.aclose()

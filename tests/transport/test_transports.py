@@ -54,7 +54,8 @@ async def test_the_loop_turns_while_much_is_copied(
     turns = asyncio.ensure_future(count_turns())
     piece = (margin, block_bytes - 2 * margin)
     order = list(range(blocks))
-    assert await base.copy_pieces(target, source, order[::-1], order, piece) == blocks * piece[1]
+    plan = base.CopyPlan(order, order[::-1], *piece, block_bytes)
+    assert await base.copy_pieces(target, source, plan) == blocks * piece[1]
     turns.cancel()
     wanted = np.zeros_like(source)
     wanted[:, margin : block_bytes - margin] = source[::-1, margin : block_bytes - margin]
@@ -75,7 +76,9 @@ async def count_turns() -> int:
 async def test_a_cancelled_copy_ends_at_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "TURN_BYTES", 1 << 20)
     source, target = np.ones((8, 1 << 20), np.uint8), np.zeros((8, 1 << 20), np.uint8)
-    copying = asyncio.ensure_future(base.copy_pieces(target, source, range(8), range(8), (0, 1 << 20)))
+    copying = asyncio.ensure_future(
+        base.copy_pieces(target, source, base.CopyPlan(range(8), range(8), 0, 1 << 20, 1 << 20))
+    )
     await asyncio.sleep(0)
     copying.cancel()
     with pytest.raises(asyncio.CancelledError):

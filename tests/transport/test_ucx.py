@@ -14,7 +14,7 @@ from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport import link, make_transport
+from trinity.transport import CopyPlan, link, make_transport
 from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import source
 from trinity.transport.ucx.protocol import UcxDescriptor, split_pieces
@@ -98,6 +98,20 @@ def test_whole_blocks_travel_as_runs() -> None:
     assert split_pieces([(3, 2), (9, 1)], (0, 64), 64) == [(3, 2), (9, 1)]
     for piece in ((0, 32), (32, 32)):
         assert split_pieces([(3, 2), (9, 1)], piece, 64) == [(3, 1), (4, 1), (9, 1)]
+
+
+async def test_pieces_that_a_pool_does_not_have_are_refused() -> None:
+    transport, memory = UcxTransport(), pool(*SMALL)
+    remote = await transport.attach(transport.publish(pool(*SMALL)), memory)
+    link: Any = await remote.link()
+    half, blocks = SMALL[1] // 2, SMALL[0]
+    for units, offset, unit_bytes in (([2 * blocks], 0, half), ([-1], 0, half), ([0], half, half), ([0], 0, 24)):
+        with pytest.raises(OfferRefused, match="no such blocks"):
+            await link.read(CopyPlan(units, [0] * len(units), offset, 8, unit_bytes), 10.0)
+    with pytest.raises(OfferRefused, match="no such blocks"):  # more than the pool has
+        await link.read(CopyPlan([0] * (2 * blocks + 1), list(range(2 * blocks + 1)), 0, 8, half), 10.0)
+    assert bool((memory.tensor == EMPTY).all())
+    await transport.aclose()
 
 
 # ------------------------------------------------------------ in pipelines, beside others, and where it is not

@@ -58,10 +58,12 @@ class Part(Value, frozen=True):
     """A piece of an offer: source blocks, in order. For images a part is one media item; for KV a run of blocks.
 
     ``holder``: instance that reported these features in its encoder cache, so they were not encoded for this offer.
+    ``tail``: rows in the last block if that is not full, else 0.
     """
 
     blocks: tuple[int, ...]
     holder: str = ""
+    tail: int = 0
 
 
 class Offer(Value, frozen=True, kw_only=True):
@@ -132,16 +134,23 @@ class Release(Value, frozen=True):
 
 
 class Fetch(Value, frozen=True):
-    """Target to a holder of image features: requests a lease of the blocks with these keys. Answered by Fetched."""
+    """Target to a holder of image features: requests a lease of the blocks with these keys. Answered by Fetched.
+
+    ``tail``: rows in the last block if that is not full, else 0.
+    """
 
     id: str
     requester: str
     kind: str
     keys: tuple[bytes, ...]
+    tail: int = 0
 
 
 class Fetched(Value, frozen=True):
-    """Holder to target: blocks leased until Release(id); none where the holder lacks any of them."""
+    """Holder to target: blocks leased until Release(id); none where the holder lacks any of them.
+
+    ``tail``: as the Fetch had it.
+    """
 
     id: str
     holder: str
@@ -149,6 +158,7 @@ class Fetched(Value, frozen=True):
     generation: int = 0
     digests: tuple[int, ...] = ()
     digest_s: float = 0.0
+    tail: int = 0
 
 
 class PeerUp(Value, frozen=True):
@@ -319,7 +329,7 @@ class Pull(Value, frozen=True):
     Fails where, after the copy, a source block has a higher generation than the offer's ``generation``, or a block
     differs from its ``digests`` (added by the host where blocks are verified, else None; computing them took
     ``digest_s`` seconds). ``part`` is the offer's part, or for KV the number of the pull. ``layers``: [first, end) of
-    each block, None for all.
+    each block, None for all. ``tail``: rows in the last block if that is not full, else 0; the others need not move.
     """
 
     offer: str
@@ -333,6 +343,7 @@ class Pull(Value, frozen=True):
     layers: tuple[int, int] | None = None
     digests: tuple[int, ...] | None = None
     digest_s: float = 0.0
+    tail: int = 0
 
 
 # ---------------------------------------------------------------- instance → front end

@@ -11,14 +11,16 @@ finds the first copy wrong and ends its request; without verification it would b
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
+import numpy as np
 from msgspec.structs import replace
 
-from trinity.core.messages import IMAGE, Fetched, Offer, PeerDown, Pull, Ready, Release, Send, Value
+from trinity.core.messages import IMAGE, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Value
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.byte_ranges import layer_byte_range, list_units, tail_byte_range, view_units
 from trinity.memory.native import compute_digests
 
 Verify = Literal["always", "network", "never"]
@@ -39,12 +41,21 @@ def should_verify(verify: Verify, transport: object) -> bool:
     return verify == "always" or (verify == "network" and bool(getattr(transport, "network", True)))
 
 
-def layer_byte_range(memory: BlockMemory, layers: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return (offset, length) in bytes of ``layers`` [first, end) in each block [layers, ...]; None: all of it."""
-    if layers is None:
-        return None
-    each = memory.block_bytes // memory.shape.shape[0]
-    return layers[0] * each, (layers[1] - layers[0]) * each
+def digest_rows(
+    memory: BlockMemory, blocks: Sequence[int], layers: tuple[int, int] | None, tails: Mapping[int, int]
+) -> list[int]:
+    """Compute a digest of each block, or of its ``layers`` [first, end).
+
+    ``tails``: rows that count, of blocks that are not full, by place in ``blocks``. A digest of rows is one of the
+    digests of their pieces.
+    """
+    found = compute_digests(memory.pool, blocks, layer_byte_range(memory, layers))
+    for place, tail in tails.items():
+        rows = tail_byte_range(memory, layers, tail)
+        pieces = view_units(memory.pool, rows.stride), list_units([blocks[place]], rows, memory.block_bytes)
+        each = np.array(compute_digests(*pieces, (0, rows.length)), np.int64)
+        found[place] = compute_digests(each.reshape(1, -1), [0])[0]
+    return found
 
 
 def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int]) -> float:
@@ -56,7 +67,8 @@ def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int]) -> f
     if len(expected) != len(pull.target_blocks):
         text = f"{pull.source} sent {len(expected)} digests for {len(pull.target_blocks)} blocks: is verify= the same?"
         raise IntegrityError(text, peer=pull.source)
-    found = compute_digests(memory.pool, pull.target_blocks, layer_byte_range(memory, pull.layers))
+    tails = {len(pull.target_blocks) - 1: pull.tail} if pull.tail else {}
+    found = digest_rows(memory, pull.target_blocks, pull.layers, tails)
     pairs = zip(pull.source_blocks, expected, found, strict=True)
     wrong = [block for block, sent, arrived in pairs if sent != arrived]
     if wrong:
@@ -73,7 +85,7 @@ class Digests:
 
     def __init__(self, memories: Mapping[str, BlockMemory]) -> None:
         self._memories = memories
-        self._offered: dict[str, tuple[str, str, tuple[tuple[int, ...], ...]]] = {}  # target, kind, blocks by part
+        self._offered: dict[str, tuple[str, str, tuple[Part, ...]]] = {}  # target, kind, parts
         self._expected: dict[str, tuple[Offer, dict[PieceKey, int], float]] = {}
         self._fetched: dict[str, Fetched] = {}
 
@@ -100,12 +112,13 @@ class Digests:
         if isinstance(message, Offer):
             if len(self._offered) > STALE_OFFERS_KEPT + 2 * len(leased):
                 self._offered = {key: each for key, each in self._offered.items() if key in leased}
-            self._offered[message.id] = (send.to, message.kind, tuple(part.blocks for part in message.parts))
+            self._offered[message.id] = (send.to, message.kind, message.parts)
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
         elif isinstance(message, Fetched) and message.blocks:
             started = time.perf_counter()
-            found = tuple(compute_digests(self._memories[IMAGE].pool, message.blocks))
+            tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
+            found = tuple(digest_rows(self._memories[IMAGE], message.blocks, None, tails))
             return replace(message, digests=found, digest_s=time.perf_counter() - started)
         elif isinstance(message, Release):
             self._expected.pop(message.id, None)
@@ -130,14 +143,14 @@ class Digests:
     def _with_digests(self, ready: Ready) -> Ready:
         started = time.perf_counter()
         _, kind, parts = self._offered[ready.id]
-        memory = self._memories[kind]
-        found = compute_digests(memory.pool, _blocks(parts, ready), layer_byte_range(memory, ready.layers))
+        blocks, tails = _list_blocks(parts, ready)
+        found = digest_rows(self._memories[kind], blocks, ready.layers, tails)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
 
     def _expect(self, ready: Ready) -> None:
         offer, known, seconds = self._expected[ready.id]
         layers = self._normalize_layers(offer.kind, ready.layers)
-        blocks = _blocks([part.blocks for part in offer.parts], ready)
+        blocks, _ = _list_blocks(offer.parts, ready)
         known.update(zip(((block, layers) for block in blocks), ready.digests, strict=False))
         self._expected[ready.id] = (offer, known, seconds + ready.digest_s)
 
@@ -147,9 +160,12 @@ class Digests:
         return None if memory is None or layers == (0, memory.shape.shape[0]) else layers
 
 
-def _blocks(parts: Iterable[tuple[int, ...]], ready: Ready) -> list[int]:
-    """List the source blocks that ``ready`` names, in order."""
-    table = list(parts)
-    if ready.blocks is not None:
-        return list(table[0][slice(*ready.blocks)])
-    return [block for part in ready.parts for block in table[part]]
+def _list_blocks(parts: Sequence[Part], ready: Ready) -> tuple[list[int], dict[int, int]]:
+    """List the source blocks that ``ready`` names, in order, and the rows of those that are not full, by place."""
+    blocks: list[int] = []
+    tails: dict[int, int] = {}
+    for part in [parts[0]] if ready.blocks is not None else [parts[number] for number in ready.parts]:
+        blocks += part.blocks if ready.blocks is None else part.blocks[slice(*ready.blocks)]
+        if part.tail and part.blocks and (ready.blocks is None or ready.blocks[1] == len(part.blocks)):
+            tails[len(blocks) - 1] = part.tail
+    return blocks, tails

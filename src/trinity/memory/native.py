@@ -28,7 +28,7 @@ Numbers: TypeAlias = "npt.NDArray[np.int64]"
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Pool: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 Blocks: TypeAlias = "Sequence[int] | Numbers"
-ByteRange: TypeAlias = "tuple[int, int] | None"
+Within: TypeAlias = "tuple[int, int] | None"  # (offset, length) in bytes of each block; None: all of it
 
 extension: Any = None
 try:
@@ -57,7 +57,7 @@ def copy_blocks(
     source: Pool,
     target_blocks: Blocks,
     source_blocks: Blocks,
-    within: ByteRange = None,
+    within: Within = None,
     *,
     threads: int = 1,
 ) -> int:
@@ -99,7 +99,7 @@ def copy_blocks(
     return len(targets) * length
 
 
-def compute_digests(source: Pool, blocks: Blocks, within: ByteRange = None) -> list[int]:
+def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list[int]:
     """Compute one signed 64-bit digest of each block, or of its bytes ``within`` (offset, length); not cryptographic.
 
     It changes with any changed, moved or missing word, and with the number of bytes. For a pool on a GPU it is computed
@@ -170,7 +170,7 @@ def _block_bytes(target_rows: Any, source_rows: Any) -> int:
     return int(target_rows.shape[1])
 
 
-def _piece(within: ByteRange, block_bytes: int) -> tuple[int, int]:
+def _piece(within: Within, block_bytes: int) -> tuple[int, int]:
     offset, length = (0, block_bytes) if within is None else within
     if offset < 0 or length < 0 or offset + length > block_bytes or not block_bytes:
         raise ConfigError(f"{length} bytes from byte {offset} are not within blocks of {block_bytes} bytes")
@@ -247,7 +247,7 @@ def _sum_words(words: npt.NDArray[np.uint64], first: int) -> int:
 
 
 def _copy_tensors(
-    target: torch.Tensor, source: torch.Tensor, targets: Numbers, sources: Numbers, within: ByteRange
+    target: torch.Tensor, source: torch.Tensor, targets: Numbers, sources: Numbers, within: Within
 ) -> int:
     target_rows, source_rows = _bytes(target), _bytes(source)
     offset, length = _piece(within, _block_bytes(target_rows, source_rows))
@@ -283,7 +283,7 @@ def _copy_tensors(
     return len(targets) * length
 
 
-def _tensor_digests(rows: torch.Tensor, numbers: Numbers, within: ByteRange) -> list[int]:
+def _tensor_digests(rows: torch.Tensor, numbers: Numbers, within: Within) -> list[int]:
     """Compute the same digests in torch: int64 wraps as uint64 does, and a mask makes its shifts logical."""
     torch = sys.modules["torch"]
     offset, length = _piece(within, rows.shape[1])

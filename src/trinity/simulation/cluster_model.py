@@ -30,7 +30,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing import RoutingPolicy
-from trinity.core.transfers import FEED_FORWARD
+from trinity.core.transfers import FEED_FORWARD, rows_moved
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel
@@ -74,7 +74,8 @@ class SimulatedInstance:
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
         self.peak = dict.fromkeys(core.settings.pools, 0)
         own = core.settings
-        self.block_bytes = {IMAGE: model.feature_bytes * own.image_block_size, KV: model.kv_bytes * own.kv_block_size}
+        self.block_rows = {IMAGE: own.image_block_size, KV: own.kv_block_size}
+        self.row_bytes = {IMAGE: model.feature_bytes, KV: model.kv_bytes}
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 
@@ -142,9 +143,9 @@ class SimulatedCluster(EventLoop):
     """Serves jobs on a cluster in virtual time. ``run`` returns when no event is left.
 
     A message takes ``cluster.message_s``. A step takes the seconds of its instance's cost model; while both lanes of an
-    instance are busy, each is ``interference`` times slower. A pull takes the link's time for its whole blocks; pulls
-    into one instance run one after the other. Requests ask for ``ask`` tokens, and a stop token ends their output
-    earlier. Arrivals have the lowest event numbers, so at equal times they come first.
+    instance are busy, each is ``interference`` times slower. A pull takes the link's time for the bytes that it moves
+    (``rows_moved``); pulls into one instance run one after the other. Requests ask for ``ask`` tokens, and a stop token
+    ends their output earlier. Arrivals have the lowest event numbers, so at equal times they come first.
     """
 
     def __init__(
@@ -228,7 +229,8 @@ class SimulatedCluster(EventLoop):
 
     def pull(self, name: str, pull: Pull) -> None:
         target = self.workers[name]
-        size = len(pull.source_blocks) * target.block_bytes[pull.kind]
+        rows = rows_moved(len(pull.source_blocks), pull.tail, target.block_rows[pull.kind])
+        size = rows * target.row_bytes[pull.kind]
         if pull.layers is not None:
             size = size * (pull.layers[1] - pull.layers[0]) // target.core.settings.layers
         link = self.cluster.link_between(self.workers[pull.source].place, target.place)

@@ -195,7 +195,7 @@ def _options(
     whole = (
         *(like.image_block_size, like.kv_block_size, like.image_cache, like.prefix_cache, moves.prefetch, moves.early),
         *(like.reservation == "optimistic", least_loaded, max_waiting),
-        *(model.feature_bytes * like.image_block_size, model.kv_bytes * like.kv_block_size),
+        *(model.feature_bytes, model.kv_bytes),
     )
     real = (cluster.message_s, interference, link.bandwidth, link.fixed_s, network.bandwidth, network.fixed_s)
     return np.array(whole, np.int64), np.array(real, np.float64)

@@ -233,7 +233,7 @@ class Shadow:
 
     def _start_pull(self, name: str, pull: Pull) -> None:
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
-        rows = len(pull.source_blocks) * source.rows
+        rows = len(pull.source_blocks) * source.rows - (source.rows - pull.tail if pull.tail else 0)
         self._pulls[name, pull.offer, pull.part] = (pull, source.read(pull.source_blocks, 0, rows, pull.layers))
         layers = target.layers if pull.layers is None else pull.layers[1] - pull.layers[0]
         target.write(pull.target_blocks, 0, [[TORN] * rows] * layers, pull.layers)

@@ -13,7 +13,7 @@ import torch
 
 from trinity.errors import HandshakeError, LayoutMismatch, TransportError
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.transport.base import ByteRange, Remote, Transport
+from trinity.transport.base import ByteRange, Remote, Strided, Transport
 
 POOL_BLOCKS = 32
 ContractCheck = Callable[["PoolPair"], Awaitable[None]]
@@ -37,15 +37,21 @@ class PoolPair:
         return await self.transport.attach(self.descriptor, self.target)
 
     def expect(self, source: Sequence[int], target: Sequence[int], what: str, within: ByteRange = None) -> None:
-        """Check that the target holds these blocks, or this piece of them, and that no other byte was touched."""
-        offset, length = within or (0, self.shape.block_bytes)
+        """Check that the target holds these blocks, or this part of them, and that no other byte was touched."""
         wanted = _bytes(torch.full_like(self.target.tensor, -1.0))
         theirs = _bytes(self.source.tensor)
         for start, to in zip(source, target, strict=True):
-            wanted[to, offset : offset + length] = theirs[start, offset : offset + length]
+            for offset, length in self._runs(within):
+                wanted[to, offset : offset + length] = theirs[start, offset : offset + length]
         assert torch.equal(_bytes(self.target.tensor), wanted), (
             f"{what}: the target's blocks are not what was asked for"
         )
+
+    def _runs(self, within: ByteRange) -> list[tuple[int, int]]:
+        """List offset and length of each run of bytes that a read moves of one block."""
+        if isinstance(within, Strided):
+            return [(within.offset + index * within.stride, within.length) for index in range(within.runs)]
+        return [within or (0, self.shape.block_bytes)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,10 +130,27 @@ async def pieces_of_blocks(pair: PoolPair) -> None:
             pair.expect(source, target, f"read {source} into {target} within {offset}, {length}", (offset, length))
 
 
+async def rows_of_blocks(pair: PoolPair) -> None:
+    """Check reads of the first rows of blocks, which are pieces at equal distances: [2, rows, 8] floats here."""
+    remote = await pair.attach()
+    stride = pair.shape.block_bytes // 2
+    for within in (Strided(0, 32, stride, 2), Strided(stride, 96, stride, 1), Strided(8, stride // 2, stride, 2)):
+        for source, target in (([5], [5]), ([0, 1, 2], [4, 5, 6]), ([7, 3], [2, 31])):
+            pair.fill()
+            moved = await remote.read(source, target, within)
+            wanted = len(source) * within.runs * within.length
+            assert moved == wanted, f"read() of {wanted} bytes in pieces at equal distances said {moved} bytes"
+            pair.expect(source, target, f"read {source} into {target} within {within}", within)
+
+
 async def bad_pieces_are_refused(pair: PoolPair) -> None:
     remote = await pair.attach()
     size = pair.shape.block_bytes
-    for within in ((-8, 8), (0, size + 1), (size, 8), (size - 8, 16), (0, -8), (8, 0)):
+    half = size // 2
+    wrong: list[ByteRange] = [(-8, 8), (0, size + 1), (size, 8), (size - 8, 16), (0, -8), (8, 0)]
+    wrong += [Strided(-8, 8, half, 2), Strided(0, 8, half, 3), Strided(half, 8, half, 2), Strided(0, half + 8, half, 2)]
+    wrong += [Strided(8, half, half, 2), Strided(0, 8, half - 8, 2), Strided(0, 8, 0, 2), Strided(0, 0, half, 2)]
+    for within in (*wrong, Strided(0, 8, half, 0)):
         with _must_refuse(f"read(within={within})"):
             await remote.read([0], [1], within)
         pair.expect([], [], f"the refused read within {within}")
@@ -231,6 +254,7 @@ CHECKS: tuple[ContractCheck, ...] = (
     empty_read,
     latest_bytes_are_seen,
     pieces_of_blocks,
+    rows_of_blocks,
     bad_pieces_are_refused,
     generations_are_the_sources,
     bad_arguments_are_refused,

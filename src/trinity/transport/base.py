@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.native import ByteRange as ByteRange
+from trinity.memory.byte_ranges import ByteRange as ByteRange
+from trinity.memory.byte_ranges import Strided as Strided
+from trinity.memory.byte_ranges import is_within, list_units, view_units
 from trinity.memory.native import Pool, copy_blocks
 
 MAX_REQUEST_BYTES = 16 << 20  # of one request to the source of a pool
@@ -24,10 +26,11 @@ class Remote(Protocol):
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         """Copy the peer's blocks ``source`` into the local blocks ``target``, pairwise; return the bytes moved.
 
-        ``within`` (offset and length in bytes, None for all) moves only that part of each block. Blocks are
-        [layers, ...], so it selects a group of layers. Every byte is in place on return; after a cancelled read
-        nothing more is written. Raises ``OfferRefused`` before a byte moves if a block number or ``within`` is out of
-        range, and ``PeerLost`` if the peer is gone.
+        ``within`` (None for all) moves only that part of each block: offset and length in bytes for a group of
+        layers, since blocks are [layers, ...], or ``Strided`` for the rows of a block that is not full. ``check_read``
+        turns each of them into a ``CopyPlan``. Every byte is in place on return; after a cancelled read nothing more
+        is written. Raises ``OfferRefused`` before a byte moves if a block number or ``within`` is out of range, and
+        ``PeerLost`` if the peer is gone.
         """
         ...
 
@@ -66,20 +69,51 @@ class Transport(Protocol):
         ...
 
 
+class CopyPlan(NamedTuple):
+    """Bytes that a read moves: of unit ``source[i]`` those from ``offset`` on, ``length`` of them, to ``target[i]``.
+
+    Both pools count as units of ``unit_bytes``: blocks, or the equal parts of blocks that ``Strided`` selects from.
+    """
+
+    source: Sequence[int]
+    target: Sequence[int]
+    offset: int
+    length: int
+    unit_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the read moves."""
+        return len(self.source) * self.length
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Offset and length in bytes of what moves of each unit."""
+        return self.offset, self.length
+
+
 def check_read(
     scheme: str, source: Sequence[int], blocks: int, target: Sequence[int], into: BlockMemory, within: ByteRange
-) -> tuple[int, int]:
-    """Check a read and resolve ``within`` to the (offset, length) in bytes that it moves of each block.
+) -> CopyPlan:
+    """Check a read and plan what it copies.
 
     ``blocks`` is the number of blocks in the peer's pool. Raises ``OfferRefused`` if the read would leave a pool or a
     block, name a target block twice, or pair unequal numbers of blocks. Call it before a byte moves.
     """
     check_blocks(scheme, source, blocks, target, into)
-    offset, length = within or (0, into.block_bytes)
-    if offset < 0 or length < 1 or offset + length > into.block_bytes:
-        text = f"bytes {offset} to {offset + length} are not within a block of {into.block_bytes} bytes"
-        raise OfferRefused(text, "blocks", scheme)
-    return offset, length
+    size = into.block_bytes
+    if not isinstance(within, Strided):
+        offset, length = within or (0, size)
+        if offset < 0 or length < 1 or offset + length > size:
+            text = f"bytes {offset} to {offset + length} are not within a block of {size} bytes"
+            raise OfferRefused(text, "blocks", scheme)
+        return CopyPlan(source, target, offset, length, size)
+    if not is_within(within, size):
+        raise OfferRefused(f"{within} is not within a block of {size} bytes", "blocks", scheme)
+    if within.runs == 1:
+        return CopyPlan(source, target, within.offset, within.length, size)
+    theirs, ours = list_units(source, within, size), list_units(target, within, size)
+    return CopyPlan(theirs, ours, within.offset % within.stride, within.length, within.stride)
 
 
 def check_blocks(scheme: str, source: Sequence[int], blocks: int, target: Sequence[int], into: BlockMemory) -> None:
@@ -112,28 +146,26 @@ def find_runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[in
             start = index
 
 
-async def copy_pieces(
-    target: Pool, source: Pool, to: Sequence[int], start: Sequence[int], piece: tuple[int, int]
-) -> int:
-    """Copy ``piece`` (offset, length in bytes) of the blocks ``start`` into the blocks ``to``; return the bytes moved.
+async def copy_pieces(target: Pool, source: Pool, plan: CopyPlan) -> int:
+    """Copy what ``plan`` says from one pool to another; return the bytes moved.
 
     Small copies between CPU pools run on the event loop, which gets a turn after every ``TURN_BYTES``. Copies above
     ``INLINE_COPY_BYTES`` run on a thread, because reaching one takes as long as several turns; so do copies of a GPU,
     which block. Nothing is written after a cancellation.
     """
-    offset, length = piece
-    moved = len(to) * length
-    if moved > (INLINE_COPY_BYTES if isinstance(target, np.ndarray) and isinstance(source, np.ndarray) else 0):
-        await wait_for_copy(asyncio.to_thread(copy_blocks, target, source, to, start, piece))
-        return moved
-    blocks, end = max(1, TURN_BYTES // length), offset + length
-    for first in range(0, len(to), blocks):
-        now = slice(first, first + blocks)
-        for begin in range(offset, end, TURN_BYTES):
-            if first or begin > offset:
+    on_cpu = isinstance(target, np.ndarray) and isinstance(source, np.ndarray)
+    ours, theirs = view_units(target, plan.unit_bytes), view_units(source, plan.unit_bytes)
+    if plan.bytes > (INLINE_COPY_BYTES if on_cpu else 0):
+        await wait_for_copy(asyncio.to_thread(copy_blocks, ours, theirs, plan.target, plan.source, plan.piece))
+        return plan.bytes
+    units, end = max(1, TURN_BYTES // plan.length), plan.offset + plan.length
+    for first in range(0, len(plan.target), units):
+        now = slice(first, first + units)
+        for begin in range(plan.offset, end, TURN_BYTES):
+            if first or begin > plan.offset:
                 await asyncio.sleep(0)
-            copy_blocks(target, source, to[now], start[now], (begin, min(TURN_BYTES, end - begin)))
-    return moved
+            copy_blocks(ours, theirs, plan.target[now], plan.source[now], (begin, min(TURN_BYTES, end - begin)))
+    return plan.bytes
 
 
 async def wait_for_copy(copying: Coroutine[Any, Any, object]) -> None:

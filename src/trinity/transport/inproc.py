@@ -67,9 +67,8 @@ class InprocRemote:
         self._peer, self._into = peer, into
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
-        piece = check_read("inproc", source, self._peer.blocks, target, self._into, within)
-        memory = self._memory()
-        return await copy_pieces(self._into.pool, memory.pool, target, source, piece)
+        plan = check_read("inproc", source, self._peer.blocks, target, self._into, within)
+        return await copy_pieces(self._into.pool, self._memory().pool, plan)
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("inproc", "source", source, self._peer.blocks)

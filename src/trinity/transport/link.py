@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from trinity.errors import OfferRefused, PeerLost, TransferTimeout, TransportError
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import ByteRange, check_block_numbers, check_read
+from trinity.transport.base import ByteRange, CopyPlan, check_block_numbers, check_read
 
 logger = logging.getLogger("trinity")
 CANCEL_GRACE_S = 1.0  # given to a cancelled read to end by itself; after that its link is closed
@@ -102,10 +102,8 @@ class Link:
         """Wait until the peer has answered once. Raises ``PeerLost``, ``HandshakeError``, ``TransferTimeout``."""
         await asyncio.shield(asyncio.wrap_future(self.opened))
 
-    async def read(
-        self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int], timeout_s: float
-    ) -> None:
-        """Copy ``piece`` (offset, length in bytes) of the blocks ``source`` into the blocks ``target``.
+    async def read(self, plan: CopyPlan, timeout_s: float) -> None:
+        """Copy what ``plan`` says, which is not nothing.
 
         Raises ``PeerLost``, ``TransferTimeout``, ``OfferRefused``; after any of them nothing more is written.
         """
@@ -252,11 +250,11 @@ class LinkRemote:
         self._closed = False
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
-        piece = check_read(self._scheme, source, self._blocks, target, self._into, within)
+        plan = check_read(self._scheme, source, self._blocks, target, self._into, within)
         link = await self.link()
         if source:
-            await link.read(source, target, piece, self._timeout_s)
-        return len(source) * piece[1]
+            await link.read(plan, self._timeout_s)
+        return plan.bytes
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers(self._scheme, "source", source, self._blocks)

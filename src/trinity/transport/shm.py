@@ -95,9 +95,8 @@ class ShmRemote:
         self._process = ProcessWatch(peer)
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
-        piece = check_read("shm", source, self._peer.blocks, target, self._into, within)
-        theirs = self._bytes()[: self._peer.size].reshape(self._peer.blocks, self._peer.block_bytes)
-        return await copy_pieces(self._ours, theirs, target, source, piece)
+        plan = check_read("shm", source, self._peer.blocks, target, self._into, within)
+        return await copy_pieces(self._ours, self._bytes()[: self._peer.size], plan)
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("shm", "source", source, self._peer.blocks)

@@ -8,8 +8,8 @@ from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lanes import StepInFlight
 from trinity.core.instance.request_state import KvStream, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, LayersWritten, Part, Prefill, Ready, Step, Stepped
-from trinity.core.migration.source import open_offer
+from trinity.core.messages import KV, LayersWritten, Prefill, Ready, Step, Stepped
+from trinity.core.migration.source import kv_part, open_offer
 from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers
 
 
@@ -22,11 +22,10 @@ def open_streams(s: State, step: Step, now: float) -> None:
     """Offer the KV of requests whose prefill begins, so that a decode instance reserves meanwhile."""
     for row in step.prefills:
         state = s.requests[row.request]
-        if state.outgoing is None and state.ending is None and streams_kv(s, state):
-            blocks = state.block_table[: s.prefill_blocks(state)]
-            if open_offer(s, state, now, "D", KV, (Part(blocks),)):
-                state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size)
-                _tell(s, state, None, (0, state.kv_stream.announced_blocks))
+        begins = state.outgoing is None and state.ending is None and streams_kv(s, state)
+        if begins and open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
+            state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size)
+            _tell(s, state, None, (0, state.kv_stream.announced_blocks))
 
 
 def layers_per_group(s: State, prefills: Sequence[Prefill]) -> int:

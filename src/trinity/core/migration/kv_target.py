@@ -71,8 +71,20 @@ def _pull(s: State, state: RequestState, incoming: IncomingTransfer, piece: Piec
     if not state.pulls_in_flight:
         incoming.busy_since = now
     layers = None if piece.layers == (0, s.settings.layers) else piece.layers
-    blocks = (offer.parts[0].blocks[span], state.block_table[span])
-    s.pull(state, Pull(offer.id, number, offer.source, KV, state.work.request, *blocks, offer.generation, layers))
+    part = offer.parts[0]
+    pull = Pull(
+        offer=offer.id,
+        part=number,
+        source=offer.source,
+        kind=KV,
+        request=state.work.request,
+        source_blocks=part.blocks[span],
+        target_blocks=state.block_table[span],
+        generation=offer.generation,
+        layers=layers,
+        tail=part.tail if piece.blocks[1] == len(part.blocks) else 0,
+    )
+    s.pull(state, pull)
 
 
 def finish_piece(s: State, state: RequestState, event: Pulled, now: float) -> Failure | None:

@@ -66,7 +66,7 @@ def handle_fetch(s: State, event: Fetch, now: float) -> None:
     found = s.cached_media(list(event.keys)) if event.kind == IMAGE else ()
     if found:
         s.lend(Lease(event.id, "", event.requester, IMAGE, found, now))
-    s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation))
+    s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail))
 
 
 # ---------------------------------------------------------------- the target
@@ -83,7 +83,7 @@ def ask_holder(s: State, state: RequestState, part: int, now: float) -> None:
     id = f"{incoming.offer.id}/{part}"
     s.fetches[id] = FeatureFetch(state.work.request, incoming.offer.id, part, holder, now)
     s.watch_lease(now)
-    s.send(holder, Fetch(id, s.settings.name, IMAGE, tuple(state.media[part].keys)))
+    s.send(holder, Fetch(id, s.settings.name, IMAGE, tuple(state.media[part].keys), incoming.offer.parts[part].tail))
 
 
 def handle_fetched(s: State, event: Fetched, now: float) -> None:
@@ -98,11 +98,18 @@ def handle_fetched(s: State, event: Fetched, now: float) -> None:
     if not event.blocks:
         give_back_request(s, state, now)
         return
-    incoming, slot = state.incoming, state.media[asked.part]
+    incoming = state.incoming
     assert incoming is not None
     incoming.fetched_parts[asked.part] = event
-    blocks = (event.blocks, slot.blocks)
-    s.pull(state, Pull(asked.offer, asked.part, event.holder, IMAGE, asked.request, *blocks, event.generation))
+    s.pull(state, pull_features(state, asked.part, event.holder, event.blocks, event.generation))
+
+
+def pull_features(state: RequestState, part: int, source: str, blocks: tuple[int, ...], generation: int) -> Pull:
+    """The pull of one media item's features from ``blocks`` of ``source``."""
+    assert state.incoming is not None
+    offer = state.incoming.offer
+    places, tail = state.media[part].blocks, offer.parts[part].tail
+    return Pull(offer.id, part, source, IMAGE, state.work.request, blocks, places, generation, tail=tail)
 
 
 def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:

@@ -29,7 +29,8 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
     encoder separation).
     """
     if state.outgoing is None:
-        parts = tuple(Part(slot.blocks, slot.holder) for slot in state.media)
+        rows = s.settings.image_block_size
+        parts = tuple(Part(slot.blocks, slot.holder, slot.span.tokens % rows) for slot in state.media)
         if not open_offer(s, state, now, "P", IMAGE, parts):
             return
         remember_skipped(s, state)
@@ -44,10 +45,15 @@ def offer_kv(s: State, state: RequestState, now: float) -> None:
     if state.kv_stream is not None:
         _commit(s, state, now)
         return
-    blocks = state.block_table[: s.prefill_blocks(state)]
-    if open_offer(s, state, now, "D", KV, (Part(blocks),)):
+    if open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
         announce(s, state, (0,))
         _commit(s, state, now)
+
+
+def kv_part(s: State, state: RequestState) -> Part:
+    """The KV blocks that the request's prefill fills."""
+    tail = state.prefill_end % s.settings.kv_block_size
+    return Part(state.block_table[: s.prefill_blocks(state)], tail=tail)
 
 
 def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.request_state import FEATURES_GONE, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pull, Pulled, Ready, Withdraw
+from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pulled, Ready, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
     finish_piece,
@@ -22,7 +22,7 @@ from trinity.core.migration.kv_target import (
     queue_pieces,
     reserve_kv,
 )
-from trinity.core.migration.remote_features import ask_holder, finish_fetch, skipped_record
+from trinity.core.migration.remote_features import ask_holder, finish_fetch, pull_features, skipped_record
 
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
@@ -143,8 +143,7 @@ def _ask_media(s: State, state: RequestState, now: float) -> None:
             if state.ending is not None:
                 return
             continue
-        blocks = (offer.parts[part].blocks, slot.blocks)
-        s.pull(state, Pull(offer.id, part, offer.source, IMAGE, state.work.request, *blocks, offer.generation))
+        s.pull(state, pull_features(state, part, offer.source, offer.parts[part].blocks, offer.generation))
 
 
 def handle_pulled(s: State, event: Pulled, now: float) -> None:

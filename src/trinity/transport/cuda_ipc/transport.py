@@ -24,6 +24,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import (
     MAX_REQUEST_BYTES,
     ByteRange,
+    CopyPlan,
     Remote,
     check_block_numbers,
     check_read,
@@ -224,15 +225,15 @@ class CudaIpcRemote:
             raise
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
-        piece = check_read("cuda_ipc", source, self._peer.blocks, target, self._into, within)
+        plan = check_read("cuda_ipc", source, self._peer.blocks, target, self._into, within)
         await self._request([])
         if source:
             self._copying += 1
             try:
-                await wait_for_copy(asyncio.to_thread(self._copy, source, target, piece))
+                await wait_for_copy(asyncio.to_thread(self._copy, plan))
             finally:
                 self._copying -= 1
-        return len(source) * piece[1]
+        return plan.bytes
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("cuda_ipc", "source", source, self._peer.blocks)
@@ -256,14 +257,14 @@ class CudaIpcRemote:
                 self._writer.transport.abort()  # its reply must not be taken for that of the next request
                 raise
 
-    def _copy(self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int]) -> None:
-        driver, size = self._driver, self._peer.block_bytes
+    def _copy(self, plan: CopyPlan) -> None:
+        driver, size, offset = self._driver, plan.unit_bytes, plan.offset
         driver.use(self._device)
         driver.wait_for(self._stream, self._event)
         theirs, ours = self._address + self._peer.offset, address_of(self._into)
         try:
-            for start, to, length in plan_copies(source, target, piece, size):
-                driver.copy(ours + to * size + piece[0], theirs + start * size + piece[0], length, self._stream)
+            for start, to, length in list_copies(plan):
+                driver.copy(ours + to * size + offset, theirs + start * size + offset, length, self._stream)
         finally:
             driver.finish(self._stream)
 
@@ -290,13 +291,11 @@ class CudaIpcRemote:
             _open_allocations.close(self._driver, self._peer.handle)
 
 
-def plan_copies(
-    source: Sequence[int], target: Sequence[int], piece: tuple[int, int], block_bytes: int
-) -> list[tuple[int, int, int]]:
-    """List (source block, target block, bytes) of each copy: one for a run of whole blocks, else one a block."""
-    if piece == (0, block_bytes):
-        return [(start, to, length * block_bytes) for start, to, length in find_runs(source, target)]
-    return [(start, to, piece[1]) for start, to in zip(source, target, strict=True)]
+def list_copies(plan: CopyPlan) -> list[tuple[int, int, int]]:
+    """List (source unit, target unit, bytes) of each copy: one for a run of whole units, else one a unit."""
+    if plan.length == plan.unit_bytes:
+        return [(start, to, count * plan.length) for start, to, count in find_runs(plan.source, plan.target)]
+    return [(start, to, plan.length) for start, to in zip(plan.source, plan.target, strict=True)]
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:

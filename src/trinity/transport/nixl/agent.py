@@ -23,6 +23,7 @@ import numpy as np
 
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
 from trinity.memory.block_memory import GENERATION_BYTES, BlockMemory
+from trinity.transport.base import CopyPlan
 from trinity.transport.link import Link, PendingRead
 from trinity.transport.ucx_environment import set_ucx_defaults
 
@@ -65,9 +66,18 @@ class Region(msgspec.Struct, frozen=True):
         """The whole pool as one descriptor for registration."""
         return [(self.address, self.block_bytes * self.blocks, self.device, "")]
 
+    def in_units(self, unit_bytes: int) -> Region:
+        """Describe the same pool with units of ``unit_bytes`` as its blocks."""
+        return Region(self.address, unit_bytes, self.blocks * self.block_bytes // unit_bytes, self.memory, self.device)
+
     def rows(self, offset: int, length: int) -> np.ndarray:
         """Describe a piece of all blocks as one strided row: one for each of 65,536 blocks takes 0.3 s."""
         return np.array([[self.address + offset, length, self.device, self.block_bytes, self.blocks]], np.uint64)
+
+    def pieces(self, numbers: Sequence[int], offset: int, length: int) -> np.ndarray:
+        """Describe a piece of each of these blocks: one row of address, length and device for each."""
+        addresses = self.address + np.array(numbers, np.uint64) * np.uint64(self.block_bytes) + np.uint64(offset)
+        return np.stack([addresses, *(np.full(len(numbers), each, np.uint64) for each in (length, self.device))], 1)
 
     def part(self, first: int, count: int) -> list[tuple[int, int, int]]:
         """Describe ``count`` consecutive blocks as one descriptor."""
@@ -125,11 +135,10 @@ class NixlLink(Link):
         self._agent: Any = None
         self._lists: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    async def read(
-        self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int], timeout_s: float
-    ) -> None:
-        numbers = np.array(target, np.int32), np.array(source, np.int32)
-        await self.ask(lambda: self._blocks(*numbers, piece), f"{len(source)} blocks", timeout_s)
+    async def read(self, plan: CopyPlan, timeout_s: float) -> None:
+        prepared = plan.unit_bytes == self._theirs.pool.block_bytes and len(plan.source) > 1
+        start = self._blocks if prepared or plan.length == self._theirs.pool.block_bytes else self._pieces
+        await self.ask(lambda: start(plan), f"{len(plan.source)} blocks", timeout_s)
 
     async def generation(self, source: Sequence[int], timeout_s: float) -> int:
         """Fetch the highest generation of the peer's blocks. Calls take turns: all read into one buffer."""
@@ -173,9 +182,19 @@ class NixlLink(Link):
                 rows.release()
         self._lists.clear()
 
-    def _blocks(self, target: np.ndarray, source: np.ndarray, piece: tuple[int, int]) -> Any:
-        ours, theirs = self._pair(*piece)
+    def _blocks(self, plan: CopyPlan) -> Any:
+        ours, theirs = self._pair(*plan.piece)
+        target, source = np.array(plan.target, np.int32), np.array(plan.source, np.int32)
         return self._start_transfer(self._agent.make_prepped_xfer("READ", ours, target, theirs, source))
+
+    def _pieces(self, plan: CopyPlan) -> Any:
+        """Read the rows of a block that is not full: their number differs each time, so nothing is prepared."""
+        sides = ((self._ours, plan.target), (self._theirs.pool, plan.source))
+        here, there = (
+            self._agent.get_xfer_descs(region.in_units(plan.unit_bytes).pieces(numbers, *plan.piece), region.memory)
+            for region, numbers in sides
+        )
+        return self._start_transfer(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
 
     def _generations(self, first: int, count: int) -> Any:
         here = self._agent.get_xfer_descs(self._local_generations.part(first, count), "DRAM")

@@ -12,7 +12,6 @@ import ctypes
 import logging
 import mmap
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,6 +21,8 @@ import numpy as np
 
 from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.byte_ranges import view_units
+from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
 from trinity.transport.nixl.source import PushReply, PushRequest
 
@@ -55,17 +56,15 @@ class StagingArea:
         kind = "DRAM" if self._into.raw is not None else "VRAM"
         return Region(self.address, length, self.size // length, kind, self.device)
 
-    def copy(self, target: Sequence[int], offset: int, length: int) -> None:
-        """Copy the first pieces, ``length`` bytes each, to byte ``offset`` of the blocks ``target``."""
-        pieces = self._bytes[: len(target) * length].reshape(len(target), length)
-        if self._into.raw is not None:
-            self._into.raw[list(target), offset : offset + length] = pieces
-            return
-        import torch
+    def copy(self, plan: CopyPlan) -> None:
+        """Copy the first pieces, side by side here, to where ``plan`` says."""
+        pieces = self._bytes[: plan.bytes].reshape(-1, plan.length)
+        ours = view_units(self._into.pool, plan.unit_bytes)
+        ours[list(plan.target), plan.offset : plan.offset + plan.length] = pieces
+        if self._into.raw is None:
+            import torch
 
-        ours = self._into.piece(offset, length)
-        ours[list(target)] = pieces.view(ours.dtype)
-        torch.cuda.synchronize(self._into.device)
+            torch.cuda.synchronize(self._into.device)
 
     def abandon(self) -> None:
         """Keep the address range for ever, because the source may still write there; free CPU memory behind it."""
@@ -76,10 +75,10 @@ class StagingArea:
 
 
 class PushTransfer:
-    """One request to the source, and the blocks ``target`` to which the written pieces belong."""
+    """One request to the source, and the part of a read that it carries out."""
 
-    def __init__(self, number: int, target: Sequence[int], piece: tuple[int, int]) -> None:
-        self.number, self.target, self.piece = number, target, piece
+    def __init__(self, number: int, plan: CopyPlan) -> None:
+        self.number, self.plan = number, plan
 
 
 class NixlPushLink(NixlLink):
@@ -94,15 +93,14 @@ class NixlPushLink(NixlLink):
         self._heartbeat: Any = None
         self._last_heartbeat = 0.0
 
-    async def read(
-        self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int], timeout_s: float
-    ) -> None:
+    async def read(self, plan: CopyPlan, timeout_s: float) -> None:
         """Read as many blocks at a time as the staging area holds; reads of one link take turns."""
-        most = self._stage.size // piece[1]
+        most = self._stage.size // plan.length
         async with self._read_lock:
-            for start in range(0, len(source), most):
-                blocks, places = source[start : start + most], target[start : start + most]
-                await self.ask(partial(self._push, blocks, places, piece), f"{len(blocks)} blocks", timeout_s)
+            for start in range(0, len(plan.source), most):
+                now = slice(start, start + most)
+                part = plan._replace(source=plan.source[now], target=plan.target[now])
+                await self.ask(partial(self._push, part), f"{len(part.source)} blocks", timeout_s)
 
     # ------------------------------------------------------------ on the thread
 
@@ -112,12 +110,12 @@ class NixlPushLink(NixlLink):
         self._agent.register_memory(whole.whole, whole.memory)
         self._metadata = self._agent.get_agent_metadata()
 
-    def _push(self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int]) -> PushTransfer:
+    def _push(self, plan: CopyPlan) -> PushTransfer:
         number = next(self._numbers)
-        stage = self._stage.region(piece[1])
-        request = PushRequest(self._metadata, number, self._theirs.pool, stage, piece[0], list(source))
+        stage, pool = self._stage.region(plan.length), self._theirs.pool
+        request = PushRequest(self._metadata, number, pool, stage, plan.offset, list(plan.source), plan.unit_bytes)
         self._agent.send_notif(self._theirs.agent, msgspec.msgpack.encode(request))
-        return PushTransfer(number, target, piece)
+        return PushTransfer(number, plan)
 
     def _take_notifications(self) -> None:
         for name, messages in self._agent.get_new_notifs().items():
@@ -135,7 +133,7 @@ class NixlPushLink(NixlLink):
             return False, None
         if reply.reason:
             raise OfferRefused(f"{self.peer} refuses: {reply.text}", reply.reason, "nixl", self.peer)
-        self._stage.copy(handle.target, *handle.piece)
+        self._stage.copy(handle.plan)
         return True, None
 
     def _check_heartbeat(self) -> None:

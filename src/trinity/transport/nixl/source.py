@@ -18,9 +18,10 @@ logger = logging.getLogger("trinity")
 
 
 class PushRequest(msgspec.Struct, frozen=True):
-    """Target to source: write a piece of each of ``blocks`` of ``pool`` side by side into ``stage``.
+    """Target to source: write a piece of each of ``units`` of ``pool`` side by side into ``stage``.
 
-    The piece begins at byte ``offset`` and is as long as a block of ``stage``.
+    The pool counts as units of ``unit_bytes``. A piece begins at byte ``offset`` of its unit and is as long as a block
+    of ``stage``.
     """
 
     metadata: bytes
@@ -28,7 +29,8 @@ class PushRequest(msgspec.Struct, frozen=True):
     pool: Region
     stage: Region
     offset: int
-    blocks: list[int]
+    units: list[int]
+    unit_bytes: int
 
 
 class PushReply(msgspec.Struct, frozen=True):
@@ -63,29 +65,31 @@ class PushWriter:
             self._forget(name, error)
 
     def _refusal(self, request: PushRequest) -> PushReply:
-        pool, length = request.pool, request.stage.block_bytes
+        pool, length, unit_bytes = request.pool, request.stage.block_bytes, request.unit_bytes
         if pool not in self._regions:
             return PushReply(request.number, "missing", "this source has no such pool")
         fits = (
-            request.offset >= 0
-            and 0 < length <= pool.block_bytes - request.offset
-            and len(request.blocks) <= request.stage.blocks
+            unit_bytes > 0
+            and not pool.block_bytes % unit_bytes
+            and request.offset >= 0
+            and 0 < length <= unit_bytes - request.offset
+            and len(request.units) <= request.stage.blocks
         )
-        if not fits or any(not 0 <= block < pool.blocks for block in request.blocks):
+        if not fits or any(not 0 <= unit < pool.in_units(unit_bytes).blocks for unit in request.units):
             return PushReply(
                 request.number, "incompatible", f"no such blocks among {pool.blocks} of {pool.block_bytes} bytes"
             )
         return PushReply(request.number)
 
     def _write(self, name: str, request: PushRequest) -> None:
-        rows = request.pool.rows(request.offset, request.stage.block_bytes)
+        rows = request.pool.in_units(request.unit_bytes).rows(request.offset, request.stage.block_bytes)
         ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, request.pool.memory)
         theirs = self._agent.prep_xfer_dlist(
             name, request.stage.rows(0, request.stage.block_bytes), request.stage.memory
         )
-        places = np.arange(len(request.blocks), dtype=np.int32)
+        places = np.arange(len(request.units), dtype=np.int32)
         done = msgspec.msgpack.encode(PushReply(request.number))
-        handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(request.blocks, np.int32), theirs, places, done)
+        handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(request.units, np.int32), theirs, places, done)
         self.in_flight.append((handle, [ours, theirs], name))
         self._agent.transfer(handle)
 

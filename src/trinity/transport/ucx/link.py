@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from trinity.errors import HandshakeError, OfferRefused, PeerLost, TransportError
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import MAX_REQUEST_BYTES, find_runs
+from trinity.transport.base import MAX_REQUEST_BYTES, CopyPlan, find_runs
 from trinity.transport.link import Link, PendingRead
 from trinity.transport.ucx.protocol import (
     REQUEST_TAG,
@@ -39,10 +40,10 @@ LOST_ERRORS = (
 
 
 class UcxTransfer:
-    """One request: its reply, then its pieces, in order."""
+    """One request: its reply, then its pieces, in order, and what is to be done when all are here."""
 
-    def __init__(self, number: int, sent: tuple[Any, Any], expected: deque[Any]) -> None:
-        self.number, self.sent, self.expected = number, sent, expected
+    def __init__(self, number: int, sent: tuple[Any, Any], expected: deque[Any], end: Callable[[], None]) -> None:
+        self.number, self.sent, self.expected, self.end = number, sent, expected, end
         self.reply: UcxReply | None = None
         self.piece = 0
         self.receiving: deque[tuple[Any, Any]] = deque()
@@ -64,13 +65,20 @@ class UcxLink(Link):
         self._worker: UcxWorker | None = None
         self._endpoint: Any = None
 
-    async def read(
-        self, source: Sequence[int], target: Sequence[int], piece: tuple[int, int], timeout_s: float
-    ) -> None:
-        found = list(find_runs(source, target))
+    async def read(self, plan: CopyPlan, timeout_s: float) -> None:
+        found = list(find_runs(plan.source, plan.target))
         theirs = [(start, length) for start, _, length in found]
-        ours = split_pieces([(to, length) for _, to, length in found], piece, self._theirs.block_bytes)
-        await self.ask(lambda: self._send_request(theirs, ours, piece, ()), f"{len(source)} blocks", timeout_s)
+        ours = [(to, length) for _, to, length in found]
+        if plan.unit_bytes == self._theirs.block_bytes:
+            pieces = split_pieces(ours, plan.piece, plan.unit_bytes)
+            places, end = deque(self._ours.at(*run, plan.piece) for run in pieces), _nothing
+        else:
+            packed = self._ours.make_room(plan.bytes)
+            places, end = deque([packed]), partial(self._ours.scatter, plan, packed)
+        size = (*plan.piece, plan.unit_bytes)
+        await self.ask(
+            lambda: self._send_request(theirs, places, size, (), end), f"{len(plan.source)} blocks", timeout_s
+        )
 
     async def generation(self, source: Sequence[int], timeout_s: float) -> int:
         reply: UcxReply = await self.ask(lambda: self._request_generations(source), "generations", timeout_s)
@@ -90,25 +98,28 @@ class UcxLink(Link):
         self._await_first(lambda: self._request_generations([0]), self._wait)
 
     def _request_generations(self, source: Sequence[int]) -> UcxTransfer:
-        return self._send_request([], [], (0, self._theirs.block_bytes), source)
+        size = self._theirs.block_bytes
+        return self._send_request([], deque(), (0, size, size), source, _nothing)
 
     def _send_request(
         self,
         theirs: list[tuple[int, int]],
-        ours: list[tuple[int, int]],
-        piece: tuple[int, int],
+        places: deque[Any],
+        size: tuple[int, int, int],
         generations: Sequence[int],
+        end: Callable[[], None],
     ) -> UcxTransfer:
+        """Request ``theirs``, runs of units; ``size`` is offset and length in each unit, and the unit's bytes."""
         assert self._worker is not None
         peer, number = self._theirs, next(self._numbers)
         request = UcxRequest(
-            self._id, self._worker.address, number, peer.pool, peer.secret, *piece, theirs, list(generations)
+            self._id, self._worker.address, number, peer.pool, peer.secret, *size, theirs, list(generations)
         )
         data = np.frombuffer(msgspec.msgpack.encode(request), np.uint8)
         if len(data) > MAX_REQUEST_BYTES:
             raise OfferRefused(f"{len(theirs)} runs of blocks are too many for one request", "blocks", "ucx")
         sent = self._worker.send(self._endpoint, data, REQUEST_TAG)
-        return UcxTransfer(number, (sent, data), deque(self._ours.at(*run, piece) for run in ours))
+        return UcxTransfer(number, (sent, data), places, end)
 
     def _next_read(self) -> PendingRead | None:
         if self._queue.empty():
@@ -132,7 +143,10 @@ class UcxLink(Link):
             pass
         while transfer.receiving and transfer.receiving[0][0].completed:
             transfer.receiving.popleft()[0].check_error()
-        return transfer.reply is not None and not transfer.expected and not transfer.receiving, transfer.reply
+        over = transfer.reply is not None and not transfer.expected and not transfer.receiving
+        if over:
+            transfer.end()
+        return over, transfer.reply
 
     def _receive_reply(self, transfer: UcxTransfer) -> None:
         """Receive the reply, if it has arrived: it is small, and complete once it is announced."""
@@ -185,3 +199,7 @@ class UcxLink(Link):
         made = self._peer_lost() if type(error).__name__ in LOST_ERRORS else super()._as_transport_error(error)
         made.__cause__ = error.with_traceback(None)  # its frames would keep the connection alive
         return made
+
+
+def _nothing() -> None:
+    """Do nothing: the bytes of a request came to their place."""

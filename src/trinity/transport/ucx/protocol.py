@@ -11,9 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from trinity.errors import TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.byte_ranges import view_units
+from trinity.transport.base import CopyPlan
 from trinity.transport.ucx_environment import set_ucx_defaults
 
 INSTALL_UCXX = 'pip install "ucxx-cu13==0.52.*"'
@@ -35,10 +38,11 @@ class UcxDescriptor(msgspec.Struct, frozen=True):
 
 
 class UcxRequest(msgspec.Struct, frozen=True):
-    """Target to source: send ``runs`` of blocks (first, count), and report the generation of blocks ``generations``.
+    """Target to source: send ``runs`` of units (first, count), and report the generation of blocks ``generations``.
 
-    ``link`` and ``address`` say where to send; ``number`` identifies the request. Of each block, ``length`` bytes from
-    byte ``offset`` are sent.
+    ``link`` and ``address`` say where to send; ``number`` identifies the request. The pool counts as units of
+    ``unit_bytes``; of each, ``length`` bytes from byte ``offset`` are sent. Parts of blocks that are smaller than a
+    block come in one message, side by side.
     """
 
     link: bytes
@@ -48,6 +52,7 @@ class UcxRequest(msgspec.Struct, frozen=True):
     secret: bytes
     offset: int
     length: int
+    unit_bytes: int
     runs: list[tuple[int, int]]
     generations: list[int] = []
 
@@ -158,7 +163,7 @@ class PoolBytes:
 
     def __init__(self, memory: BlockMemory) -> None:
         self.memory = memory  # keeps the bytes alive while UCX uses them
-        self._flat: Any = memory.raw.reshape(-1) if memory.raw is not None else _flat_on_gpu(memory)
+        self._flat: Any = view_units(memory.pool, memory.block_bytes).reshape(-1)
 
     def at(self, block: int, count: int, piece: tuple[int, int]) -> Any:
         """View ``count`` blocks from ``block`` on, or a ``piece`` (offset, length in bytes) of one."""
@@ -166,11 +171,31 @@ class PoolBytes:
         start = block * size + piece[0]
         return self._flat[start : start + (count - 1) * size + piece[1]]
 
+    def gather(self, units: list[int], piece: tuple[int, int], unit_bytes: int) -> Any:
+        """Copy a piece of each of these units, side by side."""
+        found = view_units(self._flat, unit_bytes)[units, piece[0] : piece[0] + piece[1]].reshape(-1)
+        self._wait_for_device()
+        return found
 
-def _flat_on_gpu(memory: BlockMemory) -> Any:
-    import torch  # emulated instances have none
+    def scatter(self, plan: CopyPlan, pieces: Any) -> None:
+        """Copy ``pieces``, which lie side by side, to where ``plan`` says."""
+        place = slice(plan.offset, plan.offset + plan.length)
+        view_units(self._flat, plan.unit_bytes)[list(plan.target), place] = pieces.reshape(-1, plan.length)
+        self._wait_for_device()
 
-    return memory.tensor.view(-1).view(torch.uint8)
+    def make_room(self, size: int) -> Any:
+        """Make a buffer of ``size`` bytes beside the pool, on its device."""
+        if self.memory.raw is not None:
+            return np.empty(size, np.uint8)
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device=self.memory.device)
+
+    def _wait_for_device(self) -> None:
+        if self.memory.raw is None:
+            import torch
+
+            torch.cuda.synchronize(self.memory.device)
 
 
 def split_pieces(runs: list[tuple[int, int]], piece: tuple[int, int], block_bytes: int) -> list[tuple[int, int]]:

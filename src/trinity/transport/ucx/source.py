@@ -128,16 +128,29 @@ class UcxSource:
         pool = self._pools.get(request.pool)
         if pool is None:
             return UcxReply("missing", f"{self.name} has no pool {request.pool}"), []
-        memory, piece = pool.memory, (request.offset, request.length)
-        ends = [block for first, count in request.runs for block in (first, first + count - 1)]
-        fits = request.offset >= 0 and 0 < request.length <= memory.block_bytes - request.offset
-        if (
-            not fits
-            or any(not 0 <= block < memory.blocks for block in (*request.generations, *ends))
-            or any(n < 1 for _, n in request.runs)
-        ):
+        memory, piece, unit_bytes = pool.memory, (request.offset, request.length), request.unit_bytes
+        if not _fits(memory, request):
             return UcxReply("incompatible", f"no such blocks among {memory.blocks} of {memory.block_bytes} bytes"), []
-        parts = split_pieces(request.runs, piece, memory.block_bytes)
+        reply = UcxReply(generation=memory.generation(request.generations))
+        if unit_bytes != memory.block_bytes and len(peer.sends) < MAX_SENDS:
+            units = [first + index for first, count in request.runs for index in range(count)]
+            return reply, [pool.gather(units, piece, unit_bytes)]
+        parts = split_pieces(request.runs, piece, unit_bytes)
         if len(peer.sends) + len(parts) > MAX_SENDS:
             return UcxReply("busy", f"{len(peer.sends)} messages are in flight already"), []
-        return UcxReply(generation=memory.generation(request.generations)), [pool.at(*run, piece) for run in parts]
+        return reply, [pool.at(*run, piece) for run in parts]
+
+
+def _fits(memory: BlockMemory, request: UcxRequest) -> bool:
+    """Tell if all that is requested lies in the pool, and is no more than the pool has."""
+    unit_bytes, counts = request.unit_bytes, [count for _, count in request.runs]
+    if unit_bytes < 1 or memory.block_bytes % unit_bytes or any(count < 1 for count in counts):
+        return False
+    units = memory.blocks * (memory.block_bytes // unit_bytes)
+    return (
+        request.offset >= 0
+        and 0 < request.length <= unit_bytes - request.offset
+        and all(0 <= first <= units - count for first, count in request.runs)
+        and (unit_bytes == memory.block_bytes or sum(counts) <= units)
+        and all(0 <= block < memory.blocks for block in request.generations)
+    )
