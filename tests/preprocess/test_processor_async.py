@@ -47,7 +47,7 @@ def same(one: ProcessedRequest, other: ProcessedRequest) -> bool:
 def requests(count: int) -> list[Request]:
     return [
         Request(
-            "which " * (i % 5) + "<image> of these " * (i % 4),
+            "which " * (1 + i % 5) + "<image> of these " * (i % 4),
             images=[picture(10 * i + j, 28 + 28 * j) for j in range(i % 4)],
             sampling=Sampling(seed=i),
         )
