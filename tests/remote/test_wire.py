@@ -129,3 +129,54 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
     assert there.paced.fingerprint == paced.fingerprint
     hello = Hello("E0", "abc", {"kv": Layout((1, 2), "torch.float32", 8)})
     assert decode(encode(hello)) == hello
+
+
+def with_tensor(dtype: str, shape: list[int], data: bytes) -> bytes:
+    """A Submit whose input is a tensor with this header, as a peer of any make could send it."""
+    header = msgspec.msgpack.encode([dtype, shape, data])
+    inputs = [{"pixels": msgspec.msgpack.Ext(1, header)}]
+    return msgspec.msgpack.encode({"type": "Submit", "work": {"request": "r", "prompt": [1]}, "inputs": inputs})
+
+
+ALL_DTYPES = sorted(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
+
+
+@given(
+    st.sampled_from([*ALL_DTYPES, "save", "", "float32.x"]),
+    st.lists(st.integers(-2, 9) | st.integers(-(2**63), 2**64 - 1), max_size=4),
+    st.binary(max_size=64) | st.integers(0, 64).map(bytes),
+)
+def test_a_tensor_has_just_the_bytes_of_its_dimensions(dtype: str, shape: list[int], data: bytes) -> None:
+    try:
+        found = decode(with_tensor(dtype, shape, data))
+    except HandshakeError:
+        return
+    assert isinstance(found, Submit)
+    pixels = found.inputs[0]["pixels"]
+    assert list(pixels.shape) == shape
+    assert pixels.nbytes == len(data)
+    assert pixels.reshape(-1).view(torch.uint8).numpy().tobytes() == data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data"),
+    [
+        ("quint8", [64], bytes(64)),
+        ("quint4x2", [4], bytes(64)),
+        ("float32", [2**64 - 1], bytes(4)),
+        ("float32", [1000, 1000], b""),
+        ("float32", [-1], bytes(8)),
+        ("float32", [0, 2**62, 4], b""),
+        ("uint8", [1] * 100_000, b"x"),
+        ("bool", [4], b"\x00\x07\x01\x00"),
+    ],
+    ids=["quantized", "packed", "huge", "uninitialised", "negative", "strides", "dimensions", "bool"],
+)
+def test_no_tensor_is_made_of_a_header_that_lies(dtype: str, shape: list[int], data: bytes) -> None:
+    with pytest.raises(HandshakeError, match="no message"):
+        decode(with_tensor(dtype, shape, data))
+
+
+def test_other_dtypes_do_not_set_out() -> None:
+    with pytest.raises(UnsendableMessage, match=r"complex64 cannot travel"):
+        encode(Submit(Work(request="r", prompt=(1,)), ({"pixels": torch.zeros(2, dtype=torch.complex64)},)))

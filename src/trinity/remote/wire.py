@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -37,6 +38,20 @@ from trinity.remote import channel
 from trinity.traces.trace import SLO
 
 TENSOR = 1  # the extension code of a tensor
+ITEM_BYTES = {  # the dtypes that travel: no quantized one, whose tensors torch cannot make of plain bytes
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+MAX_DIMENSIONS = 16
+MAX_ITEMS = 1 << 32  # a tensor of none may have no longer dimension either
 
 
 class Layout(Value, frozen=True):
@@ -174,25 +189,39 @@ def _encode_hook(value: Any) -> Any:
         return encode_rule(value)
     import torch
 
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and (dtype := str(value.dtype).removeprefix("torch.")) in ITEM_BYTES:
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        header = _TensorHeader(str(value.dtype).removeprefix("torch."), tuple(value.shape), flat.numpy().data)
+        header = _TensorHeader(dtype, tuple(value.shape), flat.numpy().data)
         return msgspec.msgpack.Ext(TENSOR, msgspec.msgpack.encode(header))
-    raise NotImplementedError(f"{type(value).__name__} cannot travel in a message")
+    kind = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise NotImplementedError(f"{kind} cannot travel in a message")
 
 
 def _decode_ext(code: int, data: memoryview) -> Any:
     if code != TENSOR:
         raise ValueError(f"unknown extension type {code}")
+    header = msgspec.msgpack.decode(data, type=_TensorHeader)
+    _check_tensor(header)
     import torch
 
-    header = msgspec.msgpack.decode(data, type=_TensorHeader)
-    dtype = getattr(torch, header.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {header.dtype!r}")
+    dtype = getattr(torch, header.dtype)
     if not header.data:
         return torch.empty(header.shape, dtype=dtype)
     return torch.frombuffer(bytearray(header.data), dtype=dtype).reshape(header.shape)
+
+
+def _check_tensor(header: _TensorHeader) -> None:
+    """Raise ``ValueError`` unless the dtype is of the list and the bytes are just those of the dimensions."""
+    size = ITEM_BYTES.get(header.dtype)
+    if size is None:
+        raise ValueError(f"unknown dtype {header.dtype!r:.40}")
+    dimensions = header.shape
+    if len(dimensions) > MAX_DIMENSIONS or any(each < 0 for each in dimensions):
+        raise ValueError("the dimensions of a tensor are negative, or too many")
+    if math.prod(each or 1 for each in dimensions) > MAX_ITEMS or math.prod(dimensions) * size != len(header.data):
+        raise ValueError(f"{len(header.data)} bytes are not those of a tensor of these dimensions")
+    if header.dtype == "bool" and bytes(header.data).strip(b"\0\1"):
+        raise ValueError("a bool of a tensor is neither 0 nor 1")
 
 
 ControlMessage = (
@@ -239,9 +268,9 @@ def encode(message: Value) -> bytes:
 
 
 def decode(frame: bytes) -> Value:
-    """Decode a message. Raises ``HandshakeError`` if the frame is not one."""
+    """Decode a message. Raises ``HandshakeError`` if the frame is not one, whatever the decoder makes of it."""
     try:
         message: Value = _decoder.decode(frame)
-    except (msgspec.DecodeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise HandshakeError(f"a control frame of {len(frame)} bytes is no message: {error}", "control") from error
     return message
