@@ -22,7 +22,8 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
-from trinity.remote.channel import Address, Channel, connect, listen
+from trinity.remote.channel import Address, Channel, connect
+from trinity.remote.listener import listen
 from trinity.remote.wire import Hello, decode, encode
 from trinity.request import Output, Request, Sampling
 

@@ -20,7 +20,7 @@ from support.paths import ROOT
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media import MediaLimits
-from trinity.remote import channel
+from trinity.remote import channel, handshake, listener
 from trinity.remote.channel import SHORTEST_SECRET
 
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -106,6 +106,8 @@ LIMITS = MediaLimits()
         f"A message has at most {channel.MAX_MESSAGE >> 30} GiB (`MAX_MESSAGE`)",
         f"in frames of {channel.MAX_FRAME >> 20} MiB (`MAX_FRAME`), a hello has {channel.MAX_HELLO >> 20} MiB",
         f"of at least {SHORTEST_SECRET} characters",
+        f"are at most {listener.MAX_UNAUTHENTICATED} at once (`MAX_UNAUTHENTICATED`)",
+        f"(BLAKE2b, {8 * handshake.TAG} bits)",
     ],
 )
 def test_the_security_page_has_the_figures_of_the_code(said: str) -> None:

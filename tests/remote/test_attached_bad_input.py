@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from trinity.core.messages import FRONTEND
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, OfferRefused, PeerLost
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote import channel as channels
+from trinity.remote import handshake
 from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
 from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.remote.supervisor import ProcessConfig, make_setups
@@ -74,10 +73,10 @@ async def test_another_secret(launcher: Launcher) -> None:
 
 async def test_another_version(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     async with by_hand(launcher, tcp()) as (one,):
-        monkeypatch.setattr(channels, "VERSION", channels.VERSION + 1)
+        monkeypatch.setattr(handshake, "VERSION", handshake.VERSION + 1)
         error = await refused(one.instance("EPD"))
         assert isinstance(error, HandshakeError)
-        assert f"version {channels.VERSION - 1} of the protocol" in str(error)
+        assert f"version {handshake.VERSION - 1} of the protocol" in str(error)
         assert "install the same trinity" in str(error)
 
 
@@ -205,8 +204,19 @@ async def dropped(address: Address, said: bytes) -> None:
     writer.close()
 
 
-async def dropped_as_peer(address: Address, frame: bytes) -> None:
-    """The same from one that holds the secret."""
+async def dropped_as_peer(address: Address, *said: bytes) -> None:
+    """The same from one that holds the secret, and says this."""
+    channel = await connect(address, SECRET.encode(), encode(Hello("instance")))
+    for frame in said:
+        channel.send(frame)
+    async with asyncio.timeout(LIVENESS_S):
+        with pytest.raises(PeerLost):
+            await channel.receive()
+    await channel.aclose()
+
+
+async def cut_off(address: Address, frame: bytes) -> None:
+    """The same from one that puts bytes of its own into somebody's channel."""
     channel = await connect(address, SECRET.encode(), encode(Hello("instance")))
     channel._writer.write(frame)
     async with asyncio.timeout(LIVENESS_S):
@@ -215,26 +225,19 @@ async def dropped_as_peer(address: Address, frame: bytes) -> None:
     await channel.aclose()
 
 
-def framed(payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload)) + payload
-
-
 async def test_strangers_do_not_disturb_a_pipeline(launcher: Launcher) -> None:
     async with by_hand(launcher, tcp()) as (one,), pipeline(Instance("EP"), one.instance("D")) as pipe:
         before = (await pipe.complete(request()), one.descriptors())
-        greeting = channels.MAGIC + channels.VERSION.to_bytes(2, "big") + b"n" * 32
+        greeting = handshake.MAGIC + handshake.VERSION.to_bytes(2, "big") + b"\0" + b"n" * 32
         hello = encode(Hello("EP0"))
         async with asyncio.TaskGroup() as group:
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, os.urandom(4096), greeting + b"p" * 32, greeting[:20]):
                 group.create_task(dropped(one.address, said))
-            for frame in (
-                framed(b"\xc1 garbage"),
-                (MAX_FRAME + 1).to_bytes(4, "big"),
-                framed(encode(Hello("EP0", pipeline="another"))),
-                framed(hello),
-                b"",
-            ):
+            for frame in (b"\xc1 garbage", encode(Hello("EP0", pipeline="another")), hello):
                 group.create_task(dropped_as_peer(one.address, frame))
+            group.create_task(dropped_as_peer(one.address))
+            for raw in ((MAX_FRAME + 1).to_bytes(4, "big") + bytes(16), bytes(4 + 16 + 16), hello * 9):
+                group.create_task(cut_off(one.address, raw))
             for _ in range(4):
                 assert (await pipe.complete(request())).token_ids == before[0].token_ids
         assert (await pipe.complete(request())).token_ids == before[0].token_ids
@@ -245,7 +248,7 @@ async def test_a_peer_that_says_garbage_is_lost_and_started_again(launcher: Laun
     async with by_hand(launcher, tcp()) as (one,), pipeline(one.instance("EPD")) as pipe:
         wanted = (await pipe.complete(request())).token_ids
         channel = cast(Channel, pipe.processes["EPD0"]._channel)
-        channel._writer.write(framed(b"\xc1 garbage"))
+        channel.send(b"\xc1 garbage")
         async with asyncio.timeout(LIVENESS_S):
             while pipe.processes["EPD0"].setup.epoch == 0:
                 await asyncio.sleep(0.02)

@@ -12,7 +12,9 @@ import pytest
 
 from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
 from trinity.remote import channel as channels
-from trinity.remote.channel import MAGIC, Address, Channel, connect, listen
+from trinity.remote.channel import Address, Channel, connect
+from trinity.remote.handshake import MAGIC, VERSION
+from trinity.remote.listener import listen
 
 SECRET = b"s" * 32
 Serve = Callable[[Channel], Awaitable[None]]
@@ -81,15 +83,15 @@ async def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
 
 
 def greeting(version: int, nonce: bytes) -> bytes:
-    return MAGIC + version.to_bytes(2, "big") + nonce
+    return MAGIC + version.to_bytes(2, "big") + b"\0" + nonce
 
 
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 40, "does not speak"),
-        (greeting(channels.VERSION + 1, b"n" * 32), "version"),
-        (greeting(channels.VERSION, b"n" * 32) + b"p" * 32, "secret"),
+        (greeting(VERSION + 1, b"n" * 32), "version"),
+        (greeting(VERSION, b"n" * 32) + b"p" * 32, "secret"),
         (b"TRN", "left during"),
         (b"", "left during"),
     ],
@@ -125,7 +127,7 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"\x00" * 200, b"GET / HTTP/1.1\r\n\r\n" * 20, greeting(1, b"n" * 32) + b"p" * 32]
+    "garbage", [b"", b"\x00" * 200, b"GET / HTTP/1.1\r\n\r\n" * 20, greeting(VERSION, b"n" * 32) + b"p" * 32]
 )
 async def test_garbage_does_not_disturb_the_others(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with server() as bound:
@@ -178,7 +180,9 @@ async def test_a_frame_above_the_limit_ends_the_channel() -> None:
 
 async def test_a_frame_cut_in_its_middle_is_a_lost_peer() -> None:
     async def serve(channel: Channel) -> None:
-        channel._writer.write((100).to_bytes(4, "big") + b"only this")
+        assert channel._sent is not None
+        head = (100).to_bytes(4, "big")
+        channel._writer.write(head + channel._sent.header_tag(head) + b"only this")
         await channel.aclose()
 
     async with server(serve) as bound:
@@ -241,7 +245,7 @@ async def test_frames_that_would_never_end_are_refused(headers: list[int]) -> No
     async with server(serve) as bound:
         channel = await connect(bound, SECRET, b"x")
         for header in headers:
-            channel._writer.write(header.to_bytes(4, "big") + b"y" * min(header & ~channels.MORE, 600))
+            channel._write_frame(header, memoryview(b"y" * min(header & ~channels.MORE, 600)))
         with pytest.raises(PeerLost):
             await channel.receive()
     assert "above the limit" in str(failures[0])

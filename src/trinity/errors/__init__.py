@@ -23,7 +23,7 @@
     │   ├── OfferRefused              the peer refused an offer or a read (``.reason``)
     │   ├── PeerLost                  the connection to the peer is lost
     │   ├── TransferTimeout           a transfer took longer than its limit
-    │   └── IntegrityError            blocks arrived with other content than they were sent with
+    │   └── IntegrityError            blocks or messages arrived with other content than they were sent with
     └── ClosedError                   the pipeline, stream or transport is closed
 """
 
@@ -162,7 +162,7 @@ class TransferTimeout(TransportError):
 
 
 class IntegrityError(TransportError):
-    """Blocks arrived with other content than they were sent with."""
+    """Blocks, or messages between instances, arrived with other content than they were sent with."""
 
 
 class ClosedError(TrinityError):

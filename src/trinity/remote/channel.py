@@ -1,8 +1,9 @@
 """Control channel: ordered, length-framed messages between two processes, authenticated on both sides.
 
-One for each pair of processes, over a Unix or TCP socket. Both sides prove that they hold the pipeline's secret (HMAC
-over the other's challenge) before any other byte is decoded. A message of at most ``MAX_MESSAGE`` bytes travels in
-frames of ``MAX_FRAME``; nothing is ever unpickled.
+One for each pair of processes, over a Unix or TCP socket. Both sides prove that they hold the pipeline's secret before
+any other byte is decoded (``trinity.remote.handshake``). Each frame over TCP carries a tag that only the two can make;
+one that was altered on its way ends the channel. A message of at most ``MAX_MESSAGE`` bytes travels in frames of
+``MAX_FRAME``; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from trinity.errors import ConfigError, HandshakeError, PeerLost, TransportError
+from trinity.errors import ConfigError, HandshakeError, IntegrityError, PeerLost, TransportError
+from trinity.remote.handshake import TAG, CrowdedError, Seals, shake_hands
 
 logger = logging.getLogger("trinity")
 SECRET_VARIABLE = "TRINITY_SECRET"  # environment variable that holds the pipeline's secret
 SHORTEST_SECRET = 32  # characters
-VERSION = 2
-MAGIC = b"TRNY"
-NONCE = 32
 MAX_FRAME = 1 << 20  # bytes: a longer message goes in several, so that neither side's loop stands still for one
 MAX_MESSAGE = 2 << 30  # bytes: the pixels of a request are the largest payload
 MAX_HELLO = 1 << 20
 MORE = 1 << 31  # of a frame's header: the message goes on in the next frame
 TIMEOUT_S = 10.0
+MAX_RESETS = 10  # tries to connect that are reset, before the peer is taken for another program
+CROWDED_S = 0.1  # at most, before another try to connect where too many wait for a handshake
+JOINED_BYTES = 64 << 10  # frames up to this size are written in one piece
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,25 @@ class Address:
 
 
 class Channel:
-    """An authenticated connection, used on the event loop's thread. ``hello``: the peer's first message."""
+    """An authenticated connection, used on the event loop's thread.
+
+    - ``seals`` (None): tags of frames sent and received; None where the system vouches for the peer.
+    - ``limit`` (bytes): of one message.
+
+    ``hello`` is the peer's first message.
+    """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: bytes = b"", limit: int = MAX_MESSAGE
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        seals: Seals = None,
+        limit: int = MAX_MESSAGE,
     ) -> None:
-        self.hello, self.limit = hello, limit
+        self.hello, self.limit = b"", limit
         self._reader, self._writer = reader, writer
+        self._sent = seals[0] if seals is not None else None
+        self._received = seals[1] if seals is not None else None
 
     @property
     def closed(self) -> bool:
@@ -90,11 +103,19 @@ class Channel:
         self._write_frame(len(rest), rest)
 
     def _write_frame(self, header: int, data: memoryview) -> None:
-        self._writer.write(header.to_bytes(4, "big"))
-        self._writer.write(data)
+        head = header.to_bytes(4, "big")
+        pieces: list[bytes | memoryview] = [head, data]
+        if self._sent is not None:
+            pieces = [head + self._sent.header_tag(head), data, self._sent.data_tag(data)]
+        for piece in [b"".join(pieces)] if len(data) <= JOINED_BYTES else pieces:
+            self._writer.write(piece)
 
     async def receive(self) -> bytes:
-        """Receive the next message. Raises ``PeerLost`` at the end, ``TransportError`` for one above the limit."""
+        """Receive the next message.
+
+        Raises ``PeerLost`` at the end, ``TransportError`` for one above the limit, ``IntegrityError`` where a frame was
+        altered, repeated, left out or put elsewhere on its way. After any of them the channel is closed.
+        """
         data, more = await self._read_frame(0)
         if not more:
             return data
@@ -106,22 +127,37 @@ class Channel:
 
     async def _read_frame(self, before: int) -> tuple[bytes, bool]:
         """Read one frame of a message that has ``before`` bytes already; return it, and whether more of it follows."""
+        begun, tag = False, TAG if self._received is not None else 0
         try:
-            header = int.from_bytes(await self._reader.readexactly(4), "big")
+            head = await self._reader.readexactly(4 + tag)
+            begun, header = True, int.from_bytes(head[:4], "big")
+            if self._received is not None:
+                self._check(head[4:], self._received.header_tag(head[:4]))
             size, more = header & ~MORE, bool(header & MORE)
             if size > MAX_FRAME or before + size > self.limit or (more and not size):
                 self.abort()
                 raise TransportError(
                     f"a message of {before + size} bytes is above the limit of {self.limit}", "control"
                 )
-            return await self._reader.readexactly(size), more
+            data = await self._reader.readexactly(size)
+            if self._received is not None:
+                self._check(await self._reader.readexactly(TAG), self._received.data_tag(data))
+            return data, more
         except asyncio.IncompleteReadError as error:
             self.abort()
-            what = "in the middle of a frame" if error.partial else "between frames"
+            what = "in the middle of a frame" if begun or error.partial else "between frames"
             raise PeerLost(f"the control channel ended {what}", "control") from error
         except OSError as error:
             self.abort()
             raise PeerLost(f"the control channel broke: {error}", "control") from error
+
+    def _check(self, tag: bytes, due: bytes) -> None:
+        if not hmac.compare_digest(tag, due):
+            self.abort()
+            peer = self._writer.get_extra_info("peername")
+            text = f"a frame from {peer} is not the one that was sent: somebody on the way alters the control channel"
+            logger.error("%s; it is closed", text)
+            raise IntegrityError(text, "control", str(peer))
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield frames until the peer is gone."""
@@ -131,7 +167,7 @@ class Channel:
 
     def abort(self) -> None:
         """Drop the connection; queued frames are lost."""
-        _abort(self._writer)
+        abort_writer(self._writer)
 
     async def aclose(self) -> None:
         """Send queued frames and close. Calling it twice does no harm."""
@@ -140,26 +176,43 @@ class Channel:
             await asyncio.wait_for(self._writer.wait_closed(), TIMEOUT_S)
 
 
-def _abort(writer: asyncio.StreamWriter) -> None:
+def abort_writer(writer: asyncio.StreamWriter) -> None:
+    """Drop a connection; what is queued is lost."""
     with suppress(AttributeError):  # asyncio: a transport that closed after its buffer ran empty has no loop any more
         writer.transport.abort()
 
 
 async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S) -> Channel:
-    """Connect, authenticate both sides and exchange hellos. Raises ``HandshakeError``, ``PeerLost``."""
+    """Connect, authenticate both sides and exchange hellos. Raises ``HandshakeError``, ``PeerLost``.
+
+    A listener with too many connections drops some before their proof: these try again while there is time.
+    """
+    resets, told = 0, False
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await _open(address)
-            try:
-                return await _handshake(reader, writer, secret, hello, server=False)
-            except BaseException:
-                _abort(writer)
-                await asyncio.sleep(0)  # abort closes the socket in the loop's next turn
-                raise
+            while True:
+                try:
+                    return await _connect_once(address, secret, hello)
+                except CrowdedError as error:
+                    resets, told = resets + (not error.told), told or error.told
+                    if resets >= MAX_RESETS:
+                        raise
+                    await asyncio.sleep(random.uniform(0, CROWDED_S))
     except TimeoutError as error:
-        raise HandshakeError(f"{address} did not answer within {timeout_s} s", "control", str(address)) from error
+        why = "has no room for a handshake: too many connect at once" if told else "did not answer"
+        raise HandshakeError(f"{address} {why} within {timeout_s} s", "control", str(address)) from error
     except OSError as error:
         raise PeerLost(f"{address} cannot be reached: {error}", "control", str(address)) from error
+
+
+async def _connect_once(address: Address, secret: bytes, hello: bytes) -> Channel:
+    reader, writer = await _open(address)
+    try:
+        return await exchange_hellos(reader, writer, await shake_hands(reader, writer, secret, server=False), hello)
+    except BaseException:
+        abort_writer(writer)
+        await asyncio.sleep(0)  # abort closes the socket in the loop's next turn
+        raise
 
 
 async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -168,97 +221,14 @@ async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection(address.host, address.port)
 
 
-@asynccontextmanager
-async def listen(
-    address: Address, secret: bytes, hello: bytes, serve: Callable[[Channel], Awaitable[None]]
-) -> AsyncIterator[Address]:
-    """Accept channels and hand each to ``serve`` once it is authenticated; yield the address in use.
-
-    A peer that fails the handshake is dropped without harm to others. Raises ``ConfigError`` if it cannot listen.
-    """
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        with suppress(asyncio.CancelledError):  # asyncio would report any exception of this task as an error
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    channel = await _handshake(reader, writer, secret, hello, server=True)
-                await serve(channel)
-            except TimeoutError:
-                logger.warning("a connection to %s was refused: no handshake within %s s", bound, TIMEOUT_S)
-            except TransportError as error:
-                logger.warning("a connection to %s was refused: %s", bound, error)
-            finally:
-                _abort(writer)
-
-    bound = address
-    server, bound = await _bind(address, accept)
-    try:
-        yield bound
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.wait_closed()
-        if address.scheme == "unix":
-            with suppress(OSError):
-                os.unlink(address.path)
-
-
-async def _bind(address: Address, accept: Callable[..., Awaitable[None]]) -> tuple[asyncio.Server, Address]:
-    try:
-        if address.scheme == "unix":
-            return await asyncio.start_unix_server(accept, address.path), address
-        server = await asyncio.start_server(accept, address.host, address.port)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
-    return server, Address("tcp", host=address.host, port=server.sockets[0].getsockname()[1])
-
-
-async def _handshake(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, hello: bytes, *, server: bool
+async def exchange_hellos(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: Seals, hello: bytes
 ) -> Channel:
-    """Exchange challenges and proofs, the client's proof first: a peer without the secret learns nothing."""
+    """Make a channel of an authenticated connection; both sides say hello. Raises ``HandshakeError``."""
+    channel = Channel(reader, writer, seals, MAX_HELLO)
+    channel.send(hello)
     try:
-        mine = secrets.token_bytes(NONCE)
-        writer.write(MAGIC + VERSION.to_bytes(2, "big") + mine)
-        theirs = await _read_greeting(reader)
-        roles = (b"server", b"client") if server else (b"client", b"server")
-        if server:
-            await _verify(reader, secret, roles[1], mine, theirs)
-        writer.write(_proof(secret, roles[0], theirs, mine))
-        if not server:
-            await _verify(reader, secret, roles[1], mine, theirs)
-        channel = Channel(reader, writer, limit=MAX_HELLO)
-        channel.send(hello)
-        return Channel(reader, writer, await channel.receive())
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise HandshakeError(
-            "the peer left during the handshake: the secrets differ, or it is not an instance of trinity"
-        ) from error
-
-
-async def _read_greeting(reader: asyncio.StreamReader) -> bytes:
-    greeting = await reader.readexactly(len(MAGIC) + 2 + NONCE)
-    if not greeting.startswith(MAGIC):
-        raise HandshakeError("the peer does not speak trinity's protocol", "control")
-    version = int.from_bytes(greeting[len(MAGIC) : len(MAGIC) + 2], "big")
-    if version != VERSION:
-        text = f"the peer speaks version {version} of the protocol, this side {VERSION}"
-        raise HandshakeError(f"{text}: install the same trinity on both", "control")
-    return greeting[-NONCE:]
-
-
-def _proof(secret: bytes, role: bytes, challenge: bytes, own: bytes) -> bytes:
-    return hmac.digest(secret, role + challenge + own, "sha256")
-
-
-async def _verify(reader: asyncio.StreamReader, secret: bytes, role: bytes, mine: bytes, theirs: bytes) -> None:
-    proof = await reader.readexactly(32)
-    if not hmac.compare_digest(proof, _proof(secret, role, mine, theirs)):
-        raise HandshakeError("the peer does not hold this pipeline's secret", "control")
+        channel.hello, channel.limit = await channel.receive(), MAX_MESSAGE
+    except PeerLost as error:
+        raise HandshakeError(f"the peer left before its hello: {error}", "control") from error
+    return channel

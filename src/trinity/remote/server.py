@@ -22,7 +22,8 @@ from pathlib import Path
 from trinity.core.messages import FRONTEND
 from trinity.errors import HandshakeError, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel, listen
+from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
+from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
 from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
 

@@ -1,0 +1,216 @@
+"""Listener: accepts control channels, and bounds what costs anything before a connection is authenticated.
+
+A connection that has not proved the secret holds a place for ten seconds at most, and there are few places. Where all
+are taken the oldest of the address that has most of them gives way, so that a flood drops its own connections first;
+a rightful client that is dropped tries again. Refusals are logged, a few of them each minute and then their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from trinity.errors import ConfigError, TransportError
+from trinity.remote import channel as channels
+from trinity.remote.channel import Address, Channel, abort_writer, exchange_hellos
+from trinity.remote.handshake import CROWDED, shake_hands
+
+logger = logging.getLogger("trinity")
+MAX_UNAUTHENTICATED = 128  # connections without a proof, at once; a quarter of the descriptors where these are few
+BACKLOG = 1024  # connections that the system holds until they are accepted
+NO_DESCRIPTOR_S = 0.05  # before the next connection is accepted, where the process has no descriptor left
+LOGGED_REFUSALS, LOG_WINDOW_S = 8, 60.0
+Serve = Callable[[Channel], Awaitable[None]]
+
+
+class RefusalLog:
+    """Log of connections that were refused: the first few of a minute with their reason, of the rest their number."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._since, self._count = time.monotonic(), 0
+
+    def add(self, why: str) -> None:
+        if time.monotonic() - self._since > LOG_WINDOW_S:
+            self.flush()
+        self._count += 1
+        if self._count <= LOGGED_REFUSALS:
+            logger.warning("a connection to %s was refused: %s", self._address, why)
+
+    def flush(self) -> None:
+        """Log the number of those that were not logged one by one, and begin a new minute."""
+        if self._count > LOGGED_REFUSALS:
+            more, seconds = self._count - LOGGED_REFUSALS, time.monotonic() - self._since
+            logger.warning("%d more connections to %s were refused within %.0f s", more, self._address, seconds)
+        self._since, self._count = time.monotonic(), 0
+
+
+class Listener:
+    """Accepts connections on ``sockets`` until ``aclose``; each that is authenticated is handed to ``serve``."""
+
+    def __init__(self, address: Address, sockets: list[socket.socket], secret: bytes, hello: bytes, serve: Serve):
+        self._secret, self._hello, self._handler = secret, hello, serve
+        self._refusals = RefusalLog(address)
+        self._places = max(1, min(MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._waiting: dict[asyncio.Task[Any], str] = {}  # those without a proof and their hosts, oldest first
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        for each in sockets:
+            self._start(self._accept(each), each)
+
+    def _start(self, work: Coroutine[Any, Any, None], using: socket.socket) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_done, using))
+        return task
+
+    def _on_done(self, used: socket.socket, task: asyncio.Task[None]) -> None:
+        used.close()  # also of a task that was cancelled before it began
+        self._tasks.discard(task)
+        self._waiting.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a control channel could not be served", exc_info=task.exception())
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, source = await self._loop.sock_accept(listening)
+            except OSError as error:
+                self._refusals.add(str(error))
+                await asyncio.sleep(NO_DESCRIPTOR_S)
+                continue
+            while len(self._waiting) >= self._places:
+                self._evict()
+            host = str(source[0]) if isinstance(source, tuple) else ""
+            self._waiting[self._start(self._serve(connection), connection)] = host
+            await asyncio.sleep(0)  # sock_accept does not wait while there are connections: others need their turn
+
+    def _evict(self) -> None:
+        """Drop the oldest connection of the host that has most of those without a proof."""
+        [(host, _)] = Counter(self._waiting.values()).most_common(1)
+        oldest = next(task for task, its_host in self._waiting.items() if its_host == host)
+        del self._waiting[oldest]
+        oldest.cancel()
+        self._refusals.add(f"{self._places} connections wait for a handshake, and others come")
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Authenticate a connection and hand it to the handler. Cancelled before its proof, it is told to come back."""
+        channel, writer = None, None
+        try:
+            async with asyncio.timeout(channels.TIMEOUT_S):
+                reader, writer = await _open_streams(connection)
+                seals = await shake_hands(reader, writer, self._secret, server=True)
+                self._waiting.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+                channel = await exchange_hellos(reader, writer, seals, self._hello)
+        except TimeoutError:
+            return self._refusals.add(f"no handshake within {channels.TIMEOUT_S} s")
+        except (OSError, TransportError) as error:
+            return self._refusals.add(str(error))
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                connection.send(CROWDED) if writer is None else writer.write(CROWDED)
+            raise
+        finally:
+            if channel is None and writer is not None:
+                abort_writer(writer)
+        try:
+            await self._handler(channel)
+        finally:
+            channel.abort()
+
+    async def aclose(self) -> None:
+        """Stop accepting and drop every connection."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._refusals.flush()
+
+
+async def _open_streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+@asynccontextmanager
+async def listen(address: Address, secret: bytes, hello: bytes, serve: Serve) -> AsyncIterator[Address]:
+    """Accept channels and hand each to ``serve`` once it is authenticated; yield the address in use.
+
+    A peer that fails the handshake is dropped without harm to others. Raises ``ConfigError`` if it cannot listen.
+    """
+    try:
+        sockets = _bind_unix(address.path) if address.scheme == "unix" else await _bind_tcp(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    bound = address
+    if address.scheme == "tcp":
+        bound = Address("tcp", host=address.host, port=sockets[0].getsockname()[1])
+    listener = Listener(bound, sockets, secret, hello, serve)
+    try:
+        yield bound
+    finally:
+        await listener.aclose()
+        if address.scheme == "unix":
+            with suppress(OSError):
+                os.unlink(address.path)
+
+
+def _bind_unix(path: str) -> list[socket.socket]:
+    """Listen on a socket file, in place of one that is there."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    return [_listen(socket.AF_UNIX, path)]
+
+
+async def _bind_tcp(address: Address) -> list[socket.socket]:
+    """Listen on every address that the host's name stands for, on one port."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, where in dict.fromkeys((family, where) for family, _, _, _, where in found):
+        port = sockets[0].getsockname()[1] if sockets else address.port
+        try:
+            sockets.append(_listen(family, (where[0], port, *where[2:])))
+        except OSError as error:
+            missing = error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                break
+    else:
+        missing = None if sockets else missing
+    if missing is not None:
+        for each in sockets:
+            each.close()
+        raise missing
+    return sockets
+
+
+def _listen(family: int, where: Any) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setblocking(False)
+        if family != socket.AF_UNIX:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(where)
+        made.listen(BACKLOG)
+    except BaseException:
+        made.close()
+        raise
+    return made
