@@ -6,7 +6,6 @@ PIL and torchvision yield different pixels: one backend is used everywhere, what
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.prompt import Placeholder
@@ -86,8 +86,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
 
 def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
     """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
-    check_directory(model_dir)
-    config = _load_config(model_dir)
+    config = read_config(model_dir)
     check_config(config)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
         from transformers import AutoTokenizer
@@ -109,15 +108,6 @@ def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
     return LoadedProcessor(
         config, tokenizer, processor, last_call, eos_ids, placeholders, media_ids, run_tokenizer, text.atomic
     )
-
-
-def check_directory(model_dir: Path) -> None:
-    """Raise ``ConfigError`` if the directory holds no checkpoint."""
-    if not (model_dir / "config.json").is_file():
-        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
-        raise ConfigError(
-            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
-        )
 
 
 def record_texts(tokenizer: Any, last_call: threading.local) -> Any:
@@ -187,20 +177,10 @@ def _processor_class(model_dir: Path, config: Any) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     for name in ("processor_config.json", "preprocessor_config.json"):
-        named = _read_json(model_dir / name).get("processor_class")
+        named = read_json(model_dir / name).get("processor_class")
         if isinstance(named, str) and hasattr(transformers, named):
             return getattr(transformers, named)
     return PROCESSOR_MAPPING.get(type(config), None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as exc:
-        raise ConfigError(f"{str(path)!r} is not valid JSON ({exc})") from exc
-    return content if isinstance(content, dict) else {}
 
 
 def _accept_stand_in(processor_class: Any) -> Any:
@@ -225,18 +205,6 @@ class NoVideo:
     def __init__(self, images: Any) -> None:
         for name in _VIDEO_FIELDS:
             setattr(self, name, getattr(images, name, None))
-
-
-def _load_config(model_dir: Path) -> Any:
-    from transformers import AutoConfig
-
-    _read_json(model_dir / "config.json")
-    try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as exc:
-        raise UnsupportedModel(
-            f"{str(model_dir)!r} has an architecture that transformers does not know; {explain_how_to_add()}"
-        ) from exc
 
 
 @contextmanager
@@ -268,6 +236,11 @@ def _placeholder(
             f"model type {config.model_type!r} has no placeholder token for images; {explain_how_to_add()}"
         )
     reserved = tuple(tokenizer.convert_ids_to_tokens(sorted(media_ids)))
+    if None in reserved:
+        raise ConfigError(
+            f"the config names tokens {sorted(media_ids)} for media, and the tokenizer lacks some of them; are both of "
+            "one checkpoint?"
+        )
     return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved)
 
 
@@ -279,7 +252,7 @@ def _media_ids(config: Any) -> frozenset[int]:
 def _eos_ids(model_dir: Path, config: Any, tokenizer: Any) -> frozenset[int]:
     """Find the end-of-sequence ids as generate() does: generation config, else model config, else tokenizer."""
     text = config.get_text_config()
-    named = _read_json(model_dir / "generation_config.json").get("eos_token_id")
+    named = read_json(model_dir / "generation_config.json").get("eos_token_id")
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -63,12 +64,12 @@ def preload_model(directory: str) -> None:
         return
     _preloaded.add(directory)
     with contextlib.suppress(Exception):
-        from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+        from trinity.preprocess.checkpoint import read_config
         from trinity.stages.models.loader import find_model_class
 
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = read_config(Path(directory))
         find_model_class(config)
         for name in config.sub_configs:
             MODEL_MAPPING.get(type(getattr(config, name)), None)

@@ -20,7 +20,7 @@ from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.preprocess.loader import check_directory
+from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance

@@ -154,12 +154,12 @@ def test_unknown_letters(letters: str) -> None:
 
 
 def test_directories_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere does not exist; give a directory"):
+    with pytest.raises(ConfigError, match=r"nowhere' does not exist; give the directory"):
         load_model(tmp_path / "nowhere", "P")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_model(tmp_path, "P")
     (tmp_path / "config.json").write_text('{"model_type": "not-a-model"}')
-    with pytest.raises(UnsupportedModel, match=r"(?s)known here: .*llava.*register_adapter"):
+    with pytest.raises(UnsupportedModel, match=r"(?s)supported are .*llava.*register_adapter"):
         load_model(tmp_path, "P")
 
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
@@ -23,7 +24,7 @@ from trinity.stages.kernels.linear import pack_weights, use_onednn
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
-from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text, known_models
+from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _lock = threading.RLock()
@@ -58,7 +59,7 @@ def load_model(
         raise ConfigError(f"letters must be some of E, P and D, got {letters!r}")
     if threads is not None:
         torch.set_num_threads(threads)
-    config = _read_config(directory)
+    config = read_config(directory)
     adapter, known = find_adapter(config)
     refuse_layers(adapter)
     if letters == "E" and not adapter.multimodal:
@@ -76,21 +77,6 @@ def load_model(
             self_check(model)
             model.language.trinity_checked = True
     return model
-
-
-def _read_config(directory: Path) -> Any:
-    from transformers import AutoConfig
-
-    if not (directory / "config.json").is_file():
-        what = "has no config.json" if directory.is_dir() else "does not exist"
-        raise ConfigError(f"the model directory {directory} {what}; give a directory in transformers' layout")
-    try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as exc:
-        known = ", ".join(known_models())
-        raise UnsupportedModel(
-            f"transformers cannot read the config in {directory}: {exc}. Models known here: {known}. {HOW_TO_ADD}"
-        ) from exc
 
 
 def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
@@ -136,11 +122,11 @@ def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
 
 def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     """Load a model of the checkpoint's class with the weights of one part and its own copy of the config."""
-    config = _read_config(directory)
+    config = read_config(directory)
     adapter, _ = find_adapter(config)
     with _quiet():
         try:
-            model, report = _partial_class(find_model_class(config), adapter, name).from_pretrained(
+            model, report = _partial_class(find_model_class(config), adapter, name, directory).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
@@ -148,8 +134,13 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, ImportError) as exc:
-            raise ConfigError(f"transformers cannot load the weights in {directory}: {exc}") from exc
+        except ConfigError:
+            raise
+        except Exception as exc:  # of transformers, torch, safetensors and pickle, which share no class
+            raise ConfigError(
+                f"transformers cannot load the weights in {directory} ({type(exc).__name__}: {exc}); is the checkpoint "
+                "complete, and its config its own?"
+            ) from exc
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
@@ -178,7 +169,7 @@ def find_model_class(config: Any) -> Any:
     raise UnsupportedModel(f"transformers has no generating class for {config.model_type!r}. {HOW_TO_ADD}")
 
 
-def _partial_class(whole: Any, adapter: ModelAdapter, part: str) -> Any:
+def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path) -> Any:
     """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest."""
 
     class Part(whole):  # type: ignore[misc]
@@ -188,6 +179,7 @@ def _partial_class(whole: Any, adapter: ModelAdapter, part: str) -> Any:
                 raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
             if adapter.multimodal:
                 _drop(self, adapter, part)
+            check_elements(directory, sum(each.numel() for each in self.parameters()))
 
     # transformers renames weights by the class that it sees
     Part.__name__, Part.__qualname__, Part.__module__ = whole.__name__, whole.__qualname__, whole.__module__

@@ -1,0 +1,142 @@
+"""Reads a checkpoint's config, bounded: one that no model can be built of is refused before anything is built.
+
+A checkpoint comes from outside. Its JSON may be of any size and depth, its counts of any type and value; built as they
+are, a million layers or a vocabulary of -1 cost minutes or end in another library's assertion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors.arguments import show
+from trinity.preprocess.model_types import explain_how_to_add
+
+MOST_CONFIG_BYTES = 16 << 20  # the largest published configs have some 100 KB
+MOST_HEADER_BYTES = 100_000_000  # of a file of safetensors: the format's own bound
+FEW_LAYERS = 512  # as many cost little, whatever weights there are
+MOST_ELEMENTS = 1 << 31  # of any one dimension
+ELEMENTS_PER_BYTE = 4  # of weights; 4 bits each are two
+_COUNTS = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "patch_size",
+        "image_size",
+        "depth",
+        "embed_dim",
+    }
+)
+_LAYERS = ("num_hidden_layers", "depth")
+_MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+
+
+def check_directory(model_dir: Path) -> None:
+    """Raise ``ConfigError`` if the directory holds no checkpoint."""
+    if not (model_dir / "config.json").is_file():
+        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
+        raise ConfigError(
+            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
+        )
+
+
+def read_config(model_dir: Path) -> Any:
+    """Read a checkpoint's config as transformers does, once its counts are possible ones.
+
+    Raises ``ConfigError`` where there is no checkpoint or no model can have its config, and ``UnsupportedModel`` where
+    transformers does not know the architecture.
+    """
+    check_directory(model_dir)
+    _check_counts(read_json(model_dir / "config.json"), model_dir)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as exc:  # its own readers, and those of each architecture's config, raise what they like
+        raise UnsupportedModel(
+            f"{str(model_dir)!r} has a config that transformers cannot read, or an architecture that it does not know "
+            f"({type(exc).__name__}: {exc}); {explain_how_to_add()}"
+        ) from exc
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object of JSON; empty where there is no such file. Raises ``ConfigError`` for a broken or huge one."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MOST_CONFIG_BYTES:
+            raise ConfigError(f"{str(path)!r} is larger than {MOST_CONFIG_BYTES:,} bytes: no config is")
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as exc:  # no JSON, no text, or brackets without end
+        raise ConfigError(f"{str(path)!r} is not valid JSON ({exc}); is the checkpoint complete?") from exc
+    except OSError as exc:
+        raise ConfigError(f"{str(path)!r} cannot be read ({exc})") from exc
+    if not isinstance(content, dict):
+        raise ConfigError(f"{str(path)!r} is not an object of JSON but a {type(content).__name__}")
+    return content
+
+
+def _check_counts(fields: dict[str, Any], model_dir: Path) -> None:
+    most = None
+    for place, name, value in _fields(fields):
+        if name in _COUNTS and not _is_count(value):
+            raise ConfigError(f"{str(model_dir)!r}: {place} is a whole number from 1 to 2**31, got {show(value)}")
+        if name in _MEDIA_IDS and value is not None and not _is_token(value):
+            raise ConfigError(f"{str(model_dir)!r}: {place} is the number of a token, got {show(value)}")
+        if name in _LAYERS and isinstance(value, int) and value > FEW_LAYERS:
+            most = most or max(FEW_LAYERS, count_tensors(model_dir))
+            if value > most:
+                raise ConfigError(
+                    f"{str(model_dir)!r}: {place} says {value:,} layers, and there are no weights for them"
+                )
+
+
+def _fields(fields: dict[str, Any], above: str = "") -> Iterator[tuple[str, str, Any]]:
+    for name, value in fields.items():
+        yield f"{above}{name}", name, value
+        if isinstance(value, dict):
+            yield from _fields(value, f"{above}{name}.")
+
+
+def _is_count(value: Any) -> bool:
+    """Lists are for each layer, pairs for two edges; None leaves the size to the architecture."""
+    if isinstance(value, list):
+        return all(map(_is_count, value))
+    return value is None or (type(value) is int and 1 <= value <= MOST_ELEMENTS)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_ELEMENTS
+
+
+def check_elements(model_dir: Path, elements: int) -> None:
+    """Raise ``ConfigError`` if the weight files cannot have so many ``elements``: memory for the rest would be made."""
+    files = [path for form in ("*.safetensors", "*.bin") for path in model_dir.glob(form)]
+    if elements > ELEMENTS_PER_BYTE * sum(path.stat().st_size for path in files):
+        raise ConfigError(
+            f"the config in {str(model_dir)!r} describes {elements:,} weights, and its files have no room for them; "
+            "is the checkpoint complete, and its config its own?"
+        )
+
+
+def count_tensors(model_dir: Path) -> int:
+    """Count the tensors in a checkpoint's files of safetensors, by their headers alone; 0 for other formats."""
+    return sum(map(_count_in_header, model_dir.glob("*.safetensors")))
+
+
+def _count_in_header(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return len(json.loads(file.read(length))) if length <= MOST_HEADER_BYTES else 0
+    except (OSError, ValueError, RecursionError):
+        return 0  # what is wrong with it is said when it is loaded
