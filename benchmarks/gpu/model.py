@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from trinity.costs.step_cost import Device
+from trinity.preprocess.checkpoint import read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION
 from trinity.stages.models import loader
 from trinity.stages.models.checks import set_attention
@@ -36,7 +37,7 @@ def random_weights(device: str) -> Iterator[None]:
     """Checkpoints that are loaded meanwhile get weights by transformers' own initialisation, made on ``device``."""
 
     def make(directory: Path, name: str, dtype: torch.dtype) -> Any:
-        config = loader._read_config(directory)
+        config = read_config(directory)
         adapter, _ = find_adapter(config)
         torch.manual_seed(0)
         with torch.device(device):

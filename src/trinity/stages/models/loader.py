@@ -169,8 +169,11 @@ def find_model_class(config: Any) -> Any:
     raise UnsupportedModel(f"transformers has no generating class for {config.model_type!r}. {HOW_TO_ADD}")
 
 
-def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path) -> Any:
-    """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest."""
+def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path | None = None) -> Any:
+    """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest.
+
+    ``directory`` (None): of the checkpoint, whose files must have room for the weights.
+    """
 
     class Part(whole):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -179,7 +182,8 @@ def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path
                 raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
             if adapter.multimodal:
                 _drop(self, adapter, part)
-            check_elements(directory, sum(each.numel() for each in self.parameters()))
+            if directory is not None:
+                check_elements(directory, sum(each.numel() for each in self.parameters()))
 
     # transformers renames weights by the class that it sees
     Part.__name__, Part.__qualname__, Part.__module__ = whole.__name__, whole.__qualname__, whole.__module__
