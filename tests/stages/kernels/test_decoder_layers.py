@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from support.known_classes import packs
 from trinity.memory import native
 from trinity.stages.attention.interface import (
     PAGED_ATTENTION,
@@ -20,19 +21,19 @@ from trinity.stages.attention.interface import (
     register_attention,
 )
 from trinity.stages.kernels import decoder_layers as module
-from trinity.stages.kernels import fused_elementwise, last_layer, linear, small_batch_gemm
+from trinity.stages.kernels import fused_elementwise, last_layer, linear
 from trinity.stages.kernels.decoder_layers import (
     DecoderAttentionProbe,
     _FusedDecoderLayer,
-    _make_empty_rows,
     fuse_decoder_layers,
 )
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.linear import pack_weights
+from trinity.stages.kernels.probes import make_empty_rows
 
-DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.has_gemm_kernel(each)]
+DTYPES = [each for each in (torch.float32, torch.bfloat16) if packs(each)]
 if not DTYPES or not fused_elementwise.has_fused_kernels():
-    pytest.skip(f"no kernels for few rows on this processor: {native.describe()}", allow_module_level=True)
+    pytest.skip(f"no elementwise kernels, or oneDNN packs nothing here: {native.describe()}", allow_module_level=True)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -47,7 +48,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "_is_packing_faster", packs)
     monkeypatch.setattr(linear, "_is_gemm_faster", lambda dtype: True)
 
 
@@ -62,8 +63,6 @@ def model_of(config: Any, dtype: torch.dtype = torch.float32, **more: Any) -> An
     found.set_attn_implementation(PAGED_ATTENTION)
     pack_weights(found)
     fuse_elementwise(found)
-    if any(each.gemm is None for each in found.layers.modules() if isinstance(each, linear.PackedLinear)):
-        pytest.skip("oneDNN packs in another order on this processor")
     return found
 
 
@@ -74,7 +73,7 @@ def asked_of(layer: Any, count: int, dtype: torch.dtype, backend: Any, seed: int
     ]
     cache = torch.empty((1, 2, 2, SIZES["num_key_value_heads"], 1, SIZES["head_dim"]), device="meta")
     named = {"position_embeddings": (made[1], made[2]), "attention_mask": None, "use_cache": False}
-    return made[0], {**named, "trinity_batch": PagedBatch(_make_empty_rows(), cache, backend)}
+    return made[0], {**named, "trinity_batch": PagedBatch(make_empty_rows(), cache, backend)}
 
 
 CONFIGS = [
@@ -184,7 +183,7 @@ def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: l
         backend = Halved()
         rows, named = asked_of(layer, 40, dtype, backend)
         named["trinity_batch"] = replace(
-            named["trinity_batch"], sampled=_make_empty_rows(), last=torch.tensor(last).long()
+            named["trinity_batch"], sampled=make_empty_rows(), last=torch.tensor(last).long()
         )
         if last:
             found.append(forward(layer, rows, **named))

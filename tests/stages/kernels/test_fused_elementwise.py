@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from support.known_classes import declare_known
 from trinity.memory import native
 from trinity.stages.kernels import fused_elementwise
 from trinity.stages.kernels.fused_elementwise import (
@@ -24,6 +25,7 @@ from trinity.stages.kernels.fused_elementwise import (
     rms_norm,
     silu_mul,
 )
+from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint
 
@@ -174,6 +176,13 @@ class NamedMLP(nn.Module):
         return found
 
 
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes above are as if somebody had read them."""
+    declare_known(monkeypatch, LayerPart.RMS_NORM, NamedRMSNorm)
+    declare_known(monkeypatch, LayerPart.GATED_MLP, NamedMLP)
+
+
 @torch.inference_mode()
 def both(module: nn.Module, width: int, dtype: torch.dtype = torch.float32) -> tuple[int, Tensor, Tensor]:
     """How many modules were swapped, and what the module gave before and after."""
@@ -184,6 +193,7 @@ def both(module: nn.Module, width: int, dtype: torch.dtype = torch.float32) -> t
     return fused_elementwise.count_fused(module), module(rows), wanted
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("made", [lambda: NamedRMSNorm(0.0), lambda: NamedMLP(nn.SiLU())])
 def test_what_computes_the_same_is_swapped(made: Any, dtype: torch.dtype) -> None:
@@ -196,6 +206,14 @@ def test_what_computes_the_same_is_swapped(made: Any, dtype: torch.dtype) -> Non
     check(found, wanted)
 
 
+@pytest.mark.parametrize("made", [lambda: NamedRMSNorm(0.0), lambda: NamedMLP(nn.SiLU())])
+def test_what_computes_the_same_but_was_never_read_is_left_alone(made: Any) -> None:
+    count, found, wanted = both(made(), 24 if isinstance(made(), NamedRMSNorm) else 16)
+    assert count == 0
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
     "made", [lambda: NamedRMSNorm(1.0), lambda: NamedMLP(nn.GELU()), lambda: NamedMLP(nn.SiLU(), swapped=True)]
 )
@@ -208,6 +226,7 @@ def test_what_computes_otherwise_is_left_alone(made: Any) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.usefixtures("known")
 @torch.inference_mode()
 def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
     norm, mlp = NamedRMSNorm(0.0), NamedMLP(nn.SiLU())
@@ -220,6 +239,7 @@ def test_rows_that_the_kernels_are_not_for_go_the_plain_way() -> None:
     assert torch.equal(mlp(gaps[..., :16]), plain[1](gaps[..., :16]))
 
 
+@pytest.mark.usefixtures("known")
 @torch.inference_mode()
 def test_many_rows_are_worked_on_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_elementwise, "MLP_TILE", 1)

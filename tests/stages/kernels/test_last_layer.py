@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.checkpoint_files import checkpoint
+from support.known_classes import declare_known
 from support.language_stage import Solo, work
 from support.layer_progress import prefilled_and_told
 from support.stage_driver import OUTPUTS, Driver, generated, processed
@@ -19,6 +20,7 @@ from trinity.stages import batch
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.kernels import last_layer
+from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.models import load_model, loader
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -219,11 +221,20 @@ class Tower(nn.Module):
         for number in range(lists):
             setattr(self, f"layers{number}", nn.ModuleList(nn.Linear(3, 3) for _ in range(4)))
 
+    def forward(self, rows: Tensor) -> list[Tensor]:
+        states = [rows]
+        for layer in self.layers0:  # type: ignore[union-attr]
+            states.append(layer(states[-1]))
+        return states
+
 
 @pytest.mark.parametrize(
     ("taken", "out"), [(-1, 0), (-2, 1), (3, 1), (4, 0), ([1, -3], 2), ([0, -4], 3), (0, 0), ([-2, -1], 0)]
 )
-def test_layers_behind_the_states_that_are_taken(taken: int | list[int], out: int) -> None:
+def test_layers_behind_the_states_that_are_taken(
+    taken: int | list[int], out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare_known(monkeypatch, LayerPart.TOWER, Tower)
     tower: Any = Tower()
     rows = torch.randn(2, 3)
     assert drop_unused_layers(tower, taken) == out
@@ -231,6 +242,9 @@ def test_layers_behind_the_states_that_are_taken(taken: int | list[int], out: in
     assert alike == [False] * (4 - out) + [True] * out
 
 
-def test_a_tower_of_an_unknown_form_is_left_alone() -> None:
+def test_a_tower_of_an_unknown_form_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drop_unused_layers(Tower(), -2) == 0, "never read"
+    declare_known(monkeypatch, LayerPart.TOWER, Tower)
+    assert drop_unused_layers(Tower(), -2) == 1
     assert drop_unused_layers(Tower(lists=2), -2) == 0
     assert drop_unused_layers(Tower(lists=0), -2) == 0

@@ -2,8 +2,9 @@
 
 A third of a decode step of a small model is host time: views, checks and dispatch, some hundred of them per layer. If
 all parts of a layer have kernels (``fused_elementwise``, ``linear``), this calls them one after the other. A layer is
-swapped only if, at load, its own forward gives the same on random rows, with a stand-in for attention that records its
-parameters. Rows that the kernels do not support take the layer's own forward.
+swapped only if its source and its attention's are known (``admission``) and, at load, its own forward gives the same on
+a probe of near and far positions, with a stand-in for attention that records its parameters. Rows that the kernels do
+not support, other keywords and hooks within the layer take the layer's own forward.
 
 Long batches pass the parts before and after attention in pieces, so that what lies between two products is small enough
 to reuse memory that is still in the cache.
@@ -15,12 +16,12 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trinity.memory import native
 from trinity.stages.attention.interface import AttentionParams, PagedBatch, PagedRows, StopAfterWrite
+from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.fused_elementwise import (
     _eps,
     _FusedGatedMlp,
@@ -31,15 +32,20 @@ from trinity.stages.kernels.fused_elementwise import (
     rms_norm,
     silu_mul,
 )
+from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import _pick_keywords, _TwoPassLayer
 from trinity.stages.kernels.linear import PackedLinear
+from trinity.stages.kernels.probes import ROW_SCALES, is_close, list_positions, make_empty_rows, make_noise
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
+from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
 
 PIECE_ROWS = 2400  # each piece reads the weights again, and longer ones cost fresh pages
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value
+_KEYWORDS = {"position_embeddings", "position_ids", "trinity_batch"}
+_UNSET = {"attention_mask", "past_key_values", "use_cache", "output_attentions", "output_hidden_states"}
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value of a row
 Projection = Callable[[Tensor], Tensor]
 RotaryAngles = tuple[Tensor, Tensor]
 
@@ -78,9 +84,13 @@ class DecoderLayerPlan:
         few: list[SmallBatchGemm | None] = [each.gemm for each in modules]
         self._gemms: Any = few if all(few) else None
         self._width, self._hidden = width, len(first.weight)
+        self._hooks = collect_hooks(each for each in layer.modules() if each is not layer)
         self.params = AttentionParams(0, 1.0)
 
     def accepts(self, rows: Tensor, named: dict[str, Any]) -> bool:
+        further = named.keys() - _KEYWORDS
+        if has_hooks(self._hooks) or not further <= _UNSET or any(named[name] for name in further):
+            return False
         turned = named.get("position_embeddings")
         if not isinstance(turned, tuple) or len(turned) != 2 or not _is_supported(rows, *turned):
             return False
@@ -166,6 +176,7 @@ def _is_candidate(layer: Any) -> bool:
     others = any(list(child.parameters()) for child in attention.children() if id(child) not in known)
     return (
         not isinstance(layer, _FusedDecoderLayer)
+        and not any(map(is_altered, layer.modules()))
         and norms
         and isinstance(mlp, _FusedGatedMlp)
         and not others
@@ -176,9 +187,11 @@ def _is_candidate(layer: Any) -> bool:
 def _swap(layer: Any) -> bool:
     kind: Any = type(layer)
     plan = _make_plan(layer, kind)
-    if plan is not None:
-        layer.plan, layer.__class__ = plan, _make_class(kind)
-    return plan is not None
+    known = {LayerPart.DECODER_LAYER: layer, LayerPart.DECODER_ATTENTION: layer.self_attn}
+    if plan is None or not all(is_known_module(part, module) for part, module in known.items()):
+        return False
+    layer.plan, layer.__class__ = plan, _make_class(kind)
+    return True
 
 
 class DecoderAttentionProbe:
@@ -202,15 +215,18 @@ def _make_plan(layer: Any, kind: Any) -> DecoderLayerPlan | None:
     try:
         heads = attention.k_proj.out_features // width
         cache = torch.empty((1, attention.layer_idx + 1, 2, heads, 1, width), device="meta")
-        shown, plan, count = DecoderAttentionProbe(), DecoderLayerPlan(layer, width), 5
+        shown, plan = DecoderAttentionProbe(), DecoderLayerPlan(layer, width)
+        positions = torch.tensor(list_positions(attention.config)).repeat(len(ROW_SCALES))
+        count, scales = len(positions), torch.tensor(ROW_SCALES, dtype=weight.dtype)
         rows, cosine, sine = (
-            _make_noise(seed, count, size, weight.dtype) for seed, size in enumerate((len(weight), width, width))
+            make_noise(count, size, weight.dtype, seed) for seed, size in enumerate((len(weight), width, width))
         )
-        batch = PagedBatch(_make_empty_rows(), cache, shown)
+        rows = rows * scales.repeat_interleave(count // len(scales))[None, :, None]
+        batch = PagedBatch(make_empty_rows(), cache, shown)
         named = {
             "position_embeddings": (cosine, sine),
             "attention_mask": None,
-            "position_ids": torch.arange(count)[None],
+            "position_ids": positions[None],
         }
         wanted = kind.forward(layer, rows, **named, past_key_values=None, use_cache=False, trinity_batch=batch)
         if shown.params is None or not plan.accepts(rows, named):
@@ -219,21 +235,9 @@ def _make_plan(layer: Any, kind: Any) -> DecoderLayerPlan | None:
         found = plan.run(rows, (cosine, sine), batch)
     except Exception:  # not a layer as expected: leave it alone
         return None
-    near = _TOLERANCE[weight.dtype] * float(wanted.float().abs().max())
-    return plan if torch.allclose(found.float(), wanted.float(), rtol=0, atol=near) else None
-
-
-def _make_empty_rows() -> PagedRows:
-    none = torch.empty(0, dtype=torch.int64)
-    return PagedRows(none, none, np.empty((0, 0), np.int64), np.empty(0, np.int64))
-
-
-def _make_noise(seed: int, count: int, size: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(1, count, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return plan if is_close(found, wanted, _TOLERANCE[weight.dtype]) else None
 
 
 @cache
 def _make_class(kind: Any) -> Any:
-    return type(
-        kind.__name__, (_FusedDecoderLayer, kind), {"unfused_forward": kind.forward, "__module__": kind.__module__}
-    )
+    return make_swapped_class(_FusedDecoderLayer, kind, unfused_forward=kind.forward)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trinity.memory import native
+from trinity.stages.kernels.admission import is_known
+from trinity.stages.kernels.known_sources import LayerPart
 
 ATTENTION_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 _UNSUPPORTED = ("position_bias", "cache", "softcap")  # keywords that change the result of sdpa
@@ -60,8 +62,12 @@ def _pack_rows(heads: Tensor) -> Tensor:
 def pick_attention_functions(forward: Any, dtype: torch.dtype) -> Any:
     """Return the ``ALL_ATTENTION_FUNCTIONS`` that an attention layer's ``forward`` should find; None: its own."""
     plain = getattr(forward, "__globals__", {}).get(ATTENTION_FUNCTIONS)
-    asked = plain is not None and {ATTENTION_FUNCTIONS, "get_interface"} <= set(forward.__code__.co_names)
-    return _AttentionFunctions(plain) if asked and has_attend_all(dtype) else None
+    asked = {ATTENTION_FUNCTIONS, "get_interface"} <= set(forward.__code__.co_names)
+    if plain is None or not asked or not has_attend_all(dtype):
+        return None
+    if not is_known(LayerPart.ATTENTION_FUNCTIONS, type(plain)):
+        return None
+    return _AttentionFunctions(plain) if is_known(LayerPart.SDPA, plain["sdpa"]) else None
 
 
 @cache
@@ -80,14 +86,14 @@ def has_attend_all(dtype: torch.dtype) -> bool:
 
 
 class _AttentionFunctions:
-    """Transformers' attention functions with the one for sdpa replaced."""
+    """Transformers' attention functions with the one for sdpa replaced, unless another is registered later."""
 
     def __init__(self, plain: Any) -> None:
-        self._plain = plain
+        self._plain, self._sdpa = plain, plain["sdpa"]
 
     def get_interface(self, name: str, default: Any) -> Any:
         found = self._plain.get_interface(name, default)
-        return _wrap(found) if found is self._plain["sdpa"] else found
+        return _wrap(found) if found is self._sdpa else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

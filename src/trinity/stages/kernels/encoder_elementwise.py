@@ -1,9 +1,10 @@
 """Layer norms, activations and patch convolutions of encoders in one pass over their rows on a CPU.
 
-As in ``fused_elementwise``, a module gets a subclass of its class if its own forward gives the same at load. A layer
-norm can include a sum in its pass. A bfloat16 activation has 65,536 results: the module itself computes them once, and
-they are looked up, so they equal the module's own to the bit, whichever activation it is. A convolution over patches
-that do not overlap is one product whose rows lie as the next layer reads them.
+As in ``fused_elementwise``, a module gets a subclass of its class if its source is known and its own forward gives the
+same on a probe at load. A layer norm can include a sum in its pass. A bfloat16 activation has 65,536 results: the
+module itself computes them once, and they are looked up, so they equal the module's own to the bit, whichever
+activation it is. A convolution over patches that do not overlap is one product whose rows lie as the next layer reads
+them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from trinity.memory import native
-from trinity.stages.kernels.fused_elementwise import (
-    _FusedModule,
-    _gives_same,
-    _is_supported,
-    _kernel_options,
-    _make_noise,
-)
+from trinity.stages.kernels.admission import is_known_module
+from trinity.stages.kernels.fused_elementwise import _FusedModule, _gives_same, _is_supported, _kernel_options
+from trinity.stages.kernels.known_sources import LayerPart
+from trinity.stages.kernels.probes import make_noise, make_scaled_rows
+from trinity.stages.kernels.swaps import make_swapped_class
 
 LayerNormParams = tuple[Tensor, Tensor, float]  # weight, bias, eps
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -40,10 +39,10 @@ def fuse_encoder_elementwise(model: Any) -> None:
     if not has_encoder_kernels() or any(each.is_cuda for each in model.parameters()):
         return
     for module in model.modules():
-        if type(module) is nn.LayerNorm and _FusedLayerNorm.fits(module):
-            module.__class__ = _FusedLayerNorm
-        elif type(module) is nn.Conv2d and _PatchProduct.fits(module):
-            module.__class__ = _PatchProduct
+        kind: Any = {nn.LayerNorm: _FusedLayerNorm, nn.Conv2d: _PatchProduct}.get(type(module))
+        if kind is not None:
+            if kind.fits(module) and kind.is_known(module):
+                module.__class__ = kind
         elif torch.bfloat16 in dtypes and type(module).__module__ in _ACTIVATIONS:
             _tabulate(module)
 
@@ -85,6 +84,7 @@ def apply_table(rows: Tensor, table: Tensor, out: Tensor, kernel: str = "best") 
 
 
 class _FusedLayerNorm(_FusedModule, nn.LayerNorm):
+    swapped_from, part = nn.LayerNorm, LayerPart.LAYER_NORM
     original_forward = nn.LayerNorm.forward
 
     def forward(self, input: Tensor) -> Tensor:
@@ -98,10 +98,11 @@ class _FusedLayerNorm(_FusedModule, nn.LayerNorm):
         weight, bias = module.weight, module.bias
         if weight is None or bias is None or weight.ndim != 1 or not _is_supported(weight, bias):
             return False
-        return _gives_same(module, cls, _make_noise(len(weight), weight.dtype))
+        return _gives_same(module, cls, make_scaled_rows(len(weight), weight.dtype))
 
 
 class _PatchProduct(_FusedModule, nn.Conv2d):
+    swapped_from, part = nn.Conv2d, LayerPart.CONVOLUTION
     original_forward = nn.Conv2d.forward
 
     def forward(self, input: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ class _PatchProduct(_FusedModule, nn.Conv2d):
         if not simple or module.kernel_size != module.stride or not _is_supported(module.weight):
             return False
         (high, wide), channels = module.kernel_size, module.in_channels
-        rows = _make_noise(channels * 6 * high * wide, module.weight.dtype)[:, :1]
+        rows = make_noise(1, channels * 6 * high * wide, module.weight.dtype)
         return _gives_same(module, cls, rows.view(1, channels, 2 * high, 3 * wide) / (channels * high * wide) ** 0.5)
 
 
@@ -142,7 +143,7 @@ def _tabulate(module: Any) -> None:
     if list(module.children()) or list(module.parameters()) or list(module.buffers()):
         return
     table = _make_table(module)
-    if table is not None:
+    if table is not None and is_known_module(LayerPart.ACTIVATION, module):
         module.table = _tables.setdefault(table.view(torch.uint8).numpy().tobytes(), table)
         kind: Any = type(module)
         module.__class__ = _make_class(kind)
@@ -165,6 +166,4 @@ def _make_table(module: Any) -> Tensor | None:
 
 @cache
 def _make_class(kind: Any) -> Any:
-    return type(
-        kind.__name__, (_TableActivation, kind), {"original_forward": kind.forward, "__module__": kind.__module__}
-    )
+    return make_swapped_class(_TableActivation, kind, original_forward=kind.forward)

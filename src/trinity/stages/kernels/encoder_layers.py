@@ -2,9 +2,9 @@
 
 For layers like those of CLIP and SigLIP: layer norm, attention of all rows to all, layer norm, two products around an
 activation. Sums are fused with the norms after them, and no row is copied that is not needed again. As in
-``decoder_layers``, a layer is swapped only if its own forward gives the same on random rows at load, with a stand-in
-for attention that records its scale. Masks, other keywords and unsupported rows take the layer's own forward. Products
-stay modules, so that their hooks run.
+``decoder_layers``, a layer is swapped only if its source, its attention's and its MLP's are known and its own forward
+gives the same on a probe at load, with a stand-in for attention that records its scale. Masks, other keywords,
+unsupported rows and hooks take the layer's own forward. Products stay modules, so that their hooks run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trinity.stages.kernels import encoder_attention
+from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS
 from trinity.stages.kernels.encoder_elementwise import (
     _FusedLayerNorm,
@@ -27,19 +28,16 @@ from trinity.stages.kernels.encoder_elementwise import (
     apply_table,
     layer_norm,
 )
-from trinity.stages.kernels.fused_elementwise import (
-    _FusedQuickGelu,
-    _is_close,
-    _is_supported,
-    _make_noise,
-    _run_gated,
-    rebind_globals,
-)
+from trinity.stages.kernels.fused_elementwise import _FusedQuickGelu, _is_supported, _run_gated, rebind_globals
+from trinity.stages.kernels.known_sources import LayerPart
+from trinity.stages.kernels.probes import is_close, make_scaled_rows
+from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
 
 ROW_BLOCK, MANY_ROWS = 12, 1024  # below MANY_ROWS, float32 products whose rows are no multiple of 12 lose 7 %
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
 _OUTPUT_KEYWORDS = ("output_hidden_states", "return_dict")  # about the model's output, not the layer's
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # relative to the largest value of a row
 AttendFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -66,10 +64,11 @@ class EncoderLayerPlan:
         self._products = [getattr(attention, name) for name in _ATTENTION]
         self._inner, self._outer, self._act = mlp.fc1, mlp.fc2, _make_in_place(mlp.activation_fn)
         self._config, self._width = attention.config, attention.head_dim
+        self._hooks = collect_hooks([*norms, attention, mlp, mlp.activation_fn])
         self.scale, self.attend = 1.0, attend_encoder_heads
 
     def accepts(self, states: Tensor) -> bool:
-        if states.ndim != 3 or not states.numel() or states.requires_grad:
+        if states.ndim != 3 or not states.numel() or states.requires_grad or has_hooks(self._hooks):
             return False
         return _is_supported(states, self._norms[0][0]) and self._config._attn_implementation == "sdpa"
 
@@ -126,6 +125,7 @@ def _is_candidate(layer: Any) -> bool:
     ]
     return (
         not isinstance(layer, _FusedEncoderLayer)
+        and not any(map(is_altered, layer.modules()))
         and parts == (set(_ATTENTION), {"fc1", "fc2", "activation_fn"})
         and all(isinstance(each, _FusedLayerNorm) for each in (layer.layer_norm1, layer.layer_norm2))
         and all(isinstance(each, nn.Linear) for each in linear)
@@ -135,9 +135,15 @@ def _is_candidate(layer: Any) -> bool:
 def _swap(layer: Any) -> bool:
     kind: Any = type(layer)
     plan = _make_plan(layer, kind)
-    if plan is not None:
-        layer.plan, layer.__class__ = plan, _make_class(kind)
-    return plan is not None
+    known = {
+        LayerPart.ENCODER_LAYER: layer,
+        LayerPart.ENCODER_ATTENTION: layer.self_attn,
+        LayerPart.ENCODER_MLP: layer.mlp,
+    }
+    if plan is None or not all(is_known_module(part, module) for part, module in known.items()):
+        return False
+    layer.plan, layer.__class__ = plan, _make_class(kind)
+    return True
 
 
 class EncoderAttentionProbe:
@@ -164,7 +170,8 @@ class EncoderAttentionProbe:
 def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
     attention, weight = layer.self_attn, layer.layer_norm1.weight
     try:
-        plan, shown, states = EncoderLayerPlan(layer), EncoderAttentionProbe(), _make_noise(len(weight), weight.dtype)
+        plan, shown = EncoderLayerPlan(layer), EncoderAttentionProbe()
+        states = make_scaled_rows(len(weight), weight.dtype)
         if not encoder_attention.has_attend_all(weight.dtype) or not plan.accepts(states):
             return None
         attention.forward = MethodType(rebind_globals(type(attention).forward, {ATTENTION_FUNCTIONS: shown}), attention)
@@ -176,7 +183,7 @@ def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
         found = plan.run(states)
     except Exception:  # not a layer as expected: leave it alone
         return None
-    if shown.scale is None or not _is_close(found, wanted):
+    if shown.scale is None or not is_close(found, wanted, _TOLERANCE[weight.dtype]):
         return None
     plan.scale, plan.attend = shown.scale, attend_encoder_heads
     return plan
@@ -184,6 +191,4 @@ def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
 
 @cache
 def _make_class(kind: Any) -> Any:
-    return type(
-        kind.__name__, (_FusedEncoderLayer, kind), {"unfused_forward": kind.forward, "__module__": kind.__module__}
-    )
+    return make_swapped_class(_FusedEncoderLayer, kind, unfused_forward=kind.forward)

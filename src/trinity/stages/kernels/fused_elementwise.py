@@ -1,9 +1,9 @@
 """Elementwise parts of transformers' modules in one pass each on a CPU: norms, rotary embeddings, gated activations.
 
 Eagerly, a norm is seven passes over its rows and a rotary embedding ten (figures in decision 0027). A swapped module
-keeps its class as a base, and is swapped only if its own forward gives the same on random rows at load: one with the
-same name but another result (such as Gemma's norms) stays as it is. Rows that the kernels do not support (other dtypes,
-layouts or devices) take transformers' own forward. Inference only.
+keeps its class as a base, and is swapped only if its source is known (``admission``) and its own forward gives the same
+on a probe at load: one with the same name but another result (such as Gemma's norms) stays as it is. Rows that the
+kernels do not support (other dtypes, layouts or devices) take transformers' own forward. Inference only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trinity.memory import native
+from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, pick_attention_functions
+from trinity.stages.kernels.known_sources import LayerPart
+from trinity.stages.kernels.probes import is_close, make_noise, make_scaled_rows
+from trinity.stages.kernels.swaps import is_altered, make_swapped_class
 
 TensorPair = tuple[Tensor, Tensor]
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -39,7 +43,7 @@ def fuse_elementwise(model: Any) -> None:
     for module in model.modules():
         kind: Any = type(module)
         swapped = _find_class(kind, _dtype(module))
-        if swapped is not None and swapped.fits(module):
+        if swapped is not None and swapped.fits(module) and swapped.is_known(module):
             module.__class__ = swapped
 
 
@@ -151,14 +155,22 @@ class _FusedModule(nn.Module):
     """Base put before a class of transformers; ``original_forward`` is that class's forward."""
 
     original_forward: Callable[..., Any]
+    part: ClassVar[LayerPart | None] = None
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        """Tell if ``module``'s own forward gives the same as this class on random rows."""
+        """Tell if ``module``'s own forward gives the same as this class on a probe."""
         raise NotImplementedError
+
+    @classmethod
+    def is_known(cls, module: Any) -> bool:
+        """Tell if the source of ``module`` is one that was read as this class's part."""
+        return cls.part is not None and is_known_module(cls.part, module)
 
 
 class _FusedRmsNorm(_FusedModule):
+    part = LayerPart.RMS_NORM
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self.weight
         if not _is_supported(hidden_states, weight):
@@ -171,10 +183,12 @@ class _FusedRmsNorm(_FusedModule):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 1 or _eps(module) is None:
             return False
-        return _gives_same(module, cls, _make_noise(weight.shape[0], weight.dtype))
+        return _gives_same(module, cls, make_scaled_rows(weight.shape[0], weight.dtype))
 
 
 class _FusedGatedMlp(_FusedModule):
+    part = LayerPart.GATED_MLP
+
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
         if not _is_supported(x):
@@ -197,10 +211,16 @@ class _FusedGatedMlp(_FusedModule):
         small._modules = dict(module._modules)
         for name, (inputs, outputs) in {"gate_proj": (24, 40), "up_proj": (24, 40), "down_proj": (40, 24)}.items():
             small._modules[name] = nn.Linear(inputs, outputs, dtype=dtype)
-        return _gives_same(small, cls, _make_noise(24, dtype))
+        return _gives_same(small, cls, make_scaled_rows(24, dtype))
+
+    @classmethod
+    def is_known(cls, module: Any) -> bool:
+        return super().is_known(module) and is_known_module(LayerPart.SILU, module.act_fn)
 
 
 class _FusedQuickGelu(_FusedModule):
+    part = LayerPart.QUICK_GELU
+
     def forward(self, input: Tensor) -> Tensor:
         if not _is_supported(input):
             found: Tensor = self.original_forward(input)
@@ -209,7 +229,7 @@ class _FusedQuickGelu(_FusedModule):
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        return all(_gives_same(module, cls, _make_noise(40, dtype)) for dtype in _DTYPES)
+        return all(_gives_same(module, cls, make_scaled_rows(40, dtype)) for dtype in _DTYPES)
 
 
 class _ReboundForward(_FusedModule):
@@ -217,6 +237,10 @@ class _ReboundForward(_FusedModule):
 
     @classmethod
     def fits(cls, module: Any) -> bool:
+        return not is_altered(module)
+
+    @classmethod
+    def is_known(cls, module: Any) -> bool:
         return True
 
 
@@ -229,23 +253,23 @@ def _dtype(module: Any) -> torch.dtype:
     return next((each.dtype for each in module.parameters()), torch.float32)
 
 
-@cache
-def _find_class(kind: type[Any], dtype: torch.dtype) -> Any:
+def _find_class(kind: Any, dtype: torch.dtype) -> Any:
     """Return the class that modules of ``kind`` get, or None."""
     if issubclass(kind, _FusedModule) or dtype not in _DTYPES:
         return None
     bases: dict[str, Any] = {"RMSNorm": _FusedRmsNorm, "MLP": _FusedGatedMlp, "QuickGELUActivation": _FusedQuickGelu}
     base = next((found for name, found in bases.items() if kind.__name__.endswith(name)), None)
     if base is not None:
-        return type(kind.__name__, (base, kind), {"original_forward": kind.forward, "__module__": kind.__module__})
+        return _make_class(base, kind)
     forward = _rebind_forward(kind.forward, dtype)
     if forward is None:
         return None
-    return type(kind.__name__, (_ReboundForward, kind), {"forward": forward, "__module__": kind.__module__})
+    return make_swapped_class(_ReboundForward, kind, forward=forward)
 
 
-def _make_noise(width: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+@cache
+def _make_class(base: Any, kind: Any) -> Any:
+    return make_swapped_class(base, kind, original_forward=kind.forward)
 
 
 @torch.inference_mode()
@@ -254,20 +278,13 @@ def _gives_same(module: Any, swapped: Any, rows: Tensor) -> bool:
         wanted, found = type(module).forward(module, rows), swapped.forward(_copy_as(module, swapped), rows)
     except Exception:  # not a module as expected: leave it alone
         return False
-    return _is_close(found, wanted)
+    return is_close(found, wanted, _TOLERANCE[rows.dtype])
 
 
 def _copy_as(module: Any, swapped: Any) -> Any:
     changed = copy.copy(module)
     changed.__class__ = swapped
     return changed
-
-
-def _is_close(found: Any, wanted: Any) -> bool:
-    if not isinstance(wanted, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return False
-    near = _TOLERANCE[wanted.dtype]
-    return torch.allclose(found.float(), wanted.float(), rtol=near, atol=near)
 
 
 # ---------------------------------------------------------------- functions that attention layers call
@@ -294,7 +311,8 @@ def _pick_rotary(forward: FunctionType) -> Any:
     """Return the ``apply_rotary_pos_emb`` that ``forward`` should find; None: its own."""
     plain = forward.__globals__.get(ROTARY_FUNCTION) if ROTARY_FUNCTION in forward.__code__.co_names else None
     turned = None if plain is None else _wrap_rotary(plain)
-    return turned if turned is not None and all(_rotates_alike(plain, turned, dtype) for dtype in _DTYPES) else None
+    alike = turned is not None and all(_rotates_alike(plain, turned, dtype) for dtype in _DTYPES)
+    return turned if alike and is_known(LayerPart.ROTARY, plain) else None
 
 
 def _wrap_rotary(plain: Any) -> Callable[..., TensorPair]:
@@ -315,11 +333,11 @@ def _can_rotate(heads: Tensor, cosine: Tensor) -> bool:
 
 @torch.inference_mode()
 def _rotates_alike(plain: Any, turned: Any, dtype: torch.dtype) -> bool:
-    rows = _make_noise(9 * 16, dtype).view(1, 5, 9, 16)
+    rows = make_noise(5, 9 * 16, dtype).view(1, 5, 9, 16)
     heads = rows[:, :, :4].transpose(1, 2), rows[:, :, 4:6].transpose(1, 2)
     given = (*heads, rows[:, :, 6].contiguous(), rows[:, :, 7].contiguous())
     try:
         wanted = plain(*given)
     except Exception:
         return False
-    return all(_is_close(one, other) for one, other in zip(turned(*given), wanted, strict=True))
+    return all(is_close(one, other, _TOLERANCE[dtype]) for one, other in zip(turned(*given), wanted, strict=True))

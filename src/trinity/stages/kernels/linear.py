@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from trinity.stages.kernels import small_batch_gemm
+from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.huge_pages import use_huge_pages
+from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
 
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
@@ -40,6 +42,8 @@ _WORTH_IT, _AS_GOOD = 0.9, 1.0
 class OneDnnLinear(nn.Linear):
     """``nn.Linear`` through oneDNN, made by ``use_onednn``; inference only."""
 
+    swapped_from = nn.Linear
+
     def forward(self, input: Tensor) -> Tensor:
         return _run_onednn(input, self.weight, self.bias)
 
@@ -50,6 +54,7 @@ class PackedLinear(nn.Linear):
     ``weight`` has shape and dtype, but no values.
     """
 
+    swapped_from, irreversible = nn.Linear, True
     packed: Tensor  # opaque: neither parameter nor buffer, so that nothing converts or saves it
     gemm: SmallBatchGemm | None  # for few rows, where it can read what oneDNN has packed
 
@@ -87,7 +92,11 @@ def count_packed_bytes(model: Any) -> int:
 
 
 def _find_linears(model: Any) -> list[nn.Linear]:
-    return [each for each in model.modules() if type(each) is nn.Linear and each.weight.device.type == "cpu"]
+    return [each for each in model.modules() if type(each) is nn.Linear and _is_ours(each)]
+
+
+def _is_ours(linear: nn.Linear) -> bool:
+    return linear.weight.device.type == "cpu" and is_known_module(LayerPart.LINEAR, linear)
 
 
 def _run_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,10 +15,12 @@ import torch
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.kernels.admission import is_known
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
 from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
+from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.linear import pack_weights, use_onednn
 from trinity.stages.models.base import ModelAdapter
@@ -148,7 +150,7 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
         set_attention(model, adapter, PAGED_ATTENTION)
         if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
-    elif adapter.vision_states is not None:
+    elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):
         drop_unused_layers(model.base_model.vision_tower, adapter.vision_states)
     return model
 
@@ -186,7 +188,11 @@ def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path
                 check_elements(directory, sum(each.numel() for each in self.parameters()))
 
     # transformers renames weights by the class that it sees
-    Part.__name__, Part.__qualname__, Part.__module__ = whole.__name__, whole.__qualname__, whole.__module__
+    Part.__name__, Part.__qualname__, Part.__module__ = (
+        whole.__name__,
+        whole.__qualname__,
+        whole.__module__,
+    )
     return Part
 
 

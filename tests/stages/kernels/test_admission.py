@@ -1,0 +1,395 @@
+"""Layers are admitted to kernels by what they are: a mutant of any known class is refused, by source and by probe.
+
+Nothing here depends on the processor's instruction sets: what is swapped runs by whatever kernels there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CwmConfig,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2Config,
+    Qwen2VLTextConfig,
+    SeedOssConfig,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SmolLM3Config,
+)
+from transformers.models.llama import modeling_llama
+from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
+
+from support.known_classes import attend_without_kernel, declare_known, packs
+from trinity.memory import native
+from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.kernels import admission, fused_elementwise, linear
+from trinity.stages.kernels.admission import is_known, is_known_module
+from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer, fuse_decoder_layers
+from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise, has_encoder_kernels
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, fuse_encoder_layers
+from trinity.stages.kernels.fused_elementwise import fuse_elementwise
+from trinity.stages.kernels.known_sources import LayerPart
+from trinity.stages.kernels.last_layer import _TwoPassLayer, skip_unsampled_rows
+from trinity.stages.kernels.linear import pack_weights
+from trinity.stages.kernels.swaps import find_own_class, without_swaps
+
+if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not packs(torch.float32):
+    pytest.skip(f"nothing to be admitted to: {native.describe()}", allow_module_level=True)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 1 << 20,
+    "pad_token_id": 0,
+}
+TEXT: list[Callable[..., Any]] = [
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    CwmConfig,
+    MinistralConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    Qwen2VLTextConfig,
+    Qwen2_5_VLTextConfig,
+]
+VISION: list[tuple[Any, Any]] = [(CLIPVisionModel, CLIPVisionConfig), (SiglipVisionModel, SiglipVisionConfig)]
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    attend_without_kernel(monkeypatch)
+    admission._say_unknown.cache_clear()
+
+
+def text_model(config: Callable[..., Any] = LlamaConfig) -> Any:
+    register_attention()
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config(**SIZES)).eval().requires_grad_(False)
+    model.set_attn_implementation(PAGED_ATTENTION)
+    return model
+
+
+def vision_model(kind: Any = CLIPVisionModel, config: Any = CLIPVisionConfig) -> Any:
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    made = config(**sizes, num_attention_heads=4, image_size=32, patch_size=8)
+    made._attn_implementation = "sdpa"
+    return kind(made).eval().requires_grad_(False)
+
+
+def swap(model: Any) -> Any:
+    """All that a loaded part gets, in the loader's order."""
+    pack_weights(model)
+    fuse_encoder_elementwise(model)
+    fuse_elementwise(model)
+    fuse_decoder_layers(model)
+    fuse_encoder_layers(model)
+    return model
+
+
+def layers_of(model: Any) -> list[Any]:
+    return list(next(each for each in model.modules() if isinstance(each, nn.ModuleList)))
+
+
+def count(model: Any, base: Any) -> int:
+    return sum(isinstance(each, base) for each in model.modules())
+
+
+# ---------------------------------------------------------------- what is known
+
+
+@pytest.mark.parametrize("config", TEXT, ids=lambda config: config.__name__)
+def test_known_decoder_layers_are_swapped(config: Any) -> None:
+    model = swap(text_model(config))
+    assert count(model, _FusedDecoderLayer) == 2
+    assert count(model, fused_elementwise._FusedRmsNorm) == 5
+
+
+@pytest.mark.parametrize(("kind", "config"), VISION, ids=("clip", "siglip"))
+def test_known_encoder_layers_are_swapped(kind: Any, config: Any) -> None:
+    assert count(swap(vision_model(kind, config)), _FusedEncoderLayer) == 2
+
+
+def test_ministral_3_is_known_to_be_another(caplog: pytest.LogCaptureFixture) -> None:
+    assert not is_known(LayerPart.DECODER_ATTENTION, Ministral3Attention)
+    assert not is_known(LayerPart.DECODER_ATTENTION, Ministral3Attention)
+    said = [each.message for each in caplog.records if "Ministral3Attention" in each.message]
+    assert len(said) == 1, "once for each class"
+    assert "keeps its own code" in said[0]
+
+
+# ---------------------------------------------------------------- mutants of every known class
+
+
+def far_factor(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
+    """What Ministral 3 does, to a whole layer: a factor of the position, 1 below 16,384."""
+    places = named["position_ids"] if "position_ids" in named else torch.arange(made.shape[-2])[None] * 5_000
+    return made * (1 + 0.1 * torch.log1p(torch.floor(places / 16_384)))[..., None]
+
+
+def row_factor(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
+    return made * (1 + 0.01 * torch.arange(made.shape[-2]))[:, None]
+
+
+def clip(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
+    return made.clamp(-2.0, 2.0)
+
+
+def mutate(module: Any, change: Callable[..., Tensor]) -> Any:
+    """Give ``module`` a class whose forward changes what its own gives; returns that class."""
+    kind: Any = type(module)
+
+    class Mutant(kind):  # type: ignore[misc]
+        def forward(self, *given: Any, **named: Any) -> Any:
+            made = kind.forward(self, *given, **named)
+            if isinstance(made, tuple):
+                return (change(given, named, made[0]), *made[1:])
+            return change(given, named, made)
+
+    Mutant.__name__ = kind.__name__
+    module.__class__ = Mutant
+    return Mutant
+
+
+LAYERS = {
+    LayerPart.DECODER_LAYER: lambda layer: layer,
+    LayerPart.DECODER_ATTENTION: lambda layer: layer.self_attn,
+    LayerPart.GATED_MLP: lambda layer: layer.mlp,
+    LayerPart.RMS_NORM: lambda layer: layer.post_attention_layernorm,
+}
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+@pytest.mark.parametrize("part", LAYERS, ids=lambda part: part.name)
+@pytest.mark.parametrize("change", [far_factor, clip])
+@pytest.mark.parametrize("config", TEXT, ids=lambda config: config.__name__)
+def test_a_mutant_of_a_decoder_layer_is_refused(
+    config: Any, change: Any, part: LayerPart, declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its source; and, if somebody had declared it known, by the probe."""
+    if declared and change is clip and part is LayerPart.DECODER_ATTENTION:
+        pytest.skip("the output of attention is small behind a norm: a clip at 2 is never reached")
+    model = text_model(config)
+    layer = model.layers[0]
+    mutant = mutate(LAYERS[part](layer), change)
+    if declared:
+        declare_known(monkeypatch, part, mutant)
+    swap(model)
+    assert not isinstance(layer, _FusedDecoderLayer)
+    assert isinstance(model.layers[1], _FusedDecoderLayer), "the other is as it was"
+
+
+ENCODER_LAYERS = {
+    LayerPart.ENCODER_LAYER: lambda layer: layer,
+    LayerPart.ENCODER_ATTENTION: lambda layer: layer.self_attn,
+    LayerPart.ENCODER_MLP: lambda layer: layer.mlp,
+}
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+@pytest.mark.parametrize("part", ENCODER_LAYERS, ids=lambda part: part.name)
+@pytest.mark.parametrize("change", [row_factor, clip])
+@pytest.mark.parametrize(("kind", "config"), VISION, ids=("clip", "siglip"))
+def test_a_mutant_of_an_encoder_layer_is_refused(
+    kind: Any, config: Any, change: Any, part: LayerPart, declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if declared and change is clip and part is not LayerPart.ENCODER_LAYER:
+        pytest.skip("behind a norm these are small: a clip at 2 is never reached")
+    model = vision_model(kind, config)
+    layer = layers_of(model)[0]
+    mutant = mutate(ENCODER_LAYERS[part](layer), change)
+    if declared:
+        declare_known(monkeypatch, part, mutant)
+    swap(model)
+    assert [isinstance(each, _FusedEncoderLayer) for each in layers_of(model)] == [False, True]
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+@pytest.mark.parametrize("eps", [1e-5, 1e-7])
+def test_another_epsilon_is_refused(eps: float, declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherRMSNorm(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            given = copy.copy(self)
+            given.variance_epsilon = eps
+            return modeling_llama.LlamaRMSNorm.forward(given, hidden_states)
+
+    if declared:
+        declare_known(monkeypatch, LayerPart.RMS_NORM, OtherRMSNorm)
+    norm = OtherRMSNorm(64, 1e-6).requires_grad_(False)
+    fuse_elementwise(norm)
+    assert type(norm) is OtherRMSNorm
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+def test_a_clipped_gate_is_refused(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clipped(nn.SiLU):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input.clamp(max=7.0))
+
+    if declared:
+        declare_known(monkeypatch, LayerPart.SILU, Clipped)
+    model = text_model()
+    model.layers[0].mlp.act_fn = Clipped()
+    swap(model)
+    assert [isinstance(each.mlp, fused_elementwise._FusedGatedMlp) for each in model.layers] == [False, True]
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+@pytest.mark.parametrize("change", [lambda made: made * 1.01, lambda made: made.clamp(-0.1, 0.1)])
+def test_another_rotary_embedding_is_refused(
+    change: Callable[[Tensor], Tensor], declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def mutant(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        turned = own(q, k, cos, sin, unsqueeze_dim)
+        return change(turned[0]), turned[1]
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", mutant)
+    if declared:
+        declare_known(monkeypatch, LayerPart.ROTARY, mutant)
+        declare_known(monkeypatch, LayerPart.DECODER_ATTENTION, modeling_llama.LlamaAttention)
+    model = swap(text_model())
+    assert not count(model, _FusedDecoderLayer)
+    assert model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"] is mutant
+
+
+# ---------------------------------------------------------------- the last layer in two passes
+
+
+def mixes_rows(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
+    return made + made.cumsum(-2) * 0.01
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
+@pytest.mark.parametrize("change", [row_factor, mixes_rows])
+def test_a_last_layer_that_mixes_rows_is_refused(change: Any, declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model()
+    assert skip_unsampled_rows(text_model(), 0)
+    for part, module in {LayerPart.SPLIT_LAYER: model.layers[-1], LayerPart.EACH_ROW: model.layers[-1].mlp}.items():
+        kind = type(module)
+        mutant = mutate(module, change)
+        if declared:
+            declare_known(monkeypatch, part, mutant)
+        assert not skip_unsampled_rows(model, 0)
+        assert not isinstance(model.layers[-1], _TwoPassLayer)
+        module.__class__ = kind
+
+
+def test_a_text_model_that_does_more_behind_its_last_layer_is_refused() -> None:
+    model = text_model()
+    kind: Any = type(model)
+
+    class Mutant(kind):  # type: ignore[misc]
+        def forward(self, *given: Any, **named: Any) -> Any:
+            found = super().forward(*given, **named)
+            found.last_hidden_state = found.last_hidden_state.flip(1)
+            return found
+
+    model.__class__ = Mutant
+    assert not skip_unsampled_rows(model, 0)
+
+
+# ---------------------------------------------------------------- other ways to change a layer
+
+
+def test_a_function_patched_within_transformers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    assert not count(swap(text_model()), _FusedDecoderLayer)
+
+
+def test_a_patched_forward_is_seen_behind_the_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``functools.wraps`` gives it the source that ``inspect`` shows."""
+    own = modeling_llama.LlamaAttention.forward
+
+    @functools.wraps(own)
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        made, weights = own(self, *given, **named)
+        return made * 1.5, weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    assert not is_known(LayerPart.DECODER_ATTENTION, modeling_llama.LlamaAttention)
+    assert not count(swap(text_model()), _FusedDecoderLayer)
+
+
+@pytest.mark.parametrize("place", ["", "self_attn", "mlp", "input_layernorm", "mlp.act_fn"])
+def test_a_module_with_a_forward_of_its_own_is_left_alone(place: str) -> None:
+    model = text_model()
+    module = model.layers[0].get_submodule(place)
+    own = module.forward
+    module.forward = MethodType(lambda self, *given, **named: own(*given, **named), module)
+    swap(model)
+    assert [isinstance(each, _FusedDecoderLayer) for each in model.layers] == [False, True]
+
+
+def test_a_subclass_that_changes_nothing_is_the_same_layer() -> None:
+    model = text_model()
+    for layer in model.layers:
+        layer.__class__ = type("Mine", (type(layer),), {})
+    assert count(swap(model), _FusedDecoderLayer) == 2
+
+
+def test_a_subclass_with_another_call_is_not() -> None:
+    model = text_model()
+    attention = model.layers[0].self_attn
+    attention.__class__ = type("Mine", (type(attention),), {"__call__": lambda self, *given, **named: None})
+    assert not is_known_module(LayerPart.DECODER_ATTENTION, attention)
+
+
+def test_code_without_a_source_is_not_known() -> None:
+    space: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return x\n", space)
+    assert not is_known(LayerPart.RMS_NORM, type("Made", (nn.Module,), {"forward": space["forward"]}))
+    assert not is_known(LayerPart.ROTARY, torch.add)
+    assert not is_known(LayerPart.ROTARY, functools.partial(modeling_llama.apply_rotary_pos_emb))
+
+
+def test_classes_come_back_for_a_while() -> None:
+    model = text_model()
+    assert skip_unsampled_rows(model, 0)
+    before = [type(each) for each in model.modules()]
+    swap(model)
+    swapped = [type(each) for each in model.modules()]
+    with without_swaps(model) as number:
+        inside = [type(each) for each in model.modules()]
+        assert number == sum(one is not other for one, other in zip(inside, swapped, strict=True))
+    assert [type(each) for each in model.modules()] == swapped
+    own = [find_own_class(each) for each in model.modules()]
+    packed = [kind is linear.PackedLinear for kind in swapped]
+    assert all(one is other for one, other, keep in zip(inside, own, packed, strict=True) if not keep)
+    assert own == [nn.Linear if kind is nn.Linear else kind for kind in own]
+    assert before[0] is inside[0]
+
+
+def test_a_new_release_says_once_what_runs_slower(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "KNOWN_SOURCES", {part: {} for part in LayerPart})
+    with caplog.at_level(logging.WARNING, "trinity"):
+        assert not count(swap(text_model()), fused_elementwise._FusedModule)
+        swap(text_model())
+    said = [each.getMessage().split()[0] for each in caplog.records]
+    assert len(said) == len(set(said))
+    assert "transformers.models.llama.modeling_llama.LlamaRMSNorm" in said
