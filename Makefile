@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-exact test-load test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -43,6 +43,14 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -m "" --hypothesis-profile=thorough $(ARGS)
+
+# Random models, chats and pipelines beside transformers' own chat route: no wrong token in 3,000 requests and more.
+test-exact: $(STAMP)
+	$(QUIET_CPU) $(PY) tools/exactness.py $(ARGS)
+
+# What load alone has broken: tests that start processes, twenty times beside thirty busy loops. Hours on two cores.
+test-load: $(STAMP)
+	$(QUIET_CPU) $(PY) tools/load.py $(ARGS)
 
 # On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs.
 test-gpu:
