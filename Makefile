@@ -46,11 +46,11 @@ test-all: $(STAMP)
 
 # Random models, chats and pipelines beside transformers' own chat route: no wrong token in 3,000 requests and more.
 test-exact: $(STAMP)
-	$(QUIET_CPU) $(PY) tools/exactness.py $(ARGS)
+	$(QUIET_CPU) $(PY) tests/sweeps/exactness.py $(ARGS)
 
 # What load alone has broken: tests that start processes, twenty times beside thirty busy loops. Hours on two cores.
 test-load: $(STAMP)
-	$(QUIET_CPU) $(PY) tools/load.py $(ARGS)
+	$(QUIET_CPU) $(PY) tests/sweeps/load.py $(ARGS)
 
 # On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs.
 test-gpu:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
-from tools import exactness, load
+from sweeps import exactness, load
 
 
 def test_a_sweep_of_one_model_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 STARTS = re.compile(r"hosting=\"process\"|running_instances|InstanceSupervisor|os\.kill|subprocess\.Popen")
 FAILED_BEFORE = (
     "tests/transport/test_nixl_push.py",
