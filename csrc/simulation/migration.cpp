@@ -58,7 +58,6 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     state.outgoing = kind;
     way.at[state.hop + 1] = int16_t(target); // of the one that it will be there
     w.send(target, Kind::offer, state.request, kind, 0, state.hop);
-    w.send(FRONTEND, Kind::moved, state.request);
 }
 
 // No part will follow. Only the lease and a tombstone stay.
@@ -102,6 +101,7 @@ void Instance::offered(const Event &event) {
     way.state[state.hop] = state.self;
     state.incoming = Blocks(event.what);
     ++requests_;
+    w.send(FRONTEND, Kind::moved, state.request);
     const Request &asked = request(state);
     w.arrive(self_, event.what == KV ? DECODES : PREFILLS, asked);
     state.text = asked.prompt;

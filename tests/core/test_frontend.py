@@ -111,7 +111,7 @@ def test_another_attempt_and_another_request_are_not_heard() -> None:
     rows: list[Row] = [
         (Submit(work("r", 1, attempt=1)), ["P0: submit r"]),
         (emit("r", (0, 5)), []),
-        (finished(0), []),
+        (finished(0), FORGETS),
         (emit("r", (0, 5), attempt=1), ["deliver r#0=5"]),
         (emit("s", (0, 5)), []),
         (Finished(request="s", attempt=0, reason="length"), []),

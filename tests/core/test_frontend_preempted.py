@@ -12,6 +12,7 @@ from trinity.core.messages import (
     PREEMPTED,
     Finished,
     Forget,
+    Gone,
     Moved,
     PeerDown,
     Sampled,
@@ -25,7 +26,7 @@ def returning() -> FrontendCore:
     core.handle(replace(peer_up("D0"), returns=True), 0.0)
     core.handle(Submit(work("r", "cat", 1, max_tokens=9, deadline_s=10.0), ("pixels",)), 1.0)
     for hop, name in enumerate(("P0", "D0"), start=1):
-        core.handle(Moved("r", 0, name, hop), 2.0)
+        core.handle(Moved("r", 0, name, hop, source="P0" if name == "D0" else ""), 2.0)
     core.handle(emitted(("r", 0, 0, Sampled(7))), 3.0)
     return core
 
@@ -49,7 +50,9 @@ def test_the_end_of_what_was_sent_back_tells_all_that_it_went_through() -> None:
     core = returning()
     core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
     core.handle(sent_back(2, spans={"prefill": 1.0, "decode": 2.0}, cached_tokens=4, transfers=({"kind": "kv"},)), 5.0)
-    assert brief(core.handle(Moved("r", 0, "elsewhere", 2), 5.0)) == [], "of the former attempt"
+    old = core.handle(Moved("r", 0, "elsewhere", 2), 5.0)
+    assert sent(old, Forget) == [Forget("r", 0)], "of the former attempt"
+    assert brief(core.handle(Gone("r", 0, "E0", "P0", 1), 5.0)) == ["E0: forget r"]
     last = Finished(
         request="r",
         attempt=1,
@@ -120,7 +123,7 @@ def test_a_loss_after_it_was_sent_again_counts_the_tokens_of_the_new_attempt() -
     core.handle(emitted(("r", 0, 1, Sampled(8))), 4.0)
     core.handle(sent_back(2), 5.0)
     core.handle(Moved("r", 1, "P0", 1), 6.0)
-    core.handle(Moved("r", 1, "D0", 2), 6.0)
+    core.handle(Moved("r", 1, "D0", 2, source="P0"), 6.0)
     (end,) = [each for each in core.handle(PeerDown("P0"), 7.0) if isinstance(each, End)]
     assert end.reason == "error"
 

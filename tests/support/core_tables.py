@@ -23,6 +23,7 @@ from trinity.core.messages import (
     Failure,
     Finished,
     Forget,
+    Gone,
     Grow,
     MediaSpan,
     Moved,
@@ -192,6 +193,8 @@ def _message(value: Value) -> str:
         return f"finished {value.request} {value.reason} {value.count} by way of {' '.join(value.route)}{failed}"
     if isinstance(value, Submit):
         return f"submit {value.work.request}"
+    if isinstance(value, Gone):
+        return f"gone {value.request} with {value.to}"
     assert isinstance(value, Cancel | Forget)
     return f"{type(value).__name__.lower()} {value.request}"
 

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -51,7 +52,6 @@ from trinity.core.routing import RoundRobin
 from trinity.testing.checks import check_forgotten, check_state
 
 DEAD = -1
-Sent = tuple[tuple[int, int], ...]  # actor and message, by number
 
 
 def freeze(value: Any) -> Any:
@@ -170,15 +170,32 @@ class FrontEnd:
         return f"the front end still waits for {sorted(self.core.entries)}" if self.core.entries else ""
 
 
+class Events:
+    """All events by number, equal ones once."""
+
+    def __init__(self) -> None:
+        self._values: list[Value] = []
+        self._numbers: dict[str, int] = {}
+
+    def __getitem__(self, number: int) -> Value:
+        return self._values[number]
+
+    def number(self, value: Value) -> int:
+        number = self._numbers.setdefault(repr(value), len(self._values))
+        if number == len(self._values):
+            self._values.append(value)
+        return number
+
+
 class LocalStates:
     """The states of one life of one actor, each with a shortest known history, and the steps between them."""
 
-    def __init__(self, make: Callable[[], Instance | FrontEnd]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Instance | FrontEnd], names: Sequence[str], events: Events) -> None:
+        self._make, self._names, self._events = make, names, events
         self._numbers: dict[Any, int] = {}
         self._histories: list[tuple[Value, ...]] = []
-        self._moves: dict[tuple[int, int], tuple[int, list[Send]]] = {}
-        self._results: dict[tuple[int, str], list[Value]] = {}
+        self._moves: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {}
+        self._results: dict[tuple[int, str], list[int]] = {}
         self.problems: list[str] = []
         self.ends: list[dict[str, str]] = []
         self.start = self._number(make(), ())
@@ -201,31 +218,32 @@ class LocalStates:
             actor.handle(event)
         return actor
 
-    def step(self, number: int, name: int, event: Value) -> tuple[int, list[Send]]:
-        """Handle the event, whose name among all events is ``name``. Returns the next state, and what was sent."""
-        found = self._moves.get((number, name))
+    def step(self, number: int, event: int) -> tuple[int, list[tuple[int, int]]]:
+        """Handle an event. Returns the next state, and what was sent: actor and event."""
+        found = self._moves.get((number, event))
         if found is None:
-            actor = self.at(number)
+            actor, value = self.at(number), self._events[event]
             try:
-                sent = actor.handle(event)
+                commands = actor.handle(value)
             except Exception as error:
-                for each in (*self._histories[number], event):
+                for each in (*self._histories[number], value):
                     error.add_note(str(each))
                 raise
-            found = self._moves[number, name] = (self._number(actor, (*self._histories[number], event)), sent)
+            sent = [(self._names.index(each.to), self._events.number(each.message)) for each in commands]
+            found = self._moves[number, event] = (self._number(actor, (*self._histories[number], value)), sent)
         return found
 
-    def results(self, number: int, lost: str) -> list[Value]:
+    def results(self, number: int, lost: str) -> list[int]:
         """List the steps and pulls that may end next, of an actor in this state."""
         if (number, lost) not in self._results:
-            self._results[number, lost] = self.at(number).results(lost)
+            self._results[number, lost] = [self._events.number(each) for each in self.at(number).results(lost)]
         return self._results[number, lost]
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """A state of everything. By actor: ``local`` state, ``told`` of the death (1) and of the return (2), ``linked``:
-    its channel leads to the victim's new life. ``on_the_way``: messages by channel, source times actors plus target.
+    its channel leads to the victim's new life. ``on_the_way``: messages by channel, source times actors plus target; the
+    victim's new life comes last among the sources.
     """
 
     local: tuple[int, ...]
@@ -244,71 +262,68 @@ class Search:
         self.asked, self.back = asked, back
         self.victim = self.names.index(victim) if victim else -1
         self.count = len(self.names)
-        self._values: list[Value] = []
-        self._known: dict[str, int] = {}
-        others = [each for each in settings if each.name != victim]
-        self.lives = {(0, 0): LocalStates(lambda: FrontEnd(settings))}
+        self.events = Events()
+        self._announcements = [self._number(InstanceCore(each).announcement()) for each in (settings[0], *settings)]
+        self.lives = {(0, 0): self._states(lambda: FrontEnd(settings))}
         for place, own in enumerate(settings, start=1):
             peers = [each for each in settings if each is not own]
-            self.lives[place, 0] = LocalStates(lambda own=own, peers=peers: Instance(own, peers))  # type: ignore[misc]
-        self._new_life: Value | None = None
+            self.lives[place, 0] = self._states(partial(Instance, own, peers))
         if victim:
             again = replace(next(each for each in settings if each.name == victim), epoch=1)
-            self.lives[self.victim, 1] = LocalStates(lambda: Instance(again, others))
-            self._new_life = InstanceCore(again).announcement()
+            self.lives[self.victim, 1] = self._states(partial(Instance, again, ()))
+            self._return = self._number(InstanceCore(again).announcement())
+            self._death = self._number(PeerDown(victim))
         self.ends: Counter[tuple[tuple[str, str], ...]] = Counter()
         self.moves = 0
 
     def start(self) -> Whole:
-        no, quiet = (0,) * self.count, ((),) * (self.count * self.count)
+        no, quiet = (0,) * self.count, ((),) * (self.count * (self.count + 1))
         local = tuple(self.lives[place, 0].start for place in range(self.count))
         return Whole(local, quiet, told=no, linked=(False,) * self.count)
 
-    def _name(self, value: Value) -> int:
-        number = self._known.setdefault(repr(value), len(self._values))
-        if number == len(self._values):
-            self._values.append(value)
-        return number
+    def _number(self, value: Value) -> int:
+        return self.events.number(value)
+
+    def _states(self, make: Callable[[], Instance | FrontEnd]) -> LocalStates:
+        return LocalStates(make, self.names, self.events)
 
     def states(self, place: int, state: Whole) -> LocalStates:
         return self.lives[place, state.life if place == self.victim else 0]
 
-    def handle(self, state: Whole, place: int, event: Value) -> Whole:
+    def handle(self, state: Whole, place: int, event: int) -> Whole:
         """Have an actor handle an event, and put what it sends on the way."""
-        local, channels = list(state.local), list(state.on_the_way)
-        local[place], sent = self.states(place, state).step(state.local[place], self._name(event), event)
-        for each in sent:
-            to = self.names.index(each.to)
+        after, sent = self.states(place, state).step(state.local[place], event)
+        local, channels = _put(state.local, place, after), state.on_the_way
+        source = self.count if place == self.victim and state.life else place
+        for to, message in sent:
             if to != self.victim or not state.life or (state.linked[place] and local[to] != DEAD):
-                channels[place * self.count + to] += (self._name(each.message),)
-        return replace(state, local=tuple(local), on_the_way=tuple(channels))
+                channel = source * self.count + to
+                channels = _put(channels, channel, (*channels[channel], message))
+        return state._replace(local=local, on_the_way=channels)
 
     def next(self, state: Whole) -> list[tuple[int, str, Whole]]:
         """List the moves from here: the actor that it is at, its name and what follows; -1 where it may not come."""
         found: list[tuple[int, str, Whole]] = []
         if state.asked < len(self.asked):
-            after = self.handle(replace(state, asked=state.asked + 1), 0, self.asked[state.asked])
-            found.append((0, f"asked {state.asked}", after))
+            event = self._number(self.asked[state.asked])
+            found.append((0, f"the user: {event}", self.handle(state._replace(asked=state.asked + 1), 0, event)))
         lost = self.names[self.victim] if state.life else ""
         for place, local in enumerate(state.local):
             if local == DEAD:
                 continue
-            for source in range(self.count):
-                channel = state.on_the_way[source * self.count + place]
+            for source in range(self.count + 1):
+                number = source * self.count + place
+                channel = state.on_the_way[number]
                 if channel and self._may_take(state, source, place):
-                    rest = _put(state.on_the_way, source * self.count + place, channel[1:])
-                    event, name = self._values[channel[0]], f"{self.names[source]} to {self.names[place]}"
-                    after = self.handle(replace(state, on_the_way=rest), place, event)
-                    found.append((place, f"{name}: {event}", after))
+                    taken = state._replace(on_the_way=_put(state.on_the_way, number, channel[1:]))
+                    found.append((place, f"{source} to {place}: {channel[0]}", self.handle(taken, place, channel[0])))
             for event in self.states(place, state).results(local, lost):
-                found.append((place, f"{self.names[place]}: {event}", self.handle(state, place, event)))
+                found.append((place, f"{place}: {event}", self.handle(state, place, event)))
         return found + self._deaths(state)
 
     def _may_take(self, state: Whole, source: int, place: int) -> bool:
         """The new life's words come after those of its death and, at the front end, after that of its return."""
-        if source != self.victim or state.life == 0 or state.local[source] == DEAD or state.told[place] == 0:
-            return True
-        return state.told[place] == 2 or place != 0
+        return source < self.count or state.told[place] >= (1 if place else 2)
 
     def _deaths(self, state: Whole) -> list[tuple[int, str, Whole]]:
         if self.victim < 0:
@@ -319,32 +334,36 @@ class Search:
             return found
         if self.back and state.local[victim] == DEAD and state.told[0]:
             local = _put(state.local, victim, self.lives[victim, 1].start)
-            found.append((-1, "return", replace(state, local=local)))
+            found.append((-1, "return", state._replace(local=local)))
         for place in range(self.count):
             if place == victim:
                 continue
+            name, linked = self.names[place], state.linked[place]
             if not state.told[place]:
-                found.append((place, f"{self.names[place]} hears of the death", self._hear(state, place)))
-            elif state.told[place] == 1 and state.linked[place]:
-                assert self._new_life is not None
-                after = replace(state, told=_put(state.told, place, 2))
-                found.append((place, f"{self.names[place]} hears of it", self.handle(after, place, self._new_life)))
-            if state.local[victim] != DEAD and not state.linked[place]:
-                linked = replace(state, linked=_put(state.linked, place, True))
-                found.append((victim, f"{self.names[place]} is linked", linked))
+                found.append((place, f"{name} hears of the death", self._hear(state, place)))
+            elif state.told[place] == 1 and linked:
+                after = state._replace(told=_put(state.told, place, 2))
+                found.append((place, f"{name} hears of the return", self.handle(after, place, self._return)))
+            if state.local[victim] != DEAD and not linked:
+                found.append((victim, f"{name} is linked", self._link(state, place)))
         return found
 
     def _die(self, state: Whole) -> Whole:
         channels = list(state.on_the_way)
         for place in range(self.count):
             channels[place * self.count + self.victim] = ()
-        return replace(state, life=1, local=_put(state.local, self.victim, DEAD), on_the_way=tuple(channels))
+        return state._replace(life=1, local=_put(state.local, self.victim, DEAD), on_the_way=tuple(channels))
 
     def _hear(self, state: Whole, place: int) -> Whole:
         """Cut the victim's channel to this survivor here."""
         cut = _put(state.on_the_way, self.victim * self.count + place, ())
         told = _put(state.told, place, 1)
-        return self.handle(replace(state, on_the_way=cut, told=told), place, PeerDown(self.names[self.victim]))
+        return self.handle(state._replace(on_the_way=cut, told=told), place, self._death)
+
+    def _link(self, state: Whole, place: int) -> Whole:
+        """Lead a survivor's channel to the new life, which hears of it: that one may offer to it from now on."""
+        linked = state._replace(linked=_put(state.linked, place, True))
+        return self.handle(linked, self.victim, self._announcements[place]) if place else linked
 
     def check_quiet(self, state: Whole) -> None:
         """Check that nothing of any request is left, where nothing but a death or a return can happen any more."""
@@ -369,7 +388,7 @@ class Search:
                     self.check_quiet(state)
             except Exception as error:
                 for name in way(came, state):
-                    error.add_note(name)
+                    error.add_note(self.in_words(name))
                 raise
             self.moves += len(found)
             for _, name, after in found:
@@ -378,6 +397,15 @@ class Search:
                     ahead.append(after)
             assert len(came) <= limit, f"more than {limit} states"
         return len(came)
+
+    def in_words(self, move: str) -> str:
+        """Replace the numbers in the name of a move by what they stand for."""
+        where, _, event = move.rpartition(": ")
+        if not event.isdigit():
+            return move
+        for place, name in enumerate((*self.names, self.names[self.victim])):
+            where = where.replace(str(place), name)
+        return f"{where}: {self.events[int(event)]}"
 
 
 def way(came: dict[Whole, tuple[Whole, str] | None], state: Whole) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from trinity.core.messages import (
     Failure,
     Finished,
     Forget,
+    Gone,
     Moved,
     PeerDown,
     PeerLoad,
@@ -60,15 +61,26 @@ class End(Value, frozen=True):
     finished: Finished | None = None
 
 
+class Life(NamedTuple):
+    """One life of an instance: it has another epoch after each restart."""
+
+    name: str
+    epoch: int
+
+
 @dataclass(slots=True)
 class FrontendRequest:
-    """Record of a request that has not ended on every instance."""
+    """Record of a request that has not ended on every instance.
+
+    ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is at
+    the last one. ``prefilled_at``: the life that sends its first token, where another one decodes.
+    """
 
     work: Work
     first: str
     deadline: float
     delivered: int = 0
-    route: list[str] = field(default_factory=list)
+    hops: dict[int, Life] = field(default_factory=dict)
     early: dict[int, Sampled] = field(default_factory=dict)
     aborted: str | None = None
     ended: bool = False
@@ -78,6 +90,12 @@ class FrontendRequest:
     past: Finished | None = None  # the end of its former attempts, before it was sent back
     base: int = 0  # count of tokens delivered by then
     input_bytes: int = 0  # of its inputs that wait here, on the way or at an instance
+    prefilled_at: Life | None = None
+
+    @property
+    def route(self) -> tuple[str, ...]:
+        """Names of the instances that it has come to, as far as they are known."""
+        return tuple(self.hops[hop].name for hop in sorted(self.hops))
 
 
 class FrontendCore:
@@ -111,10 +129,12 @@ class FrontendCore:
             self._expire(now)
         elif isinstance(event, Moved):
             self._moved(event, now)
+        elif isinstance(event, Gone):
+            self._missing(event, now)
         elif isinstance(event, PeerLoad):
             self.router.take(event)
         elif isinstance(event, PeerUp):
-            self.router.add(event)
+            self._back(event, now)
         elif isinstance(event, PeerDown):
             self._lost(event, now)
         return self._out
@@ -139,7 +159,8 @@ class FrontendCore:
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
-        entry = FrontendRequest(work, first, deadline, route=[first], inputs=inputs, input_bytes=event.input_bytes)
+        entry = FrontendRequest(work, first, deadline, inputs=inputs, input_bytes=event.input_bytes)
+        entry.hops = self._first_hop(first)
         self.entries[work.request] = entry
         self.waiting += 1
         self.waiting_bytes += event.input_bytes
@@ -198,61 +219,101 @@ class FrontendCore:
             entry.delivered += 1
         self._settle(entry, now)
 
+    def _first_hop(self, name: str) -> dict[int, Life]:
+        return {0: Life(name, self.router.peers[name].epoch)}
+
+    def _is_up(self, life: Life) -> bool:
+        peer = self.router.peers.get(life.name)
+        return peer is not None and peer.epoch == life.epoch
+
+    def _current(self, request: str, attempt: int, speaker: str) -> FrontendRequest | None:
+        """Find the record of this attempt. An instance that speaks of one that is over is told to forget it."""
+        entry = self.entries.get(request)
+        if entry is not None and entry.work.attempt == attempt:
+            return entry
+        self._forget(request, attempt, (speaker,))
+        return None
+
     def _moved(self, event: Moved, now: float) -> None:
-        entry = self.entries.get(event.request)
-        if entry is not None and event.attempt == entry.work.attempt:
-            entry.route.extend([""] * (event.hop + 1 - len(entry.route)))
-            entry.route[event.hop] = event.to
-            if event.to in self.router.lost:  # said before its loss was known there
-                self._gone(entry, self.router.lost[event.to], now)
+        entry = self._current(event.request, event.attempt, event.to)
+        if entry is not None:
+            entry.hops[event.hop] = Life(event.to, event.epoch)
+            if event.source:
+                entry.prefilled_at = entry.hops[event.hop - 1] = Life(event.source, event.source_epoch)
+            self._check_lives(entry, now)
+
+    def _missing(self, event: Gone, now: float) -> None:
+        """Fail a request that was handed to a lost instance, unless that one or a later one has spoken of it."""
+        entry = self._current(event.request, event.attempt, event.source)
+        if entry is None:
+            return
+        last, to = max(entry.hops), Life(event.to, event.epoch)
+        if event.hop > last or (event.hop == last and entry.hops[last] != to):
+            self._fail(entry, to, now)
+
+    def _back(self, event: PeerUp, now: float) -> None:
+        """Add an instance. What was on a former life of it is lost, even if that was never told."""
+        self.router.add(event)
+        if event.epoch:
+            for entry in list(self.entries.values()):
+                self._check_lives(entry, now)
 
     def _lost(self, event: PeerDown, now: float) -> None:
         """Fail the requests on a lost instance; the other instances drop what they hold of these."""
-        peer = self.router.drop(event.name) or PeerUp(event.name, "")
-        for entry in list(self.entries.values()):
-            self._gone(entry, peer, now)
+        self.router.drop(event.name)
+        for request, entry in list(self.entries.items()):
+            self._check_lives(entry, now)
+            if request in self.entries and entry.aborted and event.name in entry.route:
+                self._cancel(entry)  # the first one may have ended there
 
-    def _gone(self, entry: FrontendRequest, peer: PeerUp, now: float) -> None:
-        if self._is_lost(entry, peer):
-            text = f"instance {peer.name} was lost while the request was there; send it again"
-            entry.finished = Finished(
-                request=entry.work.request,
-                attempt=entry.work.attempt,
-                reason="error",
-                failure=Failure("StageError", text, {"stage": peer.roles}),
-                count=entry.delivered,
-                route=tuple(name for name in entry.route if name),
-            )
-            self._settle(entry, now)
+    def _cancel(self, entry: FrontendRequest) -> None:
+        """Send a Cancel, which follows the request from its first instance; past a lost one, to all that are up."""
+        up = [life.name for life in entry.hops.values() if self._is_up(life)]
+        names = [entry.first] if len(up) == len(entry.hops) else sorted(set(up), key=entry.route.index)
+        for name in names:
+            self._out.append(Send(name, Cancel(entry.work.request)))
 
-    def _is_lost(self, entry: FrontendRequest, peer: PeerUp) -> bool:
-        """True where the request was on the lost instance, or its first token was and was never sent.
+    def _check_lives(self, entry: FrontendRequest, now: float) -> None:
+        """Fail a request whose instance is lost, or the one that alone has its first token.
 
-        All messages that the instance sent before its end have been handled.
+        An instance's words come in order, and those that were cut off were its last ones: after its end all is heard
+        of it that ever will be. What it gave to others is heard from them (``Moved``, ``Gone``).
         """
-        if entry.route[-1] == peer.name:
-            return entry.finished is None
-        if entry.delivered > entry.base or "P" not in peer.roles or peer.name not in entry.route:
-            return False
-        after = entry.route[entry.route.index(peer.name) + 1]
-        known = self.router.peers.get(after) or self.router.lost.get(after)
-        return known is not None and "D" in known.roles
+        place, first = entry.hops[max(entry.hops)], entry.prefilled_at
+        if entry.finished is None and not self._is_up(place):
+            self._fail(entry, place, now)
+        elif first is not None and entry.delivered == entry.base and not entry.aborted and not self._is_up(first):
+            self._fail(entry, first, now)
+
+    def _fail(self, entry: FrontendRequest, lost: Life, now: float) -> None:
+        """End a request that this loss has left without an end."""
+        peer = self.router.lost.get(lost.name) or self.router.peers.get(lost.name)
+        text = f"instance {lost.name} was lost while the request was there; send it again"
+        entry.finished = Finished(
+            request=entry.work.request,
+            attempt=entry.work.attempt,
+            reason="error",
+            failure=Failure("StageError", text, {"stage": peer.roles if peer is not None else ""}),
+            count=entry.delivered,
+            route=entry.route,
+        )
+        self._settle(entry, now)
 
     def _finished(self, event: Finished, now: float) -> None:
         entry = self.entries.get(event.request)
-        if entry is None:  # it was given up when an instance was lost
-            self._forget(event.request, event.route)
-        if entry is not None and event.attempt == entry.work.attempt:
-            if entry.finished is None or event.cut:  # a source whose lease ran out may report what ended well
-                entry.finished = event
-            self._settle(entry, now)
+        if entry is None or event.attempt != entry.work.attempt:  # it was given up when an instance was lost
+            self._forget(event.request, event.attempt, event.route)
+            return
+        if entry.finished is None or event.cut:  # a source whose lease ran out may report what ended well
+            entry.finished = event
+        self._settle(entry, now)
 
     def _abort(self, event: Abort, now: float) -> None:
         entry = self.entries.get(event.request)
         if entry is None or entry.aborted or entry.ended:
             return
         entry.aborted = event.reason
-        self._out.append(Send(entry.first, Cancel(event.request)))
+        self._cancel(entry)
         if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
             self._end(entry, event.reason)
         self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
@@ -276,7 +337,7 @@ class FrontendCore:
             finished = entry.finished = _joined(entry.past, finished)
         if not entry.ended:
             self._end(entry, entry.aborted or _reason(finished))
-        self._forget(finished.request, (entry.first, *finished.route))
+        self._forget(finished.request, entry.work.attempt, (entry.first, *finished.route, *entry.route))
         self._free_inputs(entry)
         del self.entries[finished.request]
 
@@ -296,8 +357,8 @@ class FrontendCore:
             text = "the request was preempted, and no instance is up at its first stage just now; send it again"
             return replace(finished, reason="error", failure=Failure("Overloaded", text))
         entry.past = finished if entry.past is None else _joined(entry.past, finished)
-        entry.work, entry.first, entry.route, entry.base = work, first, [first], entry.delivered
-        entry.finished = None
+        entry.work, entry.first, entry.hops, entry.base = work, first, self._first_hop(first), entry.delivered
+        entry.finished = entry.prefilled_at = None
         self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
         return None
 
@@ -305,9 +366,9 @@ class FrontendCore:
         self.waiting_bytes -= entry.input_bytes
         entry.input_bytes = 0
 
-    def _forget(self, request: str, route: Sequence[str]) -> None:
+    def _forget(self, request: str, attempt: int, route: Sequence[str]) -> None:
         for name in dict.fromkeys(route):
-            self._out.append(Send(name, Forget(request)))
+            self._out.append(Send(name, Forget(request, attempt)))
 
     def _end(self, entry: FrontendRequest, reason: str) -> None:
         entry.ended = True

@@ -46,9 +46,10 @@ class Cancel(Value, frozen=True):
 
 
 class Forget(Value, frozen=True):
-    """The request has ended everywhere: drop its tombstone."""
+    """This attempt of the request, and all before it, have ended everywhere: drop what is left of them."""
 
     request: str
+    attempt: int = 0
 
 
 # ---------------------------------------------------------------- instance ↔ instance (pull migration, TriInfer 4.3)
@@ -70,6 +71,7 @@ class Offer(Value, frozen=True, kw_only=True):
     """Source to target, step 1: offers blocks to pull. Shard ``shard`` of ``shards``.
 
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
+    ``epoch``: which life of the source it is.
     """
 
     id: str
@@ -81,6 +83,7 @@ class Offer(Value, frozen=True, kw_only=True):
     shards: int = 1
     route: tuple[str, ...] = ()
     generation: int = 0
+    epoch: int = 0
 
 
 class Ready(Value, frozen=True):
@@ -199,12 +202,33 @@ class PeerDown(Value, frozen=True):
 
 
 class Moved(Value, frozen=True):
-    """Instance to front end: the request was offered to ``to``. ``hop`` counts from 1: channels may reorder hops."""
+    """Instance to front end, ahead of all else of this request: another instance has handed it on to me.
+
+    ``to`` is my name and ``epoch`` my life; ``hop`` counts instances from 0: channels may reorder hops. ``source``: the
+    instance that prefilled it and sends the token before my first, in its life ``source_epoch``; "" for none.
+    """
 
     request: str
     attempt: int
     to: str
     hop: int
+    epoch: int = 0
+    source: str = ""
+    source_epoch: int = 0
+
+
+class Gone(Value, frozen=True):
+    """Instance to front end: I handed the request on, or offered it, to ``to``, and that life of it is lost.
+
+    ``source`` is my name; ``epoch`` and ``hop`` are those of ``to``. It may have gone on from there, or never arrived.
+    """
+
+    request: str
+    attempt: int
+    source: str
+    to: str
+    hop: int
+    epoch: int = 0
 
 
 # ---------------------------------------------------------------- shell → its core

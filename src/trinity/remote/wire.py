@@ -16,6 +16,7 @@ from trinity.core.messages import (
     Fetched,
     Finished,
     Forget,
+    Gone,
     Moved,
     Offer,
     PeerDown,
@@ -236,6 +237,7 @@ ControlMessage = (
     | Finished
     | Forget
     | Hello
+    | Gone
     | Moved
     | Offer
     | PeerLoad

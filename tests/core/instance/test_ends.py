@@ -11,6 +11,7 @@ from support.core_tables import brief, done, emptied, image_offer, kv_offer, mak
 from trinity.core import InstanceCore
 from trinity.core.instance.loads import report
 from trinity.core.instance.rates import StepRates
+from trinity.core.instance.request_state import Tombstone
 from trinity.core.messages import (
     IMAGE,
     Commit,
@@ -175,20 +176,20 @@ def test_a_report_says_whose_life_it_is_and_what_waits() -> None:
     assert (load.epoch, load.predicted_s["P"]) == (4, 4.0)
 
 
-def test_a_request_given_back_moves_in_the_eyes_of_the_front_end() -> None:
+def test_a_request_passed_to_an_encoder_leaves_a_tombstone() -> None:
     core = make_core("P0", peers="E0 D0")
     core.handle(Submit(work("r", 1, "cat*4", attempt=2)), 0.0)
     commands = core.handle(Tick(), 0.0)
     assert brief(commands) == []
     assert "r" not in core.state.requests
-    assert core.state.tombstones == {"r": "E0"}
+    assert core.state.tombstones == {"r": Tombstone("E0", 2, 1)}
 
 
 def test_a_request_without_its_features_goes_to_an_encoder() -> None:
     core = make_core("P0", peers="E0 D0")
     commands = core.handle(Submit(work("r", 1, "cat*4", attempt=2), ("pixels",), ("X0",)), 0.0)
     assert sent(commands, Submit) == [Submit(work("r", 1, "cat*4", attempt=2), ("pixels",), ("X0", "P0"))]
-    assert sent(commands, Moved) == [Moved("r", 2, "E0", 2)]
+    assert sent(commands, Moved) == [Moved("r", 2, "P0", 1)], "from another instance: it says that it has it"
 
 
 def test_where_no_encoder_is_up_it_ends_with_a_typed_error() -> None:

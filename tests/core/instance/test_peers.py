@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.core_tables import brief, done, emitted, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
@@ -11,17 +12,23 @@ from trinity.core.messages import (
     Commit,
     Finished,
     Forget,
+    Gone,
     Moved,
     Offer,
+    Part,
     PeerDown,
     Pulled,
     Ready,
+    Release,
     Sampled,
     Send,
     Submit,
 )
 from trinity.core.routing import RoundRobin
 from trinity.core.scheduler import BatchRules
+
+
+HANDED_ON = ["D0: offer P0:1 kv of r [0] by way of P0", "D0: ready P0:1 0", "D0: commit P0:1 after 5"]
 
 
 def offered_by(core: InstanceCore) -> Offer:
@@ -31,31 +38,48 @@ def offered_by(core: InstanceCore) -> Offer:
     return offer
 
 
-def test_an_offer_tells_the_front_end_where_the_request_goes() -> None:
-    core = make_core("E0", peers="P0")
-    core.handle(Submit(work("r", 1, "cat*4")), 0.0)
-    assert sent(core.handle(done(1), 1.0), Moved) == [Moved("r", 0, "P0", 1)]
+def test_the_target_of_an_offer_tells_the_front_end_where_the_request_is() -> None:
+    core = make_core("P0", peers="E0 D0", epoch=2)
+    offer = replace(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), epoch=5)
+    assert core.handle(offer, 0.0)[0] == Send("frontend", Moved("r", 0, "P0", 1, 2)), "no token comes from E0"
+    kv = Offer(id="P0:1", kind="kv", source="P0", work=work("r", 3), parts=(Part((0,)),), route=("E0", "P0"), epoch=5)
+    target = make_core("D0", peers="P0")
+    assert sent(target.handle(kv, 0.0), Moved) == [Moved("r", 0, "D0", 2, 0, "P0", 5)], "the first one does from P0"
 
 
-def test_a_second_hop_counts_on() -> None:
-    core = make_core("P0", peers="D0")
-    core.handle(image_offer("E0:1", work("r", 1, "cat*4"), (0,)), 0.0)
-    core.handle(Ready("E0:1", (0,)), 0.0)
-    core.handle(Commit("E0:1"), 0.0)
-    core.handle(Pulled("E0:1", 0), 0.0)
-    assert sent(core.handle(done(1, r=7), 1.0), Moved) == [Moved("r", 0, "D0", 2)]
+def test_the_first_instance_need_not_say_that_it_has_the_request() -> None:
+    assert not sent(make_core("P0", peers="D0").handle(Submit(work("r", 3)), 0.0), Moved)
 
 
 def test_a_lease_of_a_lost_target_is_taken_back() -> None:
     core = make_core("E0", peers="P0 P1")
     offered_by(core)
     assert core.state.image.held == 1
-    assert brief(core.handle(PeerDown("P0"), 2.0)) == []
+    assert core.handle(PeerDown("P0"), 2.0) == [Send("frontend", Gone("r", 0, "E0", "P0", 1))]
     assert core.state.image.held == 0
     core.handle(Forget("r"), 3.0)
     emptied(core)
     core.handle(Submit(work("s", 1, "dog*4")), 4.0)
-    assert sent(core.handle(done(2), 5.0), Moved) == [Moved("s", 0, "P1", 1)]
+    assert brief(core.handle(done(2), 5.0))[0].startswith("P1: offer")
+
+
+def test_a_forgotten_request_is_not_told_of_any_more_and_a_later_attempt_stays() -> None:
+    core = make_core("E0", peers="P0 P1")
+    offered_by(core)
+    core.handle(Release("E0:1", "pulled"), 2.0)
+    core.handle(Submit(work("r", 1, "cat*4", attempt=1)), 2.0)
+    core.handle(Forget("r", 0), 3.0)
+    (gone,) = sent(core.handle(PeerDown("P1"), 4.0), Gone)
+    assert (gone.attempt, gone.to) == (1, "P1")
+    core.handle(Forget("r", 1), 5.0)
+    assert not sent(core.handle(PeerDown("P1"), 6.0), Gone)
+    emptied(core)
+
+
+def test_a_forget_of_a_former_attempt_does_not_end_the_one_that_is_here() -> None:
+    core = make_core("P0", peers="D0")
+    core.handle(Submit(work("r", 3, attempt=1)), 0.0)
+    table(core, [(Forget("r", 0), []), (done(1, r=5), ["frontend: emit r#0=5", *HANDED_ON, "close r"])])
 
 
 def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently() -> None:
@@ -64,7 +88,8 @@ def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently(
     core.handle(done(1), 1.0)
     assert core.state.outgoing
     commands = core.handle(PeerDown("P0"), 2.0)
-    assert not sent(commands, Finished)  # the front end has ended it: it was offered to the one that is lost
+    assert not sent(commands, Finished)  # the front end ends it: it was offered to the one that is lost
+    assert sent(commands, Gone) == [Gone("r", 0, "E0", "P0", 1)]
     core.handle(done(2), 3.0)
     core.handle(Forget("r"), 3.0)
     emptied(core)
@@ -143,7 +168,7 @@ def ends(commands: list[object]) -> list[tuple[str, str]]:
     return [(each.request, each.failure.error if each.failure else each.reason) for each in found]
 
 
-ROUTE = (Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2))
+ROUTE = (Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2, 0, "P0", 0))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +192,9 @@ def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost:
     assert ends(list(commands)) == ([("r", "StageError")] if fails else [])
     forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
     assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())
+    assert [core.handle(move, 2.0) for move in moves if fails] == [
+        [Send(move.to, Forget("r", 0))] for move in moves if fails
+    ], "whoever speaks of it later, whose word was slower, is told to forget it"
     assert bool(core.entries) != fails
 
 
@@ -204,7 +232,7 @@ def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
     core.handle(PeerDown("D0"), 1.0)
     late = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
     assert core.handle(emitted(("r", 0, 1, Sampled(5))), 2.0) == []
-    assert core.handle(late, 2.0) == [Send(name, Forget("r")) for name in ("E0", "P0", "D0")]
+    assert core.handle(late, 2.0) == [Send(name, Forget("r", 0)) for name in ("E0", "P0", "D0")]
     assert core.waiting == 0
 
 
@@ -226,11 +254,11 @@ def test_while_a_stage_has_no_instance_requests_are_refused_and_then_served_agai
     assert ends(list(core.handle(Submit(work("r", 1)), 3.0))) == []
 
 
-def test_a_move_of_an_unknown_request_is_nothing() -> None:
+def test_a_move_of_an_unknown_request_is_answered_with_forget() -> None:
     core = frontend()
-    assert core.handle(Moved("gone", 0, "P0", 1), 0.0) == []
+    assert core.handle(Moved("gone", 0, "P0", 1), 0.0) == [Send("P0", Forget("gone", 0))]
     asked(core)
-    assert core.handle(Moved("r", 7, "P0", 1), 0.0) == []
+    assert core.handle(Moved("r", 7, "P0", 1), 0.0) == [Send("P0", Forget("r", 7))]
     assert ends(list(core.handle(PeerDown("P0"), 1.0))) == []
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from support.core_tables import Row, brief, broken, done, emptied, image_offer, make_core, sent, table, work
+from support.core_tables import Row, brief, broken, done, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core.messages import (
     Cancel,
     Commit,
     Finished,
     Forget,
     Moved,
+    Offer,
     PeerDown,
     Pulled,
     Ready,
@@ -98,24 +99,29 @@ def test_a_cancel_during_the_encoding_goes_on_to_the_target_which_reports_it() -
 
 
 def test_a_target_that_is_lost_or_gives_up_during_the_encoding_ends_the_request() -> None:
-    for event in (PeerDown("P0"), Release("E0:1", "failed")):
+    for event, told in ((PeerDown("P0"), ["frontend: gone r with P0"]), (Release("E0:1", "failed"), [])):
         core = encoder()
         core.handle(Submit(work("r", *TWO)), 0.0)
-        table(core, [(event, []), (done(1), [])])
+        table(core, [(event, told), (done(1), [])])
         emptied(core)
 
 
 def test_no_target_with_room_is_an_error_once_the_step_has_ended() -> None:
     core = encoder(peers="")
+    core.handle(peer_up("P0", image=0), 0.0)
     table(core, [(Submit(work("r", "cat", 1)), ["step 1 joint: encode r.0 into 0"])])
     out = core.handle(done(1), 0.0)
     assert brief(out) == ["frontend: finished r error 0 by way of E0 RequestTooLarge"]
     emptied(core)
 
 
-def test_the_front_end_learns_at_once_where_the_request_will_be() -> None:
-    core = encoder()
-    assert sent(core.handle(Submit(work("r", *TWO)), 0.0), Moved) == [Moved("r", 0, "P0", 1)]
+def test_the_front_end_learns_from_the_target_where_the_request_is() -> None:
+    target = make_core("P0", peers="E0 D0", epoch=3)
+    early = encoder()
+    commands = early.handle(Submit(work("r", *TWO)), 0.0)
+    (offer,) = sent(commands, Offer)
+    assert not sent(commands, Moved)
+    assert sent(target.handle(offer, 0.0), Moved) == [Moved("r", 0, "P0", 1, epoch=3)]
 
 
 def test_without_prefetch_nothing_is_announced_before_all_is_ready() -> None:

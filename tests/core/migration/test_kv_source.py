@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.core_streams import LAYER, OFFER, again, layers, source
+from support.core_streams import LAYER, OFFER, again, layers, source, target
 from support.core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
 from trinity.core.messages import (
     Cancel,
@@ -14,6 +14,7 @@ from trinity.core.messages import (
     Forget,
     LayersWritten,
     Moved,
+    Offer,
     PeerDown,
     Ready,
     Release,
@@ -95,8 +96,9 @@ def test_what_the_source_had_cached_is_ready_with_the_offer() -> None:
     table(core, rows)
 
 
-def test_the_front_end_and_the_target_know_at_the_start_of_prefill() -> None:
-    assert sent(source().handle(Submit(work("r", 10)), 0.0), Moved) == [Moved("r", 0, "D0", 1)]
+def test_the_target_knows_at_the_start_of_prefill_and_tells_the_front_end_who_has_the_first_token() -> None:
+    (offer,) = sent(source(epoch=2).handle(Submit(work("r", 10)), 0.0), Offer)
+    assert sent(target(epoch=5).handle(offer, 0.0), Moved) == [Moved("r", 0, "D0", 1, 5, "P0", 2)]
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"kv": "off"}])
@@ -166,6 +168,7 @@ def test_whatever_ends_the_request_during_the_step_ends_the_announcements(event:
     core = source()
     core.handle(Submit(work("r", 10)), 0.0)
     expected = ["D0: cancel r"] if isinstance(event, Cancel) else []
+    expected += ["frontend: gone r with D0"] if isinstance(event, PeerDown) else []
     table(core, [(event, expected), (layers(1, 0, 2), []), (again(1), []), (done(1, r=5), ["close r"])])
     if isinstance(event, Cancel):
         core.handle(Release("P0:1", "cancelled"), 0.0)

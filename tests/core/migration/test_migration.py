@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, peer_up, sent, table, work
+from trinity.core.instance.request_state import Tombstone
 from trinity.core.messages import Cancel, Commit, Finished, Forget, Offer, Part, PeerUp, Pulled, Ready, Release, Submit
 from trinity.core.scheduler import BatchRules
 
@@ -21,7 +22,7 @@ def test_an_encode_instance_offers_all_and_commits_when_one_step_encoded_all() -
     assert not core.state.requests
     assert not core.idle(), "the lease is still out"
     assert core.state.image.held == 3
-    assert core.state.tombstones == {"r": "P0"}
+    assert core.state.tombstones == {"r": Tombstone("P0", 0, 1)}
     table(core, [(Release("E0:1", "pulled"), [])])
     assert core.idle()
     assert core.state.image.held == 0
@@ -280,6 +281,7 @@ def test_a_target_without_room_for_the_whole_need_is_passed_over() -> None:
 @pytest.mark.parametrize(("name", "letter"), [("E0", "P"), ("P0", "D")])
 def test_no_target_with_room_is_an_error_of_the_request(name: str, letter: str) -> None:
     core = make_core(name)
+    core.handle(peer_up(f"{letter}0", image=0, kv=0), 0.0)
     core.handle(Submit(work("r", *(["cat"] if name == "E0" else []), 1)), 0.0)
     out = core.handle(done(1) if name == "E0" else done(1, r=5), 0.0)
     assert [line for line in brief(out) if "finished" in line] == [

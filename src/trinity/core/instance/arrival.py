@@ -6,7 +6,7 @@ from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, IMAGE, Failure, Moved, Submit, Work
+from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_media
 from trinity.core.routing import needs
@@ -84,6 +84,5 @@ def pass_to_encode(s: State, state: RequestState, now: float) -> None:
         end(s, state, now, "error", failure("MigrationError", "no instance with stage E is up just now", source=name))
         return
     s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
-    s.send(FRONTEND, Moved(work.request, work.attempt, target, len(state.route)))
-    s.leave_tombstone(work.request, target)
+    s.leave_tombstone(state, target)
     s.move(state, Phase.GONE, now)

@@ -14,7 +14,6 @@ from trinity.core.messages import (
     Failure,
     Finished,
     Forget,
-    Moved,
     Release,
     Withdraw,
 )
@@ -34,16 +33,19 @@ def handle_cancel(s: State, event: Cancel, now: float) -> None:
     if state is not None:
         _call_off(s, state, now)
     elif event.request in s.tombstones:
-        s.send(s.tombstones[event.request], event)
+        s.send(s.tombstones[event.request].target, event)
         if event.request in s.skipped_encodes:  # its target may be giving it back just now
             s.skipped_encodes[event.request].cancelled = True
 
 
 def handle_forget(s: State, event: Forget, now: float) -> None:
-    """Drop all that is kept of a request that has ended everywhere; its target's Release may still arrive."""
-    s.forget(event.request)
+    """Drop all that is kept of a request that has ended everywhere; its target's Release may still arrive.
+
+    A later attempt of it may be here already: that stays.
+    """
+    s.forget(event.request, event.attempt)
     state = s.requests.get(event.request)
-    if state is not None:
+    if state is not None and state.attempt <= event.attempt:
         _call_off(s, state, now)
 
 
@@ -82,16 +84,16 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
     elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
         send_commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
-        s.leave_tombstone(request, s.outgoing[state.outgoing].target)
+        s.leave_tombstone(state, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 
 
 def _give_back(s: State, state: RequestState) -> None:
-    """Report to the front end that the request returns to the source of its offer."""
-    incoming, work = state.incoming, state.work
+    """Hand the request back to the source of its offer, which takes it in as it hears the Release."""
+    incoming = state.incoming
     assert incoming is not None
-    s.send(FRONTEND, Moved(work.request, work.attempt, incoming.offer.source, len(state.route)))
+    s.leave_tombstone(state, incoming.offer.source)
 
 
 def send_commit(s: State, state: RequestState, now: float, ending: str = "") -> None:
@@ -125,7 +127,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
 def hand_on(s: State, state: RequestState, now: float) -> None:
     """Drop a request whose blocks are offered and committed: only the lease and a tombstone stay."""
     assert state.outgoing is not None
-    s.leave_tombstone(state.work.request, s.outgoing[state.outgoing].target)
+    s.leave_tombstone(state, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 

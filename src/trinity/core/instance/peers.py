@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import PeerDown, PeerLoad, PeerUp
+from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.remote_features import give_up_fetches
 
@@ -23,19 +23,21 @@ def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
 
 
 def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
-    """End the requests whose blocks are at the lost peer, and take back its leases.
+    """End the requests whose blocks are at the lost peer, take back its leases, and say which requests were to be there.
 
-    The front end ends the requests that were at the peer: only their lease is left here.
+    The front end ends these, unless it knows that they have gone on: it may not have heard of them from the peer.
     """
-    s.router.drop(event.name)
+    lost = s.router.drop(event.name) or s.router.lost.get(event.name)
+    epoch = lost.epoch if lost is not None else 0
     s.has_load_listeners = bool(followers(s))
+    name = s.settings.name
     s.last_heard.pop(event.name, None)
     give_up_fetches(s, event.name, now)
     for request in list(s.incoming.values()):
         state = s.requests[request]
         incoming = state.incoming
         if incoming is not None and incoming.offer.source == event.name and not incoming.released:
-            fields = {"source": event.name, "target": s.settings.name, "kind": incoming.offer.kind, "cause": "PeerLost"}
+            fields = {"source": event.name, "target": name, "kind": incoming.offer.kind, "cause": "PeerLost"}
             text = f"instance {event.name} was lost before its {incoming.offer.kind} blocks were here"
             end(s, state, now, "error", failure("MigrationError", text, **fields))
     for lease in list(s.outgoing.values()):
@@ -43,4 +45,8 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
             take_back(s, lease)
             waiting = s.requests.get(lease.request)
             if waiting is not None and waiting.outgoing == lease.id:
+                s.send(FRONTEND, Gone(lease.request, lease.attempt, name, event.name, len(lease.route), epoch))
                 end(s, waiting, now, "cancelled")
+    for request, stone in s.tombstones.items():
+        if stone.target == event.name:
+            s.send(FRONTEND, Gone(request, stone.attempt, name, event.name, stone.hop, epoch))

@@ -269,6 +269,15 @@ class Lease:
     count: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """A request that was handed on to ``target``, which is instance number ``hop`` on its route, counted from 0."""
+
+    target: str
+    attempt: int
+    hop: int
+
+
 @dataclass(slots=True)
 class SkippedEncode:
     """A request offered with features that others hold: all that encoding them here would need."""

@@ -21,9 +21,25 @@ from trinity.core.instance.request_state import (
     PendingMedia,
     RequestState,
     SkippedEncode,
+    Tombstone,
 )
 from trinity.core.instance.settings import Settings as Settings
-from trinity.core.messages import IMAGE, KV, Close, Failure, Finished, Open, PeerLoad, Pull, Revoke, Send, Value, Work
+from trinity.core.messages import (
+    FRONTEND,
+    IMAGE,
+    KV,
+    Close,
+    Failure,
+    Finished,
+    Moved,
+    Open,
+    PeerLoad,
+    Pull,
+    Revoke,
+    Send,
+    Value,
+    Work,
+)
 from trinity.core.routing import Router
 from trinity.core.transfers import PullTimes, TokenRate
 
@@ -54,7 +70,7 @@ class State:
         self.pending: dict[str, PendingMedia] = {}
         self.incoming: dict[str, str] = {}
         self.outgoing: dict[str, Lease] = {}
-        self.tombstones: dict[str, str] = {}
+        self.tombstones: dict[str, Tombstone] = {}
         # block tables grow as requests decode; without decode here none needs more than its prefill
         self.grows = settings.reservation == "optimistic" and "D" in settings.roles
         self.lanes: Flights = {lane: deque() for lane in settings.lanes}
@@ -106,22 +122,35 @@ class State:
         return lambda request: key(self.requests[request])
 
     def take_in(self, state: RequestState) -> None:
-        """Add a request that arrived or came back. Drops its tombstone: two would pass a late Cancel in a circle."""
-        request = state.work.request
+        """Add a request that arrived or came back, and tell the front end that it is here, if another handed it on.
+
+        Drops its tombstone: two would pass a late Cancel in a circle.
+        """
+        request, hop = state.work.request, len(state.route) - 1
         assert request not in self.requests, f"{request} is here already"
         self.requests[request] = state
         self.tombstones.pop(request, None)
         if state.incoming is not None:
             self.incoming[state.incoming.offer.id] = request
+        if hop > 0:
+            self.send(FRONTEND, self._moved(state, hop))
 
-    def leave_tombstone(self, request: str, target: str) -> None:
-        """Send a Cancel of this request there from now on."""
-        self.tombstones[request] = target
+    def _moved(self, state: RequestState, hop: int) -> Moved:
+        own = self.settings
+        offer = state.incoming.offer if state.incoming is not None else None
+        source = (offer.source, offer.epoch) if offer is not None and offer.kind == KV else ("", 0)
+        return Moved(state.work.request, state.attempt, own.name, hop, own.epoch, *source)
 
-    def forget(self, request: str) -> None:
-        """Drop the tombstone and the skipped encode of a request: it has ended everywhere and does not come back."""
-        self.tombstones.pop(request, None)
-        self.skipped_encodes.pop(request, None)
+    def leave_tombstone(self, state: RequestState, target: str) -> None:
+        """Send a Cancel of this request there from now on, and tell the front end if the target is lost."""
+        self.tombstones[state.work.request] = Tombstone(target, state.attempt, len(state.route))
+
+    def forget(self, request: str, attempt: int) -> None:
+        """Drop the tombstone and the skipped encode of a request that has ended everywhere, up to this attempt."""
+        if request in self.tombstones and self.tombstones[request].attempt <= attempt:
+            del self.tombstones[request]
+        if request in self.skipped_encodes and self.skipped_encodes[request].work.attempt <= attempt:
+            del self.skipped_encodes[request]
 
     def move(self, state: RequestState, phase: Phase, now: float, *, ahead: bool = False) -> None:
         """Move it to a phase, ``ahead`` of all waiting there. Raises ``AssertionError`` for a move not in ``MOVES``."""

@@ -66,8 +66,10 @@ def _expired(s: State, lease: Lease, now: float) -> None:
     if state is not None and state.outgoing == lease.id:
         state.outgoing = None
         end(s, state, now, "error", why)
-    elif s.tombstones.get(lease.request) == lease.target:  # not forgotten yet: the front end waits for its end
-        s.send(FRONTEND, _report(lease, why))
+    else:
+        stone = s.tombstones.get(lease.request)
+        if stone is not None and stone.target == lease.target:  # not forgotten yet: the front end waits for its end
+            s.send(FRONTEND, _report(lease, why))
 
 
 def _report(lease: Lease, why: Failure) -> Finished:

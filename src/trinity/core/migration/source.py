@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.lifecycle import end, hand_on, send_commit
 from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, IMAGE, KV, Failure, Moved, Offer, Part, Ready
+from trinity.core.messages import IMAGE, KV, Failure, Offer, Part, Ready
 from trinity.core.migration.remote_features import remember_skipped
 
 
@@ -79,17 +79,17 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
         parts=parts,
         route=state.route,
         generation=s.generation,
+        epoch=s.settings.epoch,
     )
     blocks = tuple(block for part in parts for block in part.blocks)
     s.lend(Lease(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
     state.outgoing = offer.id
     s.send(target, offer)
-    s.send(FRONTEND, Moved(state.work.request, state.work.attempt, target, len(state.route)))
     return True
 
 
 def _nowhere(s: State, letter: str) -> Failure:
-    if s.router.misses(letter):
+    if not s.router.has(letter):  # gone, or not known yet to one that has just come back
         return failure("MigrationError", f"no instance with stage {letter} is up just now", source=s.settings.name)
     return failure(
         "RequestTooLarge", f"no instance with stage {letter} has the blocks for this request; enlarge its pools"
