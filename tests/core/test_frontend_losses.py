@@ -37,7 +37,13 @@ def told(*events: Value) -> tuple[FrontendCore, list[tuple[str, str]]]:
 ORDERS = {
     "it served to the end, and the first token was cut off": (TO_D0, SECOND, THIRD, WHOLE, PeerDown("P0")),
     "the source died before its offer left": (TO_P0, FIRST, PeerDown("P0")),
-    "the target died before it heard of the offer": (TO_P0, PeerDown("D0"), FIRST, again("D0", 1), Gone("r", 0, "P0", "D0", 2)),
+    "the target died before it heard of the offer": (
+        TO_P0,
+        PeerDown("D0"),
+        FIRST,
+        again("D0", 1),
+        Gone("r", 0, "P0", "D0", 2),
+    ),
 }
 
 
@@ -104,7 +110,7 @@ GONE = Gone("r", 0, "P0", "D0", 2)
     ids=["not heard of", "heard of", "lost as well", "gone on", "the offer reached the next life", "served"],
 )
 def test_what_was_given_to_a_lost_instance(events: tuple[Value, ...], fails: bool) -> None:
-    """The next life of a target may get an offer of which its source says, as it hears of the death, that it is void."""
+    """The next life of a target may get an offer that its source, as it hears of the death, takes back."""
     core, ends = told(*events)
     assert bool(ends) == fails == (not core.entries)
 

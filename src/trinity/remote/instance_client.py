@@ -64,6 +64,7 @@ class InstanceClient:
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
         self._watched = self._stopping = False
+        self._unheard: list[Value] = []  # what it says before the pipeline watches it
         self._connecting: dict[tuple[tuple[str, int], ...], asyncio.Future[None]] = {}
         self.last_heard = 0.0  # time of its last message, by the loop's clock
 
@@ -101,8 +102,13 @@ class InstanceClient:
             del self._connecting[key]
 
     def watch(self) -> None:
-        """Report a loss to the watcher from now on; one that has happened already at once."""
+        """Pass on what it says, and report its loss, from now on; what has come already at once.
+
+        The front end knows it by then. What is lost before is never heard of: it is told no such loss either.
+        """
         self._watched = True
+        self._watcher.send_to_frontend(self._unheard)
+        self._unheard = []
         if self._loss:
             self._watcher.on_lost(self.name, self._loss)
 
@@ -205,8 +211,10 @@ class InstanceClient:
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
-        elif message is not None:
+        elif message is not None and self._watched:
             self._watcher.send_to_frontend([message])
+        elif message is not None:
+            self._unheard.append(message)
 
 
 async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:

@@ -216,6 +216,8 @@ class InstanceSession:
         self._link(name).set()
         try:
             async for frame in channel:
+                if self._peers.get(name) is not channel:
+                    break  # it was dropped: its core has heard that this peer is lost, and nothing may follow that
                 message = self._decode(frame)
                 if message is not None:
                     host.post(message)

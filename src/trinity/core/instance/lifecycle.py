@@ -72,7 +72,7 @@ def conclude_if_quiet(s: State, state: RequestState, now: float) -> None:
 
 def _conclude(s: State, state: RequestState, now: float) -> None:
     assert state.ending is not None
-    ending, request = state.ending, state.work.request
+    ending = state.ending
     state.book_time(now)
     if state.incoming is not None and not state.incoming.released:
         release(s, state, {"error": "failed", FEATURES_GONE: FEATURES_GONE}.get(ending.reason, "cancelled"))

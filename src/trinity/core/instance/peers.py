@@ -23,7 +23,7 @@ def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
 
 
 def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
-    """End the requests whose blocks are at the lost peer, take back its leases, and say which requests were to be there.
+    """End the requests whose blocks are at the lost peer, take back its leases, and say which requests went there.
 
     The front end ends these, unless it knows that they have gone on: it may not have heard of them from the peer.
     """

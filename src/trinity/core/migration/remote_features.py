@@ -47,7 +47,9 @@ def encode_after_all(s: State, lease: Lease, now: float) -> None:
     work, name = spared.work, s.settings.name
     route = (*spared.route, lease.target, name)
     if spared.cancelled:
-        s.forget(work.request, work.attempt)  # its target has a tombstone that leads here: a Cancel would go in a circle
+        s.forget(
+            work.request, work.attempt
+        )  # its target has a tombstone that leads here: a Cancel would go in a circle
         s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
     state = RequestState(work, now, spared.inputs, stored_tokens=spared.tokens, route=route)

@@ -1,0 +1,78 @@
+"""What the cores are promised of a death: nothing of a former life after it, and nothing of a life before its start."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from trinity.core.messages import Cancel, PeerDown, Value
+from trinity.remote.channel import Channel
+from trinity.remote.instance_client import InstanceClient
+from trinity.remote.session import InstanceSession
+from trinity.remote.wire import Setup, encode
+from trinity.timeline import Timeline
+
+
+class Line:
+    """A channel whose other end says what the test has it say."""
+
+    def __init__(self) -> None:
+        self.reader, self.closed = asyncio.StreamReader(), False
+        self.transport = SimpleNamespace(abort=self.reader.feed_eof)
+        self.write = self.reader.feed_data
+        self.channel = Channel(self.reader, cast(Any, self))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def say(self, *messages: Value) -> None:
+        for message in messages:
+            self.channel.send(encode(message))
+
+
+class Heard(list[Value]):
+    """A host, or a watcher, that keeps what it is given."""
+
+    post = list.append
+
+    def send_to_frontend(self, messages: list[Value]) -> None:
+        self.extend(messages)
+
+    def on_lost(self, name: str, why: str) -> None:
+        self.append(PeerDown(name))
+
+
+def test_what_a_dropped_peer_had_said_is_not_heard_after_its_loss() -> None:
+    async def run() -> list[Value]:
+        line, heard = Line(), Heard()
+        session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+        session.host = cast(Any, heard)
+        session.connector = cast(Any, SimpleNamespace(forget=lambda name: None))
+        line.say(Cancel("a"))
+        serving = asyncio.ensure_future(session._serve_peer(line.channel, "P0", 0))
+        while not heard:
+            await asyncio.sleep(0)
+        line.say(Cancel("b"))  # received, and not read yet
+        session._drop_older("P0", 1)
+        await serving
+        return heard
+
+    assert asyncio.run(run()) == [Cancel("a"), PeerDown("P0")]
+
+
+def test_an_instance_is_not_heard_before_it_is_watched() -> None:
+    async def run() -> tuple[list[Value], list[Value]]:
+        line, heard = Line(), Heard()
+        client = InstanceClient(cast(Setup, SimpleNamespace(name="D0")), cast(Any, heard), Timeline())
+        line.say(Cancel("a"))
+        reading = asyncio.ensure_future(client._read(line.channel))
+        await asyncio.sleep(0)
+        before = list(heard)
+        client.watch()
+        line.say(Cancel("b"))
+        line.reader.feed_eof()
+        await reading
+        return before, heard
+
+    assert asyncio.run(run()) == ([], [Cancel("a"), Cancel("b"), PeerDown("D0")])
