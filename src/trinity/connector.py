@@ -1,4 +1,4 @@
-"""Connector: moves blocks of the image and KV caches between instances over one transport."""
+"""Connector: moves blocks of the image and KV caches between instances, over one transport or one for each kind."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
-from trinity.core.messages import Failure, Pull, Pulled
+import msgspec
+from msgspec.structs import replace
+
+from trinity.core.messages import IMAGE, KV, Failure, Pull, Pulled
 from trinity.core.transfers import gigabytes_a_second, should_cut
 from trinity.errors import (
     ClosedError,
@@ -18,36 +22,64 @@ from trinity.errors import (
     TransferTimeout,
     TransportError,
     TrinityError,
+    UnknownName,
 )
 from trinity.errors.arguments import Positive, check_arguments
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
-from trinity.memory.digests import Verify, check_verify, should_verify, verify_pull
-from trinity.transport.base import Remote, Transport, find_runs
+from trinity.memory.digests import Verify, check_verify, digest_rows, should_verify, verify_pull
+from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
 
 
+BLOCK_KINDS = (IMAGE, KV)
+
+
+class Route(NamedTuple):
+    """Medium of one kind of block, and its settings. ``name`` is "" for a transport that was given as an object."""
+
+    transport: Transport
+    timeout_s: float
+    verify: Verify
+    name: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def verifies(self) -> bool:
+        """True if sources send digests of their blocks, which are compared with the blocks received."""
+        return should_verify(self.verify, self.transport)
+
+
 @check_arguments
 class Connector:
     """Pulls image and KV blocks (TriInfer 4.3, pull migration, step 3). Serves one pipeline, which closes it.
 
-    - ``transport`` (name or ``Transport``, "inproc"): the medium; it is closed with the connector.
+    - ``transport`` (name, ``Transport``, or these by kind of block; "inproc"): the medium, or one for each kind, such
+      as ``{"image": "shm", "kv": Connector("nixl", timeout_s=5)}``. It is closed with the connector.
     - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
     - ``verify`` ("always", "never" or "network"; "network"): compare digests of blocks with those of the source; with
       "network" only for transports that leave the host.
+    - ``options`` (None): keywords of the named transport, plain values, such as ``{"timeout_s": 5.0}`` for "nixl".
+
+    Instances in processes make transports of their own from name, options, timeout and verify. Raises ``ConfigError``,
+    and ``TransportUnavailable`` if a transport cannot run here.
 
     Every read is recorded: scheme, bytes, blocks, pieces, seconds of set-up and on the wire, GB/s on the wire, and if
     blocks are verified the seconds of both sides' digests.
     """
 
     def __init__(
-        self, transport: str | Transport = "inproc", *, timeout_s: Positive = 30.0, verify: Verify = "network"
+        self,
+        transport: str | Transport | Mapping[str, Medium] = "inproc",
+        *,
+        timeout_s: Positive = 30.0,
+        verify: Verify = "network",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.transport = make_transport(transport)
-        self.timeout_s, self.verify = timeout_s, check_verify(verify)
+        self.routes = make_routes(transport, timeout_s, check_verify(verify), options or {})
         self._memories: dict[tuple[str, str], BlockMemory] = {}
         self._descriptors: dict[tuple[str, str], bytes] = {}
         self._remotes: dict[tuple[str, str, str], Remote] = {}
@@ -56,14 +88,14 @@ class Connector:
         self._closed = False
 
     @property
-    def scheme(self) -> str:
-        """Name of the transport."""
-        return self.transport.scheme
+    def shared(self) -> bool:
+        """True if a transport needs pools in memory files, which other processes can map."""
+        return any(getattr(route.transport, "shared", False) for route in self.routes.values())
 
     @property
-    def verifies(self) -> bool:
-        """True if sources send digests of their blocks, which are compared with the blocks received."""
-        return should_verify(self.verify, self.transport)
+    def verified(self) -> list[str]:
+        """Kinds of blocks that are compared with the source's digests on arrival."""
+        return [kind for kind, route in self.routes.items() if route.verifies]
 
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
         """Publish an instance's pools; return their descriptors by kind.
@@ -74,7 +106,7 @@ class Connector:
             raise ConfigError("a Connector serves one pipeline: make one for each")
         for kind, memory in memories.items():
             self._memories[instance, kind] = memory
-            self._descriptors[instance, kind] = self.transport.publish(memory)
+            self._descriptors[instance, kind] = self.routes[kind].transport.publish(memory)
         return {kind: self._descriptors[instance, kind] for kind in memories}
 
     def introduce(self, peer: str, pools: Mapping[str, bytes]) -> None:
@@ -111,20 +143,59 @@ class Connector:
             record = self._record(instance, pull, "failed", 0, time.perf_counter() - started)
             return Pulled(pull.offer, pull.part, Failure("MigrationError", text, fields), record)
 
+    async def move(
+        self,
+        source: BlockMemory,
+        blocks: Sequence[int],
+        target: BlockMemory,
+        places: Sequence[int],
+        *,
+        rows: int | None = None,
+    ) -> dict[str, Any]:
+        """Move blocks from one pool of this process to another: ``blocks[i]`` of ``source`` into ``places[i]``.
+
+        ``rows``: how many rows the blocks hold, so that the empty ones of the last block need not move; None: all.
+        Returns the record of the move. Raises ``ConfigError`` for pools of two kinds or rows that these blocks do not
+        have, ``TransportError`` where the blocks did not arrive, and ``ClosedError``.
+        """
+        if self._closed:
+            raise ClosedError("the connector is closed")
+        kind, height = source.kind, source.shape.shape[-2]
+        if target.kind != kind:
+            raise ConfigError(f"{kind} blocks do not fit a pool of {target.kind} blocks")
+        if rows is not None and -(-rows // height) != len(blocks):
+            raise ConfigError(f"{rows} rows are not in {len(blocks)} blocks of {height}")
+        check_block_numbers(self.routes[kind].transport.scheme, "source", blocks, source.blocks)
+        names, numbers = (self._name_pool(target), self._name_pool(source)), (tuple(blocks), tuple(places))
+        pull = Pull("", 0, names[1], kind, "", *numbers, source.generation(blocks), tail=(rows or 0) % height)
+        if self.routes[kind].verifies:
+            tails = {len(blocks) - 1: pull.tail} if pull.tail else {}
+            pull = replace(pull, digests=tuple(await asyncio.to_thread(digest_rows, source, blocks, None, tails)))
+        return await self._read(names[0], pull)
+
+    def _name_pool(self, memory: BlockMemory) -> str:
+        """Return the name under which this pool is bound; bind it if it is not."""
+        for (name, _), known in self._memories.items():
+            if known is memory:
+                return name
+        name = f"pool {len(self._memories)}"
+        self.bind(name, {memory.kind: memory})
+        return name
+
     async def _read(self, instance: str, pull: Pull) -> dict[str, Any]:
-        started = time.perf_counter()
+        started, route = time.perf_counter(), self.routes[pull.kind]
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(route.timeout_s):
                 remote = await self._remote(instance, pull.source, pull.kind)
                 ready = time.perf_counter()
                 reads = plan_reads(self._memories[instance, pull.kind], pull)
                 moved = sum(await gather_or_cancel(remote.read(*each) for each in reads))
                 await self._check_fresh(remote, instance, pull)
         except TimeoutError as error:
-            text = f"a read of {len(pull.source_blocks)} blocks took more than {self.timeout_s} s"
+            text = f"a read of {len(pull.source_blocks)} blocks took more than {route.timeout_s} s"
             raise TransferTimeout(text, self._scheme(instance, pull), pull.source) from error
         record = self._record(instance, pull, "pulled", moved, time.perf_counter() - ready)
-        if self.verifies and pull.digests is not None:
+        if route.verifies and pull.digests is not None:
             record["digest_s"] = pull.digest_s + await self._check_arrived(instance, pull, moved, pull.digests)
         pieces = sum(count_pieces(*each) for each in reads)
         return {**record, "pieces": pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
@@ -145,7 +216,7 @@ class Connector:
     def _scheme(self, instance: str, pull: Pull) -> str:
         """Return the scheme used for this peer, if the transport chooses one for each (auto)."""
         remote = self._remotes.get((instance, pull.source, pull.kind))
-        return getattr(remote, "scheme", self.scheme)
+        return getattr(remote, "scheme", self.routes[pull.kind].transport.scheme)
 
     def _record(self, instance: str, pull: Pull, outcome: str, moved: int, seconds: float) -> dict[str, Any]:
         return {
@@ -162,16 +233,16 @@ class Connector:
     async def _remote(self, instance: str, source: str, kind: str) -> Remote:
         if self._closed:
             raise ClosedError("the connector is closed")
-        key = (instance, source, kind)
+        key, transport = (instance, source, kind), self.routes[kind].transport
         async with self._attaching.setdefault(key, asyncio.Lock()):  # two concurrent first reads must not attach twice
             if key not in self._remotes:
                 descriptor = self._descriptors.get((source, kind))
                 if descriptor is None:
-                    raise PeerLost(f"{source} is gone, or has no {kind} blocks", self.scheme, source)
-                remote = await self.transport.attach(descriptor, self._memories[instance, kind])
+                    raise PeerLost(f"{source} is gone, or has no {kind} blocks", transport.scheme, source)
+                remote = await transport.attach(descriptor, self._memories[instance, kind])
                 if self._descriptors.get((source, kind)) is not descriptor:
                     self._detach(remote)
-                    raise PeerLost(f"{source} was lost while attaching to its pool", self.scheme, source)
+                    raise PeerLost(f"{source} was lost while attaching to its pool", transport.scheme, source)
                 self._remotes[key] = remote
         return self._remotes[key]
 
@@ -182,13 +253,52 @@ class Connector:
             for remote in self._remotes.values():
                 await self._close(remote)
             await asyncio.gather(*self._detaching)
-            await self._close(self.transport)
+            for transport in {id(route.transport): route.transport for route in self.routes.values()}.values():
+                await self._close(transport)
 
     async def _close(self, each: Remote | Transport) -> None:
         try:
             await each.aclose()
         except Exception:
-            logger.exception("%r of transport %s could not be closed", each, self.scheme)
+            logger.exception("%r could not be closed", each)
+
+
+def make_routes(
+    transport: str | Transport | Mapping[str, Medium], timeout_s: float, verify: Verify, options: Mapping[str, Any]
+) -> dict[str, Route]:
+    """Make the route of each kind of block. Raises ``ConfigError``."""
+    if isinstance(transport, str):
+        given = check_options(options)
+        return dict.fromkeys(
+            BLOCK_KINDS, Route(make_transport(transport, **given), timeout_s, verify, transport, given)
+        )
+    if options:
+        raise ConfigError("options= are for one transport that is given by name")
+    if not isinstance(transport, Mapping):
+        return dict.fromkeys(BLOCK_KINDS, Route(transport, timeout_s, verify))
+    for kind in BLOCK_KINDS:
+        if kind not in transport:
+            raise ConfigError(f"{kind} blocks have no transport: give one for each kind, {', '.join(BLOCK_KINDS)}")
+    for kind in transport:
+        if kind not in BLOCK_KINDS:
+            raise UnknownName("kind of block", kind, BLOCK_KINDS)
+    made = {
+        kind: each if isinstance(each, Connector) else Connector(each, timeout_s=timeout_s, verify=verify)
+        for kind, each in transport.items()
+    }
+    return {kind: connector.routes[kind] for kind, connector in made.items()}
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a transport's options as plain values, which can travel. Raises ``ConfigError``."""
+    try:
+        plain = msgspec.msgpack.decode(msgspec.msgpack.encode(dict(options)))
+        return msgspec.convert(plain, dict[str, Any])
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, NotImplementedError) as error:
+        raise ConfigError(f"options= are keywords and plain values, got {options!r:.200}: {error}") from error
+
+
+Medium: TypeAlias = str | Transport | Connector  # a transport by name, one of your own, or one with its settings
 
 
 def plan_reads(memory: BlockMemory, pull: Pull) -> list[tuple[tuple[int, ...], tuple[int, ...], ByteRange]]:
@@ -223,17 +333,25 @@ async def gather_or_cancel(reads: Iterable[Coroutine[Any, Any, int]]) -> list[in
     return [task.result() for task in tasks]
 
 
-def choose_connector(connector: str | Transport | Connector | None, hosting: str) -> str | Transport | Connector:
-    """Choose the default transport: inproc for instances of one process, which "auto" means there too, else "auto"."""
-    if hosting == "thread" and connector in (None, "auto"):
-        return "inproc"
-    return connector or "auto"
+def make_connector(connector: Medium | Mapping[str, Medium] | None, verify: Verify | None, hosting: str) -> Connector:
+    """Make a pipeline's connector, or return the one given; its ``verify`` changes only if ``verify`` is set.
 
-
-def make_connector(connector: str | Transport | Connector, verify: Verify | None = None) -> Connector:
-    """Make a connector, or return the one given; its ``verify`` changes only if ``verify`` is set."""
-    if not isinstance(connector, Connector):
-        return Connector(connector, verify=verify or "network")
+    The default, and what "auto" means for instances of one process, is inproc; for processes it is auto. Raises
+    ``ConfigError`` for a wrong type, and for a transport that cannot reach instances in processes.
+    """
+    if connector is None or (hosting == "thread" and connector == "auto"):
+        connector = "inproc" if hosting == "thread" else "auto"
+    made = connector if isinstance(connector, Connector) else Connector(connector)
     if verify is not None:
-        connector.verify = check_verify(verify)
-    return connector
+        made.routes = {kind: route._replace(verify=check_verify(verify)) for kind, route in made.routes.items()}
+    for route in made.routes.values() if hosting == "process" else ():
+        if route.transport.scheme == "inproc":
+            raise ConfigError(
+                "inproc reaches instances of one process only; use connector='shm' with hosting='process'"
+            )
+        if not route.name:
+            raise ConfigError(
+                "instances in processes make their own transports: give connector= by name, with "
+                "Connector(name, options=...) for its settings"
+            )
+    return made

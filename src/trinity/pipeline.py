@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from trinity.adapt.auto import resolve_auto_placement
-from trinity.connector import Connector, choose_connector, make_connector
+from trinity.connector import Medium, make_connector
 from trinity.core.frontend import MAX_WAITING_BYTES, Abort, Deliver, End, FrontendCore
 from trinity.core.messages import Failure, PeerDown, PeerLoad, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
@@ -39,7 +39,6 @@ from trinity.runtime.shielded_wait import wait_shielded
 from trinity.stream import Stream, make_late_failure, make_trace_row, reduce_deadline
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
-from trinity.transport.base import Transport
 
 logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bound memory
@@ -55,8 +54,8 @@ class Pipeline:
     - ``instances`` (count, None): how many to start with under "auto".
     - ``hosting`` ("thread"): "thread" runs instances in this process, "process" each in a process of its own.
     - ``processes`` (None): ``ProcessConfig``, the shared secret and the longest silence of such a process.
-    - ``connector`` (None): transport of blocks, a name, a ``Transport`` or a ``Connector``; "inproc" for threads and
-      "auto" for processes.
+    - ``connector`` (None): transport of blocks, a name, a ``Transport``, a ``Connector``, or these by kind of block,
+      such as ``{"image": "shm", "kv": "nixl"}``; "inproc" for threads and "auto" for processes.
     - ``verify`` (None): blocks compared with the source's digests on arrival, "always", "network" or "never"; as the
       connector has it, else "network".
     - ``transfers`` (None): ``TransferPolicy``, when blocks start to move.
@@ -94,7 +93,7 @@ class Pipeline:
         placement: str | Placement | Plan | Sequence[Instance] = "EPD",
         *,
         hosting: Literal["thread", "process"] = "thread",
-        connector: str | Transport | Connector | None = None,
+        connector: Medium | Mapping[str, Medium] | None = None,
         verify: Verify | None = None,
         slo: SLO | None = None,
         budgets: StepBudgets | None = None,
@@ -120,12 +119,12 @@ class Pipeline:
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._limits = slo, routing, limits or MediaLimits()
-        self.hosting = supervisor.check_hosting(hosting, connector, self.instances)
-        self.connector = make_connector(choose_connector(connector, hosting), verify)
+        self.hosting = supervisor.check_hosting(hosting, self.instances)
+        self.connector = make_connector(connector, verify, hosting)
         self._silence_s = processes.silence_s
         self._secret = supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
-        rest = (cache, observe, transfers or TransferPolicy())
+        rest = (cache, observe, transfers or TransferPolicy(), self.connector.shared)
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
         self.hosts: dict[str, InstanceHost] = {}  # instances of this process

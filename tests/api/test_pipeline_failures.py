@@ -273,7 +273,7 @@ async def test_a_transport_that_raises_foreign_errors(where: str, says: str, cap
                 await pipe.complete(case.request())
             assert type(caught.value.__cause__) is TransportError
     assert ("could not be closed" in caplog.text) == (where == "read")  # closing fails too: said, and gone on
-    assert not pipe.connector.transport._numbers  # type: ignore[attr-defined]
+    assert not pipe.connector.routes["kv"].transport._numbers  # type: ignore[attr-defined]
 
 
 class Slow(InprocTransport):

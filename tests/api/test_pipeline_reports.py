@@ -102,12 +102,13 @@ async def test_transfers_are_recorded_with_what_moved() -> None:
         output = await pipe.complete(TWO.request())
         images, kv = output.transfers[:2], output.transfers[2:]
         assert [record["kind"] for record in output.transfers] == ["image", "image", "kv"]
-        image_bytes = pipe.hosts["P0"].loaded.memory["image"].block_bytes
+        image_bytes = pipe.hosts["P0"].loaded.memory["image"].block_bytes // 576 * output.media_tokens // 2
         for record in images:
             assert (record["source"], record["target"], record["outcome"]) == ("E0", "P0", "pulled")
             assert (record["blocks"], record["bytes"], record["scheme"]) == (1, image_bytes, "inproc")
         assert kv[0]["blocks"] == -(-output.prompt_tokens // 16)
-        assert kv[0]["bytes"] == kv[0]["blocks"] * pipe.hosts["P0"].loaded.memory["kv"].block_bytes
+        needed = output.prompt_tokens * pipe.hosts["P0"].loaded.memory["kv"].block_bytes // 16
+        assert needed <= kv[0]["bytes"] <= 1.1 * needed
         assert (kv[0]["source"], kv[0]["target"]) == ("P0", "D0")
         assert all(record["seconds"] >= 0 for record in output.transfers)
         assert output.route == ["E0", "P0", "D0"]

@@ -98,16 +98,17 @@ def test_which_transports_are_verified(verify: Verify, checked: list[bool]) -> N
 def test_verify_is_one_of_three() -> None:
     assert [check_verify(each) for each in ("always", "network", "never")] == ["always", "network", "never"]
     with pytest.raises(ConfigError, match="always, network, never"):
-        make_connector("inproc", "sometimes")  # type: ignore[arg-type]
+        make_connector("inproc", "sometimes", "thread")  # type: ignore[arg-type]
 
 
 def test_a_connector_of_ones_own_keeps_its_setting() -> None:
     mine = Connector("inproc", verify="always")
-    assert make_connector(mine) is mine
-    assert mine.verifies
-    assert not make_connector(mine, "never").verifies
-    assert not make_connector("inproc").verifies
-    assert make_connector(WrappedTransport(), "always").verifies
+    assert make_connector(mine, None, "thread") is mine
+    assert mine.verified == ["image", "kv"]
+    assert not make_connector(mine, "never", "thread").verified
+    assert not make_connector("inproc", None, "thread").verified
+    assert make_connector(WrappedTransport(), "always", "thread").verified
+    assert Connector({"image": "inproc", "kv": Connector("inproc", verify="always")}).verified == ["kv"]
 
 
 # ---------------------------------------------------------------- what

@@ -90,7 +90,7 @@ async def test_it_is_found_by_the_name_that_a_package_gives_it(monkeypatch: pyte
     entry = EntryPoint("tcp", "examples.custom_transport:TcpTransport", "trinity.transports")
     monkeypatch.setattr(plugins, "entry_points", lambda **wanted: [entry] if wanted.get("name") == "tcp" else [])
     async with serving("E+PD", connector="tcp") as pipe:
-        assert isinstance(pipe.connector.transport, TcpTransport)
+        assert isinstance(pipe.connector.routes["kv"].transport, TcpTransport)
         await good_ones(pipe)
 
 

@@ -18,7 +18,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import HandshakeError
-from trinity.remote.wire import Hello, Layout, Setup, UnsendableMessage, decode, encode
+from trinity.remote.wire import Hello, Layout, RouteConfig, Setup, UnsendableMessage, decode, encode
 from trinity.request import Sampling
 from trinity.traces.trace import SLO
 
@@ -110,7 +110,7 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         model="somewhere",
         dtype="float32",
         device="cpu",
-        transport="shm",
+        routes={"kv": RouteConfig("shm")},
         routing="round_robin",
         lanes=("vision", "language"),
         threads=2,

@@ -153,8 +153,9 @@ def rewriting(source: BlockMemory, generation: int) -> WrappedTransport:
 @pytest.mark.parametrize(("offered", "now", "stale"), [(0, 0, False), (3, 3, False), (3, 2, False), (3, 4, True)])
 async def test_connector_refuses_what_the_source_took_back(offered: int, now: int, stale: bool) -> None:
     connector, source, _ = connected()
-    connector.transport = rewriting(source, now)
-    connector._descriptors["P0", "kv"] = connector.transport.publish(source)
+    transport = rewriting(source, now)
+    connector.routes["kv"] = connector.routes["kv"]._replace(transport=transport)
+    connector._descriptors["P0", "kv"] = transport.publish(source)
     answer = await connector.pull("D0", msgspec.structs.replace(PULL, generation=offered))
     assert (answer.failure is not None) == stale
     if answer.failure is not None:

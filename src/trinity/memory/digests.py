@@ -80,6 +80,8 @@ def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int]) -> f
 class Digests:
     """Digests of one instance: of its own blocks for its targets, and of its sources' blocks for its pulls.
 
+    ``memories``: its pools of the kinds that are verified.
+
     The core's thread passes it every event and command of the core, in order.
     """
 
@@ -112,10 +114,11 @@ class Digests:
         if isinstance(message, Offer):
             if len(self._offered) > STALE_OFFERS_KEPT + 2 * len(leased):
                 self._offered = {key: each for key, each in self._offered.items() if key in leased}
-            self._offered[message.id] = (send.to, message.kind, message.parts)
+            if message.kind in self._memories:
+                self._offered[message.id] = (send.to, message.kind, message.parts)
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
-        elif isinstance(message, Fetched) and message.blocks:
+        elif isinstance(message, Fetched) and message.blocks and IMAGE in self._memories:
             started = time.perf_counter()
             tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
             found = tuple(digest_rows(self._memories[IMAGE], message.blocks, None, tails))
@@ -127,6 +130,8 @@ class Digests:
 
     def add_expected(self, pull: Pull) -> Pull:
         """Return ``pull`` with the digests that its source sent. Missing ones stay missing, so that the check fails."""
+        if pull.kind not in self._memories:
+            return pull
         answer = self._fetched.pop(f"{pull.offer}/{pull.part}", None) if pull.kind == IMAGE else None
         if answer is not None:
             return replace(pull, digests=answer.digests, digest_s=answer.digest_s)

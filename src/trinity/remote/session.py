@@ -106,7 +106,7 @@ class InstanceSession:
         loaded = await asyncio.to_thread(_load, setup)
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
         self.hello = Hello(setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch)
-        self.connector = Connector(setup.transport, timeout_s=setup.read_timeout_s, verify=setup.verify)
+        self.connector = make_instance_connector(setup)
         self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
         pools = self.connector.bind(setup.name, loaded.memory)
         up = self.host.announcement()
@@ -301,6 +301,18 @@ def connects_first(name: str, address: str, other: str, its_address: str) -> boo
     return (address.startswith("tcp:"), name) < (its_address.startswith("tcp:"), other)
 
 
+def make_instance_connector(setup: Setup) -> Connector:
+    """Make the connector that the front end describes. Raises ``ConfigError``, ``TransportUnavailable``."""
+    routes = list(setup.routes.items())
+    made: dict[str, Connector] = {}
+    for kind, config in routes:
+        alike = next((made[other] for other, same in routes if other in made and same == config), None)
+        made[kind] = alike or Connector(
+            config.transport, timeout_s=config.timeout_s, verify=config.verify, options=config.options
+        )
+    return Connector(made)
+
+
 def _load(setup: Setup) -> LoadedInstance:
     """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
     _check_model(setup)
@@ -311,6 +323,7 @@ def _load(setup: Setup) -> LoadedInstance:
         memory_bytes=setup.memory_bytes,
         lanes=setup.lanes,
         depth=setup.depth,
+        stages=setup.stages,
         threads=setup.threads,
         cores=setup.cores,
         device=setup.device,

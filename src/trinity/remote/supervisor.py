@@ -25,7 +25,7 @@ from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import Launcher, get_launcher
 from trinity.remote.fork_client import kept_launcher as kept_launcher
 from trinity.remote.instance_client import InstanceClient, Watcher
-from trinity.remote.wire import DropPeer, InstanceInfo, Setup
+from trinity.remote.wire import DropPeer, InstanceInfo, RouteConfig, Setup
 from trinity.runtime.loader import ServingConfig, config_digest
 from trinity.timeline import Timeline
 from trinity.transport.auto import pick_scheme
@@ -203,16 +203,27 @@ def make_setups(
     """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does."""
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
-    transport = pick_scheme(connector.scheme, [each.address for each in instances])
+    routes = make_route_configs(connector, [each.address for each in instances])
     setups = [make_setup(each, deployment, connector, routing) for each in instances]
-    return [msgspec.structs.replace(each, pipeline=pipeline, config=config, transport=transport) for each in setups]
+    return [msgspec.structs.replace(each, pipeline=pipeline, config=config, routes=routes) for each in setups]
+
+
+def make_route_configs(connector: Connector, addresses: Sequence[str | None]) -> dict[str, RouteConfig]:
+    """Describe the connector's transports for instances at these addresses, by kind of block."""
+    return {
+        kind: RouteConfig(pick_scheme(route.name, addresses), route.timeout_s, route.verify, dict(route.options))
+        for kind, route in connector.routes.items()
+    }
 
 
 def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, routing: str) -> Setup:
     """Build the setup message of one instance process. Raises ``ConfigError`` for objects that cannot be sent."""
-    if spec.stages or deployment.observe is not None:
+    if deployment.observe is not None:
+        raise ConfigError("observe= is an object of this process and cannot be sent to another: use hosting='thread'")
+    if not all(isinstance(each, str) for each in spec.stages):
         raise ConfigError(
-            "own stages and observe= are objects of this process and cannot be sent to another: use hosting='thread'"
+            "a stage's factory is an object of this process and cannot be sent to another: give stages= the name of "
+            "its entry point trinity.stages, or use hosting='thread'"
         )
     rules = spec.rules or deployment.rules
     pools: Mapping[str, int] | None = spec.pools if spec.pools is not None else deployment.cache.pools
@@ -224,7 +235,8 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
         paced=deployment.model if isinstance(deployment.model, EmulatedModel) else None,
         dtype=deployment.dtype,
         device=spec.device or deployment.device,
-        transport=connector.scheme,
+        routes=make_route_configs(connector, [spec.address]),
+        stages=tuple(each for each in spec.stages if isinstance(each, str)),
         routing=routing,
         lanes=spec.lanes,
         depth=spec.depth,
@@ -249,8 +261,6 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
         order=rules.order,
         chunked=rules.chunked,
         media_budget=rules.limit_encodes,
-        read_timeout_s=connector.timeout_s,
-        verify=connector.verify,
         transfers=deployment.transfers,
     )
 
@@ -281,14 +291,10 @@ def _check_secret(secret: str) -> str:
     return secret
 
 
-def check_hosting(hosting: str, connector: object, instances: Sequence[Instance] = ()) -> Literal["thread", "process"]:
-    """Return ``hosting`` if it is valid and the transport can reach its instances; else raise ``ConfigError``."""
+def check_hosting(hosting: str, instances: Sequence[Instance] = ()) -> Literal["thread", "process"]:
+    """Return ``hosting`` if it is valid and its instances can run so; else raise ``ConfigError``."""
     if hosting not in ("thread", "process"):
         raise ConfigError(f"hosting must be 'thread' or 'process', got {hosting!r}")
-    if hosting == "process" and not (connector is None or isinstance(connector, str)):
-        raise ConfigError("instances in processes make their own transports: give connector= by name")
-    if hosting == "process" and connector == "inproc":
-        raise ConfigError("inproc reaches instances of one process only; use connector='shm' with hosting='process'")
     if parse_addresses(instances) and hosting == "thread":
         raise ConfigError("instances with an address are processes: use hosting='process' with them")
     return "process" if hosting == "process" else "thread"

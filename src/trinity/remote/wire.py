@@ -73,11 +73,21 @@ class Hello(Value, frozen=True):
     epoch: int = 0
 
 
+class RouteConfig(Value, frozen=True):
+    """A transport that an instance makes for one kind of block: its name and keywords, and the connector's settings."""
+
+    transport: str
+    timeout_s: float = 30.0
+    verify: Verify = "network"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
 class Setup(Value, frozen=True, kw_only=True):
     """Front end to a new instance: what to load and how to run. ``paced`` replaces the checkpoint ``model``.
 
-    ``pipeline`` tells this pipeline's instances from those of an earlier one. ``config`` is the digest of the front
-    end's copy of the checkpoint's config.json.
+    ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
+    this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
+    checkpoint's config.json.
     """
 
     name: str
@@ -88,7 +98,7 @@ class Setup(Value, frozen=True, kw_only=True):
     model: str
     dtype: str
     device: str
-    transport: str
+    routes: dict[str, RouteConfig]
     routing: str
     lanes: tuple[str, ...]
     threads: int
@@ -113,8 +123,7 @@ class Setup(Value, frozen=True, kw_only=True):
     order: Order = "fcfs"
     chunked: bool = True
     media_budget: bool = True
-    read_timeout_s: float = 30.0
-    verify: Verify = "network"
+    stages: tuple[str, ...] = ()
     transfers: TransferPolicy = TransferPolicy()
     paced: EmulatedModel | None = None
 

@@ -41,19 +41,26 @@ logger = logging.getLogger("trinity")
 
 
 class Network(Protocol):
-    """Connection of an instance to the others.
+    """Connection of an instance to the others, and to whoever submits requests. Any object with these members is one.
 
-    ``loop`` runs transfers and all calls but ``send_to_peer``, which any thread may call and which never blocks.
+    - ``loop``: the event loop that runs transfers and all calls but ``send_to_peer``.
+    - ``connector``: moves blocks; instances bind their pools to it.
     """
 
     loop: asyncio.AbstractEventLoop
     connector: Connector
 
-    def send_to_peer(self, name: str, message: Value) -> None: ...
+    def send_to_peer(self, name: str, message: Value) -> None:
+        """Carry a message to the instance of this name, where ``post`` takes it. Any thread calls; it must not block.
 
-    def send_to_frontend(self, messages: list[Value]) -> None: ...
+        Messages from one instance to another arrive in order.
+        """
 
-    def report_crash(self, name: str, error: BaseException) -> None: ...
+    def send_to_frontend(self, messages: list[Value]) -> None:
+        """Take messages for the front end, in order: ``Emit`` has tokens, ``Finished`` a request's end."""
+
+    def report_crash(self, name: str, error: BaseException) -> None:
+        """Take note that a thread of this instance has failed: it serves no more."""
 
 
 class InstanceHandle(Protocol):
@@ -199,7 +206,8 @@ class InstanceHost:
         self._thread = CoreThread(self.core, self._handle, self._failed, self._stop_lanes, loaded.spec.cores)
         self._lanes = self._make_lanes()
         self._mail = Mailbox(network.send_to_frontend)
-        self._digests = Digests(loaded.memory) if network.connector.verifies else None
+        verified = {kind: loaded.memory[kind] for kind in network.connector.verified if kind in loaded.memory}
+        self._digests = Digests(verified) if verified else None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_lanes(self) -> dict[str, Lane]:

@@ -32,6 +32,7 @@ class WrappedTransport:
     ) -> None:
         self.inner = inner or InprocTransport()
         self.scheme, self.network = self.inner.scheme, getattr(self.inner, "network", True)
+        self.shared = getattr(self.inner, "shared", False)
         self.delay_s, self.after, self.fail = delay_s, after, fail
         self.reads: dict[str, int] = {}
 

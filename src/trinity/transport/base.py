@@ -51,7 +51,8 @@ class Transport(Protocol):
     """Medium that moves blocks between pools of different instances.
 
     ``scheme`` is its name. A transport that never leaves the host sets ``network = False``; blocks of all others are
-    verified by digests unless the connector says otherwise.
+    verified by digests unless the connector says otherwise. One that needs pools in memory files, which other processes
+    can map, sets ``shared = True``.
     """
 
     scheme: str

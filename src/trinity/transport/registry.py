@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
+from trinity.errors import ConfigError
 from trinity.plugins import list_names, load_plugin
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.base import Transport
@@ -31,13 +34,15 @@ def known_transports() -> list[str]:
     return list_names(GROUP, BUILT_IN)
 
 
-def make_transport(name: str | Transport) -> Transport:
-    """Make the transport of this name; return an object as it is.
+def make_transport(name: str, **options: Any) -> Transport:
+    """Make the transport of this name with its own keywords.
 
-    Raises ``UnknownName``, ``TransportUnavailable`` if it cannot run here, ``ConfigError`` if its package is broken.
+    Raises ``UnknownName``, ``TransportUnavailable`` if it cannot run here, ``ConfigError`` if its package is broken or
+    it does not take these keywords.
     """
-    if not isinstance(name, str):
-        return name
-    factory = BUILT_IN.get(name) or load_plugin(GROUP, "transport", name, BUILT_IN)
-    transport: Transport = factory()
-    return transport
+    factory: Callable[..., Transport] = BUILT_IN.get(name) or load_plugin(GROUP, "transport", name, BUILT_IN)
+    try:
+        inspect.signature(factory).bind(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"transport {name!r} does not take the options {options}: {error}") from error
+    return factory(**options)

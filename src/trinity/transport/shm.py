@@ -46,6 +46,7 @@ class ShmTransport:
 
     scheme = "shm"
     network = False
+    shared = True
 
     def __init__(self) -> None:
         self._remotes: weakref.WeakSet[ShmRemote] = weakref.WeakSet()
