@@ -22,7 +22,7 @@ from tools.check_docs import LINK, documents
 
 GUIDE = ["placements", "transports", "planning", "reliability", "gpu", "benchmarks"]
 INSIDE = ["structures", "glossary", "phases", "papers"]
-NOTEBOOKS = ["examples/notebook.ipynb", "examples/plan.ipynb"]
+NOTEBOOKS = ["examples/notebook.ipynb", "examples/compose.ipynb", "examples/plan.ipynb"]
 PAGE = ".md"
 FIRST = "README"  # becomes the page "index"
 GENERATED = ("docs/modules", "docs/decisions/index", "docs/data/index")

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from trinity.request import Request as Request
     from trinity.request import Sampling as Sampling
     from trinity.request import Token as Token
+    from trinity.runtime.compose import LoadedStage as LoadedStage
+    from trinity.runtime.compose import load_stage as load_stage
+    from trinity.runtime.compose import start_instance as start_instance
+    from trinity.runtime.host import Network as Network
     from trinity.stages.base import Stage as Stage
     from trinity.stream import Stream as Stream
     from trinity.timeline import Timeline as Timeline
@@ -50,6 +54,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "costs.budgets": ["StepBudgets"],
+    "runtime.compose": ["LoadedStage", "load_stage", "start_instance"],
     "connector": ["Connector"],
     "costs.step_cost": ["Device"],
     "errors": ["ClosedError", "ConfigError", "RequestError", "TransportError", "TrinityError"],
@@ -64,6 +69,7 @@ _HOMES = {
     "preprocess.processor": ["MediaLimits"],
     "remote.supervisor": ["ProcessConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
+    "runtime.host": ["Network"],
     "core.routing": ["RoutingPolicy"],
     "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],

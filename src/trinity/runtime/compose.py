@@ -1,0 +1,202 @@
+"""Composition by hand, without a Pipeline: a stage loaded alone, and an instance on a network of your own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity.core.block_pool import blocks_for
+from trinity.core.messages import Encode, Open, Prefill, Sampled, Step, Work
+from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.transfers import TransferPolicy
+from trinity.emulation.model import EmulatedModel
+from trinity.errors import ClosedError, ConfigError
+from trinity.instance import Instance, name_instances
+from trinity.memory.block_memory import BlockMemory
+from trinity.memory.cache_config import CacheConfig
+from trinity.preprocess.processor import ProcessedRequest
+from trinity.runtime import loader
+from trinity.runtime.host import InstanceHost, LoadedInstance, Network
+from trinity.runtime.shielded_wait import wait_shielded
+from trinity.stages.base import Stage
+from trinity.timeline import Timeline
+
+T = TypeVar("T")
+LANE = "joint"
+
+
+class LoadedStage:
+    """Weights, pools and stages of some roles, run by hand, as ``load_stage`` made them.
+
+    - ``roles``: "E", "P", "D" or several.
+    - ``pools``: ``BlockMemory`` by kind of block, which ``Connector.move`` reads and writes.
+    - ``model``: the loaded weights.
+
+    A request takes blocks (``allocate``), is opened, prefilled and decoded in them, and closed; each call is one step,
+    on the stage's own thread. Raises ``StageError`` where a step cannot run. ``async with`` or ``aclose`` ends it.
+    """
+
+    def __init__(self, loaded: LoadedInstance) -> None:
+        self.roles, self.pools, self.model = loaded.spec.roles, loaded.memory, loaded.model
+        self._stages = loaded.stages
+        self._free = {kind: list(range(memory.blocks)) for kind, memory in loaded.memory.items()}
+        self._numbers = count(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trinity-stage-{self.roles}")
+        self._closed = False
+
+    async def __aenter__(self) -> LoadedStage:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def allocate(self, kind: str, rows: int) -> tuple[int, ...]:
+        """Take blocks for ``rows`` rows: tokens of KV, feature rows of an image. Raises ``ConfigError``."""
+        pool = self._pool(kind)
+        free, needed = self._free[kind], blocks_for(rows, pool.shape.shape[-2])
+        if needed > len(free):
+            text = f"{rows} rows need {needed} {kind} blocks, and {len(free)} of {pool.blocks} are free"
+            raise ConfigError(f"{text}: free some, or enlarge the pool")
+        taken, self._free[kind] = free[:needed], free[needed:]
+        return tuple(taken)
+
+    def free(self, kind: str, blocks: Sequence[int]) -> None:
+        """Give back blocks that ``allocate`` returned."""
+        self._free[kind] = sorted([*self._free[kind], *blocks])
+
+    async def encode(self, prompt: ProcessedRequest, blocks: Sequence[Sequence[int]]) -> None:
+        """Encode the images of a prompt, each into its ``blocks`` of the image pool."""
+        items = zip(prompt.work.media, blocks, prompt.inputs, strict=True)
+        encodes = tuple(
+            Encode(prompt.work.request, item, span, tuple(places), inputs)
+            for item, (span, places, inputs) in enumerate(items)
+        )
+        await self._step("E", encodes=encodes)
+
+    async def open(
+        self, work: Work, blocks: Sequence[int], *, images: Sequence[Sequence[int]] = (), tokens: Sequence[int] = ()
+    ) -> None:
+        """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that."""
+        opened = Open(work=work, blocks=tuple(blocks), images=tuple(map(tuple, images)), tokens=tuple(tokens))
+        for stage in self._of("PD"):
+            await self._call(partial(stage.open, opened))
+
+    async def prefill(self, work: Work, start: int = 0, end: int | None = None) -> int | None:
+        """Prefill positions [``start``, ``end``) of an open request; return its first token at the prompt's end."""
+        stop = len(work.prompt) if end is None else end
+        last = stop == len(work.prompt)
+        sampled = await self._step("P", prefills=(Prefill(work.request, start, stop - start, last),))
+        return sampled[work.request].token if last else None
+
+    async def decode(self, *requests: str) -> list[int]:
+        """Decode the next token of each of these open requests, in one step."""
+        sampled = await self._step("D", decodes=requests)
+        return [sampled[request].token for request in requests]
+
+    async def close(self, request: str) -> None:
+        """Drop the state of an open request; its blocks stay taken until they are freed."""
+        for stage in self._of("PD"):
+            await self._call(partial(stage.close, request))
+
+    async def aclose(self) -> None:
+        """End the stage's thread. May be called twice."""
+        self._closed = True
+        await asyncio.to_thread(self._thread.shutdown)
+        for memory in self.pools.values():
+            memory.close()
+
+    def _pool(self, kind: str) -> BlockMemory:
+        if kind not in self.pools:
+            raise ConfigError(f"a stage of {self.roles} has no {kind} blocks; it has {', '.join(self.pools)}")
+        return self.pools[kind]
+
+    def _of(self, letters: str) -> list[Stage]:
+        found = [stage for stage in self._stages if set(letters) & set(stage.letters)]
+        if not found:
+            raise ConfigError(f"this stage serves {self.roles}: load_stage(model, {letters[0]!r}) serves {letters[0]}")
+        return found
+
+    async def _step(self, letter: str, **rows: Any) -> dict[str, Sampled]:
+        (stage,) = self._of(letter)
+        step = Step(next(self._numbers), LANE, **rows)
+        return await self._call(partial(stage.forward, step))
+
+    async def _call(self, call: Callable[[], T]) -> T:
+        """Run on the stage's thread, to the end even if the caller is cancelled: memory must not be freed under it."""
+        if self._closed:
+            raise ClosedError("this stage is closed; load it again")
+        return await wait_shielded(asyncio.wrap_future(self._thread.submit(call)))
+
+
+async def load_stage(
+    model: str | Path | EmulatedModel,
+    roles: str | Instance,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    cache: CacheConfig | None = None,
+) -> LoadedStage:
+    """Load the weights of some roles, allocate their pools, and make their stages.
+
+    - ``model``: a checkpoint's directory, or an ``EmulatedModel``.
+    - ``roles``: "E", "P", "D", "PD", ..., or an ``Instance`` with pools or stages of its own.
+    - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and pools.
+    - ``cache`` (None): ``CacheConfig``, sizes of blocks and pools.
+
+    Raises ``ConfigError``.
+    """
+    return LoadedStage(await _load(model, roles, dtype, device, cache))
+
+
+async def start_instance(
+    model: str | Path | EmulatedModel,
+    instance: str | Instance,
+    network: Network,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    cache: CacheConfig | None = None,
+    transfers: TransferPolicy | None = None,
+    routing: str | RoutingPolicy = "round_robin",
+) -> InstanceHost:
+    """Load an instance and start it on ``network``, which carries its messages; the caller stops and joins it.
+
+    Its pools are bound to ``network.connector``. Peers hear of it by ``announcement()``, which the caller posts to
+    them, and theirs to it. Requests come as ``Submit``; what is for a front end goes to ``network.send_to_frontend``.
+
+    - ``instance``: roles such as "PD", or an ``Instance`` with settings.
+    - ``transfers`` (None): ``TransferPolicy``, when blocks start to move.
+    - ``routing`` ("round_robin"): chooses the instance for a request's next stage.
+
+    The others are those of ``load_stage``. Raises ``ConfigError``.
+    """
+    policy = routing_policy(routing)
+    loaded = await _load(model, instance, dtype, device, cache, transfers)
+    host = InstanceHost(loaded, network, Timeline(), policy)
+    network.connector.bind(host.name, loaded.memory)
+    host.post(host.announcement())
+    host.start()
+    return host
+
+
+async def _load(
+    model: str | Path | EmulatedModel,
+    roles: str | Instance,
+    dtype: str,
+    device: str,
+    cache: CacheConfig | None,
+    transfers: TransferPolicy | None = None,
+) -> LoadedInstance:
+    (spec,) = name_instances([Instance(roles) if isinstance(roles, str) else roles])
+    if spec.image_budget is not None or spec.address is not None:
+        raise ConfigError("image_budget= and address= are for instances of a Pipeline: leave them out here")
+    config = loader.ServingConfig(loader.resolve_model(model), dtype, device, shared=True)
+    config = replace(config, cache=cache or CacheConfig(), transfers=transfers or TransferPolicy())
+    (loaded,) = await asyncio.to_thread(loader.load_instances, config, [spec], None)
+    return loaded

@@ -1,0 +1,270 @@
+"""Composition by hand: stages, pools, a connector and instances without a Pipeline give the model's own tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import trinity
+from support.checkpoint_files import checkpoint
+from support.lender import ready
+from support.pipeline_driver import LONG, ONE, TEXT, TWO, Case, all_tokens
+from trinity.core.messages import Emit, Finished, Forget, Submit, Value
+from trinity.errors import ClosedError, ConfigError, IntegrityError, LayoutMismatch, OfferRefused, StageError
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.runtime.compose import LoadedStage
+from trinity.runtime.host import InstanceHost
+from trinity.testing.transports import WrappedTransport
+
+SIZES = trinity.CacheConfig(pools={"image": 8, "kv": 64}, image_block_size=10, kv_block_size=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def expected() -> None:
+    all_tokens()
+
+
+@asynccontextmanager
+async def prepared(case: Case) -> AsyncIterator[ProcessedRequest]:
+    processor = await asyncio.to_thread(RequestProcessor, checkpoint("llava"))
+    try:
+        yield await processor.aprocess(case.request())
+    finally:
+        await asyncio.to_thread(processor.close)
+
+
+async def load(roles: str, **settings: Any) -> LoadedStage:
+    return await trinity.load_stage(checkpoint("llava"), roles, **{"dtype": "float32", "cache": SIZES, **settings})
+
+
+async def composed(case: Case, connector: trinity.Connector) -> tuple[list[int], list[dict[str, Any]]]:
+    """Serve a request on an E, a P and a D; its tokens, and the records of what moved."""
+    moved: list[dict[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        prompt = await stack.enter_async_context(prepared(case))
+        encoder, prefill, decode = [await stack.enter_async_context(await load(letter)) for letter in "EPD"]
+        work = prompt.work
+        images = [encoder.allocate("image", span.tokens) for span in work.media]
+        await encoder.encode(prompt, images)
+        places = [prefill.allocate("image", span.tokens) for span in work.media]
+        for span, here, there in zip(work.media, images, places, strict=True):
+            pools = encoder.pools["image"], here, prefill.pools["image"], there
+            moved.append(await connector.move(*pools, rows=span.tokens))
+        kv = prefill.allocate("kv", len(work.prompt))
+        await prefill.open(work, kv, images=places)
+        assert await prefill.prefill(work, 0, 5) is None
+        tokens = [await prefill.prefill(work, 5)]
+        assert tokens[0] is not None
+        table = decode.allocate("kv", len(work.prompt) + work.max_tokens)
+        pools = prefill.pools["kv"], kv, decode.pools["kv"], table[: len(kv)]
+        moved.append(await connector.move(*pools, rows=len(work.prompt)))
+        await decode.open(work, table, tokens=[tokens[0]])
+        while len(tokens) < work.max_tokens:
+            tokens += await decode.decode(work.request)
+        await prefill.close(work.request)
+        await decode.close(work.request)
+    return [token for token in tokens if token is not None], moved
+
+
+@pytest.mark.parametrize("case", [TEXT, ONE, TWO], ids=["text", "an image", "two images"])
+async def test_stages_and_a_connector_give_the_models_own_tokens(case: Case) -> None:
+    connector = trinity.Connector()
+    tokens, moved = await composed(case, connector)
+    assert tokens == case.tokens
+    assert [record["kind"] for record in moved] == ["image"] * len(case.pictures) + ["kv"]
+    assert all(record["scheme"] == "inproc" and record["bytes"] > 0 for record in moved)
+    await connector.aclose()
+
+
+@pytest.mark.parametrize("medium", ["shm", "nixl", "nixl-push", {"image": "inproc", "kv": "shm"}], ids=str)
+async def test_over_every_transport(medium: Any) -> None:
+    if isinstance(medium, str):
+        ready(medium.partition("-")[0])
+    connector = trinity.Connector(medium, verify="always")
+    tokens, moved = await composed(ONE, connector)
+    assert tokens == ONE.tokens
+    assert all(record["digest_s"] >= 0 for record in moved)
+    await connector.aclose()
+
+
+# ---------------------------------------------------------------- one stage
+
+
+async def test_blocks_are_taken_and_given_back() -> None:
+    async with await load("PD") as stage:
+        assert stage.roles == "PD"
+        assert set(stage.pools) == {"image", "kv"}
+        first, second = stage.allocate("kv", 9), stage.allocate("kv", 4)
+        assert (len(first), len(second)) == (3, 1)
+        assert not set(first) & set(second)
+        stage.free("kv", first)
+        with pytest.raises(ConfigError, match="63 of 64 are free: free some"):
+            stage.allocate("kv", 64 * 4)
+        with pytest.raises(ConfigError, match="no audio blocks"):
+            stage.allocate("audio", 1)
+        stage.free("kv", second)
+        assert len(stage.allocate("kv", 64 * 4)) == 64
+
+
+async def test_what_a_stage_does_not_serve_is_refused_by_name() -> None:
+    async with prepared(ONE) as prompt, await load("D") as stage:
+        with pytest.raises(ConfigError, match=r"load_stage\(model, 'E'\) serves E"):
+            await stage.encode(prompt, [(0,)])
+        with pytest.raises(StageError):
+            await stage.decode("nobody")
+        with pytest.raises(ConfigError, match="image"):
+            stage.allocate("image", 1)
+    with pytest.raises(ClosedError, match="load it again"):
+        await stage.decode("nobody")
+    await stage.aclose()
+
+
+async def test_several_requests_decode_in_one_step() -> None:
+    async with prepared(TEXT) as one, prepared(ONE) as two, await load("EPD") as stage:
+        tokens: dict[str, list[int]] = {}
+        for prompt in (one, two):
+            work = prompt.work
+            images = [stage.allocate("image", span.tokens) for span in work.media]
+            if images:
+                await stage.encode(prompt, images)
+            await stage.open(work, stage.allocate("kv", len(work.prompt) + work.max_tokens), images=images)
+            first = await stage.prefill(work)
+            assert first is not None
+            tokens[work.request] = [first]
+        for _ in range(7):
+            for name, token in zip(tokens, await stage.decode(*tokens), strict=True):
+                tokens[name].append(token)
+    assert list(tokens.values()) == [TEXT.tokens, ONE.tokens]
+
+
+@pytest.mark.parametrize(
+    ("roles", "settings"),
+    [
+        ("X", {}),
+        ("E", {"cache": trinity.CacheConfig(pools={"image": 0})}),
+        (trinity.Instance("E", image_budget=2), {}),
+        (trinity.Instance("E", address="tcp:127.0.0.1:1"), {}),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_loaded_is_refused(roles: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        await load(roles, **settings)
+
+
+# ---------------------------------------------------------------- moving
+
+
+def pool(kind: str = "kv", rows: int = 4, blocks: int = 8) -> BlockMemory:
+    made = BlockMemory(BlockShape(kind, (2, 2, 1, rows, 8), torch.float32), blocks, shared=True)
+    made.tensor.copy_(torch.rand(made.tensor.shape))
+    return made
+
+
+async def test_a_move_carries_rows_and_nothing_else() -> None:
+    source, target, connector = pool(), pool(), trinity.Connector()
+    before = target.tensor.clone()
+    record = await connector.move(source, [5, 2], target, [1, 7], rows=5)
+    assert torch.equal(target.tensor[1], source.tensor[5])
+    assert torch.equal(target.tensor[7, ..., :1, :], source.tensor[2, ..., :1, :])
+    assert torch.equal(target.tensor[7, ..., 1:, :], before[7, ..., 1:, :])
+    assert record["bytes"] == 5 * source.block_bytes // 4
+    assert (await connector.move(target, [0], source, [0]))["bytes"] == source.block_bytes
+    assert torch.equal(source.tensor[0], target.tensor[0])
+    await connector.aclose()
+    with pytest.raises(ClosedError):
+        await connector.move(source, [0], target, [0])
+
+
+@pytest.mark.parametrize(
+    ("target", "blocks", "places", "rows", "error"),
+    [
+        (pool("image"), [0], [0], None, ConfigError),
+        (pool(rows=8), [0], [0], None, LayoutMismatch),
+        (pool(), [8], [0], None, OfferRefused),
+        (pool(), [-1], [0], None, OfferRefused),
+        (pool(), [0], [9], None, OfferRefused),
+        (pool(), [0, 1], [0], None, OfferRefused),
+        (pool(), [0, 1], [0, 0], None, OfferRefused),
+        (pool(), [0, 1], [0, 1], 9, ConfigError),
+        (pool(), [0, 1], [0, 1], 4, ConfigError),
+    ],
+)
+async def test_a_move_that_cannot_be_is_refused_before_a_byte_moves(
+    target: BlockMemory, blocks: list[int], places: list[int], rows: int | None, error: type[Exception]
+) -> None:
+    connector, before = trinity.Connector(), target.tensor.clone()
+    with pytest.raises(error):
+        await connector.move(pool(), blocks, target, places, rows=rows)
+    assert torch.equal(target.tensor, before)
+    await connector.aclose()
+
+
+async def test_blocks_that_arrive_altered_are_noticed() -> None:
+    def spoil(memory: BlockMemory, blocks: Any) -> None:
+        memory.tensor[list(blocks)] += 1
+
+    connector = trinity.Connector(WrappedTransport(after=spoil), verify="always")
+    with pytest.raises(IntegrityError):
+        await connector.move(pool(), [1], pool(), [2])
+    await connector.aclose()
+
+
+# ---------------------------------------------------------------- instances on a network of one's own
+
+
+class Wires:
+    """Carries messages between instances of this process, and keeps what they say to the front end."""
+
+    def __init__(self, connector: trinity.Connector) -> None:
+        self.loop, self.connector = asyncio.get_running_loop(), connector
+        self.hosts: dict[str, InstanceHost] = {}
+        self.said: asyncio.Queue[Value] = asyncio.Queue()
+        self.sent: list[tuple[str, str]] = []
+
+    def send_to_peer(self, name: str, message: Value) -> None:
+        self.sent.append((name, type(message).__name__))
+        self.hosts[name].post(message)
+
+    def send_to_frontend(self, messages: list[Value]) -> None:
+        for message in messages:
+            self.said.put_nowait(message)
+
+    def report_crash(self, name: str, error: BaseException) -> None:
+        raise AssertionError(f"{name} failed") from error
+
+
+@pytest.mark.parametrize("placement", [("E", "PD"), ("EP", "D"), ("E", "P", "D")], ids=str)
+@pytest.mark.parametrize("case", [ONE, LONG], ids=["an image", "a long answer"])
+async def test_instances_serve_on_a_network_of_ones_own(placement: tuple[str, ...], case: Case) -> None:
+    network = Wires(trinity.Connector())
+    cache = trinity.CacheConfig(pools={"image": 8, "kv": 256}, kv_block_size=4)
+    async with prepared(case) as prompt:
+        for roles in placement:
+            host = await trinity.start_instance(checkpoint("llava"), roles, network, dtype="float32", cache=cache)
+            network.hosts[host.name] = host
+        for host in network.hosts.values():
+            for peer in network.hosts.values():
+                host.post(peer.announcement())
+        next(iter(network.hosts.values())).post(Submit(prompt.work, prompt.inputs))
+        tokens: dict[int, int] = {}
+        async with asyncio.timeout(60):
+            while len(tokens) < case.max_tokens:
+                message = await network.said.get()
+                if isinstance(message, Emit):
+                    tokens |= {index: sampled.token for _, _, index, sampled in message.rows()}
+                assert not isinstance(message, Finished) or message.failure is None
+        for host in network.hosts.values():
+            host.post(Forget(prompt.work.request))
+            host.stop()
+            await host.join()
+            assert host.core.idle()
+    assert [tokens[index] for index in range(case.max_tokens)] == case.tokens
+    assert {name for _, name in network.sent} >= {"Offer", "Ready", "Commit", "Release"}
+    await network.connector.aclose()
