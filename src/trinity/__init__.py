@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
     from trinity.planner import SearchConfig as SearchConfig
-    from trinity.preprocess.processor import MediaLimits as MediaLimits
+    from trinity.preprocess.media_limits import MediaLimits as MediaLimits
     from trinity.remote.supervisor import ProcessConfig as ProcessConfig
     from trinity.request import Media as Media
     from trinity.request import Output as Output
@@ -66,7 +66,7 @@ _HOMES = {
     "pipeline": ["Pipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
-    "preprocess.processor": ["MediaLimits"],
+    "preprocess.media_limits": ["MediaLimits"],
     "remote.supervisor": ["ProcessConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
     "runtime.host": ["Network"],

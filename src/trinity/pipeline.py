@@ -29,7 +29,8 @@ from trinity.metrics import Metrics
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.processor import MediaLimits, ProcessedRequest, RequestProcessor
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote import supervisor
 from trinity.remote.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request

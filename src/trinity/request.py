@@ -52,7 +52,9 @@ class Media(msgspec.Struct, frozen=True):
     """One media item.
 
     - ``kind``: "image"; models without a processor for it refuse other kinds ("video", "audio").
-    - ``source``: a path, bytes, a PIL image, an array [H, W, 3] uint8, or an http(s) URL (``MediaLimits.allow_urls``).
+    - ``source``: a path (``MediaLimits.allow_paths``), bytes, a PIL image, an http(s) URL (``MediaLimits.allow_urls``),
+      or an array or torch tensor [H, W, C] or [C, H, W], of bytes or what else transformers' processors take. Alpha is
+      dropped and EXIF orientation applied, as transformers' ``load_image`` does.
     """
 
     kind: str

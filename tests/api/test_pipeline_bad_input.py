@@ -34,7 +34,7 @@ from trinity.errors import (
 )
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.preprocess.media import MediaLimits
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Media, Request, Sampling
 from trinity.stream import reduce_deadline
@@ -161,7 +161,8 @@ IMAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero size": (lambda: np.zeros((0, 8, 3), np.uint8), "0"),
     "bomb": (bomb, "bomb|pixels"),
     "too many pixels": (lambda: encoded(size=(300, 300)), "pixels"),
-    "wrong dtype": (lambda: np.zeros((8, 8, 3)), "uint8"),
+    "wrong dtype": (lambda: np.zeros((8, 8, 3), complex), "no pixels"),
+    "numbers out of range": (lambda: np.full((8, 8, 3), 3.5), "outside the range"),
     "not even media": (lambda: 17, "give a path"),
     "url": (lambda: "https://example.invalid/cat.jpg", "allow_urls"),
     "unknown kind": (lambda: Media("smell", b""), "kind 'smell'"),

@@ -15,8 +15,8 @@ from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
-from trinity.preprocess.media import MediaProblem
 from trinity.preprocess.media_items import ItemReader
+from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request
 

@@ -84,10 +84,10 @@ async def test_images_of_one_request_are_read_in_parallel_off_the_loop(
     both = threading.Barrier(2, timeout=20)  # broken unless two images are read at the same time
     threads = set()
 
-    def meet(source: Any, limits: Any) -> Any:
+    def meet(source: Any, *limits: Any) -> Any:
         threads.add(threading.get_ident())
         both.wait()
-        return read_image(source, limits)
+        return read_image(source, *limits)
 
     monkeypatch.setattr("trinity.preprocess.processor.read_image", meet)
     done = await llava.aprocess(Request("<image><image>", images=[picture(0), picture(1)]))
@@ -101,9 +101,9 @@ async def test_who_comes_first_of_a_burst_is_ready_before_others_are_read(monkey
     seen, asked = list[str](), [Request("<image>", images=[picture(seed)]) for seed in range(3)] + [Request("hello")]
     names = {id(each.images[0]): each.request_id for each in asked[:3]}
 
-    def read(source: Any, limits: Any) -> Any:
+    def read(source: Any, *limits: Any) -> Any:
         seen.append(f"read {names[id(source)]}")
-        return read_image(source, limits)
+        return read_image(source, *limits)
 
     async def served(request: Request) -> None:
         seen.append(f"ready {(await processor.aprocess(request)).work.request}")
@@ -139,7 +139,7 @@ async def test_close_ends_threads_and_answers_what_waits(monkeypatch: pytest.Mon
     processor = RequestProcessor(checkpoint("llava"), threads=1)
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(source: Any, limits: Any) -> Any:
+    def slow(source: Any, *limits: Any) -> Any:
         started.set()
         go_on.wait(20)
         raise AssertionError("not needed any more")

@@ -13,7 +13,8 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, ConfigError, RequestError, RequestTooLarge, UnsupportedModel
-from trinity.preprocess.processor import MediaLimits, RequestProcessor
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request, Sampling
 
 IMAGE = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
@@ -120,8 +121,8 @@ def test_the_bad_image_is_named(llava: RequestProcessor, tmp_path: Path) -> None
 
 
 def test_an_image_that_the_models_processor_refuses(qwen: RequestProcessor) -> None:
-    said = refused(qwen, BadMedia, Request("<image>", images=[np.zeros((1, 400, 3), np.uint8)]))
-    assert "image 1 of 1: the model's processor refuses it" in said
+    said = refused(qwen, BadMedia, Request("<image>", images=[np.zeros((2, 800, 3), np.uint8)]))
+    assert "image 1 of 1: has 800 x 2 pixels, which the model's processor refuses" in said
     assert "aspect ratio" in said
 
 
@@ -153,7 +154,11 @@ def test_visual_tokens_count_towards_the_context(llava: RequestProcessor) -> Non
     images = llava.context_length // 16
     roomy = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_images=1000))
     said = refused(roomy, RequestTooLarge, Request("<image>" * images, images=[IMAGE] * images))
-    assert f"{16 * images} of them visual" in said
+    assert f"images have at least {16 * images} tokens" in said
+    said = refused(
+        roomy, RequestTooLarge, Request("<image>" * (images - 1) + "word " * 20, images=[IMAGE] * (images - 1))
+    )
+    assert f"{16 * (images - 1)} of them visual" in said
     roomy.close()
 
 

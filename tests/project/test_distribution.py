@@ -19,7 +19,7 @@ import trinity
 from support.paths import ROOT
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
-from trinity.preprocess.media import MediaLimits
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.remote import channel, handshake, listener
 from trinity.remote.channel import SHORTEST_SECRET
 

@@ -9,7 +9,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
-from trinity.preprocess.media import MediaLimits
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS

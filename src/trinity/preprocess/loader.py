@@ -16,6 +16,7 @@ import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.checkpoint import read_config, read_json
+from trinity.preprocess.image_sizes import guard_resizes
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.prompt import Placeholder
@@ -65,7 +66,8 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
 
     - ``config``, ``tokenizer``: as transformers loads them.
     - ``processor``: the model's own; None for a text-only model.
-    - ``last_call``: its ``text`` is what the processor passed to its tokenizer last, on this thread.
+    - ``last_call``: of this thread: ``text`` is what the processor passed to its tokenizer last, ``pixels`` is what its
+      resizes may still make.
     - ``eos_ids``: token ids that end an output.
     - ``placeholders``: by kind of media.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
@@ -103,6 +105,7 @@ def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
         _check_text_only(config)
         return LoadedProcessor(config, tokenizer, None, last_call, eos_ids, {}, frozenset(), run_tokenizer)
     make_channels_contiguous(processor.image_processor)
+    guard_resizes(processor.image_processor, last_call)
     text = IMAGE_TEXT.get(config.model_type, ImageText())
     placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
     return LoadedProcessor(

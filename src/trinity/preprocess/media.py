@@ -1,229 +1,167 @@
-"""Reads an image from a path, bytes, an array, a PIL image or a URL, as one upright RGB image."""
+"""Reads an image from a path, bytes, an array, a tensor, a PIL image or a URL, as transformers' ``load_image`` does."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import os
-import reprlib
 import threading
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import msgspec
-
-from trinity.errors.arguments import Count, Positive, Whole, check_struct
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_sources import check_bytes, describe_error, fetch, read_file
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-# Formats that Pillow decodes itself; others, such as EPS, would start other programs.
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_CHUNK = 1 << 16
-_lazy = threading.Lock()
-
-
-class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the media and the prompt of one request.
-
-    - ``max_pixels`` (pixels, 64 million): size of each decoded image. Pillow's own guard against decompression bombs
-      (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds as well.
-    - ``max_images`` (images, 64): number of images in one request.
-    - ``max_image_bytes`` (bytes, 64 MiB): size of each image before it is decoded.
-    - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
-      context limits it.
-    - ``allow_urls`` (False): fetch http(s) URLs that users give, including addresses in the server's own network.
-      Allow it for trusted users only.
-    - ``url_timeout_s`` (seconds, 10): limit for one whole fetch.
-
-    Raises ``ConfigError``.
-    """
-
-    max_pixels: Whole = 64_000_000
-    max_images: Count = 64
-    max_image_bytes: Whole = 64 << 20
-    max_prompt_tokens: Whole | None = None
-    allow_urls: bool = False
-    url_timeout_s: Positive = 10.0
-
-    def __post_init__(self) -> None:
-        check_struct(self)
-
-
-class MediaProblem(Exception):
-    """Reason why an item cannot be used; becomes ``BadMedia`` where the request is known."""
-
-
-def read_image(source: Any, limits: MediaLimits) -> Image.Image:
-    """Read one RGB image [H, W], turned upright by its EXIF orientation, transparency over white.
-
-    ``source``: a path, encoded bytes, a PIL image, a uint8 array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or an
-    http(s) URL. An animation yields its first frame. Raises ``MediaProblem``.
-    """
-    image = _open(source, limits)
-    pixels = image.width * image.height
-    if not 0 < pixels <= limits.max_pixels:
-        raise MediaProblem(
-            f"has {image.width} x {image.height} pixels; the limit max_pixels allows 1 to {limits.max_pixels}"
-        )
-    try:
-        with _lazy:  # Pillow decodes at first use, and two requests may share an image
-            image.load()
-        return _to_rgb(_upright(image))
-    except MediaProblem:
-        raise
-    except Exception as exc:  # decoders raise anything on broken data
-        raise MediaProblem(f"cannot be decoded ({_describe_error(exc)}); is it truncated or corrupt?") from exc
-
-
-def image_digest(image: Image.Image) -> str:
-    """Hash the pixels of an RGB image, so that equal pixels from any file or array have equal digests."""
-    digest = hashlib.blake2b(f"{image.mode} {image.width} {image.height} ".encode(), digest_size=16)
-    digest.update(image.tobytes())
-    return digest.hexdigest()
-
-
-def _open(source: Any, limits: MediaLimits) -> Image.Image:
     import numpy as np
     from PIL import Image
 
-    if isinstance(source, Image.Image):
-        return source
-    if isinstance(source, np.ndarray):
-        return _from_array(source)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), limits)
-    if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
-        return _from_bytes(_fetch(source, limits), limits)
-    if isinstance(source, (str, os.PathLike)):
-        return _from_bytes(_read_file(Path(source), limits), limits)
-    raise MediaProblem(
-        f"is a {type(source).__name__}; give a path, bytes, a PIL image or a uint8 array of shape [height, width, 3]"
-    )
+    Picture = Image.Image | np.ndarray
+
+# Formats that Pillow decodes itself; others, such as EPS, would start other programs.
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_GIVEN = "give a path, bytes, a PIL image or an array of shape [height, width, 3]"
+_CHANNELS = (1, 3, 4)
+_lazy = tuple(threading.Lock() for _ in range(64))  # for images of others, which several requests may share
 
 
-def _from_array(array: Any) -> Image.Image:
+def read_image(source: Any, limits: MediaLimits, check: Callable[[int, int], None] = lambda *_: None) -> Picture:
+    """Read one image: upright by its EXIF orientation, in RGB, without its alpha, as transformers' ``load_image`` does.
+
+    - ``source``: a path, encoded bytes, a PIL image, an http(s) URL, or an array or torch tensor [H, W], [H, W, C] or
+      [C, H, W] of 1, 3 or 4 channels. An animation yields its first frame.
+    - ``limits``: what may be read.
+    - ``check`` (anything goes): called with (width, height) before a pixel is decoded; what it raises is passed on.
+
+    Returns an RGB image, or for numbers other than uint8 an array [3, H, W], which processors take as it is: it is they
+    who tell 0 to 1 from 0 to 255. Raises ``MediaProblem``.
+    """
+    picture = _open(source, limits)
+    width, height = size_of(picture)
+    if not 0 < width * height <= limits.max_pixels:
+        raise MediaProblem(f"has {width} x {height} pixels; the limit max_pixels allows 1 to {limits.max_pixels}")
+    check(width, height)
+    if _is_array(picture):
+        return picture
+    return _decode(source, picture)
+
+
+def _decode(source: Any, image: Image.Image) -> Image.Image:
+    """Decode an image at the same time as others; one that somebody else has too, once."""
+    try:
+        with _lazy[id(image) >> 4 & 63] if image is source else nullcontext():
+            image.load()  # Pillow decodes at first use
+        return _to_rgb(image)
+    except Exception as exc:  # decoders raise anything on broken data
+        raise MediaProblem(f"cannot be decoded ({describe_error(exc)}); is it truncated or corrupt?") from exc
+
+
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Return (width, height) of what ``read_image`` returns."""
+    return (picture.shape[2], picture.shape[1]) if _is_array(picture) else picture.size
+
+
+def image_digest(picture: Picture) -> str:
+    """Hash the pixels of a picture, so that equal pixels from any file or array have equal digests."""
+    kind = str(picture.dtype) if _is_array(picture) else picture.mode
+    digest = hashlib.blake2b("{} {} {} ".format(kind, *size_of(picture)).encode(), digest_size=16)
+    digest.update(picture.tobytes())
+    return digest.hexdigest()
+
+
+def _is_array(picture: Picture) -> TypeGuard[np.ndarray]:
+    return hasattr(picture, "dtype")
+
+
+def _open(source: Any, limits: MediaLimits) -> Picture:
     from PIL import Image
 
-    if str(array.dtype) != "uint8" or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
+    try:
+        if isinstance(source, Image.Image):
+            return source
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            check_bytes(memoryview(source).nbytes, limits)
+            return _from_bytes(bytes(source))
+        if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+            return _from_bytes(fetch(source, limits))
+        if isinstance(source, (str, os.PathLike)):
+            return _from_bytes(read_file(source, limits))
+        if type(source).__module__.partition(".")[0] == "torch" and hasattr(source, "detach"):
+            source = _from_tensor(source, limits)
+        if hasattr(source, "__array_interface__") and hasattr(source, "ndim"):
+            return _from_array(source, limits)
+    except MediaProblem:
+        raise
+    except Exception as exc:  # an object of somebody's own may raise anything
+        raise MediaProblem(f"cannot be read ({describe_error(exc)}); {_GIVEN}") from exc
+    raise MediaProblem(f"is a {type(source).__name__}; {_GIVEN}")
+
+
+def _from_tensor(tensor: Any, limits: MediaLimits) -> Any:
+    _check_shape(tensor, limits)
+    plain = tensor.detach().cpu()
+    return plain.float().numpy() if str(plain.dtype) == "torch.bfloat16" else plain.numpy()
+
+
+def _check_shape(array: Any, limits: MediaLimits) -> None:
+    """Refuse shapes that are no picture, before a number of them is looked at."""
+    shape = list(array.shape)
+    if not (len(shape) == 2 or (len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS))):
         raise MediaProblem(
-            f"is an array of {array.dtype} with shape {list(array.shape)}; "
-            "give uint8 of shape [height, width, 3], or [height, width] for grey"
+            f"is an array of {array.dtype} with shape {shape}; give [height, width, 3], [3, height, width] or, for "
+            "grey, [height, width]"
         )
-    if 0 in array.shape:
-        raise MediaProblem(f"is an array of shape {list(array.shape)}, which has no pixels")
-    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+    if 0 in shape:
+        raise MediaProblem(f"is an array of shape {shape}, which has no pixels")
+    sides = shape[1:] if shape[0] in _CHANNELS and len(shape) == 3 else shape[:2]
+    if sides[0] * sides[1] > limits.max_pixels:
+        raise MediaProblem(f"has shape {shape}; the limit max_pixels allows 1 to {limits.max_pixels} pixels")
 
 
-def _from_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
+def _from_array(given: Any, limits: MediaLimits) -> Picture:
+    """Make a PIL image of uint8, or of one channel of 16 bits; of any other numbers an array [3, H, W]."""
+    import numpy as np
+    from PIL import Image
+
+    _check_shape(given, limits)
+    array = np.asarray(given)
+    if array.dtype.kind not in "buif":
+        raise MediaProblem(f"is an array of {array.dtype}, which are no pixels; {_GIVEN}")
+    if array.ndim == 3 and array.shape[0] in _CHANNELS:  # of both, transformers takes the first for the channels
+        array = np.moveaxis(array, 0, -1)
+    flat = array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    if array.dtype == np.uint8:
+        return Image.fromarray(np.ascontiguousarray(flat))
+    if array.dtype == np.uint16 and flat.ndim == 2:
+        return Image.fromarray(np.ascontiguousarray(flat))
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise MediaProblem(f"is an array of {array.dtype} with values that are no numbers")
+    colours = array[:, :, :3] if flat.ndim == 3 else np.repeat(flat[:, :, None], 3, axis=2)
+    return np.ascontiguousarray(np.moveaxis(colours, -1, 0))
+
+
+def _from_bytes(data: bytes) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
-    _check_bytes(len(data), limits)
     if not data:
         raise MediaProblem("is empty (0 bytes)")
     Image.init()
     try:
         return Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
-        raise MediaProblem(f"looks like a decompression bomb ({_describe_error(exc)})") from exc
+        raise MediaProblem(f"looks like a decompression bomb ({describe_error(exc)})") from exc
     except UnidentifiedImageError as exc:
         known = ", ".join(_FORMATS)
         raise MediaProblem(f"is not an image in a supported format ({known}), or is corrupt") from exc
     except Exception as exc:
-        raise MediaProblem(f"cannot be opened ({_describe_error(exc)}); is it truncated or corrupt?") from exc
-
-
-def _read_file(path: Path, limits: MediaLimits) -> bytes:
-    shown = reprlib.repr(str(path))
-    try:
-        # A FIFO or a device would block or never end.
-        if path.exists() and not path.is_file():
-            raise MediaProblem(f"{shown} is not a regular file")
-        _check_bytes(path.stat().st_size, limits)
-        with path.open("rb") as file:
-            return file.read(limits.max_image_bytes + 1)
-    except FileNotFoundError as exc:
-        raise MediaProblem(f"there is no file {shown}; check the path") from exc
-    except (OSError, ValueError) as exc:
-        raise MediaProblem(f"cannot read {shown} ({_describe_error(exc)})") from exc
-
-
-def _check_bytes(size: int, limits: MediaLimits) -> None:
-    if size > limits.max_image_bytes:
-        raise MediaProblem(f"has {size} bytes or more; the limit max_image_bytes is {limits.max_image_bytes}")
-
-
-def _fetch(url: str, limits: MediaLimits) -> bytes:
-    shown = reprlib.repr(url)
-    if not limits.allow_urls:
-        raise MediaProblem(
-            f"{shown} is a URL, and URLs are not allowed here: set MediaLimits(allow_urls=True) or give bytes"
-        )
-    try:
-        with _http_only().open(url, timeout=limits.url_timeout_s) as answer:
-            return _read_answer(answer, limits)
-    except MediaProblem:
-        raise
-    except Exception as exc:  # urllib passes on socket, ssl and http errors
-        raise MediaProblem(f"{shown} cannot be fetched ({_describe_error(exc)})") from exc
-
-
-def _http_only() -> Any:
-    """Make an opener without file:, ftp: and data:, so that no redirect leads there."""
-    from urllib import request
-
-    opener = request.OpenerDirector()
-    for handler in (
-        request.ProxyHandler(),
-        request.HTTPHandler(),
-        request.HTTPSHandler(),
-        request.HTTPDefaultErrorHandler(),
-        request.HTTPRedirectHandler(),
-        request.HTTPErrorProcessor(),
-        request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
-    return opener
-
-
-def _read_answer(answer: Any, limits: MediaLimits) -> bytes:
-    parts: list[bytes] = []
-    size, deadline = 0, time.monotonic() + limits.url_timeout_s
-    while chunk := answer.read1(_CHUNK):  # read() would wait for the whole chunk, however slowly it drips
-        parts.append(chunk)
-        if time.monotonic() > deadline:
-            raise MediaProblem(f"took longer to fetch than url_timeout_s ({limits.url_timeout_s:g} s)")
-        size += len(chunk)
-        _check_bytes(size, limits)
-    return b"".join(parts)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
+        raise MediaProblem(f"cannot be opened ({describe_error(exc)}); is it truncated or corrupt?") from exc
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    from PIL import Image
+    """Turn an image upright and drop its alpha, in the two calls that transformers' ``load_image`` makes."""
+    from PIL import ImageOps
 
-    if image.mode == "F":
-        raise MediaProblem("has floating-point pixels; convert it to 8 bits per channel first")
-    if image.mode.startswith("I"):
-        return _from_16_bits(image).convert("RGB")
-    if "A" in image.getbands() or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    return image.convert("RGB")
-
-
-def _from_16_bits(image: Image.Image) -> Image.Image:
-    import numpy as np
-    from PIL import Image
-
-    return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-
-
-def _describe_error(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc!s:.200}" if str(exc) else type(exc).__name__
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # the same colours; Pillow warns of the direct way
+    return ImageOps.exif_transpose(image).convert("RGB")

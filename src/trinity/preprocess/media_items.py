@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.image_sizes import count_bytes, predict_pixels
 from trinity.preprocess.loader import LoadedProcessor
-from trinity.preprocess.media import MediaProblem, image_digest
+from trinity.preprocess.media import image_digest, size_of
+from trinity.preprocess.media_limits import Estimate, MediaLimits, MediaProblem
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from trinity.preprocess.media import Picture
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -58,41 +62,62 @@ class MediaItem(msgspec.Struct, frozen=True):
 class ItemReader:
     """Runs the model's own processor on one image, with only its placeholder as text.
 
-    Raises ``UnsupportedModel`` if it fails on a plain image.
+    - ``loaded``: the processor.
+    - ``limits`` (``MediaLimits()``): ``max_processed_pixels`` is what the processor may make of an image.
+
+    Raises ``UnsupportedModel`` if the processor fails on a plain image.
     """
 
-    def __init__(self, loaded: LoadedProcessor) -> None:
+    def __init__(self, loaded: LoadedProcessor, limits: MediaLimits | None = None) -> None:
         self._loaded = loaded
+        self._most_pixels = (limits or MediaLimits()).max_processed_pixels
         self._fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
         self._fillers: dict[int, str] = {}  # expansion of the small image, by the number of images in the prompt
         self._most_told = 1 if loaded.processor is None else self._find_most_told()
 
-    def read(self, image: Image.Image, among: int = 1) -> MediaItem:
-        """Preprocess one RGB image of a prompt with ``among`` images.
+    def estimate(self, width: int, height: int, among: int = 1) -> Estimate:
+        """Compute what the processor will make of an image of this size, from its settings alone.
+
+        Raises ``MediaProblem`` if it refuses the size. An unknown kind of processor counts as making nothing: its
+        resizes are stopped where they go too far.
+        """
+        processor, alone = self._loaded.processor, min(among, self._most_told) == 1
+        try:
+            pixels = predict_pixels(processor.image_processor, width, height, alone=alone)
+            tokens = _predict_tokens(processor, width, height) if alone else None
+        except Exception as exc:  # arithmetic on odd sizes, or the processor's own refusal
+            raise MediaProblem(_refusal(exc, width, height)) from exc
+        return Estimate(pixels or 0, count_bytes(processor.image_processor, pixels or 0), tokens)
+
+    def read(self, image: Picture, among: int = 1) -> MediaItem:
+        """Preprocess one image of a prompt with ``among`` images.
 
         Raises ``MediaProblem`` if the model's processor refuses it.
         """
         company = min(among, self._most_told)
+        self._loaded.last_call.pixels = self._most_pixels * company
         try:
             text, ids, inputs = self._call_in_company(image, company)
         except Exception as exc:  # processors raise anything on odd sizes
-            raise MediaProblem(f"the model's processor refuses it ({type(exc).__name__}: {exc})") from exc
+            raise MediaProblem(_refusal(exc, *size_of(image))) from exc
+        finally:
+            self._loaded.last_call.pixels = None
         tokens = sum(number in self._loaded.media_token_ids for number in ids)
         if tokens == 0:
             raise MediaProblem(
                 "the model's processor makes no visual token of it: it is too small, give a larger image"
             )
         content = f"{image_digest(image)}-{self._fingerprint}" + (f"-{company}" if company > 1 else "")
-        return MediaItem("image", text, tokens, inputs, content, _position_inputs(inputs), *image.size)
+        return MediaItem("image", text, tokens, inputs, content, _position_inputs(inputs), *size_of(image))
 
-    def _call(self, images: Sequence[Image.Image]) -> _Made:
+    def _call(self, images: Sequence[Picture]) -> _Made:
         """Run the processor on the images of one prompt, as a chat gives them: its text, ids and encoder inputs."""
         token = self._loaded.placeholders["image"].token
         output = dict(self._loaded.processor(images=[list(images)], text=token * len(images), return_tensors="pt"))
         inputs = {name: value for name, value in output.items() if name not in _TEXT_KEYS}
         return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
 
-    def _call_in_company(self, image: Image.Image, company: int) -> _Made:
+    def _call_in_company(self, image: Picture, company: int) -> _Made:
         """Run the processor on an image beside ``company - 1`` small ones, and keep what is the image's own."""
         text, ids, inputs = self._call([image, *[_gradient(_FILLER_SIDE)] * (company - 1)])
         if company == 1:
@@ -173,6 +198,19 @@ def _fingerprint(processor: Any) -> str:
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
     parts = [type(images).__name__, images.to_dict(), plain, transformers.__version__, PIL.__version__]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _refusal(exc: Exception, width: int, height: int) -> str:
+    return f"has {width} x {height} pixels, which the model's processor refuses ({type(exc).__name__}: {exc!s:.300})"
+
+
+def _predict_tokens(processor: Any, width: int, height: int) -> int | None:
+    """Ask the processor for the tokens of an image alone in its prompt, separators included; None if it cannot tell."""
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    if count is None:
+        return None
+    (tokens,) = count(image_sizes=[(height, width)]).num_image_tokens
+    return int(tokens)
 
 
 def _cut_end(text: str, end: str) -> str:

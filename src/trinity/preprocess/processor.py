@@ -16,9 +16,9 @@ import msgspec
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
-from trinity.preprocess.media import MediaLimits as MediaLimits
-from trinity.preprocess.media import MediaProblem, read_image
+from trinity.preprocess.media import read_image, size_of
 from trinity.preprocess.media_items import ItemReader, MediaItem
+from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.prompt import PromptProblem, PromptText, build_chat, split_at_markers, split_rendered_chat
 from trinity.request import Media, Request, check_request
 
@@ -48,10 +48,14 @@ class ProcessedRequest(msgspec.Struct, frozen=True):
 
 
 class _ParsedRequest(msgspec.Struct, frozen=True):
-    """A checked request: its text, its media in the order of the text, and their names for error messages."""
+    """A checked request: its text, its media in the order of the text, and their names for error messages.
+
+    ``budget`` counts what its media cost.
+    """
 
     request: Request
     text: PromptText
+    budget: MediaBudget
     media: tuple[Media, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -79,7 +83,7 @@ class RequestProcessor:
     def __init__(self, model_dir: str | Path, *, limits: MediaLimits | None = None, threads: int = 2) -> None:
         self.limits = limits or MediaLimits()
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir))
-        self._reader = ItemReader(self._loaded)
+        self._reader = ItemReader(self._loaded, self.limits)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
         self._closed = False
         config = self._loaded.config
@@ -179,7 +183,7 @@ class RequestProcessor:
             raise RequestTooLarge(
                 f"the prompt's text has far more than the limit of {limit} tokens; shorten it", request.request_id
             )
-        return _ParsedRequest(request, text, *_order_media(text, media))
+        return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *_order_media(text, media))
 
     def _check_media(self, request: Request, media: Sequence[Media]) -> None:
         for item in media:
@@ -216,11 +220,20 @@ class RequestProcessor:
         return str(rendered)
 
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
+        budget, among = parsed.budget, len(parsed.media)
+
+        def check(width: int, height: int) -> None:
+            budget.check(self._reader.estimate(width, height, among))
+
         try:
-            image = read_image(parsed.media[index].source, self.limits)
-            return self._reader.read(image, len(parsed.media))
+            with budget.timed():
+                image = read_image(parsed.media[index].source, self.limits, check)
+                budget.charge(self._reader.estimate(*size_of(image), among))  # upright now, which may change the tiles
+                return self._reader.read(image, among)
         except MediaProblem as exc:
             raise BadMedia(f"{parsed.names[index]}: {exc}", parsed.request.request_id) from exc
+        except TooManyTokens as exc:
+            raise RequestTooLarge(str(exc), parsed.request.request_id) from exc
 
     def _finish(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> ProcessedRequest:
         request = parsed.request

@@ -21,7 +21,7 @@ from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.checkpoint import check_directory
-from trinity.preprocess.media import MediaLimits
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance
 from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables

@@ -1,0 +1,132 @@
+"""MediaLimits: what the media and the prompt of one request may cost, and MediaBudget, which counts it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+
+from trinity.errors.arguments import Count, Positive, Whole, check_struct
+
+Directory = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on the media and the prompt of one request. Raises ``ConfigError``.
+
+    - ``max_pixels`` (pixels, 64 million): size of each decoded image. Pillow's own guard against decompression bombs
+      (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds as well.
+    - ``max_images`` (images, 64): number of images in one request.
+    - ``max_image_bytes`` (bytes, 64 MiB): size of each image before it is decoded.
+    - ``max_processed_pixels`` (pixels, 32 million): what the model's processor makes of each image: resized, padded,
+      cut into tiles. Known from the image's header, before it is decoded.
+    - ``max_processed_bytes`` (bytes, 4 GiB): what it makes of all images of one request, as numbers of 4 bytes.
+    - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
+      together. It is looked at between images: what one image may cost is bounded by the limits above.
+    - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
+      context limits it.
+    - ``allow_paths`` (True): read files that a text among a request's images names. False refuses all; a tuple of
+      directories allows files inside of them, wherever links lead.
+    - ``allow_urls`` (False): fetch http(s) URLs that users give, including addresses in the server's own network.
+      Allow it for trusted users only.
+    - ``url_timeout_s`` (seconds, 10): limit for one whole fetch, redirects and slow answers included.
+    """
+
+    max_pixels: Whole = 64_000_000
+    max_images: Count = 64
+    max_image_bytes: Whole = 64 << 20
+    max_processed_pixels: Whole = 32_000_000
+    max_processed_bytes: Whole = 4 << 30
+    preprocess_timeout_s: Positive = 60.0
+    max_prompt_tokens: Whole | None = None
+    allow_paths: bool | tuple[Directory, ...] = True
+    allow_urls: bool = False
+    url_timeout_s: Positive = 10.0
+
+    def __post_init__(self) -> None:
+        check_struct(self)
+
+
+class MediaProblem(Exception):
+    """Reason why an item cannot be used; becomes ``BadMedia`` where the request is known."""
+
+
+class TooManyTokens(Exception):
+    """The images of a request alone are more tokens than a prompt may have; becomes ``RequestTooLarge``."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """What the model's processor will make of one image, known from its size alone.
+
+    - ``pixels``: of all arrays that it makes, tiles and intermediate sizes included.
+    - ``bytes``: of these arrays, the numbers that the encoder gets among them.
+    - ``tokens`` (None): those of its expansion, separators included, where the processor can tell them beforehand.
+    """
+
+    pixels: int
+    bytes: int
+    tokens: int | None = None
+
+
+class MediaBudget:
+    """Counts what the images of one request cost, on whichever threads they are processed.
+
+    - ``limits``: what they may cost.
+    - ``prompt_limit`` (tokens): longest prompt.
+    """
+
+    def __init__(self, limits: MediaLimits, prompt_limit: int) -> None:
+        self._limits, self._prompt_limit = limits, prompt_limit
+        self._lock = threading.Lock()
+        self._bytes = self._tokens = 0
+        self._seconds = 0.0
+
+    def check(self, estimate: Estimate) -> None:
+        """Refuse an image whose estimate does not fit, alone or beside the others'.
+
+        Raises ``MediaProblem`` (pixels, bytes) or ``TooManyTokens``.
+        """
+        limits, held = self._limits, self._bytes + estimate.bytes
+        if estimate.pixels > limits.max_processed_pixels:
+            raise MediaProblem(
+                f"becomes {estimate.pixels} pixels in the model's processor, which resizes it; the limit "
+                f"max_processed_pixels is {limits.max_processed_pixels}: give a smaller image, or a less narrow one"
+            )
+        if held > limits.max_processed_bytes:
+            raise MediaProblem(
+                f"needs {estimate.bytes} bytes in the model's processor, and the request's other images {self._bytes}; "
+                f"the limit max_processed_bytes is {limits.max_processed_bytes}: give fewer or smaller images"
+            )
+        tokens = self._tokens + (estimate.tokens or 0)
+        if tokens > self._prompt_limit:
+            raise TooManyTokens(
+                f"the request's images have at least {tokens} tokens, and a prompt may have {self._prompt_limit}; give "
+                "fewer or smaller images"
+            )
+
+    def charge(self, estimate: Estimate) -> None:
+        """Count an image that will be processed now; raises as ``check`` does."""
+        with self._lock:
+            self.check(estimate)
+            self._bytes += estimate.bytes
+            self._tokens += estimate.tokens or 0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the work inside. Raises ``MediaProblem`` if the request has used up its own before."""
+        most = self._limits.preprocess_timeout_s
+        if self._seconds > most:
+            raise MediaProblem(
+                f"comes too late: images of this request took {self._seconds:.1f} s, and preprocess_timeout_s is "
+                f"{most:g}; give fewer or smaller images"
+            )
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.perf_counter() - began

@@ -1,0 +1,187 @@
+"""Bytes of an image from a file or a URL, bounded in size and time, whatever the path or the server is."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import reprlib
+import socket
+import stat
+import threading
+import time
+from typing import Any
+from urllib import request
+
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+
+_CHUNK = 1 << 16
+
+
+def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
+    """Read a regular file. Raises ``MediaProblem`` for anything else, and for what ``allow_paths`` leaves out.
+
+    The file is opened without waiting, and looked at only then: a FIFO or a device neither blocks nor is read, and what
+    the kernel makes up under /proc, which says that it is empty, is not read either.
+    """
+    path = os.fsdecode(os.fspath(source))
+    shown = reprlib.repr(path)
+    try:
+        descriptor = os.open(_allowed(path, shown, limits), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        raise MediaProblem(f"there is no file {shown}; check the path") from exc
+    except (OSError, ValueError) as exc:
+        raise MediaProblem(f"cannot read {shown} ({describe_error(exc)})") from exc
+    try:
+        return _read_regular(descriptor, shown, limits)
+    except OSError as exc:
+        raise MediaProblem(f"cannot read {shown} ({describe_error(exc)})") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _allowed(path: str, shown: str, limits: MediaLimits) -> str:
+    """Return the path to open: resolved, where only some directories are allowed."""
+    if limits.allow_paths is True:
+        return path
+    real = os.path.realpath(path)
+    for directory in limits.allow_paths or ():
+        if os.path.commonpath([real, os.path.realpath(directory)]) == os.path.realpath(directory):
+            return real
+    raise MediaProblem(f"{shown} is a path that allow_paths of MediaLimits does not allow here; give bytes")
+
+
+def _read_regular(descriptor: int, shown: str, limits: MediaLimits) -> bytes:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise MediaProblem(f"{shown} is not a regular file")
+    check_bytes(found.st_size, limits)
+    if found.st_size == 0:
+        raise MediaProblem(f"{shown} is empty (0 bytes)")
+    with open(descriptor, "rb", closefd=False) as file:
+        data = file.read(limits.max_image_bytes + 1)
+    check_bytes(len(data), limits)
+    return data
+
+
+def check_bytes(size: int, limits: MediaLimits) -> None:
+    """Raise ``MediaProblem`` if an image has too many bytes."""
+    if size > limits.max_image_bytes:
+        raise MediaProblem(f"has {size} bytes or more; the limit max_image_bytes is {limits.max_image_bytes}")
+
+
+def fetch(url: str, limits: MediaLimits) -> bytes:
+    """Fetch what a URL names, within ``url_timeout_s`` from first to last. Raises ``MediaProblem``."""
+    shown = reprlib.repr(url)
+    if not limits.allow_urls:
+        raise MediaProblem(
+            f"{shown} is a URL, and URLs are not allowed here: set MediaLimits(allow_urls=True) or give bytes"
+        )
+    deadline = _Deadline(limits.url_timeout_s)
+    try:
+        with deadline.opener().open(url, timeout=limits.url_timeout_s) as answer:
+            return _read_answer(answer, deadline, limits)
+    except MediaProblem:
+        raise
+    except Exception as exc:  # urllib passes on socket, ssl and http errors
+        if deadline.left() <= 0:
+            raise deadline.problem() from exc
+        raise MediaProblem(f"{shown} cannot be fetched ({describe_error(exc)})") from exc
+    finally:
+        deadline.close()
+
+
+def _read_answer(answer: Any, deadline: _Deadline, limits: MediaLimits) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while chunk := answer.read1(_CHUNK):  # read() would wait for the whole chunk, however slowly it drips
+        parts.append(chunk)
+        size += len(chunk)
+        check_bytes(size, limits)
+    if deadline.left() <= 0:  # a connection that was cut looks like the end of an answer
+        raise deadline.problem()
+    return b"".join(parts)
+
+
+class _Deadline:
+    """The end of one fetch: no socket of it outlives that, whatever it waits for.
+
+    A socket's own timeout counts from each byte that comes: a server that drips would hold a thread for ever.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._at = seconds, time.monotonic() + seconds
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._cut)
+        self._timer.name = "trinity-fetch"
+        self._timer.daemon = True
+        self._timer.start()
+
+    def left(self) -> float:
+        return self._at - time.monotonic()
+
+    def problem(self) -> MediaProblem:
+        return MediaProblem(f"took longer to fetch than url_timeout_s ({self._seconds:g} s)")
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+        self._timer.join()
+
+    def _cut(self) -> None:
+        for each in self._sockets:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # closed already
+
+    def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
+        """Connect as ``socket.create_connection``, to any of the name's addresses, and within the time left to all."""
+        problem: OSError = TimeoutError("no time is left")
+        for family, kind, protocol, _name, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            if self.left() <= 0:
+                break
+            made = socket.socket(family, kind, protocol)
+            self._sockets.append(made)
+            try:
+                made.settimeout(self.left())
+                made.connect(where)
+            except OSError as exc:
+                made.close()
+                problem = exc
+            else:
+                return made
+        raise problem
+
+    def opener(self) -> Any:
+        """Make an opener without file:, ftp: and data:, so that no redirect leads there; its sockets are watched."""
+        opener = request.OpenerDirector()
+        for handler in (
+            request.ProxyHandler(),
+            _handler(request.HTTPHandler, http.client.HTTPConnection, "http_open", self),
+            _handler(request.HTTPSHandler, http.client.HTTPSConnection, "https_open", self),
+            request.HTTPDefaultErrorHandler(),
+            request.HTTPRedirectHandler(),
+            request.HTTPErrorProcessor(),
+            request.UnknownHandler(),
+        ):
+            opener.add_handler(handler)
+        return opener
+
+
+def _handler(kind: Any, connection: Any, opens: str, deadline: _Deadline) -> Any:
+    """Derive a handler whose connections are made by ``deadline``."""
+
+    class Watched(connection):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._create_connection = deadline.connect
+
+    def open_url(self: Any, asked: Any) -> Any:
+        return self.do_open(Watched, asked)
+
+    return type(kind.__name__, (kind,), {opens: open_url})()
+
+
+def describe_error(exc: BaseException) -> str:
+    """Describe an error of others in one line."""
+    return f"{type(exc).__name__}: {exc!s:.200}" if str(exc) else type(exc).__name__

@@ -1,0 +1,200 @@
+"""Files and URLs as sources of images: what is no file, is not allowed, or takes too long, holds no thread."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trinity.errors import ConfigError
+from trinity.preprocess import media_sources
+from trinity.preprocess.media import read_image
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
+DEFAULT = MediaLimits()
+
+
+def _png() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PNG = _png()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_fifo_is_refused_and_does_not_block(tmp_path: Path, linked: bool) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.png").symlink_to(tmp_path / "pipe")
+    with pytest.raises(MediaProblem, match="not a regular file"):
+        read_image(tmp_path / ("link.png" if linked else "pipe"), DEFAULT)
+
+
+def test_a_file_that_becomes_a_fifo_between_two_looks_does_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is looked at is what was opened, not what had the name before."""
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+    real = os.open
+
+    def swap(*given: Any, **named: Any) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return real(*given, **named)
+
+    monkeypatch.setattr(media_sources.os, "open", swap)
+    with pytest.raises(MediaProblem, match="not a regular file"):
+        read_image(path, DEFAULT)
+
+
+def test_only_allowed_directories_are_read(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "inside-not"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(PNG)
+    (inside / "link.png").symlink_to(outside / "a.png")
+    (outside / "link.png").symlink_to(inside / "a.png")
+    limits = MediaLimits(allow_paths=(str(inside),))
+    for path in (inside / "a.png", outside / "link.png", inside / ".." / "in" / "a.png"):
+        assert np.array_equal(np.asarray(read_image(path, limits)), PIXELS)
+    for path in (
+        outside / "a.png",
+        inside / "link.png",
+        inside / ".." / "inside-not" / "a.png",
+        "/etc/hostname",
+        "nix",
+    ):
+        with pytest.raises(MediaProblem, match="allow_paths of MediaLimits does not allow"):
+            read_image(path, limits)
+        with pytest.raises(MediaProblem, match="allow_paths"):
+            read_image(path, MediaLimits(allow_paths=False))
+    assert np.array_equal(np.asarray(read_image(PNG, MediaLimits(allow_paths=False))), PIXELS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_pixels": -1},
+        {"max_images": True},
+        {"max_processed_pixels": 1.5},
+        {"max_processed_bytes": None},
+        {"max_prompt_tokens": "9"},
+        {"url_timeout_s": 0},
+        {"url_timeout_s": float("nan")},
+        {"preprocess_timeout_s": "1"},
+        {"allow_urls": 1},
+        {"allow_paths": "/tmp"},
+        {"allow_paths": ("",)},
+        {"allow_paths": None},
+    ],
+)
+def test_limits_of_odd_values_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        MediaLimits(**fields)
+
+
+class _Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        page = self.path.removeprefix("/")
+        if page == "slow-headers":
+            return self._drip_headers()
+        if page.startswith("to-"):
+            targets = {"to-image": "/image", "to-file": "file:///etc/hostname", "to-self": "/to-self"}
+            self.send_response(302)
+            self.send_header("Location", targets[page])
+            self.end_headers()
+            return
+        self.send_response(404 if page == "missing" else 200)
+        self.end_headers()
+        if page == "drip":
+            self._drip()
+        else:
+            self.wfile.write(PNG if page == "image" else bytes(100_000) if page == "large" else b"<html>")
+
+    def _drip_headers(self) -> None:
+        try:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n")
+            for number in range(400):  # twenty seconds, unless the reader leaves; each line within any socket's timeout
+                self.wfile.write(b"X-%d: y\r\n" % (number % 90))
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+    def _drip(self) -> None:
+        try:
+            for _ in range(400):  # twenty seconds, unless the reader leaves
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            pass  # the reader has left, as it should
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    pages = ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
+    pages.daemon_threads = True
+    thread = threading.Thread(target=pages.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{pages.server_address[1]}"
+    pages.shutdown()
+    pages.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+OPEN = MediaLimits(allow_urls=True, url_timeout_s=2.0, max_image_bytes=50_000)
+
+
+@pytest.mark.usefixtures("no_proxy")
+@pytest.mark.parametrize("page", ["image", "to-image"])
+def test_urls_are_read_where_allowed(server: str, page: str) -> None:
+    assert np.array_equal(np.asarray(read_image(f"{server}/{page}", OPEN)), PIXELS)
+
+
+@pytest.mark.usefixtures("no_proxy")
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("missing", "404"),
+        ("html", "not an image"),
+        ("large", "max_image_bytes is 50000"),
+        ("to-file", "cannot be fetched"),
+        ("to-self", "cannot be fetched"),
+    ],
+)
+def test_bad_urls_say_why(server: str, page: str, why: str) -> None:
+    with pytest.raises(MediaProblem, match=why):
+        read_image(f"{server}/{page}", OPEN)
+
+
+@pytest.mark.usefixtures("no_proxy")
+def test_a_server_that_drips_or_is_not_there_cannot_hold_a_thread(server: str) -> None:
+    for page in ("drip", "slow-headers"):
+        began = time.monotonic()
+        with pytest.raises(MediaProblem, match=r"url_timeout_s \(0\.2 s\)"):
+            read_image(f"{server}/{page}", MediaLimits(allow_urls=True, url_timeout_s=0.2))
+        assert time.monotonic() - began < 5
+    with pytest.raises(MediaProblem, match="cannot be fetched"):
+        read_image("http://127.0.0.1:1/a.png", OPEN)
