@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from trinity.errors import ConfigError
-from trinity.preprocess import media_sources
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
@@ -55,7 +54,7 @@ def test_a_file_that_becomes_a_fifo_between_two_looks_does_not_block(
         os.mkfifo(path)
         return real(*given, **named)
 
-    monkeypatch.setattr(media_sources.os, "open", swap)
+    monkeypatch.setattr(os, "open", swap)
     with pytest.raises(MediaProblem, match="not a regular file"):
         read_image(path, DEFAULT)
 
@@ -68,6 +67,7 @@ def test_only_allowed_directories_are_read(tmp_path: Path) -> None:
     (inside / "link.png").symlink_to(outside / "a.png")
     (outside / "link.png").symlink_to(inside / "a.png")
     limits = MediaLimits(allow_paths=(str(inside),))
+    path: Path | str
     for path in (inside / "a.png", outside / "link.png", inside / ".." / "in" / "a.png"):
         assert np.array_equal(np.asarray(read_image(path, limits)), PIXELS)
     for path in (

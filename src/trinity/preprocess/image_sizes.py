@@ -1,4 +1,4 @@
-"""What a processor will make of an image, computed from the processor's own settings and the image's size alone.
+"""Sizes that a processor will make of an image, computed from its own settings and the image's size alone.
 
 An image of 10,000 x 1 pixels is 110 bytes as a PNG. CLIP's processor scales its short side to 336 and has a billion
 pixels. ``predict_pixels`` tells so in a fraction of a millisecond, before a pixel is decoded. It asks the processors'
@@ -70,7 +70,7 @@ def _area(images: Any, width: int, height: int) -> int:
     """Pixels after the resize, and after the crop where there is one."""
     columns, rows = resized(images.size, width, height) if images.do_resize else (width, height)
     cropped = images.crop_size.height * images.crop_size.width if images.do_center_crop and images.crop_size else 0
-    return columns * rows + cropped
+    return int(columns * rows + cropped)
 
 
 def _plain(images: Any, width: int, height: int, alone: bool) -> int:
@@ -85,7 +85,7 @@ def _anyres(images: Any, width: int, height: int, alone: bool) -> int:
     crop, size = images.crop_size, images.size
     tile = (crop and crop.height) or size.height or size.shortest_edge
     tiles = 1 + math.ceil(rows / tile) * math.ceil(columns / tile)
-    return 2 * rows * columns + tile * tile + tiles * _area(images, tile, tile)
+    return int(2 * rows * columns + tile * tile + tiles * _area(images, tile, tile))
 
 
 def _onevision(images: Any, width: int, height: int, alone: bool) -> int:
@@ -103,8 +103,8 @@ def _patches(images: Any, width: int, height: int, alone: bool) -> int:
 
 def _canvas(images: Any, width: int, height: int, alone: bool) -> int:
     """InternVL: tiles of one size, and a thumbnail where there are several."""
-    tiles: int = images.get_number_of_image_patches(height, width)
-    return 2 * tiles * images.size.height * images.size.width
+    tiles = images.get_number_of_image_patches(height, width)
+    return int(2 * tiles * images.size.height * images.size.width)
 
 
 def _split(images: Any, width: int, height: int, alone: bool) -> int:

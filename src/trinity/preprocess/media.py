@@ -8,13 +8,14 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes, describe_error, fetch, read_file
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
     Picture = Image.Image | np.ndarray
@@ -42,7 +43,7 @@ def read_image(source: Any, limits: MediaLimits, check: Callable[[int, int], Non
     if not 0 < width * height <= limits.max_pixels:
         raise MediaProblem(f"has {width} x {height} pixels; the limit max_pixels allows 1 to {limits.max_pixels}")
     check(width, height)
-    if _is_array(picture):
+    if isinstance(picture, np.ndarray):
         return picture
     return _decode(source, picture)
 
@@ -59,19 +60,15 @@ def _decode(source: Any, image: Image.Image) -> Image.Image:
 
 def size_of(picture: Picture) -> tuple[int, int]:
     """Return (width, height) of what ``read_image`` returns."""
-    return (picture.shape[2], picture.shape[1]) if _is_array(picture) else picture.size
+    return (picture.shape[2], picture.shape[1]) if isinstance(picture, np.ndarray) else picture.size
 
 
 def image_digest(picture: Picture) -> str:
     """Hash the pixels of a picture, so that equal pixels from any file or array have equal digests."""
-    kind = str(picture.dtype) if _is_array(picture) else picture.mode
+    kind = str(picture.dtype) if isinstance(picture, np.ndarray) else picture.mode
     digest = hashlib.blake2b("{} {} {} ".format(kind, *size_of(picture)).encode(), digest_size=16)
     digest.update(picture.tobytes())
     return digest.hexdigest()
-
-
-def _is_array(picture: Picture) -> TypeGuard[np.ndarray]:
-    return hasattr(picture, "dtype")
 
 
 def _open(source: Any, limits: MediaLimits) -> Picture:
@@ -121,7 +118,6 @@ def _check_shape(array: Any, limits: MediaLimits) -> None:
 
 def _from_array(given: Any, limits: MediaLimits) -> Picture:
     """Make a PIL image of uint8, or of one channel of 16 bits; of any other numbers an array [3, H, W]."""
-    import numpy as np
     from PIL import Image
 
     _check_shape(given, limits)

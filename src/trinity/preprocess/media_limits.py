@@ -60,7 +60,7 @@ class TooManyTokens(Exception):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What the model's processor will make of one image, known from its size alone.
+    """Cost of one image in the model's processor, known from its size alone.
 
     - ``pixels``: of all arrays that it makes, tiles and intermediate sizes included.
     - ``bytes``: of these arrays, the numbers that the encoder gets among them.
