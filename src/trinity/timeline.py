@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
@@ -14,6 +13,7 @@ import msgspec
 
 from trinity.errors import ConfigError
 from trinity.errors.arguments import Whole, check_arguments
+from trinity.errors.files import write_file
 
 SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
 
@@ -111,11 +111,8 @@ class Timeline:
         ).decode()
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()`` to a file, completely or not at all."""
-        target = Path(path)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-        scratch.write_text(self.to_json(), encoding="utf-8")
-        scratch.replace(target)
+        """Write ``to_json()`` to a file, completely or not at all. Raises ``ConfigError``."""
+        write_file(path, self.to_json().encode())
 
 
 class _Tracks:

@@ -126,7 +126,7 @@ def test_a_faster_device_never_takes_longer(decodes: int, prefill: int, media: i
     [{"flops": 0}, {"bandwidth": math.inf}, {"memory": -1}, {"flops_share": 1.1}, {"pass_s": -1}, {"price": -1}],
 )
 def test_devices_without_meaning_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="figures of a device"):
+    with pytest.raises(ConfigError, match=r"(figures of a device|is a number)"):
         Device(**{"name": "x", "flops": 1.0, "bandwidth": 1.0, "memory": 1.0, **wrong})  # type: ignore[arg-type]
 
 

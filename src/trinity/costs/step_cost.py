@@ -19,6 +19,7 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
 from trinity.errors.arguments import Number, check_struct
+from trinity.errors.files import read_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
@@ -365,14 +366,14 @@ class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # th
 
     def save(self, path: str | Path) -> None:
         """Write the tables as JSON; the file names model, device and dtype."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        write_file(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def load(cls, path: str | Path, *, model: str | None = None, device: str | None = None) -> CostTables:
         """Read tables that ``save`` wrote. Raises ``ConfigError`` for other files, models or devices."""
         try:
-            found = msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+            found = msgspec.json.decode(read_file(path), type=cls)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{path} holds no measured costs of trinity: {error}") from error
         for name, wanted, has in (("model", model, found.model), ("device", device, found.device)):
             if wanted is not None and wanted != has:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.errors.files import read_file, write_file
 from trinity.placement import Placement
 from trinity.planner.explain import (
     arrangement,
@@ -139,14 +140,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        write_file(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote. Raises ``ConfigError`` where it is no plan."""
         try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+            return msgspec.json.decode(read_file(path), type=cls)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{path} holds no plan of trinity: {error}; write one with plan.save(path)") from error
 
     def to_dict(self) -> dict[str, Any]:

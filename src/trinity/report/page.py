@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import os
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from trinity.errors.files import write_file
 from trinity.planner import Candidate, Plan
 from trinity.report import plots
 from trinity.report.plots.traffic import Replays, ServedTraffic
@@ -38,11 +38,8 @@ def save_report(
     plans: Sequence[Plan] = (),
     served: ServedTraffic | None = None,
 ) -> None:
-    """Write ``render_html(plan, ...)`` to a file, which appears whole or not at all."""
-    target = Path(path)
-    scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-    scratch.write_text(render_html(plan, replays=replays, plans=plans, served=served), encoding="utf-8")
-    scratch.replace(target)
+    """Write ``render_html(plan, ...)`` to a file, which appears whole or not at all. Raises ``ConfigError``."""
+    write_file(path, render_html(plan, replays=replays, plans=plans, served=served).encode())
 
 
 def render_html(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import random
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
+from trinity.errors.files import read_file, unzip, write_file
 from trinity.traces.checks import check_count, check_counts, check_time, check_times
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
@@ -330,11 +329,8 @@ class Trace(Sequence[TraceRow]):
 
         The file appears whole or not at all.
         """
-        target = Path(path)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
         content = b"".join(msgspec.json.encode(row) + b"\n" for row in self.by_arrival())
-        scratch.write_bytes(gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
-        scratch.replace(target)
+        write_file(path, gzip.compress(content, mtime=0) if Path(path).suffix == ".gz" else content)
 
     @classmethod
     def load(cls, path: str | Path, on_error: Literal["raise", "skip"] = "raise") -> Trace:
@@ -358,13 +354,7 @@ class Trace(Sequence[TraceRow]):
 
 def read_lines(path: str | Path) -> list[bytes]:
     """Read the lines of a file, gzipped or not. Raises ``TraceError`` where it cannot be read."""
-    try:
-        content = Path(path).read_bytes()
-        return (gzip.decompress(content) if content[:2] == _GZIP_MAGIC else content).split(b"\n")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"the gzipped trace {path} is cut off or damaged: {error}") from error
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    return unzip(read_file(path, TraceError), path, TraceError).split(b"\n")
 
 
 def _check_positive(name: str, value: float | None) -> float:
@@ -376,7 +366,7 @@ def _check_positive(name: str, value: float | None) -> float:
 def _parse_row(line: bytes) -> TraceRow:
     try:
         row = msgspec.json.decode(line, type=TraceRow)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"not a row of a trace: {error}") from error
     if row.ttft_s is not None and len(row.itl_s) != max(0, row.output_length - 1):
         raise TraceError(f"{row.output_length} output tokens have {len(row.itl_s)} gaps (itl_s) between them")
