@@ -26,7 +26,7 @@ from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, TrinityError
-from trinity.errors.files import read_file, unzip, write_file
+from trinity.errors.files import read_regular_file, unzip, write_file
 from trinity.planner import Plan
 from trinity.traces.trace import Trace
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_too_long_is_not_read_whole(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ConfigError, match="more than 1,000 bytes"):
-        read_file(path, most=1000)
+        read_regular_file(path, most=1000)
 
 
 def mutations(value: Any) -> st.SearchStrategy[Any]:

@@ -12,7 +12,7 @@ import msgspec
 from trinity.costs import visual_tokens
 from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.errors.files import read_file
+from trinity.errors.files import read_regular_file
 from trinity.traces.synthetic import VisualTokenRule
 
 ConfigFields = Mapping[str, Any]
@@ -68,7 +68,7 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
 
 def _read_json(path: Path) -> ConfigFields:
     try:
-        return msgspec.json.decode(read_file(path), type=dict[str, Any])
+        return msgspec.json.decode(read_regular_file(path), type=dict[str, Any])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ConfigError(f"{path} holds no configuration of a transformers model: {error}") from error
 

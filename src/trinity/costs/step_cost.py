@@ -19,7 +19,7 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
 from trinity.errors.arguments import Number, check_struct
-from trinity.errors.files import read_file, write_file
+from trinity.errors.files import read_regular_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
@@ -372,7 +372,7 @@ class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # th
     def load(cls, path: str | Path, *, model: str | None = None, device: str | None = None) -> CostTables:
         """Read tables that ``save`` wrote. Raises ``ConfigError`` for other files, models or devices."""
         try:
-            found = msgspec.json.decode(read_file(path), type=cls)
+            found = msgspec.json.decode(read_regular_file(path), type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{path} holds no measured costs of trinity: {error}") from error
         for name, wanted, has in (("model", model, found.model), ("device", device, found.device)):

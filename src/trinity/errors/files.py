@@ -19,7 +19,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WINDOW = 31  # zlib's word for: a gzip header, and the largest window
 
 
-def read_file(path: str | Path, error: type[ConfigError] = ConfigError, *, most: int = MOST_BYTES) -> bytes:
+def read_regular_file(path: str | Path, error: type[ConfigError] = ConfigError, *, most: int = MOST_BYTES) -> bytes:
     """Read a regular file of at most ``most`` bytes. Raises ``error``, which says why it cannot be read."""
     try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer would block

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from trinity.errors import ConfigError
-from trinity.errors.files import read_file, write_file
+from trinity.errors.files import read_regular_file, write_file
 from trinity.placement import Placement
 from trinity.planner.explain import (
     arrangement,
@@ -146,7 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote. Raises ``ConfigError`` where it is no plan."""
         try:
-            return msgspec.json.decode(read_file(path), type=cls)
+            return msgspec.json.decode(read_regular_file(path), type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConfigError(f"{path} holds no plan of trinity: {error}; write one with plan.save(path)") from error
 

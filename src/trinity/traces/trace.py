@@ -14,7 +14,7 @@ import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
-from trinity.errors.files import read_file, unzip, write_file
+from trinity.errors.files import read_regular_file, unzip, write_file
 from trinity.traces.checks import check_count, check_counts, check_time, check_times
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
@@ -354,7 +354,7 @@ class Trace(Sequence[TraceRow]):
 
 def read_lines(path: str | Path) -> list[bytes]:
     """Read the lines of a file, gzipped or not. Raises ``TraceError`` where it cannot be read."""
-    return unzip(read_file(path, TraceError), path, TraceError).split(b"\n")
+    return unzip(read_regular_file(path, TraceError), path, TraceError).split(b"\n")
 
 
 def _check_positive(name: str, value: float | None) -> float:
