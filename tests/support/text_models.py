@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from support.stage_driver import Pool
 from trinity.core.messages import Open, Prefill, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
+from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.language import LanguageStage
-from trinity.stages.models import load_model
+from trinity.stages.models import LoadedModel, load_model
 
 # All text types of transformers 5.23 that are known or pass their self-check.
 _NAMES = """
@@ -67,7 +70,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "linear": {"rope_type": "linear", "factor": 4.0},
 }
-LLAMA4 = {**ROPES["yarn"], "llama_4_scaling_beta": 0.1, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}
+_CUT = 9
 
 
 @dataclass(frozen=True)
@@ -78,28 +81,30 @@ class Answer:
     logits: torch.Tensor
 
 
-def make_config(model_type: str, **fields: Any) -> Any:
-    """A config with every threshold that its type has made tiny: windows, original lengths, experts."""
+def make_config(model_type: str, *, tiny: bool = True, **fields: Any) -> Any:
+    """A config of few and narrow layers; ``tiny``: with every threshold of its type far below ``PROMPT``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[model_type]
     usual = vars(kind())
     given = {**_SIZES, **{name: size for name, size in _FEWER.items() if usual.get(name)}}
-    if usual.get("sliding_window"):
+    if tiny and usual.get("sliding_window"):
         given["sliding_window"] = WINDOW
+    if not tiny and "max_position_embeddings" in usual:
+        given["max_position_embeddings"] = usual["max_position_embeddings"]
     if "sliding_attention" in (usual.get("layer_types") or ()):
         given["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-    rope = LLAMA4 if model_type == "ministral3" else usual.get("rope_parameters") or {}
-    if "original_max_position_embeddings" in rope:
+    rope = usual.get("rope_parameters") or {}
+    if tiny and "original_max_position_embeddings" in rope:
         given["rope_parameters"] = {**rope, "original_max_position_embeddings": ORIGINAL}
     return kind(**{**given, **_FURTHER.get(model_type, {}), **fields})
 
 
-def build(directory: Path, model_type: str, **fields: Any) -> Path:
+def build(directory: Path, model_type: str, *, tiny: bool = True, **fields: Any) -> Path:
     """Write a random checkpoint of ``model_type``, with weights whose tokens vary."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = make_config(model_type, **fields)
+    config = make_config(model_type, tiny=tiny, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(_SEEDS.get(model_type, 0))
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -150,3 +155,37 @@ def serve(directory: Path, prompt: Sequence[int], outputs: int = OUTPUTS, *, chu
     tokens = [[step(piece) for piece in pieces][-1]["a"].token]
     tokens += [step(decodes=("a",))["a"].token for _ in range(outputs - 1)]
     return Answer(tokens, torch.stack(seen))
+
+
+@torch.inference_mode()
+def forward_at(directory: Path, prompt: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+    """Logits [starts, length, vocabulary] of transformers' own forward, the prompt's positions from each start."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    places = torch.tensor(starts)[:, None] + torch.arange(len(prompt))
+    given = torch.tensor([list(prompt)]).expand(len(starts), -1)
+    logits: torch.Tensor = model(input_ids=given, position_ids=places, use_cache=False).logits
+    return logits
+
+
+@torch.inference_mode()
+def paged_at(directory: Path, prompt: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+    """Logits [starts, 3, vocabulary] of trinity after ``_CUT`` tokens, all but one, all: two chunks, a decode."""
+    model, ids, last = load_model(directory, "PD", dtype="float32", packed=True), np.array(prompt), len(prompt) - 1
+    each = -(-len(prompt) // 16)
+    kv = torch.zeros((each * len(starts), *model.kv_shape().shape))
+    tables, at = np.arange(len(kv)).reshape(len(starts), each), np.arange(len(prompt))
+    found = []
+    for low, high in ((0, _CUT), (_CUT, last)):
+        given = zip(starts, tables, strict=True)
+        chunks = [Chunk(ids[low:high], start + at[low:high], low, table) for start, table in given]
+        found.append(_run(model, NO_DECODES, chunks, kv))
+    same = np.full(len(starts), last)
+    found.append(_run(model, Decodes(ids[same], np.array(starts) + last, same + 1, tables), [], kv))
+    return torch.stack(found, 1)
+
+
+def _run(model: LoadedModel, decodes: Decodes, chunks: Sequence[Chunk], kv: torch.Tensor) -> torch.Tensor:
+    batch = build_batch(decodes, chunks, 16, model.adapter.axes, model.device)
+    return model.forward(batch, kv, None, TorchAttention())

@@ -6,17 +6,13 @@ Nothing here depends on the processor's instruction sets: what is swapped runs b
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModel,
     CLIPVisionConfig,
     CLIPVisionModel,
     CwmConfig,
@@ -35,33 +31,20 @@ from transformers.models.llama import modeling_llama
 from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
 
 from support.known_classes import attend_without_kernel, declare_known, packs
+from support.swapped_models import count, layers_of, swap, text_model, vision_model
 from trinity.memory import native
-from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels import admission, fused_elementwise, linear
-from trinity.stages.kernels.admission import is_known, is_known_module
-from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer, fuse_decoder_layers
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise, has_encoder_kernels
-from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, fuse_encoder_layers
+from trinity.stages.kernels.admission import is_known
+from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
+from trinity.stages.kernels.encoder_elementwise import has_encoder_kernels
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import _TwoPassLayer, skip_unsampled_rows
-from trinity.stages.kernels.linear import pack_weights
-from trinity.stages.kernels.swaps import find_own_class, without_swaps
 
 if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not packs(torch.float32):
     pytest.skip(f"nothing to be admitted to: {native.describe()}", allow_module_level=True)
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 1 << 20,
-    "pad_token_id": 0,
-}
 TEXT: list[Callable[..., Any]] = [
     LlamaConfig,
     MistralConfig,
@@ -81,40 +64,6 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_is_packing_faster", packs)
     attend_without_kernel(monkeypatch)
     admission._say_unknown.cache_clear()
-
-
-def text_model(config: Callable[..., Any] = LlamaConfig) -> Any:
-    register_attention()
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config(**SIZES)).eval().requires_grad_(False)
-    model.set_attn_implementation(PAGED_ATTENTION)
-    return model
-
-
-def vision_model(kind: Any = CLIPVisionModel, config: Any = CLIPVisionConfig) -> Any:
-    torch.manual_seed(0)
-    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
-    made = config(**sizes, num_attention_heads=4, image_size=32, patch_size=8)
-    made._attn_implementation = "sdpa"
-    return kind(made).eval().requires_grad_(False)
-
-
-def swap(model: Any) -> Any:
-    """All that a loaded part gets, in the loader's order."""
-    pack_weights(model)
-    fuse_encoder_elementwise(model)
-    fuse_elementwise(model)
-    fuse_decoder_layers(model)
-    fuse_encoder_layers(model)
-    return model
-
-
-def layers_of(model: Any) -> list[Any]:
-    return list(next(each for each in model.modules() if isinstance(each, nn.ModuleList)))
-
-
-def count(model: Any, base: Any) -> int:
-    return sum(isinstance(each, base) for each in model.modules())
 
 
 # ---------------------------------------------------------------- what is known
@@ -157,6 +106,11 @@ def clip(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
     return made.clamp(-2.0, 2.0)
 
 
+def clip_small(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
+    """For what is small in these models, behind a norm: a probe sees no clip that it does not reach."""
+    return made.clamp(-0.02, 0.02)
+
+
 def mutate(module: Any, change: Callable[..., Tensor]) -> Any:
     """Give ``module`` a class whose forward changes what its own gives; returns that class."""
     kind: Any = type(module)
@@ -190,7 +144,7 @@ def test_a_mutant_of_a_decoder_layer_is_refused(
 ) -> None:
     """By its source; and, if somebody had declared it known, by the probe."""
     if declared and change is clip and part is LayerPart.DECODER_ATTENTION:
-        pytest.skip("the output of attention is small behind a norm: a clip at 2 is never reached")
+        change = clip_small
     model = text_model(config)
     layer = model.layers[0]
     mutant = mutate(LAYERS[part](layer), change)
@@ -216,7 +170,7 @@ def test_a_mutant_of_an_encoder_layer_is_refused(
     kind: Any, config: Any, change: Any, part: LayerPart, declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if declared and change is clip and part is not LayerPart.ENCODER_LAYER:
-        pytest.skip("behind a norm these are small: a clip at 2 is never reached")
+        change = clip_small
     model = vision_model(kind, config)
     layer = layers_of(model)[0]
     mutant = mutate(ENCODER_LAYERS[part](layer), change)
@@ -310,86 +264,3 @@ def test_a_text_model_that_does_more_behind_its_last_layer_is_refused() -> None:
 
     model.__class__ = Mutant
     assert not skip_unsampled_rows(model, 0)
-
-
-# ---------------------------------------------------------------- other ways to change a layer
-
-
-def test_a_function_patched_within_transformers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
-    assert not count(swap(text_model()), _FusedDecoderLayer)
-
-
-def test_a_patched_forward_is_seen_behind_the_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``functools.wraps`` gives it the source that ``inspect`` shows."""
-    own = modeling_llama.LlamaAttention.forward
-
-    @functools.wraps(own)
-    def forward(self: Any, *given: Any, **named: Any) -> Any:
-        made, weights = own(self, *given, **named)
-        return made * 1.5, weights
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    assert not is_known(LayerPart.DECODER_ATTENTION, modeling_llama.LlamaAttention)
-    assert not count(swap(text_model()), _FusedDecoderLayer)
-
-
-@pytest.mark.parametrize("place", ["", "self_attn", "mlp", "input_layernorm", "mlp.act_fn"])
-def test_a_module_with_a_forward_of_its_own_is_left_alone(place: str) -> None:
-    model = text_model()
-    module = model.layers[0].get_submodule(place)
-    own = module.forward
-    module.forward = MethodType(lambda self, *given, **named: own(*given, **named), module)
-    swap(model)
-    assert [isinstance(each, _FusedDecoderLayer) for each in model.layers] == [False, True]
-
-
-def test_a_subclass_that_changes_nothing_is_the_same_layer() -> None:
-    model = text_model()
-    for layer in model.layers:
-        layer.__class__ = type("Mine", (type(layer),), {})
-    assert count(swap(model), _FusedDecoderLayer) == 2
-
-
-def test_a_subclass_with_another_call_is_not() -> None:
-    model = text_model()
-    attention = model.layers[0].self_attn
-    attention.__class__ = type("Mine", (type(attention),), {"__call__": lambda self, *given, **named: None})
-    assert not is_known_module(LayerPart.DECODER_ATTENTION, attention)
-
-
-def test_code_without_a_source_is_not_known() -> None:
-    space: dict[str, Any] = {}
-    exec("def forward(self, x):\n    return x\n", space)
-    assert not is_known(LayerPart.RMS_NORM, type("Made", (nn.Module,), {"forward": space["forward"]}))
-    assert not is_known(LayerPart.ROTARY, torch.add)
-    assert not is_known(LayerPart.ROTARY, functools.partial(modeling_llama.apply_rotary_pos_emb))
-
-
-def test_classes_come_back_for_a_while() -> None:
-    model = text_model()
-    assert skip_unsampled_rows(model, 0)
-    before = [type(each) for each in model.modules()]
-    swap(model)
-    swapped = [type(each) for each in model.modules()]
-    with without_swaps(model) as number:
-        inside = [type(each) for each in model.modules()]
-        assert number == sum(one is not other for one, other in zip(inside, swapped, strict=True))
-    assert [type(each) for each in model.modules()] == swapped
-    own = [find_own_class(each) for each in model.modules()]
-    packed = [kind is linear.PackedLinear for kind in swapped]
-    assert all(one is other for one, other, keep in zip(inside, own, packed, strict=True) if not keep)
-    assert own == [nn.Linear if kind is nn.Linear else kind for kind in own]
-    assert before[0] is inside[0]
-
-
-def test_a_new_release_says_once_what_runs_slower(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "KNOWN_SOURCES", {part: {} for part in LayerPart})
-    with caplog.at_level(logging.WARNING, "trinity"):
-        assert not count(swap(text_model()), fused_elementwise._FusedModule)
-        swap(text_model())
-    said = [each.getMessage().split()[0] for each in caplog.records]
-    assert len(said) == len(set(said))
-    assert "transformers.models.llama.modeling_llama.LlamaRMSNorm" in said

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from support.known_classes import packs
@@ -238,3 +239,53 @@ def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
     kept = type(layer)
     assert fuse_decoder_layers(model) == 1
     assert type(layer) is kept
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which calls went through kernels."""
+    ran: list[str] = []
+    own = module.DecoderLayerPlan.run
+    monkeypatch.setattr(module.DecoderLayerPlan, "run", lambda *given: ran.append("fused") or own(*given))  # type: ignore[func-returns-value]
+    return ran
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("inner", ["self_attn", "mlp", "input_layernorm", "mlp.act_fn", "self_attn.q_proj"])
+def test_a_hook_within_a_layer_is_not_passed_by(inner: str, ways: list[str]) -> None:
+    model, called = model_of(LlamaConfig(**SIZES)), list[str]()
+    fuse_decoder_layers(model)
+    ways.clear()  # the probe's
+    rows, named = asked_of(model.layers[0], 8, torch.float32, DecoderAttentionProbe())
+    handle = model.layers[0].get_submodule(inner).register_forward_hook(lambda *given: called.append(inner))
+    model.layers[0](rows, **named)
+    assert (ways, called) == ([], [inner])
+    handle.remove()
+    model.layers[0](rows, **named)
+    assert (ways, called) == (["fused"], [inner])
+
+
+@torch.inference_mode()
+def test_a_hook_of_every_module_is_not_passed_by(ways: list[str]) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    fuse_decoder_layers(model)
+    ways.clear()  # the probe's
+    rows, named = asked_of(model.layers[0], 8, torch.float32, DecoderAttentionProbe())
+    with register_module_forward_hook(lambda *given: None):
+        model.layers[0](rows, **named)
+    assert ways == []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "more",
+    [{"attention_mask": torch.zeros(1, 1, 8, 8)}, {"further": 1}, {"use_cache": True}],
+    ids=("mask", "unknown", "cache"),
+)
+def test_a_keyword_that_was_not_there_at_load_is_not_ignored(more: dict[str, Any], ways: list[str]) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    fuse_decoder_layers(model)
+    ways.clear()  # the probe's
+    rows, named = asked_of(model.layers[0], 8, torch.float32, DecoderAttentionProbe())
+    model.layers[0](rows, **named | more)
+    assert ways == []

@@ -214,3 +214,28 @@ def test_loaded_encoders_use_them(name: str, layers: int, monkeypatch: pytest.Mo
     ways = [seen(layer, monkeypatch) for layer in found[:1]]
     model.encode("image", made.inputs, counts)
     assert set(ways[0]) == {"lean"}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("inner", ["self_attn", "mlp", "layer_norm1", "mlp.activation_fn"])
+def test_a_hook_within_a_layer_is_not_passed_by(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = fused_model(CONFIGS[0], DTYPES[0]), list[str]()
+    fuse_encoder_layers(model)
+    layer = layers_of(model)[0]
+    ways, states = seen(layer, monkeypatch), states_of(DTYPES[0], 1, 9)
+    layer.get_submodule(inner).register_forward_hook(lambda *given: called.append(inner))
+    layer(states, None)
+    assert (ways, called) == (["own"], [inner])
+
+
+@torch.inference_mode()
+def test_transformers_own_recording_of_states_keeps_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hooks stay on layers and attention for good, once hidden states were asked for."""
+    model = fused_model(CONFIGS[0], DTYPES[0])
+    fuse_encoder_layers(model)
+    model(torch.rand(1, 3, 32, 32), output_hidden_states=True)
+    assert any(each._forward_hooks for each in model.modules())
+    ways = seen(layers_of(model)[0], monkeypatch)
+    found = model(torch.rand(1, 3, 32, 32), output_hidden_states=True)
+    assert len(found.hidden_states) == 3
+    assert ways == ["lean"]

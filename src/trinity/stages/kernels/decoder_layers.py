@@ -89,7 +89,8 @@ class DecoderLayerPlan:
 
     def accepts(self, rows: Tensor, named: dict[str, Any]) -> bool:
         further = named.keys() - _KEYWORDS
-        if has_hooks(self._hooks) or not further <= _UNSET or any(named[name] for name in further):
+        unset = further <= _UNSET and all(named[name] is None or named[name] is False for name in further)
+        if not unset or has_hooks(self._hooks):
             return False
         turned = named.get("position_embeddings")
         if not isinstance(turned, tuple) or len(turned) != 2 or not _is_supported(rows, *turned):

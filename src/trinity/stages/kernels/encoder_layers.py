@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trinity.stages.kernels import encoder_attention
-from trinity.stages.kernels.admission import is_known_module
+from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS
 from trinity.stages.kernels.encoder_elementwise import (
     _FusedLayerNorm,
@@ -31,7 +31,7 @@ from trinity.stages.kernels.encoder_elementwise import (
 from trinity.stages.kernels.fused_elementwise import _FusedQuickGelu, _is_supported, _run_gated, rebind_globals
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, make_scaled_rows
-from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
+from trinity.stages.kernels.swaps import collect_hooks, find_own_class, has_hooks, is_altered, make_swapped_class
 
 ROW_BLOCK, MANY_ROWS = 12, 1024  # below MANY_ROWS, float32 products whose rows are no multiple of 12 lose 7 %
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
@@ -65,12 +65,15 @@ class EncoderLayerPlan:
         self._inner, self._outer, self._act = mlp.fc1, mlp.fc2, _make_in_place(mlp.activation_fn)
         self._config, self._width = attention.config, attention.head_dim
         self._hooks = collect_hooks([*norms, attention, mlp, mlp.activation_fn])
+        self.functions = find_own_class(attention).forward.__globals__[ATTENTION_FUNCTIONS]
+        self.sdpa = self.functions["sdpa"]
         self.scale, self.attend = 1.0, attend_encoder_heads
 
     def accepts(self, states: Tensor) -> bool:
         if states.ndim != 3 or not states.numel() or states.requires_grad or has_hooks(self._hooks):
             return False
-        return _is_supported(states, self._norms[0][0]) and self._config._attn_implementation == "sdpa"
+        asked = self._config._attn_implementation == "sdpa" and self.functions["sdpa"] is self.sdpa
+        return asked and _is_supported(states, self._norms[0][0])
 
     def run(self, states: Tensor) -> Tensor:
         """Run the layer: [batch, rows, hidden] to the same."""
@@ -141,6 +144,9 @@ def _swap(layer: Any) -> bool:
         LayerPart.ENCODER_MLP: layer.mlp,
     }
     if plan is None or not all(is_known_module(part, module) for part, module in known.items()):
+        return False
+    functions = {LayerPart.ATTENTION_FUNCTIONS: type(plan.functions), LayerPart.SDPA: plan.sdpa}
+    if not all(is_known(part, source) for part, source in functions.items()):
         return False
     layer.plan, layer.__class__ = plan, _make_class(kind)
     return True

@@ -191,7 +191,7 @@ class _FusedGatedMlp(_FusedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
-        if not _is_supported(x):
+        if not _is_supported(x) or parts.act_fn._forward_hooks or parts.act_fn._forward_pre_hooks:
             found: Tensor = self.original_forward(x)
             return found
         rows, inner = x.reshape(-1, x.shape[-1]), getattr(parts.gate_proj, "out_features", 1)

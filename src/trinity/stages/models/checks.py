@@ -21,7 +21,7 @@ from trinity.stages.models.registry import HOW_TO_ADD, known_models
 
 logger = logging.getLogger("trinity")
 
-_LENGTH, _CUT, _MOST_STARTS = 23, 9, 7
+_LENGTH, _CUT, _MOST_STARTS = 23, 9, 10
 _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
 _LENGTH_DEPENDENT_ROPE = "longrope"
 
@@ -88,11 +88,11 @@ def _is_alike(error: float, dtype: torch.dtype) -> bool:
 
 
 def _list_starts(text: Any) -> list[int]:
-    """List rotary positions at which a prompt begins: 0, far ones, and so that it crosses each limit of the config."""
+    """List positions at which a prompt begins: 0, the last, before each limit of the config, and far ones."""
     most = (getattr(text, "max_position_embeddings", None) or 0) - _LENGTH - 1
-    limits = {limit - _CUT - 3 for limit in find_limits(text)}
-    found = sorted(start for start in {*limits, *FAR_POSITIONS, most} if 0 < start <= most)
-    return [0, *(found[index * len(found) // _MOST_STARTS] for index in range(_MOST_STARTS) if found)]
+    before = sorted(limit - _CUT - 3 for limit in find_limits(text))
+    wanted = [0, most, *before, *reversed(FAR_POSITIONS)]
+    return list(dict.fromkeys(start for start in wanted if 0 <= start <= max(0, most)))[:_MOST_STARTS]
 
 
 def _advice() -> str:
