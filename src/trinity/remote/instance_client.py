@@ -14,7 +14,16 @@ import msgspec
 
 from trinity import errors
 from trinity.core.messages import FRONTEND, PeerUp, Value
-from trinity.errors import ConfigError, HandshakeError, OfferRefused, PeerLost, TransportError, TrinityError
+from trinity.errors import (
+    ConfigError,
+    HandshakeError,
+    LayoutMismatch,
+    OfferRefused,
+    PeerLost,
+    TransportError,
+    TrinityError,
+)
+from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.fork_client import INSTANCE_START_S, INSTANCE_STOP_S
 from trinity.remote.request_faults import end_requests, requests_in, requests_of
@@ -27,6 +36,7 @@ from trinity.remote.wire import (
     Setup,
     Slices,
     StopInstance,
+    WeightsDigest,
     decode,
     encode,
 )
@@ -55,11 +65,11 @@ class Watcher(Protocol):
 class InstanceClient:
     """One instance in its own process. ``post`` sends it an event; its loss is reported to the watcher once."""
 
-    def __init__(self, setup: Setup, watcher: Watcher, timeline: Timeline) -> None:
+    def __init__(self, setup: Setup, watcher: Watcher, timeline: Timeline, *, weights: WeightsAgreement) -> None:
         self.setup, self.name, self.process = setup, setup.name, 0
         self.started: InstanceInfo | None = None
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watcher, self._timeline = watcher, timeline
+        self._watcher, self._timeline, self._weights = watcher, timeline, weights
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
@@ -83,6 +93,7 @@ class InstanceClient:
             raise _to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
+        self._weights.check(self.name, answer.hello.weights)
         self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as the pipeline reaches it
         self.last_heard = asyncio.get_running_loop().time()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
@@ -208,6 +219,8 @@ class InstanceClient:
             connected = self._connecting.get(message.peers)
             if connected is not None and not connected.done():
                 connected.set_result(None) if message.why is None else connected.set_exception(_to_error(message.why))
+        elif isinstance(message, WeightsDigest):
+            self._compare_weights(message.digest)
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
@@ -215,6 +228,13 @@ class InstanceClient:
             self._watcher.send_to_frontend([message])
         elif message is not None:
             self._unheard.append(message)
+
+    def _compare_weights(self, digest: str) -> None:
+        """End the instance if it serves other weights than those before it: its tokens are those of another model."""
+        try:
+            self._weights.check(self.name, digest)
+        except LayoutMismatch as error:
+            self.end(str(error))
 
 
 async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:

@@ -25,7 +25,9 @@ from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, Transpor
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
+from trinity.memory.weight_digests import known_whole_digest
 from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
 from trinity.remote.wire import (
@@ -40,6 +42,7 @@ from trinity.remote.wire import (
     Slices,
     StopInstance,
     UnsendableMessage,
+    WeightsDigest,
     decode,
     encode,
 )
@@ -73,6 +76,7 @@ class InstanceSession:
         self.host: InstanceHost | None = None
         self.hello = Hello("?")
         self._address = address
+        self._unread: Path | None = None  # the checkpoint, until every byte of it is being hashed
         self._frontend: Channel | None = None
         self._peers: dict[str, Channel] = {}
         self._epochs: dict[str, int] = {}
@@ -105,7 +109,10 @@ class InstanceSession:
             setup = msgspec.structs.replace(setup, model=self.model)
         loaded = await asyncio.to_thread(_load, setup)
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
-        self.hello = Hello(setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch)
+        weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, Path(setup.model))
+        self.hello = Hello(
+            setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch, weights
+        )
         self.connector = make_instance_connector(setup)
         self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
         pools = self.connector.bind(setup.name, loaded.memory)
@@ -113,7 +120,14 @@ class InstanceSession:
         self.host.post(up)
         self.host.start()
         channel.send(encode(InstanceInfo(up, self.hello, pools, self._address)))
+        self._unread = Path(setup.model) if not weights and setup.paced is None else None
         await self._follow(channel)
+
+    async def _report_weights(self, channel: Channel, directory: Path) -> None:
+        try:
+            _send(channel, encode(WeightsDigest(await hash_weights(directory))))
+        except OSError as error:
+            logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
 
     async def _follow(self, channel: Channel) -> None:
         """Carry out messages of the front end until it stops the instance or is gone."""
@@ -182,6 +196,9 @@ class InstanceSession:
             why = InstanceFailure(type(error).__name__, f"{self.hello.name} cannot reach its peers: {error}")
             return _send(frontend, encode(ConnectReport(key, why)))
         _send(frontend, encode(ConnectReport(key)))
+        if self._unread is not None:  # only now: what peers tell of each other at once comes first
+            directory, self._unread = self._unread, None
+            self._start(self._report_weights(frontend, directory))
 
     async def _reach(self, peer: InstanceInfo) -> None:
         channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
@@ -376,15 +393,3 @@ def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
         kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)
         for kind, memory in loaded.memory.items()
     }
-
-
-def check_layouts(mine: Hello, theirs: Hello) -> None:
-    """Raise ``LayoutMismatch``, naming both sides, if they cannot exchange blocks."""
-    for kind in mine.layouts.keys() & theirs.layouts.keys():
-        if mine.layouts[kind] != theirs.layouts[kind]:
-            raise LayoutMismatch(
-                f"{kind} blocks differ: {mine.name} has {mine.layouts[kind]}, {theirs.name} has {theirs.layouts[kind]}"
-            )
-    if mine.fingerprint != theirs.fingerprint:
-        text = f"{mine.name} runs model {mine.fingerprint}, {theirs.name} runs {theirs.fingerprint}"
-        raise LayoutMismatch(f"{text}: every instance of a pipeline must load the same checkpoint in the same dtype")

@@ -21,6 +21,7 @@ from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, TrinityError
 from trinity.errors.arguments import check_arguments
 from trinity.instance import Instance
+from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import Launcher, get_launcher
 from trinity.remote.fork_client import kept_launcher as kept_launcher
@@ -94,10 +95,14 @@ class InstanceSupervisor:
         self._restarts: dict[str, list[float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._weights = WeightsAgreement()
+
+    def _client(self, setup: Setup) -> InstanceClient:
+        return InstanceClient(setup, self._watcher, self._timeline, weights=self._weights)
 
     async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
         """Fork and load every instance, and have them connect to each other. Raises the first error of any."""
-        self.members = {setup.name: InstanceClient(setup, self._watcher, self._timeline) for setup in setups}
+        self.members = {setup.name: self._client(setup) for setup in setups}
         if self.members.keys() - self._addresses.keys():
             self._launcher, own = get_launcher(torch=any(setup.paced is None for setup in setups))
             self._own_launcher = self._launcher if own else None
@@ -146,7 +151,7 @@ class InstanceSupervisor:
         await old.fence()
         await asyncio.sleep(delay_s)
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
-        member = InstanceClient(msgspec.structs.replace(old.setup, epoch=epoch), self._watcher, self._timeline)
+        member = self._client(msgspec.structs.replace(old.setup, epoch=epoch))
         try:
             async with self._starting:  # if two are lost at once, the second must connect to the restarted first
                 await self._join(member)

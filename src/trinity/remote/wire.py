@@ -64,13 +64,17 @@ class Layout(Value, frozen=True):
 
 
 class Hello(Value, frozen=True):
-    """Either side, first: its name and block layouts. Instances must agree on the model and on kinds that both have."""
+    """Either side, first: its name and block layouts. Instances must agree on the model and on kinds that both have.
+
+    ``weights`` is the digest of every byte of the checkpoint's files, where it is known already.
+    """
 
     name: str
     fingerprint: str = ""
     layouts: dict[str, Layout] = msgspec.field(default_factory=dict)
     pipeline: str = ""
     epoch: int = 0
+    weights: str = ""
 
 
 class RouteConfig(Value, frozen=True):
@@ -173,6 +177,12 @@ class ConnectReport(Value, frozen=True):
     why: InstanceFailure | None = None
 
 
+class WeightsDigest(Value, frozen=True):
+    """Instance to front end: the digest of every byte of its checkpoint's files, found while it serves."""
+
+    digest: str
+
+
 class DropPeer(Value, frozen=True):
     """Front end to an instance: this peer is lost, even if its channel is still open: it may be frozen."""
 
@@ -260,6 +270,7 @@ ControlMessage = (
     | InstanceInfo
     | StopInstance
     | Submit
+    | WeightsDigest
     | Withdraw
 )
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)

@@ -45,7 +45,7 @@ class LoadedModel:
     - ``directory``, ``config``, ``dtype``, ``device``: where and how the checkpoint was loaded.
     - ``letters``: roles that it was loaded for.
     - ``adapter``: the adapter of its family.
-    - ``fingerprint``: equal if config, dtype and weight files are equal.
+    - ``fingerprint``: equal if config, dtype and weight files are equal, as far as sampled pages of each tensor tell.
     - ``vision`` (None): part for the letter E.
     - ``language`` (None): part for P and D.
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.memory.weight_digests import sample_digest
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.admission import is_known
@@ -115,11 +116,7 @@ def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    digest.update(str(dtype).encode())
-    for name, size, _ in _stamp(directory):
-        digest.update(f"{name}:{size};".encode())
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(f"{sample_digest(directory)} {dtype}".encode()).hexdigest()[:32]
 
 
 def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:

@@ -1,0 +1,79 @@
+"""Agreement of a pipeline's instances: on layouts and model when they meet, on every byte of weights while they serve.
+
+Sampled pages, which every instance shows at its start, tell two checkpoints apart unless they differ in single bytes.
+The whole is read by a thread of the lowest priority, and the front end compares the digests: an instance whose digest
+comes later and differs is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from pathlib import Path
+
+from trinity.errors import LayoutMismatch
+from trinity.memory.weight_digests import whole_digest
+from trinity.remote.wire import Hello
+
+logger = logging.getLogger("trinity")
+LOWEST_PRIORITY = 19
+
+
+class WeightsAgreement:
+    """Digest of the weights that a pipeline serves: that of the instance which told its own first."""
+
+    def __init__(self) -> None:
+        self._first = self._digest = ""
+
+    def check(self, name: str, digest: str) -> None:
+        """Raise ``LayoutMismatch`` if this instance's weights are not those of the others; "" is not known yet."""
+        if digest and not self._digest:
+            self._first, self._digest = name, digest
+        if digest and digest != self._digest:
+            text = f"the weights of {name} (digest {digest}) are not those of {self._first} ({self._digest})"
+            hint = "compare both directories: python -m trinity.check --weights MODEL"
+            logger.error("%s: %s is refused; %s", text, name, hint)
+            raise LayoutMismatch(f"{text}; {hint}")
+
+
+def check_layouts(mine: Hello, theirs: Hello) -> None:
+    """Raise ``LayoutMismatch``, naming both sides, if they cannot exchange blocks."""
+    for kind in mine.layouts.keys() & theirs.layouts.keys():
+        if mine.layouts[kind] != theirs.layouts[kind]:
+            raise LayoutMismatch(
+                f"{kind} blocks differ: {mine.name} has {mine.layouts[kind]}, {theirs.name} has {theirs.layouts[kind]}"
+            )
+    if mine.fingerprint != theirs.fingerprint or (mine.weights and theirs.weights and mine.weights != theirs.weights):
+        text = f"{mine.name} runs model {mine.fingerprint}, {theirs.name} runs {theirs.fingerprint}"
+        hint = "python -m trinity.check --weights MODEL tells which file differs"
+        raise LayoutMismatch(f"{text}: every instance must load the same checkpoint in the same dtype; {hint}")
+
+
+async def hash_weights(directory: Path) -> str:
+    """Digest every byte of a checkpoint on a thread of its own; cancelled, the thread ends soon. Raises ``OSError``."""
+    result: Future[str] = Future()
+    stop = threading.Event()
+    threading.Thread(target=_hash, args=(directory, stop, result), name="trinity-weights", daemon=True).start()
+    try:
+        return await asyncio.wrap_future(result)
+    finally:
+        stop.set()
+
+
+def _hash(directory: Path, stop: threading.Event, result: Future[str]) -> None:
+    with suppress(OSError):  # of this thread alone, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    try:
+        digest = whole_digest(directory, stop.is_set)
+    except CancelledError:
+        result.cancel()
+    except Exception as error:
+        if result.set_running_or_notify_cancel():
+            result.set_exception(error)
+    else:
+        if result.set_running_or_notify_cancel():
+            result.set_result(digest)

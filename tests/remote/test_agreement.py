@@ -1,0 +1,166 @@
+"""Instances with other weights of equal size under one architecture: refused at once, or when the whole is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from memory.test_weight_digests import flip
+from support.checkpoint_files import checkpoint
+from support.running_instances import LIVENESS_S, POOLS, SECRET, request
+from trinity.core.messages import Value
+from trinity.errors import LayoutMismatch, TrinityError
+from trinity.instance import Instance
+from trinity.memory.weight_digests import sample_digest, whole_digest
+from trinity.pipeline import Pipeline
+from trinity.remote.agreement import WeightsAgreement, check_layouts, hash_weights
+from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.wire import Hello, WeightsDigest, decode, encode
+
+PADDING = 4 << 20  # bytes of a tensor that no model has: most of it is in no sample
+
+
+def redraw(tensors: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = torch.randn(tensor.shape, generator=generator).mul_(0.02).to(tensor.dtype)
+
+
+def copy_of_llava(target: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> Path:
+    """A copy with a large tensor that no model has, of which most is in no sample."""
+    shutil.copytree(checkpoint("llava"), target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file({**tensors, "padding": torch.zeros(PADDING, dtype=torch.uint8)}, target / "model.safetensors")
+    return target
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of another seed, of just the same size."""
+    return copy_of_llava(tmp_path_factory.mktemp("weights") / "theirs", redraw)
+
+
+@pytest.fixture(scope="module")
+def instance(theirs: Path) -> Iterator[Instance]:
+    """``python -m trinity.instance --model`` of that directory, whatever the pipeline names."""
+    command = [sys.executable, "-m", "trinity.instance", "--listen", "tcp:127.0.0.1:0", "--model", str(theirs)]
+    environment = {**os.environ, "TRINITY_SECRET": SECRET}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as run:
+        assert run.stdout is not None
+        try:
+            yield Instance("D", address=json.loads(run.stdout.readline())["listening"], pools=POOLS)
+        finally:
+            run.kill()
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with kept_launcher() as kept:
+        yield kept
+
+
+def serving(model: Path, *instances: Instance) -> Pipeline:
+    terms = ProcessConfig(secret=SECRET)
+    return Pipeline(model, list(instances), hosting="process", processes=terms, dtype="float32")
+
+
+async def test_weights_of_another_seed_are_refused_at_start(
+    tmp_path: Path, theirs: Path, instance: Instance, launcher: Launcher
+) -> None:
+    ours = copy_of_llava(tmp_path / "ours")
+    sizes = [{path.name: path.stat().st_size for path in where.glob("*")} for where in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    with pytest.raises(LayoutMismatch, match=r"trinity\.check --weights"):
+        async with serving(ours, Instance("EP", pools=POOLS), instance):
+            pass
+
+
+async def test_a_flipped_bit_is_found_while_it_serves(
+    tmp_path: Path, theirs: Path, instance: Instance, launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a place that no sample reads: the one whose digest comes later is refused, and not let in again."""
+    ours = shutil.copytree(theirs, tmp_path / "ours")
+    assert any(_unseen(ours / "model.safetensors", at) for at in range(PADDING // 2, PADDING, 999))
+    assert sample_digest(ours) == sample_digest(theirs)
+    assert whole_digest(ours) != whole_digest(theirs)
+    async with serving(ours, Instance("EP", pools=POOLS), instance) as pipe:
+        async with asyncio.timeout(LIVENESS_S):
+            while "was lost: the weights of" not in caplog.text:
+                await asyncio.sleep(0.05)
+        async with asyncio.timeout(LIVENESS_S):
+            with pytest.raises(TrinityError):
+                await pipe.complete(request(900))
+    assert "is refused; compare both directories: python -m trinity.check --weights MODEL" in caplog.text
+
+
+def _unseen(weights: Path, at: int) -> bool:
+    """Flip a bit where the sample does not see it."""
+    before = sample_digest(weights.parent)
+    flip(weights, at)
+    if sample_digest(weights.parent) == before:
+        return True
+    flip(weights, at)
+    return False
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_the_first_digest_is_that_of_the_pipeline(caplog: pytest.LogCaptureFixture) -> None:
+    weights = WeightsAgreement()
+    for name, digest in (("E0", ""), ("P0", "a" * 64), ("E0", "a" * 64), ("P0", ""), ("P0", "a" * 64)):
+        weights.check(name, digest)
+    with pytest.raises(LayoutMismatch, match=r"the weights of D0 .* are not those of P0"):
+        weights.check("D0", "b" * 64)
+    assert "D0 is refused" in caplog.text
+
+
+def test_peers_with_other_digests_refuse_each_other() -> None:
+    mine, theirs = Hello("P0", "same", weights="a" * 64), Hello("D0", "same", weights="b" * 64)
+    with pytest.raises(LayoutMismatch):
+        check_layouts(mine, theirs)
+    for known in ("", "a" * 64):
+        check_layouts(mine, Hello("D0", "same", weights=known))
+
+
+def test_a_digest_travels() -> None:
+    for message in (WeightsDigest("a" * 64), Hello("P0", weights="b" * 64)):
+        sent: Value = message
+        assert decode(encode(sent)) == message
+
+
+async def test_hashing_ends_with_its_waiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert await hash_weights(checkpoint("llama")) == whole_digest(checkpoint("llama"))
+    with pytest.raises(TrinityError, match="does not exist"):
+        await hash_weights(tmp_path / "none")
+    started = threading.Event()
+
+    def slow(directory: Path, stop: Callable[[], bool]) -> str:
+        started.set()
+        while not stop():
+            threading.Event().wait(0.01)
+        return "late"
+
+    monkeypatch.setattr("trinity.remote.agreement.whole_digest", slow)
+    waiting = asyncio.ensure_future(hash_weights(tmp_path))
+    while not started.is_set():
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    while any(thread.name == "trinity-weights" for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
