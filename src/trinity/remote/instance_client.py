@@ -65,11 +65,13 @@ class Watcher(Protocol):
 class InstanceClient:
     """One instance in its own process. ``post`` sends it an event; its loss is reported to the watcher once."""
 
-    def __init__(self, setup: Setup, watcher: Watcher, timeline: Timeline, *, weights: WeightsAgreement) -> None:
+    def __init__(
+        self, setup: Setup, watcher: Watcher, timeline: Timeline, *, weights: WeightsAgreement | None = None
+    ) -> None:
         self.setup, self.name, self.process = setup, setup.name, 0
         self.started: InstanceInfo | None = None
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watcher, self._timeline, self._weights = watcher, timeline, weights
+        self._watcher, self._timeline, self._weights = watcher, timeline, weights or WeightsAgreement()
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
