@@ -67,6 +67,7 @@ class Pipeline:
     - ``cache`` (None): ``CacheConfig``, block sizes, and pools or memory of every instance that sets none itself.
     - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
+    - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
@@ -104,6 +105,7 @@ class Pipeline:
         dtype: str = "auto",
         device: str = "cpu",
         limits: MediaLimits | None = None,
+        ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
         observe: Callable[..., None] | None = None,
@@ -119,7 +121,7 @@ class Pipeline:
         self.instances = name_instances(make_instances(placement, options, limited=limited))
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self._limits = slo, routing, limits or MediaLimits()
+        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
         self.hosting = supervisor.check_hosting(hosting, self.instances)
         self.connector = make_connector(connector, verify, hosting)
         self._silence_s = processes.silence_s
@@ -169,7 +171,7 @@ class Pipeline:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        self._processor = loader.make_processor(self._serving_config.model, self._limits)
+        self._processor = loader.make_processor(self._serving_config.model, *self._processing)
         self.placement.check(self._processor.multimodal)
 
     async def _start_threads(self) -> None:
@@ -223,9 +225,8 @@ class Pipeline:
     async def submit(self, stream: Stream) -> None:
         """Check, process (on a thread) and submit a stream's request."""
         self._check_open()
-        request = stream.request
         try:
-            check_request(request)
+            request = stream.request = check_request(stream.request)
             self._check_room(request)
         except RequestError as error:
             self.metrics.add_refused(error)
@@ -313,9 +314,8 @@ class Pipeline:
         due = self._frontend.next_timer()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None
-        if due is not None:
-            self._timer = self.loop.call_later(max(0.0, due - time.monotonic()), self.post, Tick())
+        wait_s = None if due is None else max(0.0, due - time.monotonic())
+        self._timer = None if wait_s is None else self.loop.call_later(wait_s, self.post, Tick())
 
     def on_end(self, stream: Stream) -> None:
         """Count a request that has ended, and add it to the trace."""

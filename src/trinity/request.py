@@ -1,51 +1,102 @@
-"""Requests and their results: Request, Media, Sampling, Token, Output."""
+"""Requests and their results: Request, Media, Sampling, Token, Output; and the door that every request passes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from trinity.errors import RequestError
+from trinity.errors import RequestError, describe_error
+from trinity.errors.arguments import show
+from trinity.errors.plain_values import (
+    Unfit,
+    read_chat,
+    read_count,
+    read_flag,
+    read_items,
+    read_source,
+    read_text,
+    real_between,
+    tuple_of,
+    whole_between,
+)
 
+DEFAULT_MAX_TOKENS = 256  # of a request and a checkpoint that say nothing
+_MOST_TOKENS = (1 << 31) - 1  # counts and token ids; far beyond any context and vocabulary
+_MOST_TEXT = 1024  # characters of a name or a stop string
+_MOST_PROMPT = 1 << 26  # characters; a context's own limit is far below
+_MOST_SECONDS = 1e9
+_LARGEST = 1e6  # of temperature and penalty: float32 logits stay finite
 _ids = count(1)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Choice of the next token. The default is greedy.
+    """Choice of the next token. A field that is not set (None) takes the value of the checkpoint's generation config.
 
-    - ``temperature`` (0.0): divides the logits; 0 is greedy.
-    - ``top_k`` (tokens, 0): sample from the k most likely tokens; 0 is off.
-    - ``top_p`` (1.0): sample from the most likely tokens that reach this probability together; 1 is off.
-    - ``min_p`` (0.0): drop tokens below this share of the largest probability; 0 is off.
-    - ``repetition_penalty`` (1.0): reduces the logits of tokens that occurred already; 1 is off.
+    A value that is set wins, 0 and 1 too. Where neither says anything, a choice is greedy and each other field is off.
+
+    - ``temperature``: divides the logits; 0 is greedy.
+    - ``top_k`` (tokens): sample from the k most likely tokens; 0 is off.
+    - ``top_p``: sample from the most likely tokens that reach this probability together; 1 is off.
+    - ``min_p``: drop tokens below this share of the largest probability; 0 is off.
+    - ``repetition_penalty``: reduces the logits of tokens that occurred already, in the prompt too; 1 is off.
+    - ``no_repeat_ngram_size`` (tokens): no run of so many tokens occurs twice, prompt included; 0 is off.
+    - ``min_tokens`` (tokens): the output does not end by a token before it has so many; 0 is off.
+    - ``suppress_tokens``, ``begin_suppress_tokens`` (token ids): never sampled, or not as the first; () is off.
+    - ``bad_words_ids`` (token ids each): sequences that the output does not complete; () is off.
+    - ``forced_eos_token_id`` (token ids): the last token that ``max_tokens`` allows is one of these; () is off.
+    - ``stop`` (strings): the output ends before the first of these; () is off.
+    - ``stop_token_ids`` (token ids, none): the output ends at one of these, besides the model's own.
+    - ``ignore_eos`` (False): continue past the model's end-of-sequence token.
     - ``seed`` (None): noise depends on the seed and the output index alone, so that a seed gives the same tokens under
       every placement and batch. None draws a new seed at submission.
-    - ``stop`` (strings, none): the output ends before the first of these.
-    - ``stop_token_ids`` (token ids, none): the output ends at one of these.
-    - ``ignore_eos`` (False): continue past the model's end-of-sequence token.
     - ``logprobs`` (tokens, None): report the log-probability of the chosen token and of this many most likely ones,
       after temperature and penalty and before truncation.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_tokens: int | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
+    forced_eos_token_id: tuple[int, ...] | None = None
+    stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    seed: int | None = None
     logprobs: int | None = None
 
-    @property
-    def greedy(self) -> bool:
-        """True if each token is the most likely one."""
-        return self.temperature == 0.0
+    @classmethod
+    def greedy(cls, **fields: Any) -> Sampling:
+        """Take the most likely token each time, whatever the checkpoint's generation config says.
+
+        Every field that it could set is set, to greedy or off; ``fields`` are set besides.
+        """
+        return cls(**{**PLAIN_GREEDY, **fields})
+
+
+PLAIN_GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_tokens": 0,
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "bad_words_ids": (),
+    "forced_eos_token_id": (),
+    "stop": (),
+}
+"""Every field of ``Sampling`` that a checkpoint may set, greedy or off."""
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -68,8 +119,9 @@ class Request(msgspec.Struct, frozen=True):
     - ``messages`` (None): a chat as a list of {"role", "content"}, to which the model's chat template is applied.
     - ``images`` (none): sources of media of kind "image", as in ``Media``.
     - ``media`` (none): ``Media`` items, after ``images``.
-    - ``max_tokens`` (tokens, 256): longest output; reduced to what the model's context leaves.
-    - ``sampling`` (``Sampling()``): choice of tokens and end of the output.
+    - ``max_tokens`` (tokens, None): longest output; reduced to what the model's context leaves. None takes the limit of
+      the checkpoint's generation config, else 256.
+    - ``sampling`` (``Sampling()``): choice of tokens and end of the output; what it leaves open, the checkpoint says.
     - ``deadline_s`` (seconds, None): the request ends with ``DeadlineExceeded`` this long after submission.
     - ``session`` (""): conversation that the request belongs to, for the trace.
     - ``request_id`` ("request-1", ...): unique name, used in errors and in the trace.
@@ -81,7 +133,7 @@ class Request(msgspec.Struct, frozen=True):
     messages: Sequence[Mapping[str, Any]] | None = None
     images: Sequence[Any] = ()
     media: Sequence[Media] = ()
-    max_tokens: int = 256
+    max_tokens: int | None = None
     sampling: Sampling = Sampling()
     deadline_s: float | None = None
     session: str = ""
@@ -157,63 +209,119 @@ class Output(msgspec.Struct, kw_only=True):
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
 
-def check_request(request: Request) -> None:
-    """Raise ``RequestError`` if a field of the request is out of range."""
+# ---------------------------------------------------------------- the door that every request passes
+
+
+def check_request(request: Request) -> Request:
+    """Return the request with plain, bounded values in all its fields: nothing but a medium's source is still foreign.
+
+    Numbers become int and float, subclasses of str and tuple lose what they add, lists are copied. What passes can be
+    encoded in a message. Raises ``RequestError`` if a field is out of range.
+    """
     if not isinstance(request, Request):
-        raise RequestError(f"give a trinity.Request, got {request!r:.80}")
-    problem = _request_problem(request) or _sampling_problem(request.sampling)
-    if problem:
-        raise RequestError(problem, request.request_id)
+        raise RequestError(f"give a trinity.Request, got {show(request)}")
+    try:
+        return msgspec.structs.replace(request, **_plain_fields(request))
+    except Unfit as problem:
+        raise RequestError(str(problem), _plain_name(request)) from None
+    except Exception as error:  # a value of a foreign type may raise anything when it is read
+        text = f"a field of the request cannot be read ({describe_error(error)})"
+        raise RequestError(text, _plain_name(request)) from error
 
 
-def _request_problem(request: Request) -> str | None:
+def check_sampling(sampling: Sampling) -> Sampling:
+    """Return the sampling with plain, bounded values. Raises ``RequestError`` if a field is out of range."""
+    try:
+        return _plain_sampling(sampling)
+    except Unfit as problem:
+        raise RequestError(str(problem)) from None
+
+
+def _plain_name(request: Request) -> str:
+    """Return the request's name for an error, "" if it is none."""
+    try:
+        return read_text("request_id", request.request_id, _MOST_TEXT)
+    except Exception:
+        return ""
+
+
+def _plain_fields(request: Request) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
-        return "give either prompt= (text) or messages= (chat), not both or neither"
-    for name, items in (("images", request.images), ("media", request.media)):
-        if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
-            return f"{name} must be a list, also for one item, got {type(items).__name__}"
-    if any(not isinstance(item, Media) for item in request.media):
-        return "media must hold trinity.Media(kind, source)"
-    if not isinstance(request.request_id, str) or not request.request_id:
-        return f"request_id must be non-empty text, got {request.request_id!r}"
-    if not isinstance(request.session, str):
-        return f"session must be text, got {request.session!r:.80}"
-    if not isinstance(request.max_tokens, int) or request.max_tokens <= 0:
-        return f"max_tokens must be a whole number of at least 1, got {request.max_tokens!r}"
-    deadline = request.deadline_s
-    if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < math.inf):
-        return f"deadline_s must be a number of seconds above 0, got {deadline!r}"
-    return None
+        raise Unfit("give either prompt= (text) or messages= (chat), not both or neither")
+    name = read_text("request_id", request.request_id, _MOST_TEXT)
+    if not name:
+        raise Unfit("request_id must be non-empty text, got ''")
+    return {
+        "prompt": None if request.prompt is None else read_text("prompt", request.prompt, _MOST_PROMPT),
+        "messages": None if request.messages is None else read_chat("messages", request.messages, _MOST_PROMPT),
+        "images": tuple(map(read_source, read_items("images", request.images))),
+        "media": tuple(map(_plain_media, read_items("media", request.media))),
+        "max_tokens": None if request.max_tokens is None else _limit("max_tokens", request.max_tokens),
+        "sampling": _plain_sampling(request.sampling),
+        "deadline_s": None if request.deadline_s is None else _deadline("deadline_s", request.deadline_s),
+        "session": read_text("session", request.session, _MOST_TEXT),
+        "request_id": name,
+    }
 
 
-def _sampling_problem(sampling: Sampling) -> str | None:
+def _plain_sampling(sampling: Sampling) -> Sampling:
     if not isinstance(sampling, Sampling):
-        return f"sampling must be a trinity.Sampling, got {sampling!r:.80}"
-    return _number_problem(sampling) or _stop_problem(sampling)
+        raise Unfit(f"sampling must be a trinity.Sampling, got {show(sampling)}")
+    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+    return Sampling(**{name: _READERS[name](name, value) for name, value in given.items() if value is not None})
 
 
-def _number_problem(sampling: Sampling) -> str | None:
-    checks = (
-        ("temperature", sampling.temperature, 0.0, math.inf),
-        ("top_k", sampling.top_k, 0, math.inf),
-        ("top_p", sampling.top_p, 1e-9, 1.0),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 1e-9, math.inf),
-        ("logprobs", sampling.logprobs or 0, 0, 100),
-    )
-    for name, value, low, high in checks:
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high):
-            return f"{name} must lie between {low:g} and {high:g}, got {value!r}"
-    for name, whole in (("top_k", sampling.top_k), ("seed", sampling.seed), ("logprobs", sampling.logprobs)):
-        if whole is not None and not isinstance(whole, int):
-            return f"{name} must be a whole number, got {whole!r}"
-    return None
+def _plain_media(item: Media) -> Media:
+    if not isinstance(item, Media):
+        raise Unfit("media must hold trinity.Media(kind, source)")
+    return Media(read_text("kind", item.kind, _MOST_TEXT), read_source(item.source))
 
 
-def _stop_problem(sampling: Sampling) -> str | None:
-    if not isinstance(sampling.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in sampling.stop):
-        return f"stop must be a tuple of non-empty strings, got {sampling.stop!r:.80}"
-    ids = sampling.stop_token_ids
-    if not isinstance(ids, (tuple, list)) or any(not isinstance(token, int) for token in ids):
-        return f"stop_token_ids must be a tuple of token ids, got {ids!r:.80}"
-    return None
+def _limit(name: str, value: Any) -> int:
+    """Read a count that a context bounds anyway: a huge one says "as many as there is room for"."""
+    number = read_count(name, value)
+    if number < 1:
+        raise Unfit(f"{name} must be a whole number of at least 1, got {show(value)}")
+    return min(number, _MOST_TOKENS)
+
+
+def _deadline(name: str, value: Any) -> float:
+    seconds = real_between(0.0, _MOST_SECONDS)(name, value)
+    if seconds == 0:
+        raise Unfit(f"{name} must be a number of seconds above 0, got {show(value)}")
+    return seconds
+
+
+def _stop_string(name: str, value: Any) -> str:
+    text = read_text(name, value, _MOST_TEXT)
+    if not text:
+        raise Unfit(f"{name} must be a tuple of non-empty strings, got an empty one")
+    return text
+
+
+def _sequence_of_ids(name: str, value: Any) -> tuple[int, ...]:
+    sequence = _TOKEN_IDS(name, value)
+    if not sequence:
+        raise Unfit(f"{name} must be a tuple of sequences of token ids, got an empty one")
+    return sequence
+
+
+_TOKEN_IDS: Callable[[str, Any], tuple[int, ...]] = tuple_of(whole_between(0, _MOST_TOKENS), "token ids")
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": real_between(0.0, _LARGEST),
+    "top_k": whole_between(0, _MOST_TOKENS),
+    "top_p": real_between(1e-9, 1.0),
+    "min_p": real_between(0.0, 1.0),
+    "repetition_penalty": real_between(1 / _LARGEST, _LARGEST),
+    "no_repeat_ngram_size": whole_between(0, _MOST_TOKENS),
+    "min_tokens": whole_between(0, _MOST_TOKENS),
+    "suppress_tokens": _TOKEN_IDS,
+    "begin_suppress_tokens": _TOKEN_IDS,
+    "bad_words_ids": tuple_of(_sequence_of_ids, "sequences of token ids"),
+    "forced_eos_token_id": _TOKEN_IDS,
+    "stop": tuple_of(_stop_string, "non-empty strings"),
+    "stop_token_ids": _TOKEN_IDS,
+    "ignore_eos": read_flag,
+    "seed": whole_between(-(1 << 63), (1 << 64) - 1),
+    "logprobs": whole_between(0, 100),
+}

@@ -123,7 +123,7 @@ class Stream:
     def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
         """Take the processed request, but for its inputs; ``make_text`` makes its detokenizer from its stop strings."""
         self.processed = msgspec.structs.replace(processed, inputs=())
-        self._text = make_text(self.request.sampling.stop)
+        self._text = make_text(processed.stop)
 
     def deliver(self, event: Deliver) -> None:
         """Take the next token. Text that may still change (part of a stop string or of a character) is held back."""

@@ -25,7 +25,8 @@ class Desk:
 
     async def submit(self, stream: Stream) -> None:
         work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5)
-        stream.begin(ProcessedRequest(work, (), True), lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
+        processed = ProcessedRequest(work, clipped=True, stop=stream.request.sampling.stop or ())
+        stream.begin(processed, lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
 
     def post(self, event: Value) -> None:
         self.posted.append(event)

@@ -11,6 +11,7 @@ import torch
 from support.checkpoint_files import checkpoint
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
+from trinity.core.messages import ResolvedSampling
 from trinity.request import Sampling
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
@@ -69,7 +70,8 @@ def test_samples_are_those_of_the_cpu() -> None:
     """Counter-based noise: integers on both sides, so the same token unless two scores all but tie."""
     logits = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0)) * 3
     ids = np.arange(20, dtype=np.int64)
-    ways = [Sampling(temperature=1.0, seed=n, top_p=p, top_k=k) for n in range(16) for p, k in ((1.0, 0), (0.9, 50))]
+    cuts = ((1.0, 0), (0.9, 50))
+    ways = [ResolvedSampling(temperature=1.0, seed=n, top_p=p, top_k=k) for n in range(16) for p, k in cuts]
     rows = [SamplerRow(way, index, ids) for index, way in enumerate([*ways, *ways])]
     there = [one.token for one in sample(logits.to(DEVICE), rows)]
     assert there == [one.token for one in sample(logits, rows)]

@@ -20,9 +20,10 @@ from transformers import (
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, copy_of, oracle, problems, serve, served
 from support.request_cases import BUDGET, TEXT, answers, ask, red, waves
+from trinity.core.messages import ResolvedSampling
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
-from trinity.request import Request, Sampling, Token
+from trinity.request import Request, Token
 from trinity.testing.oracle import OracleAnswer
 
 pytestmark = pytest.mark.xdist_group("llava")
@@ -108,7 +109,8 @@ def test_a_greedy_penalty_is_that_of_generate(together: Served) -> None:
 @pytest.mark.parametrize("request_", ASKED, ids=[one.request_id for one in ASKED])
 def test_tokens_and_logprobs_are_what_transformers_would_allow(request_: Request, together: Served) -> None:
     """Log-probabilities after penalty and temperature; the token survives top-k, top-p and min-p."""
-    name, sampling = request_.request_id, request_.sampling
+    name = request_.request_id
+    sampling = together.works[name].sampling
     output, prompt = together.outputs[name], list(together.works[name].prompt)
     assert len(output.logprobs) == len(output.token_ids)
     for index, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
@@ -118,13 +120,13 @@ def test_tokens_and_logprobs_are_what_transformers_would_allow(request_: Request
         assert _truncated(sampling)(before, scores)[0, token] > -torch.inf
 
 
-def _warped(sampling: Sampling) -> LogitsProcessorList:
+def _warped(sampling: ResolvedSampling) -> LogitsProcessorList:
     return LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty), TemperatureLogitsWarper(sampling.temperature)]
     )
 
 
-def _truncated(sampling: Sampling) -> LogitsProcessorList:
+def _truncated(sampling: ResolvedSampling) -> LogitsProcessorList:
     chosen = LogitsProcessorList()
     if sampling.top_k:
         chosen.append(TopKLogitsWarper(sampling.top_k))

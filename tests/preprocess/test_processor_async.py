@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from support.checkpoint_files import checkpoint
+from trinity.core.messages import ResolvedSampling
 from trinity.errors import BadMedia, ClosedError
 from trinity.preprocess.media import read_image
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -183,7 +184,7 @@ def test_seeds_are_drawn_or_kept(llava: RequestProcessor) -> None:
     assert len(drawn) == 8
     assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in drawn)
     kept = llava.process(Request("a", sampling=Sampling(temperature=0.5, seed=7, top_k=3))).work.sampling
-    assert kept == Sampling(temperature=0.5, seed=7, top_k=3)
+    assert kept == ResolvedSampling(temperature=0.5, seed=7, top_k=3)
 
 
 def test_stop_ids(llava: RequestProcessor) -> None:

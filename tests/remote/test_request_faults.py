@@ -26,6 +26,7 @@ from trinity.core.messages import (
     Part,
     PeerLoad,
     PeerUp,
+    ResolvedSampling,
     Sampled,
     Send,
     Step,
@@ -49,7 +50,7 @@ WORK = Work(request="r", prompt=(1, 2), attempt=3)
 
 
 def bad(**sampling: Any) -> Work:
-    return Work(request="bad", prompt=(1,), sampling=Sampling(**sampling))
+    return Work(request="bad", prompt=(1,), sampling=ResolvedSampling(**sampling))
 
 
 class Broken(torch.Tensor):
@@ -62,9 +63,9 @@ class Broken(torch.Tensor):
 BROKEN = torch.zeros(2).as_subclass(Broken)
 HOPELESS = [
     Submit(bad(seed=2**64)),
-    Submit(bad(stop=("\ud800",))),
+    Submit(bad(bad_words_ids=(("\ud800",),))),
     Submit(bad(temperature=cast(Any, torch.float32))),
-    Submit(bad(stop_token_ids=(2**70,))),
+    Submit(bad(suppress_tokens=(2**70,))),
     Submit(Work(request="bad", prompt=(2**64,))),
     Submit(Work(request="bad", prompt=(1,)), ({"pixels": BROKEN},)),
     Submit(Work(request="bad", prompt=(1,)), ({"pixels": object()},)),
@@ -120,10 +121,11 @@ def test_of_what_concerns_no_request_nothing_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"top_k": True}, {"temperature": "hot"}, {"stop": (3,)}, {"stop_token_ids": ("x",)}, {"seed": 0.5}]
+    "sampling",
+    [{"top_k": True}, {"temperature": "hot"}, {"bad_words_ids": (3,)}, {"suppress_tokens": ("x",)}, {"seed": 0.5}],
 )
 def test_what_the_other_side_cannot_read_is_about_the_same_request(sampling: dict[str, Any]) -> None:
-    frame = encode(Submit(Work(request="r", prompt=(1,), attempt=3, sampling=Sampling(**sampling))))
+    frame = encode(Submit(Work(request="r", prompt=(1,), attempt=3, sampling=ResolvedSampling(**sampling))))
     with pytest.raises(HandshakeError):
         decode(frame)
     assert requests_in(frame) == [("r", 3)]
@@ -239,7 +241,8 @@ async def test_a_request_above_the_limit_ends_alone_before_anything_is_sent(monk
 
 
 async def test_a_request_that_no_message_can_hold_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity.pipeline.check_request", lambda request: None)  # as if the door had let it through
+    for door in ("trinity.pipeline", "trinity.emulation.processor"):  # as if they had let it through
+        monkeypatch.setattr(f"{door}.check_request", lambda request: request)
     async with kept_launcher(torch=False), emulated() as pipe, asyncio.timeout(LIVENESS_S):
         for sampling in (Sampling(seed=2**64), Sampling(top_k=True), Sampling(stop_token_ids=(2**70,))):
             with pytest.raises(RequestError):

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.core_tables import emitted
-from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, Sampled, Submit, Value, Work
+from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, ResolvedSampling, Sampled, Submit, Value, Work
 from trinity.costs.budgets import StepBudgets, StepCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import HandshakeError
 from trinity.remote.wire import Hello, Layout, RouteConfig, Setup, UnsendableMessage, decode, encode
-from trinity.request import Sampling
 from trinity.traces.trace import SLO
 
 names = st.text(string.ascii_letters + "é-0", min_size=1, max_size=12)
@@ -32,7 +31,13 @@ works = st.builds(
         st.builds(MediaSpan, kind=names, tokens=counts, offset=counts, length=counts, content=names), max_size=3
     ).map(tuple),
     max_tokens=counts,
-    sampling=st.builds(Sampling, temperature=st.floats(0, 9), seed=counts, stop=st.lists(names, max_size=2).map(tuple)),
+    sampling=st.builds(
+        ResolvedSampling,
+        temperature=st.floats(0, 9),
+        seed=counts,
+        suppress_tokens=st.lists(counts, max_size=2).map(tuple),
+        bad_words_ids=st.lists(st.lists(counts, max_size=2).map(tuple), max_size=2).map(tuple),
+    ),
     stop_ids=st.frozensets(counts, max_size=4),
     deadline_s=st.none() | st.floats(0, 1e6),
 )

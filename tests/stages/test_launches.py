@@ -14,7 +14,7 @@ from support.language_stage import PROMPT, Solo, work
 from support.operator_tape import StaticTorch, every_operator_is_torchs, graphs
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
-from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
+from trinity.core.messages import IMAGE, KV, Prefill, ResolvedSampling, Step, Work
 from trinity.errors import StageError
 from trinity.request import Sampling
 from trinity.stages import decode_graphs
@@ -172,14 +172,15 @@ def test_a_token_that_is_none_is_never_looked_up() -> None:
 def test_draws_on_the_device_are_those_of_sample() -> None:
     logits = torch.randn(24, 300, generator=torch.Generator().manual_seed(1)) * 4
     logits[5] = torch.nan
-    ways = [Sampling(**WAYS[n % 4]) for n in range(24)]
+    ways = [ResolvedSampling(**WAYS[n % 4]) for n in range(24)]
     rows = [SamplerRow(way, n, torch.arange(3).numpy()) for n, way in enumerate(ways)]
     found = sample_on_device(logits, rows).tolist()
     assert found[5] == -1
     sound = [n for n in range(24) if n != 5]
     assert [found[n] for n in sound] == [one.token for one in sample(logits[sound], [rows[n] for n in sound])]
     assert [
-        can_sample_on_device(each) for each in (Sampling(), Sampling(repetition_penalty=1.1), Sampling(logprobs=0))
+        can_sample_on_device(each)
+        for each in (ResolvedSampling(), ResolvedSampling(repetition_penalty=1.1), ResolvedSampling(logprobs=0))
     ] == [
         True,
         False,

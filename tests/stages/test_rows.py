@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity.core.messages import Open, Sampled, Work
+from trinity.core.messages import Open, ResolvedSampling, Sampled, Work
 from trinity.errors import StageError
-from trinity.request import Sampling
 from trinity.stages.models import RotaryPositions
 from trinity.stages.request_table import RequestTable
 
@@ -33,7 +32,7 @@ class Bare:
 
 
 def opened(name: str, length: int, **sampling: Any) -> Open:
-    work = Work(request=name, prompt=tuple(range(length)), max_tokens=40, sampling=Sampling(**sampling))
+    work = Work(request=name, prompt=tuple(range(length)), max_tokens=40, sampling=ResolvedSampling(**sampling))
     first = int(name) * BLOCKS
     return Open(work=work, blocks=tuple(range(first, first + BLOCKS)), tokens=(7,))
 

@@ -19,9 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from trinity.core.messages import Sampled
+from trinity.core.messages import ResolvedSampling, Sampled
 from trinity.errors import StageError
-from trinity.request import Sampling
 from trinity.stages import sampler as module
 from trinity.stages.sampler import SamplerRow, _argmax, sample, truncate, warp
 
@@ -29,7 +28,7 @@ NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 def row(index: int = 0, ids: np.ndarray = NO_IDS, **fields: Any) -> SamplerRow:
-    return SamplerRow(Sampling(**fields), index, ids)
+    return SamplerRow(ResolvedSampling(**fields), index, ids)
 
 
 def tokens(chosen: list[Sampled]) -> list[int]:
@@ -78,7 +77,7 @@ def test_no_rows() -> None:
 # ---------------------------------------------------------------- against transformers
 
 
-def processed(sampling: Sampling, scores: torch.Tensor, ids: list[int]) -> torch.Tensor:
+def processed(sampling: ResolvedSampling, scores: torch.Tensor, ids: list[int]) -> torch.Tensor:
     """``scores`` [vocab] after what generate(do_sample=True) builds of the same settings, in its order."""
     chain: list[Any] = []
     if sampling.repetition_penalty != 1.0:
@@ -96,7 +95,7 @@ def processed(sampling: Sampling, scores: torch.Tensor, ids: list[int]) -> torch
 
 
 samplings = st.builds(
-    Sampling,
+    ResolvedSampling,
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
     top_k=st.sampled_from([0, 1, 2, 7, 40, 500]),
     top_p=st.sampled_from([1.0, 0.95, 0.6, 0.2, 0.01]),
@@ -105,9 +104,9 @@ samplings = st.builds(
 )
 
 
-def near_a_border(scores: torch.Tensor, sampling: Sampling) -> bool:
+def near_a_border(scores: torch.Tensor, sampling: ResolvedSampling) -> bool:
     """Whether float32 rounding decides in transformers' top-p or min-p."""
-    exact = processed(Sampling(temperature=1.0, top_k=sampling.top_k), scores.double(), [0])
+    exact = processed(ResolvedSampling(temperature=1.0, top_k=sampling.top_k), scores.double(), [0])
     ordered = exact.sort().values.softmax(-1).cumsum(-1)
     ratio = (exact - exact.amax()).exp()
     close_p = (ordered - (1 - sampling.top_p)).abs().min() < 1e-5
@@ -122,7 +121,7 @@ def near_a_border(scores: torch.Tensor, sampling: Sampling) -> bool:
     st.lists(st.integers(0, 320), max_size=12),
 )
 def test_scores_and_truncation_are_those_of_transformers(
-    settings_of_rows: list[Sampling], seed: int, vocab: int, ids: list[int]
+    settings_of_rows: list[ResolvedSampling], seed: int, vocab: int, ids: list[int]
 ) -> None:
     logits = random_logits(len(settings_of_rows), vocab, seed)
     held = np.asarray(ids, dtype=np.int64)
@@ -143,7 +142,7 @@ def test_scores_and_truncation_are_those_of_transformers(
 )
 def test_ties_are_kept_together(values: list[int], top_k: int, top_p: float) -> None:
     scores = torch.tensor([values], dtype=torch.float32)
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+    sampling = ResolvedSampling(temperature=1.0, top_k=top_k, top_p=top_p)
     assume(not near_a_border(scores[0], sampling))
     ours = truncate(scores, [SamplerRow(sampling, 0, NO_IDS)])[0] > -math.inf
     theirs = processed(sampling, scores[0], [0]) > -math.inf
@@ -267,7 +266,7 @@ def test_draws_stay_as_they_are() -> None:
 # ---------------------------------------------------------------- the batch moves nothing
 
 mixed = st.builds(
-    Sampling,
+    ResolvedSampling,
     temperature=st.sampled_from([0.0, 0.6, 1.0, 1.4]),
     top_k=st.sampled_from([0, 3, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
@@ -280,7 +279,9 @@ mixed = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(mixed, min_size=2, max_size=6), st.sampled_from([7, 257, 1000]), st.randoms(use_true_random=False))
-def test_a_row_is_the_same_whatever_the_others(settings_of_rows: list[Sampling], vocab: int, random: Any) -> None:
+def test_a_row_is_the_same_whatever_the_others(
+    settings_of_rows: list[ResolvedSampling], vocab: int, random: Any
+) -> None:
     n = len(settings_of_rows)
     logits = random_logits(n, vocab, seed=random.randrange(1000))
     ids = np.asarray([1, 5, 5, 6])

@@ -8,9 +8,8 @@ import torch
 
 from support.checkpoint_files import checkpoint
 from support.stage_driver import Pool
-from trinity.core.messages import Open, Prefill, Sampled, Step, Work
+from trinity.core.messages import Open, Prefill, ResolvedSampling, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory
-from trinity.request import Sampling
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
 
@@ -18,7 +17,7 @@ PROMPT = tuple(range(20, 57))
 
 
 def work(name: str = "a", prompt: tuple[int, ...] = PROMPT, max_tokens: int = 40, **sampling: Any) -> Work:
-    return Work(request=name, prompt=prompt, max_tokens=max_tokens, sampling=Sampling(**sampling))
+    return Work(request=name, prompt=prompt, max_tokens=max_tokens, sampling=ResolvedSampling(**sampling))
 
 
 class Solo:

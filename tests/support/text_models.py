@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from support.stage_driver import Pool
-from trinity.core.messages import Open, Prefill, Sampled, Step, Work
+from trinity.core.messages import Open, Prefill, ResolvedSampling, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory
-from trinity.request import Sampling
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.language import LanguageStage
@@ -144,7 +143,7 @@ def serve(directory: Path, prompt: Sequence[int], outputs: int = OUTPUTS, *, chu
     blocks = -(-(len(prompt) + outputs) // 16) + 1
     pool = Pool(BlockMemory(model.kv_shape(), blocks), 0)
     stage = LanguageStage(model, pool.memory, None, "PD", lambda name, index, logits: seen.append(logits.clone()), None)
-    work = Work(request="a", prompt=tuple(prompt), max_tokens=outputs, sampling=Sampling())
+    work = Work(request="a", prompt=tuple(prompt), max_tokens=outputs, sampling=ResolvedSampling())
     stage.open(Open(work=work, blocks=pool.take(blocks - 1), tokens=()))
 
     def step(*prefills: Prefill, decodes: tuple[str, ...] = ()) -> dict[str, Sampled]:

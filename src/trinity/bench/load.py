@@ -50,7 +50,7 @@ class CheckpointRequests:
         work = self._processor.process(Request(text, media=like.media, max_tokens=like.max_tokens)).work
         spans = [(span.offset, span.length) for span in work.media]
         images = [base64.b64encode(each.source).decode() for each in like.media]
-        return BenchRequest(text, list(work.prompt), spans, images, like.max_tokens)
+        return BenchRequest(text, list(work.prompt), spans, images, work.max_tokens)
 
 
 async def make_requests(make: RequestMaker, rows: Iterable[TraceRow]) -> list[BenchRequest]:

@@ -44,7 +44,7 @@ class Lookalikes:
             _MARKER * len(images) + text,
             media=[Media("image", each) for each in images],
             max_tokens=max(1, row.output_length),
-            sampling=Sampling(ignore_eos=True),
+            sampling=Sampling.greedy(ignore_eos=True),
             session=row.session,
         )
 

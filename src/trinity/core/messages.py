@@ -26,6 +26,7 @@ from trinity.core.values import KV as KV
 from trinity.core.values import PREEMPTED as PREEMPTED
 from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan
+from trinity.core.values import ResolvedSampling as ResolvedSampling
 from trinity.core.values import Sampled as Sampled
 from trinity.core.values import Value as Value
 from trinity.core.values import Work as Work

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.request import Sampling
+from trinity.request import DEFAULT_MAX_TOKENS
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -43,6 +43,43 @@ class MediaSpan(Value, frozen=True):
         return self.offset + self.length
 
 
+class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """A request's ``Sampling`` where it sets something, elsewhere its checkpoint's generation config.
+
+    Fields are those of ``Sampling`` that an instance needs. A row that draws needs ``seed``.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_tokens: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    forced_eos_token_id: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if each token is the most likely one of those allowed."""
+        return self.temperature == 0.0
+
+    @property
+    def bans_tokens(self) -> bool:
+        """True if some tokens may not be sampled, whatever their logits."""
+        lists = self.suppress_tokens or self.begin_suppress_tokens or self.bad_words_ids or self.forced_eos_token_id
+        return bool(lists or self.no_repeat_ngram_size or self.min_tokens)
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a token depends on more than its logits: on tokens before it, or on how many there are."""
+        return self.bans_tokens or self.repetition_penalty != 1.0
+
+
 class Work(Value, frozen=True, kw_only=True):
     """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set.
 
@@ -53,8 +90,8 @@ class Work(Value, frozen=True, kw_only=True):
     request: str
     prompt: tuple[int, ...]
     media: tuple[MediaSpan, ...] = ()
-    max_tokens: int = 256
-    sampling: Sampling = Sampling()
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    sampling: ResolvedSampling = ResolvedSampling()
     stop_ids: frozenset[int] = frozenset()
     deadline_s: float | None = None
     attempt: int = 0

@@ -9,6 +9,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
+from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
@@ -43,7 +44,7 @@ class EmulatedProcessor(RequestProcessor):
 
     def process(self, request: Request) -> ProcessedRequest:
         """Process a request. Raises ``BadMedia``, ``RequestTooLarge`` or ``RequestError`` with the request's id."""
-        check_request(request)
+        request = check_request(request)
         if not isinstance(request, EmulatedRequest):
             text = "an emulated pipeline takes counts, not text: give a trinity.emulation.model.EmulatedRequest"
             raise RequestError(text, request.request_id)
@@ -54,17 +55,18 @@ class EmulatedProcessor(RequestProcessor):
             raise RequestTooLarge(
                 f"{text}: a prompt needs at least one token of text and room for one of output", request.request_id
             )
-        room = self.context_length - prompt
+        wanted, room = self.defaults.max_tokens(request, prompt), self.context_length - prompt
+        sampling = self.defaults.complete(request.sampling, prompt)
         work = Work(
             request=request.request_id,
             prompt=self._prompt(request, sum(images)),
             media=_spans(request, images),
-            max_tokens=min(request.max_tokens, room),
-            sampling=request.sampling,
+            max_tokens=min(wanted, room),
+            sampling=resolve_sampling(sampling, seed=0),
             stop_ids=frozenset(request.sampling.stop_token_ids),
             deadline_s=request.deadline_s,
         )
-        return ProcessedRequest(work, clipped=request.max_tokens > room, emulated=True)
+        return ProcessedRequest(work, clipped=wanted > room, emulated=True, stop=sampling.stop or ())
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
         if self._closed:

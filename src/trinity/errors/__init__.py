@@ -173,6 +173,20 @@ class TrinityWarning(UserWarning):
     """Something does not run as asked, and what to change; not an error, since requests are still served."""
 
 
+def describe_error(error: BaseException, most: int = 1000) -> str:
+    """Describe an error of foreign code as plain text of at most ``most`` characters, which any message can carry.
+
+    Never raises, whatever the error's own text does.
+    """
+    kind = type(error).__name__
+    try:
+        said = str(error)
+    except BaseException:  # its text is foreign code too
+        said = "its text cannot be read"
+    text = f"{kind}: {said[:most]}" if said else kind
+    return text.encode("utf-8", "backslashreplace").decode()[:most]
+
+
 def _restore_error(kind: type[TrinityError], args: tuple[Any, ...]) -> TrinityError:
     """Restore a pickled error with its message, without calling its constructor, whose arguments are not kept."""
     return kind.__new__(kind, *args)

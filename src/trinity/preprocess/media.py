@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trinity.errors import describe_error
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
-from trinity.preprocess.media_sources import check_bytes, describe_error, fetch, read_file
+from trinity.preprocess.media_sources import check_bytes, fetch, read_file
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -12,6 +12,7 @@ import time
 from typing import Any
 from urllib import request
 
+from trinity.errors import describe_error
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 _CHUNK = 1 << 16
@@ -180,8 +181,3 @@ def _handler(kind: Any, connection: Any, opens: str, deadline: _Deadline) -> Any
         return self.do_open(Watched, asked)
 
     return type(kind.__name__, (kind,), {opens: open_url})()
-
-
-def describe_error(exc: BaseException) -> str:
-    """Describe an error of others in one line."""
-    return f"{type(exc).__name__}: {exc!s:.200}" if str(exc) else type(exc).__name__

@@ -6,7 +6,7 @@ import asyncio
 import reprlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,18 @@ import msgspec
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
+from trinity.preprocess.generation_config import (
+    GenerationDefaults,
+    check_token_ids,
+    load_generation_defaults,
+    resolve_sampling,
+)
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
 from trinity.preprocess.media import read_image, size_of
 from trinity.preprocess.media_items import ItemReader, MediaItem
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.prompt import PromptProblem, PromptText, build_chat, split_at_markers, split_rendered_chat
-from trinity.request import Media, Request, check_request
+from trinity.request import Media, Request, Sampling, check_request
 
 T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 1024  # far above any vocabulary's mean: longer text is refused before it is tokenized
@@ -34,12 +40,14 @@ class ProcessedRequest(msgspec.Struct, frozen=True):
     - ``inputs`` (none): ``inputs[i]`` has the encoder's inputs for ``work.media[i]``, as tensors by name.
     - ``clipped`` (False): ``max_tokens`` was reduced to what the context leaves.
     - ``emulated`` (False): no stage will compute it.
+    - ``stop`` (none): its output ends before the first of these strings.
     """
 
     work: Work
     inputs: tuple[dict[str, Any], ...] = ()
     clipped: bool = False
     emulated: bool = False
+    stop: tuple[str, ...] = ()
 
     @property
     def input_bytes(self) -> int:
@@ -66,6 +74,7 @@ class RequestProcessor:
     - ``model_dir``: directory of a transformers checkpoint.
     - ``limits`` (``MediaLimits()``): limits on media and prompts.
     - ``threads`` (threads, 2): requests or images that are processed at a time.
+    - ``ignore_generation_config`` (()): fields of the generation config that are not followed; True: all.
 
     Attributes:
 
@@ -73,6 +82,7 @@ class RequestProcessor:
     - ``context_length``: tokens of prompt and output together.
     - ``tokenizer``: the model's.
     - ``eos_ids``: token ids that end an output.
+    - ``defaults``: what the checkpoint says of requests that leave something open.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``media_kinds``, ``multimodal``: kinds of media that the model takes; False where it takes none.
 
@@ -80,7 +90,16 @@ class RequestProcessor:
     ``UnsupportedModel`` for an unknown architecture.
     """
 
-    def __init__(self, model_dir: str | Path, *, limits: MediaLimits | None = None, threads: int = 2) -> None:
+    defaults = GenerationDefaults()
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        limits: MediaLimits | None = None,
+        threads: int = 2,
+        ignore_generation_config: Collection[str] | bool = (),
+    ) -> None:
         self.limits = limits or MediaLimits()
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir))
         self._reader = ItemReader(self._loaded, self.limits)
@@ -89,6 +108,8 @@ class RequestProcessor:
         config = self._loaded.config
         self.model_type: str = config.model_type
         self.context_length: int = _context_length(config, self._loaded.tokenizer)
+        self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
+        self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config)
         self.tokenizer: Any = self._loaded.tokenizer
         self.eos_ids: frozenset[int] = self._loaded.eos_ids
         self.media_token_ids: frozenset[int] = self._loaded.media_token_ids
@@ -169,7 +190,7 @@ class RequestProcessor:
     # ------------------------------------------------------------ one request, in three steps
 
     def _parse(self, request: Request) -> _ParsedRequest:
-        check_request(request)
+        request = check_request(request)
         media = request.all_media()
         self._check_media(request, media)
         counts = Counter(item.kind for item in media)
@@ -248,17 +269,27 @@ class RequestProcessor:
                 f"context of {self.context_length} (prompt limit {limit}); shorten it or give fewer or smaller images",
                 request.request_id,
             )
-        room = self.context_length - len(ids)
+        wanted, room = self.defaults.max_tokens(request, len(ids)), self.context_length - len(ids)
+        sampling = self._complete_sampling(request, len(ids))
         work = Work(
             request=request.request_id,
             prompt=ids,
             media=self._find_spans(request, ids, items),
-            max_tokens=min(request.max_tokens, room),
-            sampling=_seed_sampling(request),
+            max_tokens=min(wanted, room),
+            sampling=resolve_sampling(sampling, secrets.randbits(63)),
             stop_ids=self._stop_ids(request),
             deadline_s=request.deadline_s,
         )
-        return ProcessedRequest(work, tuple(item.inputs for item in items), request.max_tokens > room)
+        return ProcessedRequest(
+            work, tuple(item.inputs for item in items), clipped=wanted > room, stop=sampling.stop or ()
+        )
+
+    def _complete_sampling(self, request: Request, prompt_tokens: int) -> Sampling:
+        try:
+            check_token_ids(request.sampling, self.vocabulary)
+        except ValueError as exc:
+            raise RequestError(str(exc), request.request_id) from exc
+        return self.defaults.complete(request.sampling, prompt_tokens)
 
     def _tokenize_prompt(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> tuple[int, ...]:
         parts = [parsed.text.pieces[0]]
@@ -333,12 +364,6 @@ def _order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media,
         ordered.append(item)
         names.append(f"{kind} {seen[kind]} of {totals[kind]}{shown}")
     return tuple(ordered), tuple(names)
-
-
-def _seed_sampling(request: Request) -> Any:
-    if request.sampling.seed is not None:
-        return request.sampling
-    return msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
 
 
 def _context_length(config: Any, tokenizer: Any) -> int:

@@ -17,7 +17,7 @@ import struct
 
 from trinity.errors import HandshakeError
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"TRNY"
 NONCE = 32
 GREETING = len(MAGIC) + 3 + NONCE  # bytes: magic, version, flags, nonce

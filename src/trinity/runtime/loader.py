@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +89,13 @@ def resolve_model(model: str | Path | EmulatedModel) -> Path | EmulatedModel:
     return Path(model)
 
 
-def make_processor(model: Path | EmulatedModel, limits: MediaLimits | None = None) -> RequestProcessor:
+def make_processor(
+    model: Path | EmulatedModel, limits: MediaLimits | None = None, ignore: Collection[str] | bool = ()
+) -> RequestProcessor:
     """Make the model's request processor. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
         return EmulatedProcessor(model, limits=limits)
-    return RequestProcessor(model, limits=limits)
+    return RequestProcessor(model, limits=limits, ignore_generation_config=ignore)
 
 
 def load_instances(

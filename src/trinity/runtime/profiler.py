@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, Step, Work
+from trinity.core.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, ResolvedSampling, Step, Work
 from trinity.costs.budgets import (
     MAX_DECODE_ROWS,
     MAX_PREFILL_TOKENS,
@@ -33,7 +33,6 @@ from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
-from trinity.request import Sampling
 from trinity.runtime.cuda_stream import LaneStream
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
@@ -253,7 +252,7 @@ class Probe:
 
         Rows that all read the same blocks would find them in a processor's cache, unlike those of a real batch.
         """
-        work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=Sampling(seed=0))
+        work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=ResolvedSampling(seed=0))
         there = self.loaded.memory[KV].blocks
         count = min(blocks_for(length + 1, self.loaded.settings.kv_block_size), there)
         return Open(work=work, blocks=tuple((number * count + at) % there for at in range(count)), tokens=tokens)

@@ -13,6 +13,7 @@ from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.models import LoadedModel, RotaryPositions
 from trinity.stages.models.base import MEDIA_KINDS
 from trinity.stages.sampler import SamplerRow
+from trinity.stages.token_bans import TokenBans, make_bans
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_TOKEN = -1
@@ -31,6 +32,7 @@ class OpenRequest:
     - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
     - ``groups``: see ``ChunkRows``; None if all rows are causal.
     - ``fixed_sampler``: its sampler row if that depends on nothing said so far.
+    - ``bans``: tokens that it may not take; None for no such rule.
     - ``suspect``: set on closing if its last step failed.
     """
 
@@ -46,6 +48,7 @@ class OpenRequest:
     feature_rows: np.ndarray
     groups: np.ndarray | None
     fixed_sampler: SamplerRow | None
+    bans: TokenBans | None = None
     suspect: bool = False
 
     @property
@@ -56,7 +59,7 @@ class OpenRequest:
     def sampler(self) -> SamplerRow:
         if self.fixed_sampler is not None:
             return self.fixed_sampler
-        return SamplerRow(self.opening.work.sampling, self.index, self.ids[: self.token_count])
+        return SamplerRow(self.opening.work.sampling, self.index, self.ids[: self.token_count], self.bans)
 
     def append(self, token: int) -> None:
         self.set_token(token, self.token_count)
@@ -264,7 +267,7 @@ class RequestTable:
         prompt = given[: len(work.prompt)]
         groups = _number_runs(at, len(given)) if self.model.adapter.whole_media and len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
-        plain = work.sampling.greedy and work.sampling.repetition_penalty == 1.0 and work.sampling.logprobs is None
+        plain = work.sampling.is_greedy and not work.sampling.needs_history and work.sampling.logprobs is None
         return OpenRequest(
             opening=opening,
             request=work.request,
@@ -278,6 +281,7 @@ class RequestTable:
             feature_rows=self._feature_rows(opening, item),
             groups=groups,
             fixed_sampler=SamplerRow(work.sampling, 0, _NO_IDS) if plain else None,
+            bans=make_bans(work),
         )
 
     def _placeholders(self, opening: Open, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

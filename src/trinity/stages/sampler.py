@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.core.messages import Sampled
+from trinity.core.messages import ResolvedSampling, Sampled
 from trinity.errors import StageError
-from trinity.request import Sampling
+from trinity.stages.token_bans import TokenBans, find_banned
 
 _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15  # odd and close to 2**64 / golden ratio: successive counters spread evenly
@@ -30,11 +30,12 @@ _MOST_ELEMENTS = 1 << 22  # logits per pass on other devices; bounds the float64
 
 
 class SamplerRow(msgspec.Struct, frozen=True, gc=False):
-    """Sampling parameters of one row, the index of its output token (from 0), and its ids so far (int64)."""
+    """Sampling of one row, the index of its output token (from 0), its ids so far (int64), and its bans."""
 
-    sampling: Sampling
+    sampling: ResolvedSampling
     index: int
     ids: np.ndarray
+    bans: TokenBans | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
@@ -66,7 +67,7 @@ def sample_on_device(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
     Each row must pass ``can_sample_on_device``.
     """
-    if all(row.sampling.greedy for row in rows):
+    if all(row.sampling.is_greedy for row in rows):
         return _argmax_on_device(logits)
     size = max(1, _MOST_ELEMENTS // logits.shape[1])
     return torch.cat(
@@ -74,15 +75,15 @@ def sample_on_device(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     )
 
 
-def can_sample_on_device(sampling: Sampling) -> bool:
-    """Tell if drawing needs nothing from the host: no repetition penalty and no logprobs."""
-    return sampling.repetition_penalty == 1.0 and sampling.logprobs is None
+def can_sample_on_device(sampling: ResolvedSampling) -> bool:
+    """Tell if drawing needs nothing from the host: no earlier tokens and no logprobs."""
+    return not sampling.needs_history and sampling.logprobs is None
 
 
 def _sample_part_on_device(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     scores = warp(logits, rows)
     best = _argmax_on_device(scores)
-    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if not drawn:
         return best
     at, some = _upload(np.array(drawn), scores), [rows[i] for i in drawn]
@@ -95,15 +96,18 @@ def _argmax_on_device(scores: Tensor) -> Tensor:
     return torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten()
 
 
-def _needs_scores(sampling: Sampling) -> bool:
-    return not sampling.greedy or sampling.repetition_penalty != 1.0 or sampling.logprobs is not None
+def _needs_scores(sampling: ResolvedSampling) -> bool:
+    return not sampling.is_greedy or sampling.needs_history or sampling.logprobs is not None
 
 
 def _argmax(scores: Tensor) -> list[int]:
     """Return the token with the largest score of each row, the first of ties; one copy from the device."""
     found = _argmax_cpu(scores) if scores.device.type == "cpu" else _argmax_on_device(scores).tolist()
     if -1 in found:
-        raise StageError(f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights")
+        raise StageError(
+            f"row {found.index(-1)} of the logits holds NaN or no finite value; check the model's weights, and that "
+            "not every token is suppressed"
+        )
     return found
 
 
@@ -126,7 +130,7 @@ def _sample_parts(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 def _sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     scores = warp(logits, rows)
     best = _argmax(scores)  # also refuses NaN before noise could hide it
-    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawn:
         some = [rows[i] for i in drawn]
         kept = truncate(scores[torch.tensor(drawn, device=scores.device)], some)
@@ -136,18 +140,23 @@ def _sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 
 def warp(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Apply repetition penalty, then temperature, as transformers' logits warpers do; float32 [n, vocab]."""
+    """Apply repetition penalty, bans, then temperature, as transformers' processors do; float32 [n, vocab]."""
     scores = logits.float()
     penalised = [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1.0]
+    banned = [i for i, row in enumerate(rows) if row.bans is not None]
+    if penalised or banned:
+        scores = scores.clone()
     if penalised:
-        scores = _penalise(scores.clone(), rows, penalised)
+        scores = _penalise(scores, rows, penalised)
+    if banned:
+        scores = _ban(scores, rows, banned)
     if any(row.sampling.temperature not in (0.0, 1.0) for row in rows):
         scores = scores / _column(rows, _divisor, scores)
     return scores
 
 
-def _divisor(sampling: Sampling) -> float:
-    return 1.0 if sampling.greedy else max(sampling.temperature, _COLDEST)
+def _divisor(sampling: ResolvedSampling) -> float:
+    return 1.0 if sampling.is_greedy else max(sampling.temperature, _COLDEST)
 
 
 def _penalise(scores: Tensor, rows: Sequence[SamplerRow], penalised: Sequence[int]) -> Tensor:
@@ -159,6 +168,18 @@ def _penalise(scores: Tensor, rows: Sequence[SamplerRow], penalised: Sequence[in
     penalty = _upload(np.repeat(penalties, lengths), scores)
     score = scores[at]
     scores[at] = torch.where(score < 0, score * penalty, score / penalty)
+    return scores
+
+
+def _ban(scores: Tensor, rows: Sequence[SamplerRow], banned: Sequence[int]) -> Tensor:
+    """Make -inf of the tokens that these rows may not take; of a forced row's allowed tokens 0, of all others -inf."""
+    found = [find_banned(rows[i].bans, rows[i].ids, rows[i].index, scores.shape[1]) for i in banned]
+    for i, each in zip(banned, found, strict=True):
+        if each.forced is not None:
+            scores[i] = -torch.inf
+            scores[i, _upload(each.forced, scores)] = 0.0
+    at = np.repeat(banned, [len(each.banned) for each in found])
+    scores[_upload(at, scores), _upload(np.concatenate([each.banned for each in found]), scores)] = -torch.inf
     return scores
 
 
@@ -229,7 +250,7 @@ def _perturb(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     return noisy
 
 
-def _truncates(sampling: Sampling) -> bool:
+def _truncates(sampling: ResolvedSampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
@@ -283,7 +304,7 @@ def _with_logprobs(scores: Tensor, rows: Sequence[SamplerRow], tokens: list[int]
     return chosen
 
 
-def _column(rows: Sequence[SamplerRow], pick: Callable[[Sampling], float], like: Tensor) -> Tensor:
+def _column(rows: Sequence[SamplerRow], pick: Callable[[ResolvedSampling], float], like: Tensor) -> Tensor:
     values = [pick(row.sampling) for row in rows]
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 

@@ -63,7 +63,7 @@ class Oracle:
     def answer(self, request: Request) -> OracleAnswer:
         """Return greedy tokens and raw logits for a request.
 
-        ``ignore_eos``, ``max_tokens`` and ``repetition_penalty`` are honoured.
+        ``ignore_eos``, ``max_tokens`` and what its sampling sets of the checkpoint's generation config are honoured.
         """
         return self._answer(request, [])
 
@@ -83,10 +83,13 @@ class Oracle:
     def _settings(self, request: Request) -> Any:
         settings = copy.deepcopy(self._model.generation_config)
         settings.do_sample = False
-        settings.max_new_tokens = request.max_tokens
+        if request.max_tokens is not None:
+            settings.max_new_tokens = request.max_tokens
         settings.return_dict_in_generate = settings.output_logits = True
         settings.pad_token_id = 0
-        settings.repetition_penalty = request.sampling.repetition_penalty
+        for name in ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens"):
+            if (value := getattr(request.sampling, name)) is not None:
+                setattr(settings, name, value)
         if request.sampling.ignore_eos:
             settings.eos_token_id = None
         return settings

@@ -69,7 +69,8 @@ def make_pipeline(settings: WireMessage) -> Pipeline:
 
 async def serve_request(pipe: Pipeline, message: WireMessage, answers: ReplyWriter) -> None:
     media = [Media("image", base64.b64decode(each)) for each in message["images"]]
-    asked = Request(message["text"], media=media, max_tokens=message["tokens"], sampling=Sampling(ignore_eos=True))
+    greedy = Sampling.greedy(ignore_eos=True)
+    asked = Request(message["text"], media=media, max_tokens=message["tokens"], sampling=greedy)
     try:
         async with pipe.stream(asked) as tokens:
             async for token in tokens:

@@ -1,0 +1,131 @@
+"""Plain values: reads what users pass (numpy's numbers, subclasses) into bounded values of Python's own types."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeVar
+
+from trinity.errors.arguments import show
+
+T = TypeVar("T")
+Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
+_MOST_LISTED = 4096  # items of a list
+_MOST_PARTS = 100_000  # values in a chat
+
+
+class Unfit(Exception):
+    """Reason why a value cannot be used, with the field's name."""
+
+
+def read_text(name: str, value: Any, most: int) -> str:
+    """Read text of at most ``most`` characters that UTF-8 can encode. Raises ``Unfit``."""
+    if not isinstance(value, str):
+        raise Unfit(f"{name} must be text, got {show(value)}")
+    if str.__len__(value) > most:
+        raise Unfit(f"{name} has {str.__len__(value)} characters; {most} are allowed")
+    try:
+        return str.encode(value, "utf-8").decode()  # not the methods of a subclass
+    except UnicodeEncodeError as error:
+        raise Unfit(f"{name} holds half a character (a lone surrogate, at {error.start}); repair the text") from None
+
+
+def read_source(source: Any) -> Any:
+    """Make a path or an address exact text; a file's name may hold bytes that are no UTF-8 (PEP 383)."""
+    if isinstance(source, str) and type(source) is not str:
+        return str.encode(source, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+    return source
+
+
+def read_count(name: str, value: Any) -> int:
+    """Read a whole number of any size, numpy's too. Raises ``Unfit``, for True and False as well."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(operator.index(value))
+    except TypeError:
+        raise Unfit(f"{name} must be a whole number, got {show(value)}") from None
+
+
+def whole_between(low: int, high: int) -> Reader[int]:
+    """Make a reader of whole numbers in [low, high]."""
+
+    def read(name: str, value: Any) -> int:
+        number = read_count(name, value)
+        if not low <= number <= high:
+            raise Unfit(f"{name} must lie between {low} and {high}, got {show(value)}")
+        return number
+
+    return read
+
+
+def real_between(low: float, high: float) -> Reader[float]:
+    """Make a reader of numbers in [low, high]; NaN is in none."""
+
+    def read(name: str, value: Any) -> float:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not real or not low <= value <= high or not low <= (number := float(value)) <= high:
+            raise Unfit(f"{name} must be a number between {low:g} and {high:g}, got {show(value)}")
+        return number
+
+    return read
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """Read True or False, numpy's too. Raises ``Unfit``."""
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's is no subclass
+        raise Unfit(f"{name} must be True or False, got {show(value)}")
+    return bool(value)
+
+
+def tuple_of(read: Reader[T], what: str) -> Reader[tuple[T, ...]]:
+    """Make a reader of lists, tuples, sets and arrays, each item by ``read``."""
+
+    def read_all(name: str, value: Any) -> tuple[T, ...]:
+        try:
+            if isinstance(value, (str, bytes, Mapping)):
+                raise TypeError
+            many, items = len(value), iter(value)
+        except TypeError:
+            raise Unfit(f"{name} must be a tuple of {what}, got {show(value)}") from None
+        _check_length(name, many)
+        return tuple(read(name, item) for _, item in zip(range(many), items, strict=False))
+
+    return read_all
+
+
+def read_items(name: str, items: Any) -> list[Any]:
+    """Read a list of anything. Raises ``Unfit`` if it is none, or far too long."""
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise Unfit(f"{name} must be a list, also for one item, got {type(items).__name__}")
+    many = len(items)
+    _check_length(name, many)
+    return [item for _, item in zip(range(many), items, strict=False)]
+
+
+def read_chat(name: str, value: Any, most: int) -> Any:
+    """Copy lists, mappings and texts (of at most ``most`` characters), so that no later change of them is seen.
+
+    Anything else in them stays as it is. Raises ``Unfit`` for too many values.
+    """
+    left = [_MOST_PARTS]
+
+    def copy(each: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Unfit(f"{name} hold more than {_MOST_PARTS} values; give fewer")
+        if isinstance(each, str):
+            return read_text(name, each, most)
+        if isinstance(each, Mapping):
+            return {copy(key): copy(inner) for key, inner in each.items()}
+        if isinstance(each, Sequence) and not isinstance(each, (bytes, bytearray, memoryview)):
+            return list(map(copy, each))
+        return each
+
+    return copy(value)
+
+
+def _check_length(name: str, many: int) -> None:
+    if many > _MOST_LISTED:
+        raise Unfit(f"{name} has {many} items; {_MOST_LISTED} are allowed")

@@ -1,0 +1,113 @@
+"""Token bans equal transformers' own logits processors, one after the other as ``generate()`` lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from trinity.core.messages import ResolvedSampling, Work
+from trinity.errors import StageError
+from trinity.stages.sampler import SamplerRow, can_sample_on_device, sample, warp
+from trinity.stages.token_bans import find_banned, make_bans
+
+VOCABULARY = 24
+tokens = st.integers(0, VOCABULARY - 1)
+lists = st.lists(tokens, max_size=4).map(tuple)
+samplings = st.builds(
+    ResolvedSampling,
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    no_repeat_ngram_size=st.integers(0, 4),
+    min_tokens=st.sampled_from([0, 1, 5]),
+    suppress_tokens=lists,
+    begin_suppress_tokens=lists,
+    bad_words_ids=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
+    forced_eos_token_id=st.lists(tokens, max_size=2).map(tuple),
+)
+works = st.builds(
+    lambda sampling, prompt, most, stops: Work(
+        request="r", prompt=tuple(prompt), max_tokens=most, sampling=sampling, stop_ids=frozenset(stops)
+    ),
+    samplings,
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.lists(tokens, max_size=3),
+)
+
+
+def processed(work: Work, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
+    """What transformers' ``_get_logits_processor`` would put together, in its order."""
+    sampling, ends, chain = work.sampling, sorted(work.stop_ids), LogitsProcessorList()
+    words = [list(word) for word in sampling.bad_words_ids]
+    if sampling.repetition_penalty != 1.0:
+        chain.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.no_repeat_ngram_size:
+        chain.append(NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
+    if [word for word in words if not (len(word) == 1 and word[0] in ends)]:  # it refuses a list that is empty then
+        chain.append(NoBadWordsLogitsProcessor(words, torch.tensor(ends, dtype=torch.int64)))
+    if sampling.min_tokens and ends:
+        chain.append(MinNewTokensLengthLogitsProcessor(len(work.prompt), sampling.min_tokens, torch.tensor(ends)))
+    if sampling.forced_eos_token_id:
+        last = len(work.prompt) + work.max_tokens
+        chain.append(ForcedEOSTokenLogitsProcessor(last, list(sampling.forced_eos_token_id)))
+    if sampling.suppress_tokens:
+        chain.append(SuppressTokensLogitsProcessor(list(sampling.suppress_tokens)))
+    if sampling.begin_suppress_tokens:
+        chain.append(SuppressTokensAtBeginLogitsProcessor(list(sampling.begin_suppress_tokens), len(work.prompt)))
+    held: Any = torch.tensor([ids], dtype=torch.int64)
+    return chain(held, scores[None].clone())[0]
+
+
+@settings(max_examples=250)
+@given(st.lists(works, min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_a_batch_is_what_transformers_makes_of_each_row(batch: list[Work], random: Any) -> None:
+    rows, wanted = [], []
+    logits = torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(random.randrange(999)))
+    for work, scores in zip(batch, logits, strict=True):
+        index = random.randrange(work.max_tokens)
+        ids = [*work.prompt, *(random.randrange(6) for _ in range(index))]
+        wanted.append(processed(work, ids, scores))
+        rows.append(SamplerRow(work.sampling, index, np.array(ids), make_bans(work)))
+    before = logits.clone()
+    assert torch.equal(warp(logits, rows), torch.stack(wanted))
+    assert torch.equal(logits, before), "the model's logits are the observer's too"
+
+
+def test_ids_beyond_the_logits_are_passed_over() -> None:
+    """Placeholders may have ids that no logit has."""
+    rules = ResolvedSampling(no_repeat_ngram_size=1, suppress_tokens=(99,), forced_eos_token_id=(98, 3))
+    work = Work(request="r", prompt=(1, 500), max_tokens=3, sampling=rules)
+    bans = make_bans(work)
+    assert find_banned(bans, np.array([1, 500]), 0, 10).banned.tolist() == [1]
+    forced = find_banned(bans, np.array([1, 500, 1, 1]), 2, 10).forced
+    assert forced is not None
+    assert forced.tolist() == [3]
+
+
+def test_a_row_without_any_token_left_fails_and_says_why() -> None:
+    work = Work(request="r", prompt=(1,), sampling=ResolvedSampling(suppress_tokens=tuple(range(8))))
+    row = SamplerRow(work.sampling, 0, np.array([1]), make_bans(work))
+    with pytest.raises(StageError, match="not every token is suppressed"):
+        sample(torch.zeros(1, 8), [row])
+
+
+def test_rules_are_made_where_there_are_some_and_keep_rows_off_the_device() -> None:
+    assert make_bans(Work(request="r", prompt=(1,))) is None
+    for rule in ({"min_tokens": 1}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": (1,)}, {"bad_words_ids": ((1,),)}):
+        sampling = ResolvedSampling(**rule)  # type: ignore[arg-type]
+        assert make_bans(Work(request="r", prompt=(1,), sampling=sampling)) is not None
+        assert not can_sample_on_device(sampling)
