@@ -37,7 +37,7 @@ from trinity.request import Output, Request, check_request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHandle, InstanceHost
 from trinity.runtime.shielded_wait import wait_shielded
-from trinity.stream import Stream, make_late_failure, make_trace_row, reduce_deadline
+from trinity.stream import Stream, make_late_failure, record_end, reduce_deadline
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 
@@ -320,8 +320,7 @@ class Pipeline:
     def on_end(self, stream: Stream) -> None:
         """Count a request that has ended, and add it to the trace."""
         self._streams.pop(stream.request.request_id, None)
-        self.metrics.add(stream.output)
-        self.trace.append(make_trace_row(stream))
+        record_end(stream, self.metrics, self.trace)
 
     def send_to_peer(self, name: str, message: Value) -> None:
         self._reached[name].post(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +17,13 @@ from trinity import errors
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Value
 from trinity.errors import ClosedError, RequestError, TrinityError
-from trinity.metrics import SPANS
+from trinity.metrics import SPANS, Metrics
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Output, Request, Token
+from trinity.traces.trace import Trace
+
+logger = logging.getLogger("trinity")
 
 
 class StreamHost(Protocol):
@@ -251,12 +255,21 @@ def reduce_deadline(processed: ProcessedRequest, spent_s: float) -> ProcessedReq
     return msgspec.structs.replace(processed, work=work)
 
 
+def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
+    """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
+    try:
+        metrics.add(stream.output)
+        trace.append(make_trace_row(stream))
+    except Exception:
+        logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
+
+
 def make_trace_row(stream: Stream) -> dict[str, Any]:
     """Make the trace row of a request that has ended."""
     output, work = stream.output, stream.processed.work if stream.processed else None
     media = work.media if work else ()
     return {
-        "timestamp": stream.arrived_at * 1000,
+        "timestamp": max(0.0, stream.arrived_at * 1000),  # a wall clock may stand before 1970
         "request_id": output.request_id,
         "session": stream.request.session,
         "input_length": output.prompt_tokens,

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Sampled, Value, Work
 from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
+from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
+from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Request, Sampling, Token
 from trinity.stream import Stream, make_error
+from trinity.traces.trace import SLO
 
 
 class Desk:
@@ -241,3 +245,15 @@ def test_other_failures(name: str, kind: type[TrinityError]) -> None:
     error = make_error(Failure(name, "something"), "r")
     assert type(error) is kind
     assert error.__cause__ is None
+
+
+async def test_a_row_that_cannot_be_recorded_keeps_no_reader_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trace that refuses a row once left the front end with an exception in place of an end."""
+    pipe = Pipeline(MODEL, "1E1P1D", cache=CacheConfig(pools=POOLS))
+    monkeypatch.setattr(pipe.trace, "append", lambda row: pipe.trace.attainment(SLO(1.0, 1.0)))  # raises TraceError
+    async with pipe:
+        requests = asked()
+        check(await serve(pipe, requests), requests)
+    assert "could not be recorded" in caplog.text
