@@ -64,15 +64,9 @@ def preload_model(directory: str) -> None:
         return
     _preloaded.add(directory)
     with contextlib.suppress(Exception):
-        from transformers.models.auto.modeling_auto import MODEL_MAPPING
+        from trinity.runtime.loader import import_model_classes
 
-        from trinity.preprocess.checkpoint import read_config
-        from trinity.stages.models.loader import find_model_class
-
-        config = read_config(Path(directory))
-        find_model_class(config)
-        for name in config.sub_configs:
-            MODEL_MAPPING.get(type(getattr(config, name)), None)
+        import_model_classes(Path(directory))
 
 
 def write_message(message: dict[str, Any]) -> None:

@@ -174,6 +174,19 @@ def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedM
     return load_model(config.model, spec.roles, dtype=config.dtype, device=device, packed=packed)
 
 
+def import_model_classes(model: Path) -> None:
+    """Import the modules of a checkpoint's classes, which takes seconds. Raises whatever is wrong with it."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    from trinity.preprocess.checkpoint import read_config
+    from trinity.stages.models.loader import find_model_class
+
+    config = read_config(model)
+    find_model_class(config)
+    for name in config.sub_configs:
+        MODEL_MAPPING.get(type(getattr(config, name)), None)
+
+
 def make_hosts(
     loaded: Sequence[LoadedInstance], network: Network, timeline: Timeline, policy: Callable[[], RoutingPolicy]
 ) -> dict[str, InstanceHost]:

@@ -1,0 +1,124 @@
+"""Contract of every routing policy, as the function ``check_routing``, without a test framework.
+
+Call it from your own tests: ``check_routing(MyPolicy)``. It raises ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from trinity.core.messages import MediaSpan, PeerLoad, PeerUp, Work
+from trinity.core.routing import Router, RoutingPolicy
+from trinity.testing.virtual import VirtualCluster, make_settings
+
+CHOICES = 300
+REQUESTS = 40
+ROLE_SETS = ("E", "P", "D", "EP", "PD", "ED", "EPD")
+POOLS = {"image": 64, "kv": 256}
+MakePolicy = Callable[[], RoutingPolicy]
+RoutingCheck = Callable[[MakePolicy], None]
+
+
+def check_routing(make: MakePolicy) -> None:
+    """Check a routing policy, made anew by ``make`` for each instance, against the contract of ``RoutingPolicy``.
+
+    Raises ``AssertionError`` naming what broke.
+    """
+    for check in ROUTING_CHECKS:
+        try:
+            check(make)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}: the policy raised {error!r}") from error
+
+
+class _Recorder:
+    """A policy that passes each choice on, and looks at what came back."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy: Any = policy
+        self.informed = bool(getattr(policy, "informed", False))
+        self.straight = bool(getattr(policy, "straight", False))
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], *router: Router) -> PeerUp:
+        before = list(peers)
+        chosen: PeerUp = self.policy.choose(letter, work, peers, *router)
+        names = ", ".join(peer.name for peer in before)
+        assert any(chosen is peer for peer in before), f"choose() returned {chosen!r:.100}, which is none of {names}"
+        assert list(peers) == before, "choose() changed the list of peers, which is not its own"
+        assert letter in chosen.roles, f"choose() sent stage {letter} to {chosen.name}, which has {chosen.roles}"
+        return chosen
+
+
+def draw_work(draw: Random, number: int) -> Work:
+    """Make a request of text, or of text and an image that others have too."""
+    prompt = tuple(draw.choices(range(9), k=draw.randint(4, 60)))
+    media = (MediaSpan("image", 4, 0, 4, f"photo {draw.randint(0, 3)}"),) if draw.random() < 0.5 else ()
+    return Work(request=str(number), prompt=prompt, media=media, max_tokens=draw.randint(1, 8))
+
+
+def draw_load(draw: Random, peer: PeerUp) -> PeerLoad:
+    """Make a report: anything that an instance may say, now and then less than that."""
+    seconds = {letter: draw.choice([0.0, 0.5, 1e9]) for letter in peer.roles if draw.random() < 0.8}
+    return PeerLoad(
+        peer.name,
+        peer.epoch,
+        free={kind: draw.randint(0, size) for kind, size in POOLS.items() if draw.random() < 0.8},
+        predicted_s=seconds,
+        unit_s={letter: draw.choice([0.0, 1e-6]) for letter in seconds},
+        cached={"kv": draw.randbytes(8 * draw.randint(0, 3)), "image": b""},
+    )
+
+
+def it_chooses_among_the_peers(make: MakePolicy) -> None:
+    """Check choices while instances come, report, restart and go."""
+    draw, recorder = Random(1), _Recorder(make())
+    router = Router(recorder, "P3")
+    for number in range(CHOICES):
+        name = f"{draw.choice(ROLE_SETS)}{draw.randint(0, 2)}"
+        peer = PeerUp(name, name[:-1], epoch=number, pools=POOLS, kv_block_size=4)
+        if draw.random() < 0.3:
+            router.drop(name)
+        else:
+            router.add(peer)
+        for known in list(router.peers.values()) if draw.random() < 0.5 else ():
+            router.take(draw_load(draw, known))
+        for letter in "EPD":
+            router.choose(letter, draw_work(draw, number))
+        router.enter(draw_work(draw, number))
+
+
+def one_peer_is_enough(make: MakePolicy) -> None:
+    router = Router(_Recorder(make()))
+    router.add(PeerUp("EPD0", "EPD", pools=POOLS))
+    draw = Random(2)
+    for number in range(20):
+        assert router.choose("EPD"[number % 3], draw_work(draw, number)) == "EPD0"
+
+
+def policies_of_two_instances_are_two(make: MakePolicy) -> None:
+    assert make() is not make(), "each instance has a policy of its own: make a new object each time"
+
+
+def every_request_is_served(make: MakePolicy) -> None:
+    """Check whole runs of the real cores: each request ends, with all its tokens."""
+    for seed, placement in enumerate(("2E2P2D", "2EP1D", "2EPD")):
+        cluster = VirtualCluster(make_settings(placement, POOLS), routing=lambda: _Recorder(make()), seed=seed)
+        draw = Random(seed)
+        for number in range(REQUESTS):
+            cluster.submit(draw_work(draw, number), at=draw.random())
+        cluster.run()
+        for request, record in cluster.outcomes.items():
+            reason = "nothing" if record.end is None else record.end.reason
+            assert reason == "length", f"request {request} ended by {reason} on {placement}"
+
+
+ROUTING_CHECKS: tuple[RoutingCheck, ...] = (
+    policies_of_two_instances_are_two,
+    one_peer_is_enough,
+    it_chooses_among_the_peers,
+    every_request_is_served,
+)
