@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-exact test-load test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-exact test-load kills test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -51,6 +51,10 @@ test-exact: $(STAMP)
 # What load alone has broken: tests that start processes, twenty times beside thirty busy loops. Hours on two cores.
 test-load: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/load.py $(ARGS)
+
+# Instances and launchers killed and frozen under load, 400 times over shm, nixl, ucx and auto: minutes.
+kills: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/kills.py $(ARGS)
 
 # On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs.
 test-gpu:

@@ -31,8 +31,9 @@ from trinity.planner import Plan
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.remote import supervisor
+from trinity.remote import instance_processes, supervisor
 from trinity.remote.instance_client import InstanceClient
+from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request, check_request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHandle, InstanceHost
@@ -83,7 +84,7 @@ class Pipeline:
     """
 
     loop: asyncio.AbstractEventLoop
-    _processes: supervisor.InstanceSupervisor | None = None
+    _processes: instance_processes.InstanceSupervisor | None = None
     _processor: RequestProcessor | None = None
     _timer: asyncio.TimerHandle | None = None
     _broken: BaseException | None = None
@@ -124,7 +125,7 @@ class Pipeline:
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
         self.hosting = supervisor.check_hosting(hosting, self.instances)
         self.connector = make_connector(connector, verify, hosting)
-        self._silence_s = processes.silence_s
+        self._process_config = processes
         self._secret = supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (cache, observe, transfers or TransferPolicy(), self.connector.shared)
@@ -185,8 +186,8 @@ class Pipeline:
 
     async def _start_processes(self) -> None:
         setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, str(self.routing))
-        self._processes = supervisor.InstanceSupervisor(
-            self, self.timeline, supervisor.parse_addresses(self.instances), self._secret, self._silence_s
+        self._processes = instance_processes.InstanceSupervisor(
+            self, self.timeline, supervisor.parse_addresses(self.instances), self._secret, self._process_config
         )
         self._reached.update(await self._processes.start(setups))
 
@@ -194,6 +195,11 @@ class Pipeline:
     def processes(self) -> dict[str, InstanceClient]:
         """The instances in processes of their own, by name."""
         return self._processes.members if self._processes is not None else {}
+
+    @property
+    def health(self) -> dict[str, InstanceHealth]:
+        """State of the instances in processes of their own, by name: who is away, why, and when it is started again."""
+        return self._processes.health() if self._processes is not None else {}
 
     @property
     def loads(self) -> dict[str, PeerLoad]:
@@ -219,8 +225,6 @@ class Pipeline:
         """Serve the request to its end. Raises the request's own error (``RequestError``), or ``ClosedError``."""
         async with self.stream(request) as tokens:
             return await tokens.collect()
-
-    # ------------------------------------------------------------ a request comes in
 
     async def submit(self, stream: Stream) -> None:
         """Check, process (on a thread) and submit a stream's request."""
@@ -283,8 +287,6 @@ class Pipeline:
         else:
             stream.end(End(stream.request.request_id, "cancelled"))
 
-    # ------------------------------------------------------------ between the front end, readers and instances
-
     def post(self, event: Value) -> None:
         """Pass an event to the front end, on the loop's thread, and carry out its commands."""
         before = len(self._frontend.entries)
@@ -331,11 +333,9 @@ class Pipeline:
             self.post(message)
 
     def on_lost(self, name: str, why: str) -> None:
-        """End the requests of an instance whose process is gone with an error, and restart it."""
+        """End the requests of an instance whose process is gone with an error."""
         logger.error("instance %s was lost: %s", name, why)
-        self.post(PeerDown(name))
-        if self._processes is not None and self._state == "running":
-            self._processes.restart(name)
+        self.post(PeerDown(name, why))
 
     def on_back(self, member: InstanceClient) -> None:
         """Announce an instance whose process runs again."""
@@ -383,12 +383,11 @@ class Pipeline:
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))
         try:
-            await self.wait_idle()
+            await (self.wait_idle() if self._processes is None else self._processes.drain(self.wait_idle()))
         finally:
             for host in self._reached.values():
                 host.stop(at_once=bool(self._frontend.entries))
-        for host in self._reached.values():
-            await host.join()
+        await asyncio.gather(*(host.join() for host in self._reached.values()))
         if self._timer is not None:
             self._timer.cancel()
         if self._processes is not None:

@@ -97,7 +97,7 @@ async def test_every_process_ends_with_the_pipeline() -> None:
         members = list(pipe.processes.values())
         assert len({member.process for member in members} | {os.getpid()}) == 4
         await pipe.complete(requests()[1])
-        folder = pipe._processes._folder if pipe._processes else None
+        folder = pipe._processes._folder.path if pipe._processes else None
     assert folder is not None
     assert not folder.exists()
     for member in members:

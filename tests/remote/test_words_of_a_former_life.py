@@ -10,8 +10,11 @@ from trinity.core.messages import Cancel, PeerDown, Value
 from trinity.remote.channel import Channel
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.session import InstanceSession
+from trinity.remote.supervisor_messages import Event, Lost
 from trinity.remote.wire import Setup, encode
 from trinity.timeline import Timeline
+
+D0 = cast(Setup, SimpleNamespace(name="D0", epoch=0))
 
 
 class Line:
@@ -39,8 +42,9 @@ class Heard(list[Value]):
     def send_to_frontend(self, messages: list[Value]) -> None:
         self.extend(messages)
 
-    def on_lost(self, name: str, why: str) -> None:
-        self.append(PeerDown(name))
+    def report(self, event: Event) -> None:
+        assert isinstance(event, Lost)
+        self.append(PeerDown(event.name))
 
 
 def test_what_a_dropped_peer_had_said_is_not_heard_after_its_loss() -> None:
@@ -64,7 +68,7 @@ def test_what_a_dropped_peer_had_said_is_not_heard_after_its_loss() -> None:
 def test_an_instance_is_not_heard_before_it_is_watched() -> None:
     async def run() -> tuple[list[Value], list[Value]]:
         line, heard = Line(), Heard()
-        client = InstanceClient(cast(Setup, SimpleNamespace(name="D0")), cast(Any, heard), Timeline())
+        client = InstanceClient(D0, cast(Any, heard), Timeline(), heard.report)
         line.say(Cancel("a"))
         reading = asyncio.ensure_future(client._read(line.channel))
         await asyncio.sleep(0)
@@ -76,3 +80,23 @@ def test_an_instance_is_not_heard_before_it_is_watched() -> None:
         return before, heard
 
     assert asyncio.run(run()) == ([], [Cancel("a"), Cancel("b"), PeerDown("D0")])
+
+
+def test_of_an_instance_that_was_given_up_nothing_more_is_heard() -> None:
+    """It may only have been silent, and its words be here already."""
+
+    async def run() -> list[Value]:
+        line, heard = Line(), Heard()
+        client = InstanceClient(D0, cast(Any, heard), Timeline(), heard.report)
+        client.watch()
+        line.say(Cancel("a"))
+        reading = asyncio.ensure_future(client._read(line.channel))
+        while not heard:
+            await asyncio.sleep(0)
+        line.say(Cancel("b"))
+        client.cut()
+        line.reader.feed_eof()
+        await reading
+        return heard
+
+    assert asyncio.run(run()) == [Cancel("a")]

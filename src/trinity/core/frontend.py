@@ -23,6 +23,7 @@ from trinity.core.messages import (
     Moved,
     PeerDown,
     PeerLoad,
+    PeerSuspect,
     PeerUp,
     Sampled,
     Send,
@@ -73,6 +74,7 @@ class FrontendCore:
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
         self.waiting_bytes = 0
         self.entries: dict[str, FrontendRequest] = {}
+        self.losses: dict[str, str] = {}  # why each instance was lost last
         self.waiting = self.taken = 0
         self._deadlines: list[tuple[float, str]] = []
         self._out: list[Value] = []
@@ -99,6 +101,8 @@ class FrontendCore:
             self._back(event, now)
         elif isinstance(event, PeerDown):
             self._lost(event, now)
+        elif isinstance(event, PeerSuspect):
+            self.router.suspect(event)
         return self._out
 
     def next_timer(self) -> float | None:
@@ -148,10 +152,16 @@ class FrontendCore:
         path = ("E", "P", "D") if work.media else ("P", "D")
         for letter in path if work.max_tokens > 1 else path[:-1]:
             if self.router.misses(letter):
-                return Failure("Overloaded", f"no instance is up at stage {letter} just now; try again in a while")
+                return Failure("Overloaded", self._away(letter))
             if next(self.router.fitting(letter, work), None) is None:
                 return _too_large(self.router, work, letter)
         return None
+
+    def _away(self, letter: str) -> str:
+        """Name the instances of a stage that are all away, and why."""
+        gone = [peer.name for peer in self.router.lost.values() if letter in peer.roles]
+        why = "; ".join(f"{name} is started again: {self.losses.get(name) or 'it was lost'}" for name in gone)
+        return f"no instance is up at stage {letter} just now ({why}); try again in a while"
 
     def _emit(self, event: Emit, now: float) -> None:
         entries, out, behind = self.entries, self._out, event.behind
@@ -222,6 +232,7 @@ class FrontendCore:
 
     def _lost(self, event: PeerDown, now: float) -> None:
         """Fail the requests on a lost instance; the other instances drop what they hold of these."""
+        self.losses[event.name] = event.why
         self.router.drop(event.name)
         for request, entry in list(self.entries.items()):
             self._check_lives(entry, now)

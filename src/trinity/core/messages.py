@@ -206,9 +206,18 @@ class PeerLoad(Value, frozen=True):
 
 
 class PeerDown(Value, frozen=True):
-    """An instance is gone."""
+    """An instance is gone, or could not be started again; ``why`` is for the errors of requests that need it."""
 
     name: str
+    why: str = ""
+
+
+class PeerSuspect(Value, frozen=True):
+    """An instance has been silent for seconds, or speaks again. Requests go past one that is suspected if they can."""
+
+    name: str
+    epoch: int
+    suspected: bool
 
 
 class Moved(Value, frozen=True):

@@ -7,11 +7,11 @@ what instances publish of themselves (``Router.loads``), so that they choose ali
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
-from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
+from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerSuspect, PeerUp, Work
 from trinity.plugins import load_plugin
 
 UNKNOWN_UNIT_S = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
@@ -130,6 +130,7 @@ class Router:
             begin(number_of(own))
         self.peers: dict[str, PeerUp] = {}
         self.lost: dict[str, PeerUp] = {}
+        self.suspects: set[str] = set()
         self.loads: dict[str, PeerLoad] = {}
         self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
         self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
@@ -154,6 +155,7 @@ class Router:
     def _unload(self, name: str) -> None:
         self.loads.pop(name, None)
         self._sent.pop(name, None)
+        self.suspects.discard(name)
         for kind in (IMAGE, KV):
             self._digests.pop((name, kind), None)
 
@@ -171,8 +173,19 @@ class Router:
 
     def choose(self, letter: str, work: Work) -> str | None:
         """Name of the instance for stage ``letter``; None where none has both the stage and the blocks."""
-        peers = list(self.fitting(letter, work))
+        peers = self._trusted(self.fitting(letter, work))
         return self._chosen(letter, work, peers) if peers else None
+
+    def suspect(self, event: PeerSuspect) -> None:
+        """Route past an instance that is silent, or no longer."""
+        peer = self.peers.get(event.name)
+        if peer is not None and peer.epoch == event.epoch:
+            (self.suspects.add if event.suspected else self.suspects.discard)(event.name)
+
+    def _trusted(self, peers: Iterable[PeerUp]) -> list[PeerUp]:
+        """Leave out those that are silent, unless all are: one of these may only be slow."""
+        found = list(peers)
+        return [peer for peer in found if peer.name not in self.suspects] or found if self.suspects else found
 
     def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
         """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
@@ -192,7 +205,7 @@ class Router:
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
         if work.media and getattr(self.policy, "straight", False):
-            having = [peer for peer in self.fitting("P", work) if self._has_media(peer, work)]
+            having = [peer for peer in self._trusted(self.fitting("P", work)) if self._has_media(peer, work)]
             if having and not any("E" in peer.roles for peer in having):
                 return self._chosen("P", work, having)
         return self.choose("E" if work.media else "P", work)

@@ -17,18 +17,23 @@ from trinity.errors import ConfigError, PeerLost
 from trinity.remote.channel import Address
 
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
-INSTANCE_STOP_S = 30.0  # for an instance or the launcher to end
-LAUNCHER_ENDED = (
-    "the launcher of instance processes has ended (see its output above): close the pipeline and make a new one"
-)
+INSTANCE_STOP_S = 30.0  # for an instance to end
+LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is killed
+SILENT_S = 3.0  # for the launcher to take an order while it carries out no other
+LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
 Answer = TypeVar("Answer")
 ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended
+
+
+class LauncherSilent(PeerLost):
+    """The launcher takes no orders: it is frozen. What it started is not."""
 
 
 class Launcher:
     """The fork server's process. A pipeline starts its own, or shares the one of ``kept_launcher``.
 
     - ``torch`` (True): import torch and the stages once, which takes seconds; emulated instances need neither.
+    - ``ended``: done once its process has ended. ``silent``: it takes no orders.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -41,7 +46,10 @@ class Launcher:
         command = [sys.executable, *self.program, *([] if torch else ["--paced"])]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        self.ended, self.silent = concurrent.futures.Future[None](), False
         self._ready = concurrent.futures.Future[None]()
+        self._untaken: dict[str, concurrent.futures.Future[None]] = {}
+        self._at_work: set[str] = set()
         self._started: dict[str, concurrent.futures.Future[ForkedProcess]] = {}
         self._exits: dict[int, concurrent.futures.Future[int]] = {}
         self._lock = threading.Lock()
@@ -54,19 +62,32 @@ class Launcher:
         """Fork an instance that listens on ``address``; return its process number and a future of its exit code.
 
         ``once``: it serves one pipeline and ends; else one after another, as if started by hand. Raises
-        ``ConfigError`` if the launcher has ended, ``PeerLost`` if it does not answer in time.
+        ``ConfigError`` if the launcher has ended, ``LauncherSilent`` if it takes no orders.
         """
         await _within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
         order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
         started = self._started[mark] = concurrent.futures.Future()
+        taken = self._untaken[mark] = concurrent.futures.Future()
         try:
             self._write(order)
+            await self._until_taken(taken)
             process, exit_code = await _within(started, "forked no instance")
         except BaseException:
             started.add_done_callback(_kill)  # nobody else would end it
             raise
         return process, asyncio.wrap_future(exit_code)
+
+    async def _until_taken(self, taken: concurrent.futures.Future[None]) -> None:
+        """Wait until an order is taken. Raises ``LauncherSilent`` if it is not, and no other is carried out."""
+        while True:
+            try:
+                return await asyncio.wait_for(_shielded(taken), SILENT_S)
+            except TimeoutError as error:
+                if not self._at_work:
+                    self.silent = True
+                    text = f"the launcher of instance processes has taken no order for {SILENT_S} s"
+                    raise LauncherSilent(text, "control") from error
 
     def _write(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -83,7 +104,11 @@ class Launcher:
             answer: dict[str, Any] = json.loads(line)
             if "ready" in answer:
                 self._ready.set_result(None)
+            elif "taken" in answer:
+                self._at_work.add(answer["taken"])
+                self._untaken.pop(answer["taken"]).set_result(None)
             elif "id" in answer:
+                self._at_work.discard(answer["id"])
                 exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
                 self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
             elif "exited" in answer:
@@ -91,10 +116,13 @@ class Launcher:
         lost = ConfigError(LAUNCHER_ENDED)
         if not self._ready.done():
             self._ready.set_exception(lost)
+        for untaken in self._untaken.values():
+            untaken.set_exception(lost)
         for started in list(self._started.values()):
             started.set_exception(lost)
         for exited in self._exits.values():  # its children die with it
             exited.set_result(-signal.SIGKILL)
+        self.ended.set_result(None)
 
     def close(self) -> None:
         """End the launcher and every instance that it forked. Blocks; calling it twice does no harm."""
@@ -103,7 +131,7 @@ class Launcher:
         with suppress(OSError):  # unsent orders, if it has ended
             self._process.stdin.close()
         try:
-            self._process.wait(INSTANCE_STOP_S)
+            self._process.wait(0.0 if self.silent else LAUNCHER_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -114,9 +142,17 @@ class Launcher:
 async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
     """Await an answer of the launcher without cancelling it: others may wait for it too. Raises ``PeerLost``."""
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), INSTANCE_START_S)
+        return await asyncio.wait_for(_shielded(answer), INSTANCE_START_S)
     except TimeoutError as error:
-        raise PeerLost(f"the launcher of instance processes {late} within {INSTANCE_START_S} s", "control") from error
+        text = f"the launcher of instance processes {late} within {INSTANCE_START_S} s"
+        raise LauncherSilent(text, "control") from error
+
+
+def _shielded(answer: concurrent.futures.Future[Answer]) -> asyncio.Future[Answer]:
+    """Make a future that can be given up without harm to others that wait for it, and without a word of its error."""
+    wrapped = asyncio.wrap_future(answer)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return asyncio.shield(wrapped)
 
 
 def _kill(started: concurrent.futures.Future[ForkedProcess]) -> None:
@@ -157,5 +193,5 @@ def kept_launcher(torch: bool = True) -> KeptLauncher:
 
 def get_launcher(torch: bool = True) -> tuple[Launcher, bool]:
     """Return the launcher of an open ``kept_launcher`` and False, or a new one and True: the caller closes it."""
-    kept = [each for each in _kept if each.torch is torch]
+    kept = [each for each in _kept if each.torch is torch and not each.silent and not each.ended.done()]
     return (kept[-1], False) if kept else (Launcher(torch), True)

@@ -1,7 +1,8 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
 Speaks JSON lines. {"id", "address", "secret", "model", "once"} on stdin forks an instance; on stdout it reports
-{"ready"}, {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its children with it.
+{"ready"}, {"taken"} (an order's id), {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its
+children with it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 order = json.loads(line)
+                write_message({"taken": order["id"]})
                 preload_model(order["model"])
                 children.add(fork_instance(order))
 

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -25,16 +26,19 @@ from trinity.errors import (
 )
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.fork_client import INSTANCE_START_S, INSTANCE_STOP_S
+from trinity.remote.fork_client import INSTANCE_STOP_S
+from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.request_faults import end_requests, requests_in, requests_of
+from trinity.remote.supervisor_messages import Event, Linked, Lost, Unlinked
 from trinity.remote.wire import (
     ConnectReport,
     Hello,
     InstanceFailure,
     InstanceInfo,
-    Peers,
+    LinkEnded,
     Setup,
     Slices,
+    StillLoading,
     StopInstance,
     WeightsDigest,
     decode,
@@ -43,7 +47,9 @@ from trinity.remote.wire import (
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-Answer = TypeVar("Answer")
+PROC = "/proc/self"  # where the system tells of processes
+LISTEN_S = 30.0  # for a forked instance to listen: its modules are loaded already
+END_POLL_S = 0.005
 
 
 class Watcher(Protocol):
@@ -63,22 +69,38 @@ class Watcher(Protocol):
 
 
 class InstanceClient:
-    """One instance in its own process. ``post`` sends it an event; its loss is reported to the watcher once."""
+    """One life of an instance in its own process. ``post`` sends it an event; ``report`` hears of its links and end.
+
+    - ``last_heard`` (s, monotonic clock; None): when its last message came.
+    - ``problem`` (None): the error for which it could not start or go on.
+    """
 
     def __init__(
-        self, setup: Setup, watcher: Watcher, timeline: Timeline, *, weights: WeightsAgreement | None = None
+        self,
+        setup: Setup,
+        watcher: Watcher,
+        timeline: Timeline,
+        report: Callable[[Event], None],
+        *,
+        weights: WeightsAgreement | None = None,
     ) -> None:
         self.setup, self.name, self.process = setup, setup.name, 0
         self.started: InstanceInfo | None = None
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watcher, self._timeline, self._weights = watcher, timeline, weights or WeightsAgreement()
+        self.problem: TrinityError | None = None
+        self.last_heard: float | None = None
+        self._watcher, self._timeline, self._report = watcher, timeline, report
+        self._weights = weights or WeightsAgreement()
+        self._born: int | None = None
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
         self._watched = self._stopping = False
-        self._unheard: list[Value] = []  # what it says before the pipeline watches it
-        self._connecting: dict[tuple[tuple[str, int], ...], asyncio.Future[None]] = {}
-        self.last_heard = 0.0  # time of its last message, by the loop's clock
+        self._unheard: list[Value] = []  # what it says before the front end knows it
+
+    def own(self, process: int, exit_code: asyncio.Future[int]) -> None:
+        """Take the process that was forked for it."""
+        self.process, self.exit_code, self._born = process, exit_code, read_start(process)
 
     async def attach(self, address: Address, secret: bytes) -> InstanceInfo:
         """Connect, have the instance load its model, and return its description.
@@ -88,49 +110,25 @@ class InstanceClient:
         reach = _connect_when_up(address, secret, self.exit_code) if self.process else _connect_by_hand(address, secret)
         self._channel = channel = await reach
         channel.send(encode(self.setup))
-        answer = decode(
-            await _within(INSTANCE_START_S, channel.receive(), f"instance {self.name} did not load its model")
-        )
+        answer: Value = StillLoading()
+        while isinstance(answer, StillLoading):
+            self.last_heard = time.monotonic()
+            answer = decode(await channel.receive())
         if isinstance(answer, InstanceFailure):
             raise _to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
         self._weights.check(self.name, answer.hello.weights)
         self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as the pipeline reaches it
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_heard = time.monotonic()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
         return answer
 
-    async def introduce(self, peers: Sequence[InstanceInfo]) -> None:
-        """Have it connect to its peers; return once it has. Raises the error that it met, or ``PeerLost``."""
-        others = tuple(peer for peer in peers if peer.up.name != self.name)
-        key = tuple((peer.up.name, peer.up.epoch) for peer in others)
-        if not self.alive:
-            raise PeerLost(f"instance {self.name} was lost: {self._loss}", "control", self.name)
-        connected = self._connecting[key] = asyncio.get_running_loop().create_future()
-        try:
-            self.post(Peers(others))
-            await _within(INSTANCE_START_S, connected, f"instance {self.name} did not reach its peers")
-        finally:
-            del self._connecting[key]
-
     def watch(self) -> None:
-        """Pass on what it says, and report its loss, from now on; what has come already at once.
-
-        The front end knows it by then. What is lost before is never heard of: it is told no such loss either.
-        """
+        """Pass on what it says from now on, and what it has said already: the front end knows it by now."""
         self._watched = True
         self._watcher.send_to_frontend(self._unheard)
         self._unheard = []
-        if self._loss:
-            self._watcher.on_lost(self.name, self._loss)
-
-    def end(self, why: str) -> None:
-        """Kill it and drop its channel: it counts as lost, for the reason ``why``."""
-        self._loss = why
-        self._kill()
-        if self._channel is not None:
-            self._channel.abort()
 
     def announcement(self) -> PeerUp:
         """Return the message by which the front end learns of the instance, which must have started."""
@@ -151,21 +149,29 @@ class InstanceClient:
         """True from its start until its loss."""
         return self.started is not None and not self._loss
 
+    def cut(self) -> None:
+        """Hear nothing more of it: nobody may hear a word of it after its loss."""
+        self._stopping = True
+        self._loss = self._loss or "it was ended"
+        if self._channel is not None:
+            self._channel.abort()
+
     async def fence(self) -> None:
         """Make sure that the process has ended, so that it can reach no memory of this pipeline any more.
 
         An instance that was started by hand loses its channel, and then drops all its work for this pipeline.
         """
-        self._stopping = True
-        if self._channel is not None:
-            self._channel.abort()
+        self.cut()
         self._kill()
-        if self.process:
-            await asyncio.wait_for(asyncio.shield(self.exit_code), INSTANCE_STOP_S)
+        while self.process and not self._has_ended():  # by the system's word: its launcher may be frozen
+            await asyncio.sleep(END_POLL_S)
+
+    def _has_ended(self) -> bool:
+        return has_ended(self.process, self._born) if os.path.isdir(PROC) else self.exit_code.done()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            if self.process and not self.exit_code.done():
+            if self.process and not self._has_ended():
                 os.kill(self.process, signal.SIGKILL)
 
     def stop(self, at_once: bool = False) -> None:
@@ -174,7 +180,7 @@ class InstanceClient:
         self.post(StopInstance(at_once))
 
     async def join(self) -> None:
-        """Wait until it has stopped serving; the launcher reaps its process."""
+        """Wait until it has stopped serving, or is lost."""
         if self._reading is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._reading), INSTANCE_STOP_S)
@@ -185,13 +191,14 @@ class InstanceClient:
 
     async def _read(self, channel: Channel) -> None:
         why = "its control channel ended"
-        loop = asyncio.get_running_loop()
         try:
             async for frame in channel:
-                self.last_heard = loop.time()
+                if self._loss:
+                    break
+                self.last_heard = time.monotonic()
                 message = self._decode(frame)
                 if isinstance(message, InstanceFailure):
-                    why = f"{message.error}: {message.message}"
+                    why, self.problem = f"{message.error}: {message.message}", _to_error(message)
                 else:
                     self._take(message)
         except TransportError as error:
@@ -199,11 +206,8 @@ class InstanceClient:
             channel.abort()
         finally:
             self._loss = self._loss or why
-            for connected in self._connecting.values():
-                if not connected.done():
-                    connected.set_exception(PeerLost(f"instance {self.name} was lost: {why}", "control", self.name))
-            if self._watched and not self._stopping:
-                self._watcher.on_lost(self.name, self._loss)
+            if not self._stopping:
+                self._report(Lost(self.name, self.setup.epoch, self._loss))
 
     def _decode(self, frame: bytes) -> Value | None:
         """Decode a message; one about a request that is none ends that request, any other raises ``HandshakeError``."""
@@ -217,10 +221,15 @@ class InstanceClient:
             return None
 
     def _take(self, message: Value | None) -> None:
+        life = (self.name, self.setup.epoch)
         if isinstance(message, ConnectReport):
-            connected = self._connecting.get(message.peers)
-            if connected is not None and not connected.done():
-                connected.set_result(None) if message.why is None else connected.set_exception(_to_error(message.why))
+            if message.why is None:
+                self._report(Linked(*life, message.peer, message.epoch))
+            else:
+                self.problem = _to_error(message.why)
+                self._report(Lost(*life, message.why.message))
+        elif isinstance(message, LinkEnded):
+            self._report(Unlinked(*life, message.peer, message.epoch))
         elif isinstance(message, WeightsDigest):
             self._compare_weights(message.digest)
         elif isinstance(message, Slices):
@@ -236,15 +245,8 @@ class InstanceClient:
         try:
             self._weights.check(self.name, digest)
         except LayoutMismatch as error:
-            self.end(str(error))
-
-
-async def _within(seconds: float, answer: Awaitable[Answer], late: str) -> Answer:
-    """Await ``answer``. Raises ``PeerLost`` with the text ``late`` after ``seconds``."""
-    try:
-        return await asyncio.wait_for(answer, seconds)
-    except TimeoutError as error:
-        raise PeerLost(f"{late} within {seconds} s", "control") from error
+            self.problem = error
+            self._report(Lost(self.name, self.setup.epoch, str(error)))
 
 
 async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
@@ -264,10 +266,10 @@ async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
 async def _connect_when_up(address: Address, secret: bytes, gone: asyncio.Future[int]) -> Channel:
     """Connect to a forked instance, retrying until it listens.
 
-    Raises ``ConfigError`` if it ends before, or does not listen within ``INSTANCE_START_S``.
+    Raises ``ConfigError`` if it ends before, or does not listen within ``LISTEN_S``.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + INSTANCE_START_S
+    deadline = loop.time() + LISTEN_S
     while True:
         try:
             return await connect(address, secret, encode(Hello(FRONTEND)))

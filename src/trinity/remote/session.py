@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ from trinity.connector import Connector
 from trinity.core.messages import PeerDown as PeerGone
 from trinity.core.messages import PeerLoad, Value
 from trinity.core.routing import routing_policy
-from trinity.core.scheduler import BatchRules
-from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportError, TrinityError
-from trinity.instance import Instance
+from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.cache_config import CacheConfig
 from trinity.memory.weight_digests import known_whole_digest
-from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.instance_setup import describe_layouts, load_instance, make_instance_connector
 from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
 from trinity.remote.wire import (
     ConnectReport,
@@ -36,10 +32,11 @@ from trinity.remote.wire import (
     Hello,
     InstanceFailure,
     InstanceInfo,
-    Layout,
+    LinkEnded,
     Peers,
     Setup,
     Slices,
+    StillLoading,
     StopInstance,
     UnsendableMessage,
     WeightsDigest,
@@ -47,12 +44,12 @@ from trinity.remote.wire import (
     encode,
 )
 from trinity.runtime.cpu_affinity import check_cores, pin_process
-from trinity.runtime.host import InstanceHost, LoadedInstance
-from trinity.runtime.loader import ServingConfig, config_digest, load_instances
+from trinity.runtime.host import InstanceHost
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-PEER_LINK_S = 60.0  # for a peer to connect
+LOADING_BEAT_S = 1.0  # while the model is loaded
+RETRY_S = 0.1  # between two attempts to reach a peer
 REPORT_BACKLOG = 1 << 20  # bytes that the front end has not read
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
@@ -81,6 +78,7 @@ class InstanceSession:
         self._peers: dict[str, Channel] = {}
         self._epochs: dict[str, int] = {}
         self._links: dict[str, asyncio.Event] = {}
+        self._meeting: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ the front end's channel
@@ -107,7 +105,11 @@ class InstanceSession:
     async def _run(self, channel: Channel, setup: Setup) -> None:
         if self.model is not None:
             setup = msgspec.structs.replace(setup, model=self.model)
-        loaded = await asyncio.to_thread(_load, setup)
+        beating = self.loop.create_task(_beat(channel))
+        try:
+            loaded = await asyncio.to_thread(load_instance, setup)
+        finally:
+            beating.cancel()
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
         weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, Path(setup.model))
         self.hello = Hello(
@@ -144,8 +146,13 @@ class InstanceSession:
                 await channel.aclose()
                 return
             if isinstance(message, Peers):
-                self._start(self._meet_all(channel, message.peers))
+                for peer in message.peers:
+                    self._meet(channel, peer)
+                if not message.peers and self._unread is not None:
+                    directory, self._unread = self._unread, None
+                    self._start(self._report_weights(channel, directory))
             elif isinstance(message, DropPeer):
+                self._stop_meeting(message.name, message.epoch)
                 self._drop_older(message.name, message.epoch + 1)
             else:
                 self.host.post(message)
@@ -178,30 +185,46 @@ class InstanceSession:
 
     # ------------------------------------------------------------ peers
 
-    async def _meet_all(self, frontend: Channel, peers: tuple[InstanceInfo, ...]) -> None:
-        """Connect to peers and tell the core of them; ``connects_first`` says which of two instances connects."""
+    def _meet(self, frontend: Channel, peer: InstanceInfo) -> None:
+        """Begin to meet a peer, until it is met or said to be lost."""
+        name, epoch = peer.up.name, peer.up.epoch
+        self._stop_meeting(name, epoch)
+        self._meeting[name] = (epoch, self._start(self._join(frontend, peer)))
+
+    def _stop_meeting(self, name: str, epoch: int) -> None:
+        if name in self._meeting and self._meeting[name][0] <= epoch:
+            self._meeting.pop(name)[1].cancel()
+
+    async def _join(self, frontend: Channel, peer: InstanceInfo) -> None:
+        """Connect to a peer and tell the core of it; ``connects_first`` says which of two instances connects."""
         assert self.host is not None
-        key = tuple((peer.up.name, peer.up.epoch) for peer in peers)
+        name, epoch = peer.up.name, peer.up.epoch
         try:
-            for peer in peers:
-                check_layouts(self.hello, peer.hello)
-                self._drop_older(peer.up.name, peer.up.epoch)
-                self.connector.introduce(peer.up.name, peer.pools)
-                if connects_first(self.hello.name, self._address, peer.up.name, peer.address):
-                    await self._reach(peer)
-            for peer in peers:
-                await asyncio.wait_for(self._link(peer.up.name).wait(), PEER_LINK_S)
-                self.host.post(peer.up)
-        except (TrinityError, TimeoutError) as error:
-            why = InstanceFailure(type(error).__name__, f"{self.hello.name} cannot reach its peers: {error}")
-            return _send(frontend, encode(ConnectReport(key, why)))
-        _send(frontend, encode(ConnectReport(key)))
-        if self._unread is not None:  # only now: what peers tell of each other at once comes first
-            directory, self._unread = self._unread, None
-            self._start(self._report_weights(frontend, directory))
+            check_layouts(self.hello, peer.hello)
+            self._drop_older(name, epoch)
+            self.connector.introduce(name, peer.pools)
+            if connects_first(self.hello.name, self._address, name, peer.address):
+                await self._reach(peer)
+            while self._epochs.get(name) != epoch or name not in self._peers:
+                self._link(name).clear()
+                await self._link(name).wait()
+        except TrinityError as error:
+            why = InstanceFailure(type(error).__name__, f"{self.hello.name} cannot reach {name}: {error}")
+            return _send(frontend, encode(ConnectReport(name, epoch, why)))
+        self.host.post(peer.up)
+        _send(frontend, encode(ConnectReport(name, epoch)))
 
     async def _reach(self, peer: InstanceInfo) -> None:
-        channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
+        """Connect to a peer, again and again where it is only slow or gone: the front end says when to give up."""
+        while True:
+            try:
+                channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
+                break
+            except PeerLost:
+                await asyncio.sleep(RETRY_S)
+            except HandshakeError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
         channel.send(encode(self.hello))
         self._start(self._serve_peer(channel, peer.up.name, peer.up.epoch))
 
@@ -244,6 +267,8 @@ class InstanceSession:
             channel.abort()
             if self._peers.get(name) is channel:
                 self._drop_older(name, epoch + 1)
+                if not self.leaving:
+                    self.send_to_frontend([LinkEnded(name, epoch)])
 
     def _drop_older(self, name: str, epoch: int) -> None:
         """Disconnect this peer if its epoch is below ``epoch``: it was lost, or has been restarted."""
@@ -254,10 +279,11 @@ class InstanceSession:
             if self.host is not None:
                 self.host.post(PeerGone(name))
 
-    def _start(self, serving: Coroutine[Any, Any, None]) -> None:
+    def _start(self, serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(serving)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------ the network of the host (``trinity.runtime.host``)
 
@@ -303,6 +329,13 @@ def _send(channel: Channel, frame: bytes) -> None:
             channel.abort()
 
 
+async def _beat(channel: Channel) -> None:
+    """Say that the instance lives while a thread of it loads."""
+    while True:
+        await asyncio.sleep(LOADING_BEAT_S)
+        _send(channel, encode(StillLoading()))
+
+
 async def _give_up(channel: Channel, why: InstanceFailure) -> None:
     _send(channel, encode(why))
     with suppress(TransportError):
@@ -316,80 +349,3 @@ def connects_first(name: str, address: str, other: str, its_address: str) -> boo
     decide, in alphabetical order.
     """
     return (address.startswith("tcp:"), name) < (its_address.startswith("tcp:"), other)
-
-
-def make_instance_connector(setup: Setup) -> Connector:
-    """Make the connector that the front end describes. Raises ``ConfigError``, ``TransportUnavailable``."""
-    routes = list(setup.routes.items())
-    made: dict[str, Connector] = {}
-    for kind, config in routes:
-        alike = next((made[other] for other, same in routes if other in made and same == config), None)
-        made[kind] = alike or Connector(
-            config.transport, timeout_s=config.timeout_s, verify=config.verify, options=config.options
-        )
-    return Connector(made)
-
-
-def _load(setup: Setup) -> LoadedInstance:
-    """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
-    _check_model(setup)
-    spec = Instance(
-        setup.roles,
-        setup.name,
-        pools=setup.pools,
-        memory_bytes=setup.memory_bytes,
-        lanes=setup.lanes,
-        depth=setup.depth,
-        stages=setup.stages,
-        threads=setup.threads,
-        cores=setup.cores,
-        device=setup.device,
-        prefix_cache=setup.prefix_cache,
-        image_cache=setup.image_cache,
-        reservation=setup.reservation,
-        attention=setup.attention,
-        pack=setup.pack,
-        token_budget=setup.most_tokens,
-        image_budget=setup.most_images,
-    )
-    deployment = ServingConfig(
-        model=setup.paced or Path(setup.model),
-        dtype=setup.dtype,
-        slo=setup.slo,
-        budgets=setup.budgets,
-        rules=BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
-        cache=CacheConfig(image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size),
-        observe=None,
-        device=setup.device,
-        shared=True,
-        transfers=setup.transfers,
-    )
-    measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
-    processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
-    try:
-        loaded = load_instances(deployment, [spec], processor)[0]
-        loaded.settings = replace(loaded.settings, epoch=setup.epoch)
-        return loaded
-    finally:
-        if processor is not None:
-            processor.close()
-
-
-def _check_model(setup: Setup) -> None:
-    """Raise ``ConfigError`` or ``LayoutMismatch`` if this machine lacks the front end's checkpoint."""
-    hint = "give its directory on this machine with --model"
-    try:
-        mine = config_digest(setup.paced or Path(setup.model))
-    except ConfigError as error:
-        raise ConfigError(f"instance {setup.name} lacks the model: {error}; {hint}") from error
-    if setup.config and mine != setup.config:
-        text = f"the front end has config.json {setup.config}, instance {setup.name} has {mine} in {setup.model}"
-        raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
-
-
-def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
-    """Describe each kind of block, which peers must have alike."""
-    return {
-        kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)
-        for kind, memory in loaded.memory.items()
-    }

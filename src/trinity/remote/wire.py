@@ -21,6 +21,7 @@ from trinity.core.messages import (
     Offer,
     PeerDown,
     PeerLoad,
+    PeerSuspect,
     PeerUp,
     Ready,
     Release,
@@ -142,7 +143,7 @@ class InstanceInfo(Value, frozen=True):
 
 
 class Peers(Value, frozen=True):
-    """Front end to an instance: the peers to connect to."""
+    """Front end to an instance: the peers to connect to; none once it has met them all."""
 
     peers: tuple[InstanceInfo, ...]
 
@@ -171,9 +172,10 @@ class InstanceFailure(Value, frozen=True):
 
 
 class ConnectReport(Value, frozen=True):
-    """Instance to front end: these peers (name, epoch) are connected, or ``why`` they are not."""
+    """Instance to front end: this peer is connected, or ``why`` it cannot be."""
 
-    peers: tuple[tuple[str, int], ...] = ()
+    peer: str
+    epoch: int
     why: InstanceFailure | None = None
 
 
@@ -181,6 +183,17 @@ class WeightsDigest(Value, frozen=True):
     """Instance to front end: the digest of every byte of its checkpoint's files, found while it serves."""
 
     digest: str
+
+
+class LinkEnded(Value, frozen=True):
+    """Instance to front end: the channel to this peer has ended, though nobody has said that it is lost."""
+
+    peer: str
+    epoch: int
+
+
+class StillLoading(Value, frozen=True):
+    """Instance to front end, every second until its InstanceInfo: it is neither frozen nor cut off."""
 
 
 class DropPeer(Value, frozen=True):
@@ -257,10 +270,12 @@ ControlMessage = (
     | Forget
     | Hello
     | Gone
+    | LinkEnded
     | Moved
     | Offer
     | PeerLoad
     | PeerDown
+    | PeerSuspect
     | PeerUp
     | Peers
     | Ready
@@ -268,6 +283,7 @@ ControlMessage = (
     | Setup
     | Slices
     | InstanceInfo
+    | StillLoading
     | StopInstance
     | Submit
     | WeightsDigest

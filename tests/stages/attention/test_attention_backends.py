@@ -14,7 +14,7 @@ from trinity.connector import Connector
 from trinity.errors import ConfigError, UnknownName
 from trinity.memory import native
 from trinity.memory.cache_config import CacheConfig
-from trinity.remote.session import _load
+from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.host import LoadedInstance
@@ -118,6 +118,6 @@ def test_it_travels_to_an_instance_in_a_process() -> None:
     setup = make_setup(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
     there = decode(encode(setup))
     assert isinstance(there, Setup)
-    assert type(_backend(_load(there))) is TorchAttention
+    assert type(_backend(load_instance(there))) is TorchAttention
     with pytest.raises(UnknownName, match="flesh"):
-        _load(msgspec.structs.replace(there, attention="flesh"))
+        load_instance(msgspec.structs.replace(there, attention="flesh"))

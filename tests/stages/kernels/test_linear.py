@@ -15,7 +15,7 @@ from trinity import Instance
 from trinity.connector import Connector
 from trinity.emulation.model import EmulatedModel
 from trinity.memory.cache_config import CacheConfig
-from trinity.remote.session import _load
+from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.loader import ServingConfig, load_instances
@@ -248,4 +248,4 @@ def test_whether_to_pack_travels_to_an_instance_in_a_process() -> None:
         there = decode(encode(make_setup(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
         assert isinstance(there, Setup)
         assert there.pack is asked
-        assert _load(there).spec.pack is (asked is not False)
+        assert load_instance(there).spec.pack is (asked is not False)

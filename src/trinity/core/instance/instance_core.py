@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
-from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_up
+from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_suspect, handle_peer_up
 from trinity.core.instance.state import Settings, State
 from trinity.core.instance.steps import handle_stepped, pump
 from trinity.core.instance.timers import handle_tick, next_timer
@@ -21,6 +21,7 @@ from trinity.core.messages import (
     Offer,
     PeerDown,
     PeerLoad,
+    PeerSuspect,
     PeerUp,
     Pulled,
     Ready,
@@ -51,6 +52,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Pulled: handle_pulled,
     PeerUp: handle_peer_up,
     PeerLoad: handle_peer_load,
+    PeerSuspect: handle_peer_suspect,
     PeerDown: handle_peer_lost,
     Fetch: handle_fetch,
     Fetched: handle_fetched,

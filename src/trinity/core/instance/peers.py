@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerUp
+from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.remote_features import give_up_fetches
 
@@ -20,6 +20,11 @@ def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
 def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
     s.renew_leases(event.name, now)
     s.router.take(event)
+
+
+def handle_peer_suspect(s: State, event: PeerSuspect, now: float) -> None:
+    """Route past a peer that is silent; what is under way with it goes on."""
+    s.router.suspect(event)
 
 
 def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:

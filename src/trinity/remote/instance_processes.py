@@ -1,0 +1,325 @@
+"""InstanceSupervisor: starts, connects, watches, restarts and ends instance processes, as its core decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trinity.core.messages import PeerSuspect, Tick, Value
+from trinity.errors import ConfigError, PeerLost, TrinityError
+from trinity.remote.agreement import WeightsAgreement
+from trinity.remote.channel import Address
+from trinity.remote.fork_client import INSTANCE_STOP_S, LAUNCHER_ENDED, Launcher, LauncherSilent, get_launcher
+from trinity.remote.instance_client import END_POLL_S, InstanceClient, Watcher
+from trinity.remote.leftovers import OwnedFolder
+from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervisor_core import LifePhase, SupervisorCore
+from trinity.remote.supervisor_messages import (
+    Begin,
+    CloseAll,
+    Down,
+    Ended,
+    EndLauncher,
+    Event,
+    Fence,
+    InstanceHealth,
+    Introduce,
+    Launch,
+    LauncherGone,
+    LauncherStuck,
+    Loaded,
+    Lost,
+    Quiet,
+    Retire,
+    Separate,
+    StartLauncher,
+    Suspect,
+    Up,
+)
+from trinity.remote.wire import DropPeer, Peers, Setup
+from trinity.timeline import Timeline
+
+logger = logging.getLogger("trinity")
+WATCH_S = 0.5  # between two looks at who is silent
+CLOSE_S = 60.0  # for the steps of cancelled requests to end
+
+
+class InstanceSupervisor:
+    """All instance processes of a pipeline, by name (``members``): carries out what ``SupervisorCore`` decides.
+
+    - ``watcher``: learns of losses and restarts, and takes messages for the front end.
+    - ``timeline``: gets the steps of every instance.
+    - ``addresses`` (by name): instances that were started by hand.
+    - ``secret`` (bytes, None: random): authenticates every control channel.
+    - ``config`` (None): ``ProcessConfig``, the longest silence and who is told of changes.
+    """
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        timeline: Timeline,
+        addresses: Mapping[str, Address],
+        secret: bytes | None = None,
+        config: ProcessConfig | None = None,
+    ) -> None:
+        self._config = config or ProcessConfig()
+        self._watcher, self._timeline = watcher, timeline
+        self._addresses = addresses
+        self._secret = secret or secrets.token_bytes(32)
+        self._folder, self._weights = OwnedFolder(), WeightsAgreement()
+        self.members: dict[str, InstanceClient] = {}
+        self.core = SupervisorCore([])
+        self._setups: dict[str, Setup] = {}
+        self._lives: dict[tuple[str, int], InstanceClient] = {}
+        self._launches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._launchers: dict[int, tuple[Launcher, bool]] = {}  # and whether it is this pipeline's own
+        self._events: deque[Event | Tick] = deque()
+        self._handling = self._watched = False
+        self._unheard: list[tuple[Up | Down, InstanceClient]] = []  # losses and returns before anybody watches
+        self._told: dict[str, tuple[str, int]] = {}  # state and epoch of each that ``on_change`` knows
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._all_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
+        """Fork and load every instance, and have them connect to each other. Raises the first error of any."""
+        self._setups = {setup.name: setup for setup in setups}
+        self.core = SupervisorCore(list(self._setups), list(self._addresses), self._config.silence_s)
+        self._run(self._watch_silence())
+        self._handle(Begin())
+        await self._all_up
+        return self.members
+
+    def watch(self) -> None:
+        """Report losses and returns to the watcher from now on; those that have happened already at once."""
+        self._watched = True
+        for member in self.members.values():
+            if not member.setup.epoch:
+                member.watch()
+        while self._unheard:
+            self._tell(*self._unheard.pop(0))
+
+    def health(self) -> dict[str, InstanceHealth]:
+        """Describe the state of every instance."""
+        now = time.monotonic()
+        return {name: self.core.health(name, now) for name in self.core.members}
+
+    # ------------------------------------------------------------ events and commands
+
+    def _handle(self, event: Event | Tick) -> None:
+        """Have the core decide on an event and carry out its commands, which may lead to further events."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for command in self.core.handle(self._events.popleft(), time.monotonic()):
+                    self._carry_out(command)
+        finally:
+            self._handling = False
+        self._arm()
+        self._tell_changes()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.core.next_timer()
+        wait = None if due is None else max(0.0, due - time.monotonic())
+        loop = asyncio.get_running_loop()
+        self._timer = None if wait is None else loop.call_later(wait, self._handle, Tick())
+
+    def _carry_out(self, command: Event) -> None:
+        if isinstance(command, Launch):
+            life = (command.name, command.epoch)
+            setup = msgspec.structs.replace(self._setups[command.name], epoch=command.epoch)
+            self._lives[life] = InstanceClient(
+                setup, self._watcher, self._timeline, self._handle, weights=self._weights
+            )
+            self._launches[life] = self._run(self._launch(command))
+        elif isinstance(command, StartLauncher):
+            self._start_launcher(command.number)
+        elif isinstance(command, EndLauncher):
+            self._run(self._end_launcher(command.number))
+        elif isinstance(command, Fence):
+            self._lives[command.name, command.epoch].cut()
+            self._run(self._fence((command.name, command.epoch)))
+        elif isinstance(command, Introduce):
+            peer = self._lives[command.peer, command.peer_epoch].started
+            self._post(command.name, command.epoch, Peers((peer,) if peer is not None else ()))
+        elif isinstance(command, Separate):
+            self._post(command.name, command.epoch, DropPeer(command.peer, command.peer_epoch))
+        elif isinstance(command, Suspect):
+            self._suspect(command)
+        elif isinstance(command, (Up, Down)):
+            self._hear(command)
+
+    def _post(self, name: str, epoch: int, message: Value) -> None:
+        client = self._lives.get((name, epoch))
+        if client is not None:
+            client.post(message)
+
+    def _suspect(self, command: Suspect) -> None:
+        logger.warning("instance %s %s", command.name, "is silent" if command.suspected else "speaks again")
+        message = PeerSuspect(command.name, command.epoch, command.suspected)
+        for member in self.members.values():
+            if member.name != command.name:
+                member.post(message)
+        self._watcher.send_to_frontend([message])
+
+    def _hear(self, command: Up | Down) -> None:
+        if isinstance(command, Up):
+            old = self.members.get(command.name)
+            if old is not None:
+                self._lives.pop((old.name, old.setup.epoch), None)
+            self.members[command.name] = self._lives[command.name, command.epoch]
+            self.members[command.name].post(Peers(()))
+            if not self._all_up.done() and len(self.members) == len(self._setups):
+                self._all_up.set_result(None)
+        elif not self._all_up.done():
+            client = self._lives[command.name, command.epoch]
+            text = f"instance {command.name} was lost: {command.why}"
+            self._all_up.set_exception(client.problem or PeerLost(text, "control", command.name))
+        first = isinstance(command, Up) and not command.epoch
+        if not first or self._watched:
+            told = (command, self._lives[command.name, command.epoch])
+            self._tell(*told) if self._watched else self._unheard.append(told)
+
+    def _tell(self, command: Up | Down, client: InstanceClient) -> None:
+        if isinstance(command, Down):
+            self._watcher.on_lost(command.name, command.why)
+        else:
+            self._watcher.on_back(client)
+            client.watch()
+
+    def _tell_changes(self) -> None:
+        if self._config.on_change is None:
+            return
+        for name, health in self.health().items():
+            if self._told.get(name) != (health.state, health.epoch):
+                self._told[name] = (health.state, health.epoch)
+                try:
+                    self._config.on_change(health)
+                except Exception:
+                    logger.exception("on_change failed")
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ------------------------------------------------------------ launchers
+
+    def _start_launcher(self, number: int) -> None:
+        try:
+            launcher, own = get_launcher(torch=any(setup.paced is None for setup in self._setups.values()))
+        except OSError as error:
+            logger.error("a launcher of instance processes could not be started: %s", error)
+            self._events.append(LauncherGone(number))
+            return
+        self._launchers[number] = (launcher, own)
+        self._run(self._await_launcher(number, launcher))
+
+    async def _await_launcher(self, number: int, launcher: Launcher) -> None:
+        await asyncio.shield(asyncio.wrap_future(launcher.ended))
+        if not self.core.closing:
+            logger.error("the launcher of instance processes has ended; another is started when one is needed")
+            self._handle(LauncherGone(number))
+
+    async def _end_launcher(self, number: int) -> None:
+        launcher, own = self._launchers.pop(number, (None, False))
+        if launcher is not None and own:
+            await asyncio.to_thread(launcher.close)
+
+    # ------------------------------------------------------------ a life
+
+    async def _launch(self, command: Launch) -> None:
+        """Start, connect and load one life of an instance."""
+        name, epoch = command.name, command.epoch
+        client = self._lives[name, epoch]
+        try:
+            await self._attach(client, command.launcher)
+        except LauncherSilent as error:
+            client.problem = error
+            self._handle(LauncherStuck(command.launcher))
+        except (TrinityError, OSError) as error:
+            client.problem = error if isinstance(error, TrinityError) else ConfigError(f"instance {name}: {error}")
+            self._handle(Lost(name, epoch, str(error)))
+        else:
+            self._handle(Loaded(name, epoch))
+
+    async def _attach(self, client: InstanceClient, number: int) -> None:
+        if not number:
+            await client.attach(self._addresses[client.name], self._secret)
+            return
+        if number not in self._launchers:
+            raise ConfigError(LAUNCHER_ENDED)
+        launcher, _ = self._launchers[number]
+        address = Address("unix", path=str(self._folder.path / f"{client.name}-{client.setup.epoch}.sock"))
+        process, exit_code = await launcher.launch(address, self._secret, client.setup.model)
+        client.own(process, exit_code)
+        await client.attach(address, self._secret)
+
+    async def _fence(self, life: tuple[str, int]) -> None:
+        """Make sure that a life has ended, however long that takes."""
+        launch = self._launches.pop(life, None)
+        if launch is not None:
+            launch.cancel()
+            await asyncio.gather(launch, return_exceptions=True)
+        client = self._lives.get(life)
+        if client is not None:
+            await client.fence()
+            if self.members.get(client.name) is not client:
+                self._lives.pop(life, None)
+        self._handle(Ended(*life))
+
+    async def _watch_silence(self) -> None:
+        """Tell the core who says nothing: frozen or cut off, they would hold requests for ever."""
+        pause = min(WATCH_S, self._config.silence_s / 8)
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(pause)
+            late = time.monotonic() - began - pause  # the loop itself was blocked: their messages wait to be read
+            for (name, epoch), client in list(self._lives.items()):
+                if client.last_heard is not None and (client.alive or client.started is None):
+                    client.last_heard += late if late > pause else 0.0
+                    self._handle(Quiet(name, epoch, time.monotonic() - client.last_heard))
+
+    # ------------------------------------------------------------ the end
+
+    async def drain(self, idle: Coroutine[Any, Any, None]) -> None:
+        """Start nothing any more, and wait until the instances are idle, but not for ever: they are killed later."""
+        self._handle(Retire())
+        try:
+            await asyncio.wait_for(idle, CLOSE_S)
+        except TimeoutError:
+            logger.error("requests that were cancelled have not ended within %s s", CLOSE_S)
+
+    async def aclose(self) -> None:
+        """End every process and launcher, and remove the folder of their sockets, whoever does not end in time."""
+        self._handle(CloseAll())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._all_up.cancel()
+        try:
+            async with asyncio.timeout(INSTANCE_STOP_S):
+                while any(member.phase is not LifePhase.CLOSED for member in self.core.members.values()):
+                    await asyncio.sleep(END_POLL_S)
+        except TimeoutError:
+            left = [name for name, member in self.core.members.items() if member.phase is not LifePhase.CLOSED]
+            logger.error("processes of %s were killed and have not ended in %s s", ", ".join(left), INSTANCE_STOP_S)
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for number in list(self._launchers):
+                await self._end_launcher(number)
+            self._folder.remove()

@@ -1,0 +1,93 @@
+"""Setup of an instance: its message becomes a connector and a loaded instance on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trinity.connector import Connector
+from trinity.core.scheduler import BatchRules
+from trinity.errors import ConfigError, LayoutMismatch
+from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
+from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.wire import Layout, Setup
+from trinity.runtime.host import LoadedInstance
+from trinity.runtime.loader import ServingConfig, config_digest, load_instances
+
+
+def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
+    """Describe each kind of block, which peers must have alike."""
+    return {
+        kind: Layout(memory.shape.shape, str(memory.shape.dtype), memory.block_bytes)
+        for kind, memory in loaded.memory.items()
+    }
+
+
+def check_model(setup: Setup) -> None:
+    """Raise ``ConfigError`` or ``LayoutMismatch`` if this machine lacks the front end's checkpoint."""
+    hint = "give its directory on this machine with --model"
+    try:
+        mine = config_digest(setup.paced or Path(setup.model))
+    except ConfigError as error:
+        raise ConfigError(f"instance {setup.name} lacks the model: {error}; {hint}") from error
+    if setup.config and mine != setup.config:
+        text = f"the front end has config.json {setup.config}, instance {setup.name} has {mine} in {setup.model}"
+        raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
+
+
+def make_instance_connector(setup: Setup) -> Connector:
+    """Make the connector that the front end describes. Raises ``ConfigError``, ``TransportUnavailable``."""
+    routes = list(setup.routes.items())
+    made: dict[str, Connector] = {}
+    for kind, config in routes:
+        alike = next((made[other] for other, same in routes if other in made and same == config), None)
+        made[kind] = alike or Connector(
+            config.transport, timeout_s=config.timeout_s, verify=config.verify, options=config.options
+        )
+    return Connector(made)
+
+
+def load_instance(setup: Setup) -> LoadedInstance:
+    """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
+    check_model(setup)
+    spec = Instance(
+        setup.roles,
+        setup.name,
+        pools=setup.pools,
+        memory_bytes=setup.memory_bytes,
+        lanes=setup.lanes,
+        depth=setup.depth,
+        stages=setup.stages,
+        threads=setup.threads,
+        cores=setup.cores,
+        device=setup.device,
+        prefix_cache=setup.prefix_cache,
+        image_cache=setup.image_cache,
+        reservation=setup.reservation,
+        attention=setup.attention,
+        pack=setup.pack,
+        token_budget=setup.most_tokens,
+        image_budget=setup.most_images,
+    )
+    deployment = ServingConfig(
+        model=setup.paced or Path(setup.model),
+        dtype=setup.dtype,
+        slo=setup.slo,
+        budgets=setup.budgets,
+        rules=BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
+        cache=CacheConfig(image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size),
+        observe=None,
+        device=setup.device,
+        shared=True,
+        transfers=setup.transfers,
+    )
+    measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
+    processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
+    try:
+        loaded = load_instances(deployment, [spec], processor)[0]
+        loaded.settings = replace(loaded.settings, epoch=setup.epoch)
+        return loaded
+    finally:
+        if processor is not None:
+            processor.close()

@@ -1,0 +1,326 @@
+"""SupervisorCore: lives of a pipeline's instances, as a state machine without I/O: events in, commands out.
+
+======================  ============================================================================================
+event                   commands
+======================  ============================================================================================
+``Begin``               ``Launch`` of every instance, ``StartLauncher`` first where one is started by the pipeline
+``Loaded``              ``Introduce`` it and each that has loaded to each other
+``Linked``              ``Up`` once it is linked to every other that has loaded and speaks
+``Unlinked``            none; after ``RELINK_S`` with both still there the younger counts as lost
+``Lost``                ``Fence`` it, ``Separate`` the others from it, ``Down``; ``Up`` of whoever waited for it
+``Ended``               none; ``Launch`` of the next life after a pause
+``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
+``LauncherGone``        the same as ``Lost`` for what it was starting; the next ``Launch`` begins with ``StartLauncher``
+``LauncherStuck``       the same; ``EndLauncher`` once no instance that it started is left
+``Retire``              none: whoever is lost from now on stays away
+``CloseAll``            ``Fence`` of all
+``Tick``                whatever is due
+======================  ============================================================================================
+
+A life is a name and an epoch; an event of another life than the present one is ignored. A new life begins only after
+the old one has ``Ended``, so that two of a name never reach the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from math import inf
+from typing import Any, Literal
+
+from trinity.core.messages import Tick
+from trinity.remote.supervisor_messages import (
+    Begin,
+    CloseAll,
+    Down,
+    Ended,
+    EndLauncher,
+    Event,
+    Fence,
+    InstanceHealth,
+    Introduce,
+    Launch,
+    LauncherGone,
+    LauncherStuck,
+    Linked,
+    Loaded,
+    Lost,
+    Quiet,
+    Retire,
+    Separate,
+    StartLauncher,
+    Suspect,
+    Unlinked,
+    Up,
+)
+
+SUSPECT_S = 2.0  # of silence: requests are routed past it
+LOADING_SILENCE_S = 20.0  # imports and kernels may hold an interpreter for seconds
+LEAVING_SILENCE_S = 4.0  # when the pipeline is being closed, nothing is lost with one that is slow
+MEET_S = 30.0  # for two instances that have loaded and speak to be linked
+RELINK_S = 2.0  # until one of two that have lost their link must have been heard to be lost
+BACKOFF_S = 0.1  # before the first restart; doubled each time
+LONGEST_BACKOFF_S = 1.0  # of one that came up; it will again
+MAX_DOUBLINGS = 30
+LONGEST_AWAY_S = 30.0  # of one that did not come up
+LONGEST_BY_HAND_S = 5.0  # of one that somebody else starts
+PARTIES = 2  # to a link
+STEADY_S = 30.0  # up for so long, it is as good as one that was never lost
+
+
+class LifePhase(Enum):
+    """Phases of an instance's life."""
+
+    WAITING = "waiting"  # for its next start
+    LOADING = "loading"
+    MEETING = "meeting"
+    UP = "up"
+    ENDING = "ending"  # lost, and its process not known to have ended
+    CLOSED = "closed"
+
+
+PRESENT = (LifePhase.MEETING, LifePhase.UP)
+ALIVE = (LifePhase.LOADING, *PRESENT)
+
+
+@dataclass(slots=True)
+class Member:
+    """Record of one instance."""
+
+    name: str
+    by_hand: bool
+    phase: LifePhase = LifePhase.WAITING
+    epoch: int = -1
+    launcher: int = 0
+    born: int = 0  # order of loading: of two that do not get on the younger goes
+    since: float = -inf  # when it came up
+    due: float = inf  # of its next start
+    losses: int = 0
+    failures: int = 0  # in a row to come up
+    suspected: bool = False
+    why: str = ""
+    pause: float = 0.0
+
+
+@dataclass(slots=True)
+class Pair:
+    """Link of two instances that have loaded: who says that it is there, and when it must be."""
+
+    due: float
+    said: set[str]
+
+
+class SupervisorCore:
+    """``handle(event, now) -> [command]``; ``next_timer()`` is when a Tick is due. See the module's table."""
+
+    def __init__(self, names: Sequence[str], by_hand: Sequence[str] = (), silence_s: float = 20.0) -> None:
+        self.members = {name: Member(name, name in by_hand) for name in names}
+        self.silence_s = silence_s
+        self.launcher = 0  # the one in use; 0: none
+        self.closing = False
+        self._launchers, self._births = count(1), count()
+        self._stuck: set[int] = set()
+        self._pairs: dict[tuple[str, str], Pair] = {}
+        self._out: list[Event] = []
+
+    def handle(self, event: Event | Tick, now: float) -> list[Event]:
+        self._out = []
+        if isinstance(event, (Loaded, Linked, Unlinked, Lost, Ended, Quiet)):
+            member = self.members[event.name]
+            if member.epoch == event.epoch:
+                OF_A_LIFE[type(event)](self, member, event, now)
+        else:
+            OF_ALL[type(event)](self, event, now)
+        self._end_launchers()
+        return self._out
+
+    def next_timer(self) -> float | None:
+        """Clock time at which a Tick is due; None for never."""
+        dues = [member.due for member in self.members.values()] + [pair.due for pair in self._pairs.values()]
+        due = min(dues, default=inf)
+        return None if due == inf else due
+
+    def health(self, name: str, now: float) -> InstanceHealth:
+        """Describe an instance's state."""
+        member = self.members[name]
+        state = STATES[member.phase]
+        if state == "up" and member.suspected:
+            state = "silent"
+        left = max(0.0, member.due - now) if member.phase is LifePhase.WAITING and member.due < inf else None
+        return InstanceHealth(name, state, max(0, member.epoch), member.losses, member.why, left)
+
+    # ------------------------------------------------------------ a life
+
+    def _start(self, member: Member) -> None:
+        member.phase, member.due, member.suspected = LifePhase.LOADING, inf, False
+        member.epoch += 1
+        if not member.by_hand and not self.launcher:
+            self.launcher = next(self._launchers)
+            self._out.append(StartLauncher(self.launcher))
+        member.launcher = 0 if member.by_hand else self.launcher
+        self._out.append(Launch(member.name, member.epoch, member.launcher))
+
+    def _loaded(self, member: Member, event: Loaded, now: float) -> None:
+        if member.phase is not LifePhase.LOADING:
+            return
+        member.phase, member.born = LifePhase.MEETING, next(self._births)
+        for other in self._others(member):
+            self._pairs[_key(member, other)] = Pair(now + MEET_S, set())
+            for one, two in ((member, other), (other, member)):
+                self._out.append(Introduce(one.name, one.epoch, two.name, two.epoch))
+        self._check_up(member, now)
+
+    def _others(self, member: Member) -> list[Member]:
+        return [each for each in self.members.values() if each.phase in PRESENT and each is not member]
+
+    def _linked(self, member: Member, event: Linked, now: float) -> None:
+        pair = self._pair(member, event)
+        if pair is not None:
+            pair.said.add(member.name)
+            if len(pair.said) == PARTIES:
+                pair.due = inf
+            for each in (member, self.members[event.peer]):
+                self._check_up(each, now)
+
+    def _unlinked(self, member: Member, event: Unlinked, now: float) -> None:
+        pair = self._pair(member, event)
+        if pair is not None:
+            pair.due = min(pair.due, now + RELINK_S)
+
+    def _pair(self, member: Member, event: Linked | Unlinked) -> Pair | None:
+        """Find the link that is spoken of, unless one of its ends is another life by now."""
+        other = self.members.get(event.peer)
+        same = other is not None and other.epoch == event.peer_epoch
+        return self._pairs.get(_key(member, other)) if same and other is not None else None
+
+    def _check_up(self, member: Member, now: float) -> None:
+        """Bring up an instance that has met all that speak: one that is silent now may still be met later."""
+        if member.phase is LifePhase.MEETING and all(self._has_met(member, other) for other in self._others(member)):
+            member.phase, member.since = LifePhase.UP, now
+            self._out.append(Up(member.name, member.epoch))
+
+    def _has_met(self, member: Member, other: Member) -> bool:
+        return other.suspected or len(self._pairs[_key(member, other)].said) == PARTIES
+
+    # ------------------------------------------------------------ its end
+
+    def _lost(self, member: Member, event: Lost, now: float) -> None:
+        if member.phase in ALIVE:
+            self._lose(member, event.why, now)
+
+    def _lose(self, member: Member, why: str, now: float) -> None:
+        came_up = member.phase is LifePhase.UP
+        member.losses = 1 if came_up and now - member.since >= STEADY_S else member.losses + 1
+        member.failures = 0 if came_up else member.failures + 1
+        longest = LONGEST_BY_HAND_S if member.by_hand else LONGEST_BACKOFF_S if came_up else LONGEST_AWAY_S
+        doublings = min((member.losses if came_up else member.failures) - 1, MAX_DOUBLINGS)
+        member.phase, member.why, member.suspected, member.due = LifePhase.ENDING, why, False, inf
+        member.pause = now + min(BACKOFF_S * 2.0**doublings, longest)
+        self._out.append(Fence(member.name, member.epoch))
+        for other in self._others(member):
+            self._pairs.pop(_key(member, other), None)
+            self._out.append(Separate(other.name, other.epoch, member.name, member.epoch))
+        self._out.append(Down(member.name, member.epoch, why))
+        for other in self._others(member):
+            self._check_up(other, now)
+
+    def _ended(self, member: Member, event: Ended, now: float) -> None:
+        if member.phase is LifePhase.ENDING:
+            member.phase = LifePhase.CLOSED if self.closing else LifePhase.WAITING
+            member.due = inf if self.closing else max(now, member.pause)
+
+    def _quiet(self, member: Member, event: Quiet, now: float) -> None:
+        longest = self.silence_s if member.phase in PRESENT else max(self.silence_s, LOADING_SILENCE_S)
+        longest = min(longest, LEAVING_SILENCE_S) if self.closing else longest
+        if event.seconds > longest and member.phase in ALIVE:
+            self._lose(member, f"it said nothing for {event.seconds:.1f} s", now)
+        elif member.phase in PRESENT and (event.seconds > SUSPECT_S) is not member.suspected:
+            member.suspected = not member.suspected
+            self._out.append(Suspect(member.name, member.epoch, member.suspected))
+            for other in self._others(member):
+                self._check_up(other, now)
+
+    # ------------------------------------------------------------ launchers
+
+    def _launcher_gone(self, event: LauncherGone | LauncherStuck, now: float) -> None:
+        if event.number == self.launcher:
+            self.launcher = 0
+        self._stuck.add(event.number)
+        word = "has ended" if isinstance(event, LauncherGone) else "does not answer"
+        for member in self.members.values():
+            if member.launcher == event.number and member.phase is LifePhase.LOADING:
+                self._lose(member, f"the launcher of instance processes {word}", now)
+
+    def _end_launchers(self) -> None:
+        needed = {each.launcher for each in self.members.values() if each.phase in (*ALIVE, LifePhase.ENDING)}
+        for number in sorted(self._stuck - needed):
+            self._stuck.discard(number)
+            self._out.append(EndLauncher(number))
+
+    # ------------------------------------------------------------ all
+
+    def _begin(self, event: Begin, now: float) -> None:
+        for member in self.members.values():
+            self._start(member)
+
+    def _tick(self, event: Tick, now: float) -> None:
+        for member in self.members.values():
+            if member.due <= now:
+                self._start(member)
+        for key, pair in list(self._pairs.items()):
+            if pair.due <= now and key in self._pairs:
+                self._part(pair, self.members[key[0]], self.members[key[1]], now)
+
+    def _part(self, pair: Pair, one: Member, two: Member, now: float) -> None:
+        """Give up two that cannot reach each other, unless one is silent: then time will tell which."""
+        if one.suspected or two.suspected:
+            pair.due = now + (RELINK_S if len(pair.said) == PARTIES else MEET_S)
+            return
+        younger, other = (one, two) if one.born > two.born else (two, one)
+        self._lose(younger, f"it and {other.name} could not reach each other", now)
+
+    def _retire(self, event: Retire | CloseAll, now: float) -> None:
+        self.closing = True
+        for member in self.members.values():
+            if member.phase is LifePhase.WAITING:
+                member.phase, member.due = LifePhase.CLOSED, inf
+
+    def _close(self, event: CloseAll, now: float) -> None:
+        self._retire(event, now)
+        self._pairs.clear()
+        for member in self.members.values():
+            if member.phase in ALIVE:
+                member.phase = LifePhase.ENDING
+                self._out.append(Fence(member.name, member.epoch))
+
+
+def _key(one: Member, two: Member) -> tuple[str, str]:
+    return (one.name, two.name) if one.name < two.name else (two.name, one.name)
+
+
+STATES: dict[LifePhase, Literal["starting", "up", "silent", "lost", "closed"]] = {
+    LifePhase.LOADING: "starting",
+    LifePhase.MEETING: "starting",
+    LifePhase.UP: "up",
+    LifePhase.ENDING: "lost",
+    LifePhase.WAITING: "lost",
+    LifePhase.CLOSED: "closed",
+}
+OF_A_LIFE: dict[type[Event], Callable[[SupervisorCore, Member, Any, float], None]] = {
+    Loaded: SupervisorCore._loaded,
+    Linked: SupervisorCore._linked,
+    Unlinked: SupervisorCore._unlinked,
+    Lost: SupervisorCore._lost,
+    Ended: SupervisorCore._ended,
+    Quiet: SupervisorCore._quiet,
+}
+OF_ALL: dict[type[Event | Tick], Callable[[SupervisorCore, Any, float], None]] = {
+    Begin: SupervisorCore._begin,
+    LauncherGone: SupervisorCore._launcher_gone,
+    LauncherStuck: SupervisorCore._launcher_gone,
+    Retire: SupervisorCore._retire,
+    CloseAll: SupervisorCore._close,
+    Tick: SupervisorCore._tick,
+}

@@ -1,0 +1,179 @@
+"""Events and commands of SupervisorCore, and what it tells of an instance. They never leave this process.
+
+``name`` and ``epoch`` name a life of an instance.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class InstanceHealth(msgspec.Struct, frozen=True):
+    """State of an instance in a process of its own.
+
+    - ``state``: "starting", "up", "silent" (it has said nothing for two seconds; requests go past it), "lost" (it will
+      be started again) or "closed".
+    - ``epoch``: how often it was started again; one start more than this in all.
+    - ``losses``: in a row, without half a minute of service between them.
+    - ``why`` (""): the last loss.
+    - ``next_start_s`` (seconds, None): until it is started again, if it is lost.
+    """
+
+    name: str
+    state: Literal["starting", "up", "silent", "lost", "closed"]
+    epoch: int
+    losses: int = 0
+    why: str = ""
+    next_start_s: float | None = None
+
+
+# ---------------------------------------------------------------- events
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Base of events and commands."""
+
+
+class Begin(Event, frozen=True):
+    """Start every instance."""
+
+
+class Loaded(Event, frozen=True):
+    """It has loaded its model and can be introduced."""
+
+    name: str
+    epoch: int
+
+
+class Linked(Event, frozen=True):
+    """It says that it can reach a peer."""
+
+    name: str
+    epoch: int
+    peer: str
+    peer_epoch: int
+
+
+class Unlinked(Event, frozen=True):
+    """It says that the channel to a peer has ended."""
+
+    name: str
+    epoch: int
+    peer: str
+    peer_epoch: int
+
+
+class Lost(Event, frozen=True):
+    """It could not be started, its channel has ended, or it cannot go on."""
+
+    name: str
+    epoch: int
+    why: str
+
+
+class Ended(Event, frozen=True):
+    """Its process is gone for certain."""
+
+    name: str
+    epoch: int
+
+
+class Quiet(Event, frozen=True):
+    """It has said nothing for so many seconds."""
+
+    name: str
+    epoch: int
+    seconds: float
+
+
+class LauncherGone(Event, frozen=True):
+    """A launcher has ended, and what it started with it."""
+
+    number: int
+
+
+class LauncherStuck(Event, frozen=True):
+    """A launcher does not answer; what it started lives on."""
+
+    number: int
+
+
+class Retire(Event, frozen=True):
+    """Start nothing any more."""
+
+
+class CloseAll(Event, frozen=True):
+    """End everything."""
+
+
+# ---------------------------------------------------------------- commands
+
+
+class StartLauncher(Event, frozen=True):
+    """Start the launcher of this number."""
+
+    number: int
+
+
+class EndLauncher(Event, frozen=True):
+    """End a launcher that nobody needs."""
+
+    number: int
+
+
+class Launch(Event, frozen=True):
+    """Start and load a life; answered by Loaded or Lost. ``launcher`` 0: it runs already, at its address."""
+
+    name: str
+    epoch: int
+    launcher: int
+
+
+class Introduce(Event, frozen=True):
+    """Have ``name`` connect to a peer; answered by Linked or Lost."""
+
+    name: str
+    epoch: int
+    peer: str
+    peer_epoch: int
+
+
+class Separate(Event, frozen=True):
+    """Tell ``name`` that a peer is lost, even if its channel is open: it may be frozen."""
+
+    name: str
+    epoch: int
+    peer: str
+    peer_epoch: int
+
+
+class Fence(Event, frozen=True):
+    """Kill a life; answered by Ended."""
+
+    name: str
+    epoch: int
+
+
+class Up(Event, frozen=True):
+    """It serves from now on."""
+
+    name: str
+    epoch: int
+
+
+class Down(Event, frozen=True):
+    """It is lost, or could not be started again."""
+
+    name: str
+    epoch: int
+    why: str
+
+
+class Suspect(Event, frozen=True):
+    """Route requests past it, or no longer."""
+
+    name: str
+    epoch: int
+    suspected: bool

@@ -1,0 +1,224 @@
+"""Kills and freezes instances and launchers under load, singly and in pairs, over each transport: how long each takes.
+
+``make kills`` runs it. Stages are emulated, so that an instance loads in no time, and every token can be told; cores,
+processes, channels, transports and blocks are real. A strike went well if all that were asked end within ``END_S``,
+whole ones exactly, others with a typed error and an exact beginning, and if every instance is up and serves again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support.emulated_pipelines import MODEL, POOLS, right
+from trinity.emulation.model import EmulatedRequest
+from trinity.errors import ConfigError, RequestError, TransportUnavailable, TrinityError
+from trinity.memory.cache_config import CacheConfig
+from trinity.pipeline import Pipeline
+from trinity.remote.fork_client import Launcher
+from trinity.remote.supervisor import ProcessConfig
+
+SCHEMES = ("shm", "nixl", "ucx", "auto")
+PLACEMENTS = ("1E1P1D", "1E2P1D", "2EP1D", "1EP2D", "E+P+D")
+KINDS = (
+    "kill",
+    "freeze",
+    "stumble",
+    "two killed",
+    "two killed apart",
+    "killed and frozen",
+    "launcher killed",
+    "launcher frozen",
+)
+SILENCE_S, STUMBLE_S, END_S, RECOVERY_S = 2.0, 1.0, 90.0, 5.0
+AT_ONCE = 12
+PER_PIPELINE = 10
+
+
+@dataclass
+class Tally:
+    """Results of all strikes: the longest recovery of each kind, and what went wrong."""
+
+    recoveries: dict[str, list[float]] = field(default_factory=dict)
+    slow: list[str] = field(default_factory=list)
+    whole: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def strikes(self) -> int:
+        return sum(map(len, self.recoveries.values()))
+
+    def report(self) -> str:
+        rows = [f"{'kind':30} {'times':>6} {'median s':>9} {'longest s':>10}"]
+        for kind, found in sorted(self.recoveries.items()):
+            rows.append(f"{kind:30} {len(found):6} {sorted(found)[len(found) // 2]:9.2f} {max(found):10.2f}")
+        rows.append(f"{self.strikes} strikes; {self.whole} requests whole, {dict(self.failed)}")
+        return "\n".join([*rows, *(f"WRONG: {each}" for each in self.wrong)])
+
+
+class Traffic:
+    """Requests that are asked without a pause, ``AT_ONCE`` at a time, each held against what it must give."""
+
+    def __init__(self, pipe: Pipeline, draw: random.Random, tally: Tally) -> None:
+        self.pipe, self.draw, self.tally = pipe, draw, tally
+        self.ending = False
+        self._readers = [asyncio.ensure_future(self._ask()) for _ in range(AT_ONCE)]
+
+    def request(self) -> EmulatedRequest:
+        images = (576,) * self.draw.choice((0, 1, 1, 2))
+        text, tokens = self.draw.randrange(10, 300), self.draw.randrange(1, 40)
+        return EmulatedRequest(text_tokens=text, image_tokens=images, max_tokens=tokens)
+
+    async def _ask(self) -> None:
+        while not self.ending:
+            request = self.request()
+            stream = self.pipe.stream(request)
+            try:
+                async with asyncio.timeout(END_S):
+                    async with stream as tokens:
+                        output = await tokens.collect()
+                self.tally.whole += 1
+                if output.token_ids != right(request):
+                    self.tally.wrong.append(f"other tokens: {output}")
+            except TimeoutError:
+                self.tally.wrong.append(f"no end within {END_S} s: {request}")
+            except RequestError as error:
+                self.tally.failed[type(error).__name__] += 1
+                got = stream.output.token_ids if stream.done else []
+                if got != right(request)[: len(got)]:
+                    self.tally.wrong.append(f"another beginning: {stream.output}")
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        self.ending = True
+        await asyncio.gather(*self._readers)
+
+
+def send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def launcher_of(pipe: Pipeline) -> Launcher | None:
+    assert pipe._processes is not None
+    known = pipe._processes._launchers.get(pipe._processes.core.launcher)
+    return known[0] if known is not None else None
+
+
+async def strike(pipe: Pipeline, kind: str, draw: random.Random) -> None:
+    """Do one of ``KINDS`` to instances or the launcher that are drawn."""
+    processes = [member.process for member in pipe.processes.values()]
+    one, two = draw.sample(processes, 2)
+    launcher = launcher_of(pipe)
+    if kind.startswith("launcher") and launcher is not None:
+        send(launcher._process.pid, signal.SIGKILL if kind.endswith("killed") else signal.SIGSTOP)
+        send(one, signal.SIGKILL)
+    elif kind == "stumble":
+        send(one, signal.SIGSTOP)
+        await asyncio.sleep(STUMBLE_S)
+        send(one, signal.SIGCONT)
+    else:
+        send(one, signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
+        if kind == "two killed apart":
+            await asyncio.sleep(draw.uniform(0.0, 0.6))
+            two = draw.choice([member.process for member in pipe.processes.values()])
+        if kind.startswith("two"):
+            send(two, signal.SIGKILL)
+        elif kind == "killed and frozen":
+            send(two, signal.SIGSTOP)
+
+
+def lives(pipe: Pipeline) -> dict[str, int]:
+    return {name: health.epoch for name, health in pipe.health.items()}
+
+
+async def recover(pipe: Pipeline, before: dict[str, int], struck: bool) -> None:
+    """Wait until the loss has been noticed, every instance is up, and a request with an image is served."""
+    while struck and lives(pipe) == before:
+        await asyncio.sleep(0.01)
+    while {health.state for health in pipe.health.values()} != {"up"}:
+        await asyncio.sleep(0.01)
+    while True:
+        with suppress(TrinityError):
+            await pipe.complete(EmulatedRequest(text_tokens=20, image_tokens=(576,), max_tokens=3))
+            return
+        await asyncio.sleep(0.01)
+
+
+async def strike_one_pipeline(scheme: str, kinds: Sequence[str], draw: random.Random, tally: Tally) -> None:
+    """Serve under load while each of these kinds of strikes is done in turn."""
+    placement = draw.choice(PLACEMENTS)
+    terms, started = ProcessConfig(silence_s=SILENCE_S), time.monotonic()
+    options = {"connector": scheme, "cache": CacheConfig(pools=POOLS), "processes": terms}
+    async with Pipeline(MODEL, placement, hosting="process", **options) as pipe:  # type: ignore[arg-type]
+        loading_s = time.monotonic() - started
+        traffic = Traffic(pipe, draw, tally)
+        for kind in kinds:
+            await asyncio.sleep(draw.uniform(0.1, 0.5))
+            before, began = lives(pipe), time.monotonic()
+            await strike(pipe, kind, draw)
+            try:
+                async with asyncio.timeout(END_S):
+                    await recover(pipe, before, kind != "stumble")
+            except TimeoutError:
+                tally.wrong.append(f"{kind} on {scheme}, {placement}: not recovered, {pipe.health}")
+                break
+            took = time.monotonic() - began
+            tally.recoveries.setdefault(f"{scheme}: {kind}", []).append(took)
+            print(f"  {tally.strikes} {scheme} {placement} {kind}: {took:.2f} s", flush=True)
+            if took > RECOVERY_S + (loading_s if "launcher" in kind else 0.0):  # a launcher's imports are loading
+                tally.slow.append(
+                    f"{kind} on {scheme}, {placement}: {took:.2f} s, where a start took {loading_s:.2f} s"
+                )
+        await traffic.end()
+        began = time.monotonic()
+    if time.monotonic() - began > END_S:
+        tally.wrong.append("closing took too long")
+
+
+async def sweep(strikes: int, seed: int, schemes: Sequence[str]) -> Tally:
+    """Do so many strikes over the transports that are there, in turn."""
+    draw, tally = random.Random(seed), Tally()
+    usable = list(schemes)
+    while tally.strikes < strikes and usable and not tally.wrong:
+        for scheme in list(usable):
+            kinds = draw.sample(KINDS, k=len(KINDS))[: max(1, min(PER_PIPELINE, strikes - tally.strikes))]
+            try:
+                await strike_one_pipeline(scheme, kinds, draw, tally)
+            except (TransportUnavailable, ConfigError) as error:
+                print(f"{scheme} is not to be had here: {error}", flush=True)
+                usable.remove(scheme)
+            if tally.strikes >= strikes or tally.wrong:
+                break
+    return tally
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--strikes", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    asked = parser.parse_args(argv)
+    logging.getLogger("trinity").setLevel(logging.CRITICAL)
+    tally = asyncio.run(sweep(asked.strikes, asked.seed, asked.schemes))
+    print(tally.report())
+    print(f"recoveries over {RECOVERY_S} s without loading: {'; '.join(tally.slow) or 'none'}")
+    return 1 if tally.wrong or tally.slow else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
