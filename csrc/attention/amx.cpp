@@ -6,11 +6,8 @@
 #include "attention/attention.hpp"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && defined(__x86_64__)
+#include "amx.hpp"
 #include "attention/tiles.hpp"
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace trinity {
 namespace {
@@ -204,19 +201,10 @@ size_t scratch(const Attention &a, const AttentionTask &task) {
     return Room(a.cache.width, task.rows * a.group(), nullptr).floats();
 }
 
-// The processor has it, and the system lets this process use it: its tiles are kept from switch to switch only then.
-bool granted() {
-    unsigned a, b, c, d = 0;
-    constexpr unsigned bf16 = 1u << 22, tiles = 1u << 24;
-    constexpr long ask = 0x1023, tile_data = 18; // ARCH_REQ_XCOMP_PERM
-    const bool there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16) && (d & tiles);
-    return there && __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, ask, tile_data) == 0;
-}
-
 } // namespace
 
 const AttentionKernel *attention_amx(const PagedCache &cache) {
-    static const bool here = granted();
+    static const bool here = amx_granted();
     static const AttentionKernel kernel{attend, scratch, 1024, 2 * LANES};
     return here && cache.bf16 && cache.width <= WIDEST ? &kernel : nullptr;
 }

@@ -2,13 +2,11 @@
 #include "linear/few_rows.hpp"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && defined(__x86_64__)
+#include "amx.hpp"
 #include "bf16.hpp"
 
 #include <algorithm>
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace trinity {
 namespace {
@@ -96,20 +94,12 @@ void few_rows(const FewRows &given, int64_t first, int64_t end) {
     _tile_release();
 }
 
-// Whether the processor has it and the system lets this process use it, which it must be asked for.
-bool permitted() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
-    constexpr long REQUEST = 0x1023, TILES = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
-}
-
 constexpr FewRowsKernel KERNEL{few_rows, TOGETHER, STEP};
 
 } // namespace
 
 const FewRowsKernel *few_rows_amx() {
-    static const bool here = permitted();
+    static const bool here = amx_granted();
     return here ? &KERNEL : nullptr;
 }
 

@@ -62,10 +62,9 @@ def _pack_rows(heads: Tensor) -> Tensor:
 def pick_attention_functions(forward: Any, dtype: torch.dtype) -> Any:
     """Return the ``ALL_ATTENTION_FUNCTIONS`` that an attention layer's ``forward`` should find; None: its own."""
     plain = getattr(forward, "__globals__", {}).get(ATTENTION_FUNCTIONS)
-    asked = {ATTENTION_FUNCTIONS, "get_interface"} <= set(forward.__code__.co_names)
-    if plain is None or not asked or not has_attend_all(dtype):
+    if plain is None or not {ATTENTION_FUNCTIONS, "get_interface"} <= set(forward.__code__.co_names):
         return None
-    if not is_known(LayerPart.ATTENTION_FUNCTIONS, type(plain)):
+    if not has_attend_all(dtype) or not is_known(LayerPart.ATTENTION_FUNCTIONS, type(plain)):
         return None
     return _AttentionFunctions(plain) if is_known(LayerPart.SDPA, plain["sdpa"]) else None
 
