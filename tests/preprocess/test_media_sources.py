@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +60,14 @@ def test_a_file_that_becomes_a_fifo_between_two_looks_does_not_block(
     monkeypatch.setattr(os, "open", swap)
     with pytest.raises(MediaProblem, match="not a regular file"):
         read_image(path, DEFAULT)
+
+
+def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open one may be enough: a watchdog begins to count, a tape rewinds."""
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+    for path in ("/dev/null", "/dev/zero", "."):
+        with pytest.raises(MediaProblem, match="not a regular file"):
+            read_image(path, DEFAULT)
 
 
 def test_only_allowed_directories_are_read(tmp_path: Path) -> None:
@@ -198,3 +209,36 @@ def test_a_server_that_drips_or_is_not_there_cannot_hold_a_thread(server: str) -
         assert time.monotonic() - began < 5
     with pytest.raises(MediaProblem, match="cannot be fetched"):
         read_image("http://127.0.0.1:1/a.png", OPEN)
+
+
+def test_a_server_that_drips_under_tls_cannot_hold_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS wraps a socket in another: the inner one is not what must be cut."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("no openssl here to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    asked = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {certificate}"
+    subprocess.run(
+        [program, *asked.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    pages = ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
+    pages.daemon_threads = True
+    pages.socket = context.wrap_socket(pages.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setenv("no_proxy", "localhost")
+    thread = threading.Thread(target=pages.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    where, limits = f"https://localhost:{pages.server_address[1]}", MediaLimits(allow_urls=True, url_timeout_s=1.0)
+    try:
+        assert np.array_equal(np.asarray(read_image(f"{where}/image", limits)), PIXELS)
+        for page in ("drip", "slow-headers"):
+            began = time.monotonic()
+            with pytest.raises(MediaProblem, match=r"url_timeout_s \(1 s\)"):
+                read_image(f"{where}/{page}", limits)
+            assert time.monotonic() - began < 10
+    finally:
+        pages.shutdown()
+        pages.server_close()
+        thread.join()

@@ -56,7 +56,7 @@ def _decode(source: Any, image: Image.Image) -> Image.Image:
             image.load()  # Pillow decodes at first use
         return _to_rgb(image)
     except Exception as exc:  # decoders raise anything on broken data
-        raise MediaProblem(f"cannot be decoded ({describe_error(exc)}); is it truncated or corrupt?") from exc
+        raise MediaProblem(f"cannot be decoded ({describe_error(exc, 200)}); is it truncated or corrupt?") from exc
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def _open(source: Any, limits: MediaLimits) -> Picture:
     except MediaProblem:
         raise
     except Exception as exc:  # an object of somebody's own may raise anything
-        raise MediaProblem(f"cannot be read ({describe_error(exc)}); {_GIVEN}") from exc
+        raise MediaProblem(f"cannot be read ({describe_error(exc, 200)}); {_GIVEN}") from exc
     raise MediaProblem(f"is a {type(source).__name__}; {_GIVEN}")
 
 
@@ -147,12 +147,12 @@ def _from_bytes(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
-        raise MediaProblem(f"looks like a decompression bomb ({describe_error(exc)})") from exc
+        raise MediaProblem(f"looks like a decompression bomb ({describe_error(exc, 200)})") from exc
     except UnidentifiedImageError as exc:
         known = ", ".join(_FORMATS)
         raise MediaProblem(f"is not an image in a supported format ({known}), or is corrupt") from exc
     except Exception as exc:
-        raise MediaProblem(f"cannot be opened ({describe_error(exc)}); is it truncated or corrupt?") from exc
+        raise MediaProblem(f"cannot be opened ({describe_error(exc, 200)}); is it truncated or corrupt?") from exc
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

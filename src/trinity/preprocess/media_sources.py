@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 from urllib import request
 
@@ -21,23 +22,30 @@ _CHUNK = 1 << 16
 def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
     """Read a regular file. Raises ``MediaProblem`` for anything else, and for what ``allow_paths`` leaves out.
 
-    The file is opened without waiting, and looked at only then: a FIFO or a device neither blocks nor is read, and what
-    the kernel makes up under /proc, which says that it is empty, is not read either.
+    What is no file is not opened, since to open a device may already do something. A file is opened without waiting and
+    looked at once more: what became a FIFO meanwhile does not block. What the kernel makes up under /proc says that it
+    is empty, and is not read.
     """
     path = os.fsdecode(os.fspath(source))
     shown = reprlib.repr(path)
     try:
-        descriptor = os.open(_allowed(path, shown, limits), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        real = _allowed(path, shown, limits)
+        _check_file(os.stat(real), shown, limits)
+        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as exc:
         raise MediaProblem(f"there is no file {shown}; check the path") from exc
     except (OSError, ValueError) as exc:
-        raise MediaProblem(f"cannot read {shown} ({describe_error(exc)})") from exc
+        raise MediaProblem(f"cannot read {shown} ({describe_error(exc, 200)})") from exc
     try:
-        return _read_regular(descriptor, shown, limits)
+        _check_file(os.fstat(descriptor), shown, limits)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limits.max_image_bytes + 1)
     except OSError as exc:
-        raise MediaProblem(f"cannot read {shown} ({describe_error(exc)})") from exc
+        raise MediaProblem(f"cannot read {shown} ({describe_error(exc, 200)})") from exc
     finally:
         os.close(descriptor)
+    check_bytes(len(data), limits)
+    return data
 
 
 def _allowed(path: str, shown: str, limits: MediaLimits) -> str:
@@ -51,17 +59,12 @@ def _allowed(path: str, shown: str, limits: MediaLimits) -> str:
     raise MediaProblem(f"{shown} is a path that allow_paths of MediaLimits does not allow here; give bytes")
 
 
-def _read_regular(descriptor: int, shown: str, limits: MediaLimits) -> bytes:
-    found = os.fstat(descriptor)
+def _check_file(found: os.stat_result, shown: str, limits: MediaLimits) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise MediaProblem(f"{shown} is not a regular file")
     check_bytes(found.st_size, limits)
     if found.st_size == 0:
         raise MediaProblem(f"{shown} is empty (0 bytes)")
-    with open(descriptor, "rb", closefd=False) as file:
-        data = file.read(limits.max_image_bytes + 1)
-    check_bytes(len(data), limits)
-    return data
 
 
 def check_bytes(size: int, limits: MediaLimits) -> None:
@@ -86,7 +89,7 @@ def fetch(url: str, limits: MediaLimits) -> bytes:
     except Exception as exc:  # urllib passes on socket, ssl and http errors
         if deadline.left() <= 0:
             raise deadline.problem() from exc
-        raise MediaProblem(f"{shown} cannot be fetched ({describe_error(exc)})") from exc
+        raise MediaProblem(f"{shown} cannot be fetched ({describe_error(exc, 200)})") from exc
     finally:
         deadline.close()
 
@@ -130,10 +133,14 @@ class _Deadline:
 
     def _cut(self) -> None:
         for each in self._sockets:
-            try:
-                each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # closed already
+            with suppress(OSError):  # closed already
+                socket.socket.shutdown(each, socket.SHUT_RDWR)  # under TLS too, whose own shutdown is for one thread
+
+    def watch(self, sock: socket.socket) -> None:
+        """Have a socket end with the fetch."""
+        self._sockets.append(sock)
+        if self.left() <= 0:
+            self._cut()
 
     def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
         """Connect as ``socket.create_connection``, to any of the name's addresses, and within the time left to all."""
@@ -142,7 +149,6 @@ class _Deadline:
             if self.left() <= 0:
                 break
             made = socket.socket(family, kind, protocol)
-            self._sockets.append(made)
             try:
                 made.settimeout(self.left())
                 made.connect(where)
@@ -176,6 +182,10 @@ def _handler(kind: Any, connection: Any, opens: str, deadline: _Deadline) -> Any
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
             self._create_connection = deadline.connect
+
+        def connect(self) -> None:
+            super().connect()
+            deadline.watch(self.sock)  # only now: TLS wraps a socket in another
 
     def open_url(self: Any, asked: Any) -> Any:
         return self.do_open(Watched, asked)

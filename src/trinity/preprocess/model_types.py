@@ -95,7 +95,12 @@ def check_config(config: Any) -> None:
 def media_fields(config: Any) -> list[str]:
     """List the fields of a config that speak of images, video, audio or the like, and are set."""
     fields = {**config.to_dict(), **dict.fromkeys(config.sub_configs, True)}
-    return sorted(name for name, value in fields.items() if value not in (None, False) and _MEDIA_WORDS.search(name))
+    return sorted(name for name, value in fields.items() if value not in (None, False) and _speaks_of_media(name))
+
+
+def _speaks_of_media(name: str) -> bool:
+    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # visionTower, as other tools write
+    return _MEDIA_WORDS.search(words) is not None
 
 
 def _has_inner_text(config: Any) -> bool:

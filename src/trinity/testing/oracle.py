@@ -49,7 +49,7 @@ class Oracle:
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32) -> None:
         self._loaded = load_tokenizer_and_processor(Path(model_dir))
-        self._processor = _own_processor(Path(model_dir))
+        self._processor = own_processor(Path(model_dir))
         self._model = self._load_model(Path(model_dir), dtype)
 
     def _load_model(self, directory: Path, dtype: torch.dtype) -> Any:
@@ -139,7 +139,7 @@ def load_as_transformers(source: Any) -> Any:
     return load_image(source) if isinstance(source, Image.Image) else source
 
 
-def _own_processor(directory: Path) -> Any:
+def own_processor(directory: Path) -> Any:
     """Load the checkpoint's processor, or the tokenizer of a text model, as transformers' AutoProcessor does.
 
     Where that refuses, because torchvision is not there to decode videos, its parts are put together without it.
