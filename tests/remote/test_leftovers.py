@@ -10,11 +10,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from support.emulated_pipelines import MODEL, POOLS
+from support.lender import ready
 from support.paths import ROOT
-from trinity.remote.leftovers import LOCK, OwnedFolder, clear_leftovers
+from trinity.emulation.model import EmulatedRequest
+from trinity.memory.cache_config import CacheConfig
+from trinity.pipeline import Pipeline
+from trinity.remote import leftovers
+from trinity.remote.leftovers import LOCK, OwnedFolder, clear_leftovers, make_shared_folder
 from trinity.remote.process_identity import has_ended, read_start
 
 LIVENESS_S = 60.0
@@ -108,6 +115,38 @@ def test_two_programs_that_clear_at_once_do_not_fail(tmp_path: Path, monkeypatch
     (tmp_path / "trinity-gone" / LOCK).touch()
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [path / "trinity-gone", path / "trinity-gone"])
     assert clear_leftovers(tmp_path) == [tmp_path / "trinity-gone"]
+
+
+# ---------------------------------------------------------------- shared memory
+
+
+def test_without_a_place_in_shared_memory_there_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "nowhere")
+    assert make_shared_folder() is None
+
+
+async def test_what_ucx_keeps_in_shared_memory_is_in_the_folder_that_is_cleared() -> None:
+    """A file of UCX stays if its process is killed between making and unlinking it: its name tells of nobody."""
+    ready("ucx")
+    options: dict[str, Any] = {"connector": "ucx", "cache": CacheConfig(pools=POOLS)}
+    async with Pipeline(MODEL, "1EP1D", hosting="process", **options) as pipe, asyncio.timeout(LIVENESS_S):
+        await pipe.complete(EmulatedRequest(text_tokens=18, image_tokens=(576,), max_tokens=5))
+        assert pipe._processes is not None
+        assert pipe._processes._shared is not None
+        folder = pipe._processes._shared.path
+        opened = [name for member in pipe.processes.values() for name in opened_by(member.process)]
+        kept = [name for name in opened if "ucx_shm_posix" in name]
+        assert kept
+        assert all(name.startswith(f"{folder}/") for name in kept)
+    assert not folder.exists()
+
+
+def opened_by(process: int) -> list[str]:
+    names = []
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            names.append(os.readlink(path))
+    return names
 
 
 # ---------------------------------------------------------------- processes

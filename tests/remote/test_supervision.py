@@ -27,6 +27,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, Overloaded, PeerLost, RequestError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
+from trinity.remote import leftovers
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.remote.instance_processes import InstanceSupervisor
@@ -231,9 +232,12 @@ async def test_a_loss_while_another_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_loss_after_that_of_the_launcher(sent: signal.Signals) -> None:
+async def test_a_loss_after_that_of_the_launcher(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At f13ec65 the pipeline was dead for ever, or D0 was, and aclose() raised a bare TimeoutError."""
-    before = set(Path(tempfile.gettempdir()).glob("trinity-*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
         first = launcher_of(pipe)._process
         os.kill(first.pid, sent)
@@ -244,7 +248,7 @@ async def test_a_loss_after_that_of_the_launcher(sent: signal.Signals) -> None:
         assert second.pid != first.pid
     for launcher in (first, second):
         assert launcher.returncode is not None
-    assert not set(Path(tempfile.gettempdir()).glob("trinity-*")) - before
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("victims", [("P0",), ("launcher",), ("E0", "P0", "D0", "launcher")])

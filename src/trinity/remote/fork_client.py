@@ -57,16 +57,18 @@ class Launcher:
         self._reader.start()
 
     async def launch(
-        self, address: Address, secret: bytes, model: str, *, once: bool = True
+        self, address: Address, secret: bytes, model: str, *, once: bool = True, shared: str = ""
     ) -> tuple[int, asyncio.Future[int]]:
         """Fork an instance that listens on ``address``; return its process number and a future of its exit code.
 
-        ``once``: it serves one pipeline and ends; else one after another, as if started by hand. Raises
+        ``once``: it serves one pipeline and ends; else one after another, as if started by hand. ``shared``: the folder
+        for what UCX keeps in shared memory, which stays if its process is killed at the wrong moment. Raises
         ``ConfigError`` if the launcher has ended, ``LauncherSilent`` if it takes no orders.
         """
         await _within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
         order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
+        order["shared"] = shared
         started = self._started[mark] = concurrent.futures.Future()
         taken = self._untaken[mark] = concurrent.futures.Future()
         try:

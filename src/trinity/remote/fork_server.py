@@ -1,6 +1,6 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
-Speaks JSON lines. {"id", "address", "secret", "model", "once"} on stdin forks an instance; on stdout it reports
+Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared"} on stdin forks an instance; on stdout are
 {"ready"}, {"taken"} (an order's id), {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its
 children with it.
 """
@@ -107,6 +107,8 @@ def fork_instance(order: dict[str, Any]) -> int:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(2, 1)
+        if order.get("shared"):
+            os.environ.setdefault("UCX_POSIX_DIR", order["shared"])
         from trinity.remote.server import serve_instance
 
         code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"])

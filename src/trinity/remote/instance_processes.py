@@ -18,7 +18,7 @@ from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import INSTANCE_STOP_S, LAUNCHER_ENDED, Launcher, LauncherSilent, get_launcher
 from trinity.remote.instance_client import END_POLL_S, InstanceClient, Watcher
-from trinity.remote.leftovers import OwnedFolder
+from trinity.remote.leftovers import OwnedFolder, make_shared_folder
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.supervisor_core import LifePhase, SupervisorCore
 from trinity.remote.supervisor_messages import (
@@ -73,7 +73,7 @@ class InstanceSupervisor:
         self._watcher, self._timeline = watcher, timeline
         self._addresses = addresses
         self._secret = secret or secrets.token_bytes(32)
-        self._folder, self._weights = OwnedFolder(), WeightsAgreement()
+        self._folder, self._shared, self._weights = OwnedFolder(), make_shared_folder(), WeightsAgreement()
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])
         self._setups: dict[str, Setup] = {}
@@ -264,7 +264,8 @@ class InstanceSupervisor:
             raise ConfigError(LAUNCHER_ENDED)
         launcher, _ = self._launchers[number]
         address = Address("unix", path=str(self._folder.path / f"{client.name}-{client.setup.epoch}.sock"))
-        process, exit_code = await launcher.launch(address, self._secret, client.setup.model)
+        shared = str(self._shared.path) if self._shared is not None else ""
+        process, exit_code = await launcher.launch(address, self._secret, client.setup.model, shared=shared)
         client.own(process, exit_code)
         await client.attach(address, self._secret)
 
@@ -323,3 +324,5 @@ class InstanceSupervisor:
             for number in list(self._launchers):
                 await self._end_launcher(number)
             self._folder.remove()
+            if self._shared is not None:
+                self._shared.remove()

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX, LOCK = "trinity-", "lock"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class OwnedFolder:
@@ -35,6 +36,14 @@ class OwnedFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def make_shared_folder() -> OwnedFolder | None:
+    """Make a folder for what libraries of the instances put into shared memory; None where there is no place for it."""
+    try:
+        return OwnedFolder(SHARED_MEMORY)
+    except OSError:
+        return None
 
 
 def clear_leftovers(parent: Path) -> list[Path]:
