@@ -24,7 +24,7 @@ from trinity.errors import (
     TrinityError,
     UnknownName,
 )
-from trinity.errors.arguments import Positive, check_arguments
+from trinity.errors.arguments import Positive, check_arguments, check_value
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
 from trinity.memory.digests import Verify, check_verify, digest_rows, should_verify, verify_pull
@@ -103,7 +103,8 @@ class Connector:
         Raises ``ConfigError`` if another pipeline uses this connector.
         """
         if self._closed or any(name == instance for name, _ in self._memories):
-            raise ConfigError("a Connector serves one pipeline: make one for each")
+            text = f"is closed, or has an instance {instance}: a Connector serves one pipeline, make one for each, "
+            raise ConfigError(f"the connector {text}and give each instance a name of its own")
         for kind, memory in memories.items():
             self._memories[instance, kind] = memory
             self._descriptors[instance, kind] = self.routes[kind].transport.publish(memory)
@@ -160,18 +161,20 @@ class Connector:
         """
         if self._closed:
             raise ClosedError("the connector is closed")
-        kind, height = source.kind, source.shape.shape[-2]
+        source, target = check_value("source", source, BlockMemory), check_value("target", target, BlockMemory)
+        blocks, places = (tuple(check_value("blocks", each, Sequence[int])) for each in (blocks, places))
+        kind, height, rows = source.kind, source.shape.shape[-2], check_value("rows", rows, int | None)
         if target.kind != kind:
             raise ConfigError(f"{kind} blocks do not fit a pool of {target.kind} blocks")
         if rows is not None and -(-rows // height) != len(blocks):
             raise ConfigError(f"{rows} rows are not in {len(blocks)} blocks of {height}")
         check_block_numbers(self.routes[kind].transport.scheme, "source", blocks, source.blocks)
-        names, numbers = (self._name_pool(target), self._name_pool(source)), (tuple(blocks), tuple(places))
-        pull = Pull("", 0, names[1], kind, "", *numbers, source.generation(blocks), tail=(rows or 0) % height)
+        ours, theirs = self._name_pool(target), self._name_pool(source)
+        pull = Pull("", 0, theirs, kind, "", blocks, places, source.generation(blocks), tail=(rows or 0) % height)
         if self.routes[kind].verifies:
             tails = {len(blocks) - 1: pull.tail} if pull.tail else {}
             pull = replace(pull, digests=tuple(await asyncio.to_thread(digest_rows, source, blocks, None, tails)))
-        return await self._read(names[0], pull)
+        return await self._read(ours, pull)
 
     def _name_pool(self, memory: BlockMemory) -> str:
         """Return the name under which this pool is bound; bind it if it is not."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import Encode, Open, Prefill, Sampled, Step, Work
+from trinity.core.messages import IMAGE, KV, Encode, Open, Prefill, Sampled, Step, Work
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.transfers import TransferPolicy
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError
+from trinity.errors.arguments import Count, check_value
 from trinity.instance import Instance, name_instances
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
@@ -58,7 +59,7 @@ class LoadedStage:
 
     def allocate(self, kind: str, rows: int) -> tuple[int, ...]:
         """Take blocks for ``rows`` rows: tokens of KV, feature rows of an image. Raises ``ConfigError``."""
-        pool = self._pool(kind)
+        pool, rows = self._pool(kind), check_value("rows", rows, Count)
         free, needed = self._free[kind], blocks_for(rows, pool.shape.shape[-2])
         if needed > len(free):
             text = f"{rows} rows need {needed} {kind} blocks, and {len(free)} of {pool.blocks} are free"
@@ -67,15 +68,22 @@ class LoadedStage:
         return tuple(taken)
 
     def free(self, kind: str, blocks: Sequence[int]) -> None:
-        """Give back blocks that ``allocate`` returned."""
-        self._free[kind] = sorted([*self._free[kind], *blocks])
+        """Give back blocks that ``allocate`` returned. Raises ``ConfigError`` for others, and for those given back."""
+        given = self._check_blocks(kind, blocks)
+        if len(set(given)) < len(given) or set(given) & set(self._free[kind]):
+            raise ConfigError(f"not all of the {kind} blocks {given} are taken: free each once")
+        self._free[kind] = sorted([*self._free[kind], *given])
 
     async def encode(self, prompt: ProcessedRequest, blocks: Sequence[Sequence[int]]) -> None:
         """Encode the images of a prompt, each into its ``blocks`` of the image pool."""
-        items = zip(prompt.work.media, blocks, prompt.inputs, strict=True)
+        self._of("E")
+        media = prompt.work.media
+        if len(blocks) != len(media):
+            raise ConfigError(f"the prompt has {len(media)} images: give blocks for each, not for {len(blocks)}")
+        items = enumerate(zip(media, blocks, prompt.inputs, strict=True))
         encodes = tuple(
-            Encode(prompt.work.request, item, span, tuple(places), inputs)
-            for item, (span, places, inputs) in enumerate(items)
+            Encode(prompt.work.request, item, span, self._check_blocks(IMAGE, places), inputs)
+            for item, (span, places, inputs) in items
         )
         await self._step("E", encodes=encodes)
 
@@ -83,7 +91,8 @@ class LoadedStage:
         self, work: Work, blocks: Sequence[int], *, images: Sequence[Sequence[int]] = (), tokens: Sequence[int] = ()
     ) -> None:
         """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that."""
-        opened = Open(work=work, blocks=tuple(blocks), images=tuple(map(tuple, images)), tokens=tuple(tokens))
+        taken, features = self._check_blocks(KV, blocks), tuple(self._check_blocks(IMAGE, each) for each in images)
+        opened = Open(work=work, blocks=taken, images=features, tokens=tuple(tokens))
         for stage in self._of("PD"):
             await self._call(partial(stage.open, opened))
 
@@ -110,6 +119,13 @@ class LoadedStage:
         await asyncio.to_thread(self._thread.shutdown)
         for memory in self.pools.values():
             memory.close()
+
+    def _check_blocks(self, kind: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return block numbers of a pool. Raises ``ConfigError`` for those that it does not have."""
+        numbers, most = tuple(check_value("blocks", blocks, Sequence[int])), self._pool(kind).blocks
+        if not all(0 <= number < most for number in numbers):
+            raise ConfigError(f"the {kind} blocks {numbers} are not all in a pool of {most}")
+        return numbers
 
     def _pool(self, kind: str) -> BlockMemory:
         if kind not in self.pools:
@@ -176,7 +192,7 @@ async def start_instance(
 
     The others are those of ``load_stage``. Raises ``ConfigError``.
     """
-    policy = routing_policy(routing)
+    network, policy = check_value("network", network, Network), routing_policy(routing)
     loaded = await _load(model, instance, dtype, device, cache, transfers)
     host = InstanceHost(loaded, network, Timeline(), policy)
     network.connector.bind(host.name, loaded.memory)
@@ -193,6 +209,12 @@ async def _load(
     cache: CacheConfig | None,
     transfers: TransferPolicy | None = None,
 ) -> LoadedInstance:
+    model, roles = check_value("model", model, str | Path | EmulatedModel), check_value("roles", roles, str | Instance)
+    cache, transfers = (
+        check_value("cache", cache, CacheConfig | None),
+        check_value("transfers", transfers, TransferPolicy | None),
+    )
+    dtype, device = check_value("dtype", dtype, str), check_value("device", device, str)
     (spec,) = name_instances([Instance(roles) if isinstance(roles, str) else roles])
     if spec.image_budget is not None or spec.address is not None:
         raise ConfigError("image_budget= and address= are for instances of a Pipeline: leave them out here")
