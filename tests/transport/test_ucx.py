@@ -90,7 +90,7 @@ async def test_who_lacks_the_secret_gets_no_answer(monkeypatch: pytest.MonkeyPat
     transport, memory = UcxTransport(), pool(*SMALL)
     descriptor = transport.publish(pool(*SMALL))
     with pytest.raises(TransferTimeout):
-        await transport.attach(altered(descriptor, secret=b"guessed"), memory)
+        await transport.attach(altered(descriptor, key=b"guessed"), memory)
     await transport.aclose()
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from trinity.transport.shm import ShmTransport
 from trinity.transport.ucx.transport import UcxTransport
 
 logger = logging.getLogger("trinity")
-BETWEEN_HOSTS: dict[str, Callable[[], Transport]] = {"nixl": NixlTransport, "ucx": UcxTransport}
+BETWEEN_HOSTS: dict[str, Callable[..., Transport]] = {"nixl": NixlTransport, "ucx": UcxTransport}
 SAME_HOST: dict[str, Callable[[], Transport]] = {
     "inproc": InprocTransport,
     "cuda_ipc": CudaIpcTransport,
@@ -51,6 +52,7 @@ class AutoTransport:
     """Picks for each peer the best transport that both sides have, and logs it.
 
     - ``schemes`` (transports by name, best first; None: all of trinity's): those to choose from.
+    - ``trusted_network`` (False): as ``NixlTransport`` has it, for those that leave the host.
 
     A transport that cannot run here, or cannot reach this pool, is left out. Raises ``TransportUnavailable`` if none
     remains.
@@ -59,8 +61,13 @@ class AutoTransport:
     scheme = "auto"
     network = True
 
-    def __init__(self, schemes: Mapping[str, Callable[[], Transport]] | None = None) -> None:
-        self._schemes = {**SAME_HOST, **BETWEEN_HOSTS} if schemes is None else schemes
+    def __init__(
+        self, schemes: Mapping[str, Callable[[], Transport]] | None = None, *, trusted_network: bool = False
+    ) -> None:
+        far: dict[str, Callable[[], Transport]] = {
+            name: partial(make, trusted_network=trusted_network) for name, make in BETWEEN_HOSTS.items()
+        }
+        self._schemes = {**SAME_HOST, **far} if schemes is None else schemes
         self._transports: dict[str, Transport] = {}
         self._unavailable: dict[str, str] = {}
 
@@ -122,8 +129,8 @@ class AutoHostTransport(AutoTransport):
     scheme = "auto-host"
     network = False
 
-    def __init__(self) -> None:
-        super().__init__(SAME_HOST)
+    def __init__(self, *, trusted_network: bool = False) -> None:
+        super().__init__(SAME_HOST, trusted_network=trusted_network)
 
 
 class _UnavailableRecorder:

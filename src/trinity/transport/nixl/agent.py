@@ -98,12 +98,13 @@ def pool_region(memory: BlockMemory) -> Region:
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
-    """A published pool: the name and metadata of its source's agent, its blocks and their generations."""
+    """A published pool: the name and metadata of its source's agent, blocks, generations, key of requests."""
 
     agent: str
     metadata: bytes
     pool: Region
     generations: Region
+    key: bytes
 
 
 def make_agent(region: Region) -> Any:

@@ -25,6 +25,7 @@ from trinity.memory.byte_ranges import view_units
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
 from trinity.transport.nixl.source import PushReply, PushRequest
+from trinity.transport.sealed_requests import seal_request
 
 logger = logging.getLogger("trinity")
 STAGING_BYTES = 16 << 20
@@ -114,7 +115,7 @@ class NixlPushLink(NixlLink):
         number = next(self._numbers)
         stage, pool = self._stage.region(plan.length), self._theirs.pool
         request = PushRequest(self._metadata, number, pool, stage, plan.offset, list(plan.source), plan.unit_bytes)
-        self._agent.send_notif(self._theirs.agent, msgspec.msgpack.encode(request))
+        self._agent.send_notif(self._theirs.agent, seal_request(self._theirs.key, msgspec.msgpack.encode(request)))
         return PushTransfer(number, plan)
 
     def _take_notifications(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from trinity.errors import TransportError, TransportUnavailable
 from trinity.transport.link import JOIN_S, stop_at_exit
 from trinity.transport.nixl.agent import IDLE_POLL_S, TRANSFER_POLL_S, Region, make_agent
+from trinity.transport.sealed_requests import RequestKey
 
 logger = logging.getLogger("trinity")
 
@@ -44,15 +45,21 @@ class PushReply(msgspec.Struct, frozen=True):
 class PushWriter:
     """Writes the blocks that peers request into their staging areas. Used only on the agent's thread."""
 
-    def __init__(self, agent: Any, lent: dict[Region, Any]) -> None:
-        self._agent, self._regions = agent, lent
+    def __init__(self, agent: Any, lent: dict[Region, Any], key: RequestKey) -> None:
+        self._agent, self._regions, self._key = agent, lent, key
         self._known: set[str] = set()
         self.in_flight: list[tuple[Any, list[Any], str]] = []
 
     def start_write(self, name: str, message: bytes) -> None:
-        """Start the write that a peer requests, or send it a refusal. A peer that cannot be reached is dropped."""
+        """Start the write that a peer requests, or send it a refusal; nothing to one that lacks the key.
+
+        A peer that cannot be reached is dropped.
+        """
+        body = self._key.open(message)
+        if body is None:
+            return
         try:
-            request = msgspec.msgpack.decode(message, type=PushRequest)
+            request = msgspec.msgpack.decode(body, type=PushRequest)
             if name not in self._known:
                 self._agent.add_remote_agent(request.metadata)
                 self._known.add(name)
@@ -135,6 +142,7 @@ class NixlSource:
     def __init__(self, first: Region) -> None:
         self._agent = make_agent(first)
         self.name: str = self._agent.name
+        self.key = RequestKey(self.name)
         self._regions: dict[Region, Any] = {}
         self.writing = 0  # transfers in flight
         self._closing = threading.Event()
@@ -157,7 +165,7 @@ class NixlSource:
         return metadata
 
     def _run(self) -> None:
-        writer = PushWriter(self._agent, self._regions)
+        writer = PushWriter(self._agent, self._regions, self.key)
         while not self._closing.wait(TRANSFER_POLL_S if writer.in_flight else IDLE_POLL_S):
             self.writing = len(writer.in_flight)
             try:

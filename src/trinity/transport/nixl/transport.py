@@ -15,21 +15,25 @@ from trinity.transport.link_transport import LinkTransport, PeerPool
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, generations_region, load_nixl, pool_region
 from trinity.transport.nixl.push import NixlPushLink
 from trinity.transport.nixl.source import NixlSource
+from trinity.transport.ucx_environment import check_network
 
 
 class NixlTransport(LinkTransport):
     """Pulls blocks out of a peer's pool by one-sided reads.
 
     - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
+    - ``trusted_network`` (False): allow UCX_NET_DEVICES beyond the loopback interface, whose hosts are all trusted.
 
-    Raises ``TransportUnavailable`` if nixl is not installed. The first agent of a process takes half a second.
+    Raises ``ConfigError`` where that is not said, ``TransportUnavailable`` if nixl is not installed.
+    The first agent of a process takes half a second.
     """
 
     scheme = "nixl"
     make_link: type[NixlLink] = NixlLink
     _source: NixlSource | None
 
-    def __init__(self, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, *, timeout_s: float = 30.0, trusted_network: bool = False) -> None:
+        check_network(self.scheme, trusted_network)
         load_nixl()
         super().__init__(timeout_s=timeout_s)
         self._memories: list[BlockMemory] = []  # keeps registered memory alive
@@ -40,7 +44,9 @@ class NixlTransport(LinkTransport):
             self._source = NixlSource(pool)
         metadata = self._source.register(pool, generations)
         self._memories.append(memory)
-        return msgspec.msgpack.encode(NixlDescriptor(self._source.name, metadata, pool, generations))
+        return msgspec.msgpack.encode(
+            NixlDescriptor(self._source.name, metadata, pool, generations, self._source.key.value)
+        )
 
     def _parse_descriptor(self, descriptor: bytes, into: BlockMemory) -> PeerPool:
         peer = msgspec.msgpack.decode(descriptor, type=NixlDescriptor)
@@ -54,7 +60,7 @@ class NixlTransport(LinkTransport):
 class NixlPushTransport(NixlTransport):
     """Has the source write the blocks. It publishes as ``NixlTransport`` does, so each target chooses between the two.
 
-    - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
+    - ``timeout_s``, ``trusted_network``: as ``NixlTransport`` has them.
     """
 
     scheme = "nixl-push"

@@ -16,6 +16,7 @@ from trinity.errors import HandshakeError, OfferRefused, PeerLost, TransportErro
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import MAX_REQUEST_BYTES, CopyPlan, find_runs
 from trinity.transport.link import Link, PendingRead
+from trinity.transport.sealed_requests import seal_request
 from trinity.transport.ucx.protocol import (
     REQUEST_TAG,
     PoolBytes,
@@ -112,10 +113,8 @@ class UcxLink(Link):
         """Request ``theirs``, runs of units; ``size`` is offset and length in each unit, and the unit's bytes."""
         assert self._worker is not None
         peer, number = self._theirs, next(self._numbers)
-        request = UcxRequest(
-            self._id, self._worker.address, number, peer.pool, peer.secret, *size, theirs, list(generations)
-        )
-        data = np.frombuffer(msgspec.msgpack.encode(request), np.uint8)
+        request = UcxRequest(self._id, self._worker.address, number, peer.pool, *size, theirs, list(generations))
+        data = np.frombuffer(seal_request(peer.key, msgspec.msgpack.encode(request)), np.uint8)
         if len(data) > MAX_REQUEST_BYTES:
             raise OfferRefused(f"{len(theirs)} runs of blocks are too many for one request", "blocks", "ucx")
         sent = self._worker.send(self._endpoint, data, REQUEST_TAG)

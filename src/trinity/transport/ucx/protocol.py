@@ -27,12 +27,12 @@ CLOSE_WAIT_S, CLOSE_POLL_S = 2.0, 0.001
 
 
 class UcxDescriptor(msgspec.Struct, frozen=True):
-    """A published pool: its source's worker address, its number there, and the secret that requests must carry."""
+    """A published pool: its source's worker address, its number there, and the key of requests."""
 
     name: str
     address: bytes
     pool: int
-    secret: bytes
+    key: bytes
     block_bytes: int
     blocks: int
 
@@ -49,7 +49,6 @@ class UcxRequest(msgspec.Struct, frozen=True):
     address: bytes
     number: int
     pool: int
-    secret: bytes
     offset: int
     length: int
     unit_bytes: int

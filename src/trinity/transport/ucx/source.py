@@ -1,8 +1,7 @@
-"""Source side of ucx: a thread that sends blocks to every peer that holds the pool's secret."""
+"""Source side of ucx: a thread that sends blocks to every peer that holds the pool's key."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import MAX_REQUEST_BYTES
 from trinity.transport.link import JOIN_S, stop_at_exit
+from trinity.transport.sealed_requests import RequestKey
 from trinity.transport.ucx.protocol import (
     REQUEST_TAG,
     PoolBytes,
@@ -49,7 +49,7 @@ class UcxSource:
 
     def __init__(self) -> None:
         self.name = f"ucx-{secrets.token_hex(8)}"
-        self._secret = secrets.token_bytes(16)
+        self._key = RequestKey(self.name)
         self._pools: dict[int, PoolBytes] = {}
         self._peers: dict[bytes, UcxPeer] = {}
         self._requests: list[tuple[Any, np.ndarray]] = []
@@ -64,7 +64,7 @@ class UcxSource:
         """Serve a pool from now on; return its descriptor."""
         number = len(self._pools)
         self._pools[number] = PoolBytes(memory)
-        return UcxDescriptor(self.name, self._address, number, self._secret, memory.block_bytes, memory.blocks)
+        return UcxDescriptor(self.name, self._address, number, self._key.value, memory.block_bytes, memory.blocks)
 
     def stop(self) -> None:
         """Ask the thread to end; does not block."""
@@ -111,10 +111,10 @@ class UcxSource:
                 del self._peers[link]
 
     def _answer(self, worker: UcxWorker, message: bytes) -> None:
-        request = msgspec.msgpack.decode(message, type=UcxRequest)
-        if not hmac.compare_digest(request.secret, self._secret):
-            logger.warning("%s refused a request for blocks that lacks its secret", self.name)
+        body = self._key.open(message)
+        if body is None:
             return
+        request = msgspec.msgpack.decode(body, type=UcxRequest)
         if request.link not in self._peers:
             self._peers[request.link] = UcxPeer(worker.connect(request.address))
         peer = self._peers[request.link]

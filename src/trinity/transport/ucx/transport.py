@@ -14,20 +14,24 @@ from trinity.transport.link_transport import LinkTransport, PeerPool
 from trinity.transport.ucx.link import UcxLink
 from trinity.transport.ucx.protocol import UcxDescriptor, load_ucxx
 from trinity.transport.ucx.source import UcxSource
+from trinity.transport.ucx_environment import check_network
 
 
 class UcxTransport(LinkTransport):
     """Requests blocks from a peer and receives them in place.
 
     - ``timeout_s`` (seconds, 30): a read that takes longer fails with ``TransferTimeout``.
+    - ``trusted_network`` (False): allow UCX_NET_DEVICES beyond the loopback interface, whose hosts are all trusted.
 
-    Raises ``TransportUnavailable`` if ucxx is not installed. The first use in a process takes about a second.
+    Raises ``ConfigError`` where that is not said, ``TransportUnavailable`` if ucxx is not installed.
+    The first use in a process takes about a second.
     """
 
     scheme = "ucx"
     _source: UcxSource | None
 
-    def __init__(self, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, *, timeout_s: float = 30.0, trusted_network: bool = False) -> None:
+        check_network(self.scheme, trusted_network)
         load_ucxx()
         super().__init__(timeout_s=timeout_s)
 
