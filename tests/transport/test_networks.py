@@ -21,7 +21,7 @@ from trinity.transport.nixl.push import StagingArea
 from trinity.transport.nixl.source import PushReply, PushRequest
 from trinity.transport.nixl.transport import NixlPushTransport, NixlTransport
 from trinity.transport.registry import make_transport
-from trinity.transport.sealed_requests import LOGGED_REFUSALS, RequestKey, seal_request
+from trinity.transport.sealed_requests import LOGGED_REQUESTS, RequestKey, seal_request
 from trinity.transport.ucx import transport as ucx_transport
 from trinity.transport.ucx.transport import UcxTransport
 
@@ -80,7 +80,7 @@ def test_a_request_has_the_tag_of_its_source(caplog: pytest.LogCaptureFixture) -
             assert mine.open(wrong) is None
         for _ in range(100):
             assert another.open(sealed) is None
-    assert len(caplog.records) == 6 + LOGGED_REFUSALS
+    assert len(caplog.records) == 6 + LOGGED_REQUESTS
     assert "another refused a request for blocks that lacks its secret" in caplog.text
 
 

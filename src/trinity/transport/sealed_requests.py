@@ -13,7 +13,7 @@ import secrets
 
 logger = logging.getLogger("trinity")
 KEY_BYTES, TAG_BYTES = 32, 16
-LOGGED_REFUSALS = 8  # of a source's life; the rest is not worth a line each
+LOGGED_REQUESTS = 8  # of a source's life; the rest is not worth a line each
 
 
 def seal_request(key: bytes, request: bytes) -> bytes:
@@ -34,6 +34,6 @@ class RequestKey:
         if hmac.compare_digest(seal_request(self.value, request), message):
             return request
         self._refused += 1
-        if self._refused <= LOGGED_REFUSALS:
+        if self._refused <= LOGGED_REQUESTS:
             logger.warning("%s refused a request for blocks that lacks its secret", self._source)
         return None
