@@ -240,7 +240,6 @@ class Pipeline:
         if processed is None:
             stream.end(End(request.request_id, "deadline", make_late_failure(request)))
             return
-        stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
         self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
 
     def _check_open(self) -> None:
@@ -268,6 +267,7 @@ class Pipeline:
                 await self._until(lambda: request.request_id not in self._frontend.entries)
                 processed = await self.processor.aprocess(request)
             self._check_open()
+            stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
         except TimeoutError:
             if limit.expired():
                 return None

@@ -16,7 +16,7 @@ import msgspec
 from trinity import errors
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Value
-from trinity.errors import ClosedError, RequestError, TrinityError
+from trinity.errors import ClosedError, RequestError, TrinityError, own_errors
 from trinity.metrics import SPANS, Metrics
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
@@ -127,7 +127,8 @@ class Stream:
     def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
         """Take the processed request, but for its inputs; ``make_text`` makes its detokenizer from its stop strings."""
         self.processed = msgspec.structs.replace(processed, inputs=())
-        self._text = make_text(processed.stop)
+        with own_errors(self.request.request_id, "making the detokenizer", (asyncio.CancelledError,)):
+            self._text = make_text(processed.stop)
 
     def deliver(self, event: Deliver) -> None:
         """Take the next token. Text that may still change (part of a stop string or of a character) is held back."""
@@ -135,7 +136,7 @@ class Stream:
         if self.done or self._text.stopped:
             return
         sampled = event.sampled
-        text = self._text.push(sampled.token)
+        text = self._decode(lambda stream: stream.push(sampled.token))
         self._times.append(time.monotonic())
         self._ids.append(sampled.token)
         self._pieces.append(text)
@@ -144,6 +145,16 @@ class Stream:
             self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
         if self._text.stopped:
             self._host.post(Abort(self.request.request_id, "stop"))
+
+    def _decode(self, read: Callable[[TextStream], str]) -> str:
+        """Ask the detokenizer. Raises ``RequestError`` for whatever the tokenizer raises, or gives in place of text."""
+        if self._text is None:
+            return ""
+        with own_errors(self.request.request_id, "decoding the output to text", (asyncio.CancelledError,)):
+            text = read(self._text)
+            if not isinstance(text, str):
+                raise TypeError(f"the tokenizer gave {type(text).__name__} in place of text")
+            return text
 
     def _show(self, token: Token) -> None:
         assert self._text is not None
@@ -167,7 +178,11 @@ class Stream:
         """End the request: flush the text, make the output, wake the reader."""
         if self.done:
             return
-        self._flush()
+        try:
+            self._flush()
+        except RequestError as error:  # the tokens are there, the end of their text is not
+            failure = event.failure or Failure("RequestError", str(error))
+            event = msgspec.structs.replace(event, reason="error", failure=failure)
         self._output = self._make_output(event.reason, event.finished)
         if event.failure is not None:
             self.fail(make_error(event.failure, self.request.request_id))
@@ -188,7 +203,7 @@ class Stream:
             self._error = ClosedError("the pipeline was closed while the request was being served")
 
     def _flush(self) -> None:
-        rest = "" if self._text is None or self._text.stopped else self._text.finish()
+        rest = self._decode(lambda stream: "" if stream.stopped else stream.finish())
         self._pieces.append(rest)
         if rest and self._held is None and self._tokens:
             last = self._tokens.pop()

@@ -32,7 +32,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import Router, RoutingPolicy, needs
+from trinity.core.routing import BadChoice, Router, RoutingPolicy, needs
 
 MAX_WAITING_BYTES = 4 << 30
 
@@ -121,7 +121,11 @@ class FrontendCore:
         if problem is not None:
             self._out.append(End(work.request, "error", problem))
             return
-        first = self.router.enter(work)
+        try:
+            first = self.router.enter(work)
+        except BadChoice as problem:
+            self._out.append(End(work.request, "error", Failure("StageError", str(problem))))
+            return
         assert first is not None
         deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
         inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
@@ -325,7 +329,10 @@ class FrontendCore:
         if self.router.has("P") and next(self.router.fitting("P", work), None) is None:
             advice = f"it was preempted, and its {outputs} outputs count as prompt; enlarge the pools"
             return replace(finished, reason="error", failure=_too_large(self.router, work, "P", advice))
-        first = self.router.enter(work)
+        try:
+            first = self.router.enter(work)
+        except BadChoice as problem:
+            return replace(finished, reason="error", failure=Failure("StageError", str(problem)))
         if first is None:
             text = "the request was preempted, and no instance is up at its first stage just now; send it again"
             return replace(finished, reason="error", failure=Failure("Overloaded", text))

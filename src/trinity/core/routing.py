@@ -12,9 +12,14 @@ from typing import Protocol, cast
 
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerSuspect, PeerUp, Work
+from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
 UNKNOWN_UNIT_S = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
+
+
+class BadChoice(Exception):
+    """A routing policy raised an error, or chose what it was not offered: that request fails (``StageError``)."""
 
 
 class SimplePolicy(Protocol):
@@ -172,7 +177,10 @@ class Router:
         return not self.has(letter) and any(letter in peer.roles for peer in self.lost.values())
 
     def choose(self, letter: str, work: Work) -> str | None:
-        """Name of the instance for stage ``letter``; None where none has both the stage and the blocks."""
+        """Name of the instance for stage ``letter``; None where none has both the stage and the blocks.
+
+        Raises ``BadChoice``, as ``enter`` does.
+        """
         peers = self._trusted(self.fitting(letter, work))
         return self._chosen(letter, work, peers) if peers else None
 
@@ -211,9 +219,24 @@ class Router:
         return self.choose("E" if work.media else "P", work)
 
     def _chosen(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> str:
+        """Ask the policy. Raises ``BadChoice`` if that fails, or names another than one of ``peers``."""
+        try:
+            if self.informed:
+                picked = cast(InformedPolicy, self.policy).choose(letter, work, tuple(peers), self)
+            else:
+                picked = cast(SimplePolicy, self.policy).choose(letter, work, tuple(peers))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's policy may raise anything, and concerns this request alone
+            raise BadChoice(f"the routing policy failed at stage {letter} ({describe_error(error)})") from error
+        if not any(picked is peer for peer in peers):
+            names = ", ".join(peer.name for peer in peers)
+            raise BadChoice(
+                f"the routing policy chose none of {names} at stage {letter}, but a {type(picked).__name__}"
+            )
+        name = picked.name
         if not self.informed:
-            return cast(SimplePolicy, self.policy).choose(letter, work, peers).name
-        name = cast(InformedPolicy, self.policy).choose(letter, work, peers, self).name
+            return name
         sent = self._sent.setdefault(name, {})
         sent[letter] = sent.get(letter, 0) + _units(letter, work)
         return name

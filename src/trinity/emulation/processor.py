@@ -8,7 +8,7 @@ from typing import Any
 from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
-from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
+from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge, own_errors
 from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -71,7 +71,8 @@ class EmulatedProcessor(RequestProcessor):
     async def aprocess(self, request: Request) -> ProcessedRequest:
         if self._closed:
             raise ClosedError("the request processor is closed")
-        return self.process(request)
+        with own_errors(request.request_id, "reading the counts"):
+            return self.process(request)
 
     def close(self) -> None:
         self._closed = True
@@ -87,7 +88,7 @@ class EmulatedProcessor(RequestProcessor):
             text = f"{len(request.contents)} contents for {len(request.image_tokens)} images"
             raise BadMedia(text, request.request_id)
         rule = self.model.shape.visual_tokens
-        images = [each if isinstance(each, int) else rule(*each) for each in request.image_tokens]
+        images = [rule(*each) if isinstance(each, Sequence) else int(each) for each in request.image_tokens]
         if any(count < 1 for count in images) or request.all_media():
             raise BadMedia("images are given as counts of at least 1, in image_tokens=", request.request_id)
         return images
@@ -108,7 +109,7 @@ def _spans(request: EmulatedRequest, images: Sequence[int]) -> tuple[MediaSpan, 
     offset = 0
     for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
         name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
-        width, height = (0, 0) if isinstance(asked, int) else asked
+        width, height = asked if isinstance(asked, Sequence) else (0, 0)
         spans.append(MediaSpan("image", count, offset, count, f"{name}:{count}", width=width, height=height))
         offset += count
     return tuple(spans)

@@ -29,7 +29,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 DISTRIBUTION = "trinity-epd"  # on the package index, where `trinity` is another project
@@ -185,6 +186,21 @@ def describe_error(error: BaseException, most: int = 1000) -> str:
         said = "its text cannot be read"
     text = f"{kind}: {said[:most]}" if said else kind
     return text.encode("utf-8", "backslashreplace").decode()[:most]
+
+
+@contextmanager
+def own_errors(request_id: str, doing: str, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Turn whatever foreign code raises, SystemExit and MemoryError too, into the request's own ``RequestError``.
+
+    ``doing`` says what failed. trinity's own errors pass as they are, KeyboardInterrupt and those ``passing`` too.
+    """
+    own: tuple[type[BaseException], ...] = (TrinityError, KeyboardInterrupt, *passing)
+    try:
+        yield
+    except own:
+        raise
+    except BaseException as error:
+        raise RequestError(f"{doing} failed ({describe_error(error)})", request_id) from error
 
 
 def _restore_error(kind: type[TrinityError], args: tuple[Any, ...]) -> TrinityError:

@@ -8,13 +8,14 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from trinity.core.messages import MediaSpan, Work
-from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge
+from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.preprocess.generation_config import (
     GenerationDefaults,
     check_token_ids,
@@ -122,7 +123,8 @@ class RequestProcessor:
         Raises ``BadMedia`` (an image is unreadable, or images and markers differ in number), ``RequestTooLarge``
         (prompt beyond the context or ``MediaLimits.max_prompt_tokens``), ``RequestError``, each with the request's id.
         """
-        return self._process_parsed(self._parse(request))
+        with _own_errors(check_request(request).request_id):
+            return self._process_parsed(self._parse(request))
 
     def _process_parsed(self, parsed: _ParsedRequest) -> ProcessedRequest:
         return self._finish(parsed, [self._read_item(parsed, index) for index in range(len(parsed.media))])
@@ -132,10 +134,11 @@ class RequestProcessor:
 
         Raises ``ClosedError`` after ``close()``, and the errors of ``process``.
         """
-        parsed = await self._run(self._begin, request)
+        name = check_request(request).request_id
+        parsed = await self._run(name, self._begin, request)
         if isinstance(parsed, ProcessedRequest):
             return parsed
-        return await self._run(self._finish, parsed, await self._read_items(parsed))
+        return await self._run(name, self._finish, parsed, await self._read_items(parsed))
 
     def _begin(self, request: Request) -> ProcessedRequest | _ParsedRequest:
         """Process all of a request with at most one image: each further call on the threads would queue again."""
@@ -145,7 +148,10 @@ class RequestProcessor:
     async def _read_items(self, parsed: _ParsedRequest) -> list[MediaItem]:
         """Read all media of a request in parallel. If one fails, cancel the others and leave none running."""
         indices = range(len(parsed.media))
-        reading = [asyncio.ensure_future(self._run(self._read_item, parsed, index)) for index in indices]
+        reading = [
+            asyncio.ensure_future(self._run(parsed.request.request_id, self._read_item, parsed, index))
+            for index in indices
+        ]
         try:
             return await asyncio.gather(*reading)
         finally:
@@ -176,11 +182,17 @@ class RequestProcessor:
         self._closed = True
         await asyncio.to_thread(self.close)
 
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, request: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a part of a request's processing on the threads; see ``_own_errors``."""
         if self._closed:
             raise ClosedError("the request processor is closed")
+
+        def work() -> T:
+            with _own_errors(request):
+                return function(*arguments)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():  # dropped by close(), not by the caller
@@ -299,9 +311,21 @@ class RequestProcessor:
         try:
             # As one text: split at the images, the borders would tokenize differently than in the model's processor.
             special = self._needs_special(text, parsed.text.rendered)
-            return tuple(self._loaded.run_tokenizer.tokenize(text, lambda short: self._tokenise(short, special)))
+            ids = tuple(self._loaded.run_tokenizer.tokenize(text, lambda short: self._tokenise(short, special)))
+            self._check_ids(ids)
+            return ids
         except Exception as exc:
-            raise RequestError(f"the prompt cannot be tokenized ({exc})", parsed.request.request_id) from exc
+            text = f"the prompt cannot be tokenized ({describe_error(exc)})"
+            raise RequestError(text, parsed.request.request_id) from exc
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ``ValueError`` for what is no token: an id beyond the embeddings would end a GPU's context."""
+        kinds = set(map(type, ids)) - {int}
+        if kinds:
+            raise ValueError(f"the tokenizer gives {kinds.pop().__name__} where token ids belong")
+        plain = set(ids) - self.media_token_ids
+        if plain and not 0 <= min(plain) <= max(plain) < (self.vocabulary or _NO_LIMIT):
+            raise ValueError(f"the tokenizer gives ids {min(plain)} to {max(plain)} of {self.vocabulary} tokens")
 
     def _tokenise(self, text: str, special: bool) -> Sequence[int]:
         found: Sequence[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -364,6 +388,11 @@ def _order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media,
         ordered.append(item)
         names.append(f"{kind} {seen[kind]} of {totals[kind]}{shown}")
     return tuple(ordered), tuple(names)
+
+
+def _own_errors(request: str) -> AbstractContextManager[None]:
+    """Have any error of the tokenizer and of the model's processor end its own request, as ``RequestError``."""
+    return own_errors(request, "preprocessing", (asyncio.CancelledError,))
 
 
 def _context_length(config: Any, tokenizer: Any) -> int:

@@ -12,6 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from trinity.core.messages import Close, Failure, Grow, LayersWritten, Open, Sampled, Step, Stepped, Value
+from trinity.errors import describe_error
+from trinity.errors.arguments import show
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
 from trinity.stages.base import GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
@@ -19,6 +21,7 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 SAMPLED_ONLY = {Sampled}
+LARGEST_ID = (1 << 31) - 1  # of a token
 POLL_S = 0.0002  # between two polls of a launched step, while another may still be launched behind it
 
 
@@ -247,7 +250,7 @@ class Lane:
             try:
                 sampled.update(self._forward(rows))
             except BaseException as error:
-                text = f"{_title(rows)} on {self.instance} raised {type(error).__name__}: {error}"
+                text = f"{_title(rows)} on {self.instance} raised {describe_error(error)}"
                 failed[request] = Failure("StageError", text, {"stage": _letters(rows)})
         return sampled, failed
 
@@ -260,11 +263,22 @@ def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     return sampled
 
 
+def check_tokens(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """Check that tokens are plain ids, which any message can carry. Raises ``TypeError`` if not."""
+    tokens = [one.token for one in sampled.values()]
+    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= LARGEST_ID):
+        wrong = next(each for each in tokens if type(each) is not int or not 0 <= each <= LARGEST_ID)
+        raise TypeError(
+            f"Sampled.token must be an int from 0 to {LARGEST_ID}, got {show(wrong)}; convert it with int()"
+        )
+    return sampled
+
+
 def check_complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """Check that each row that needs a token has one. Raises ``RuntimeError`` if not, ``TypeError`` as above."""
     if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == SAMPLED_ONLY:
-        return sampled  # most steps
-    check_sampled(sampled)
+        return check_tokens(sampled)  # most steps
+    check_tokens(check_sampled(sampled))
     missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
     if missing:
         raise RuntimeError(f"Stage.forward() returned no token for {', '.join(sorted(missing))}")

@@ -9,7 +9,7 @@ from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_media
-from trinity.core.routing import needs
+from trinity.core.routing import BadChoice, needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
@@ -79,7 +79,11 @@ def _at_home(name: str) -> dict[str, object]:
 def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     """Pass it on to an encode instance: the features it came for were evicted. It holds nothing here."""
     work, name = state.work, s.settings.name
-    target = s.router.choose("E", work)
+    try:
+        target = s.router.choose("E", work)
+    except BadChoice as problem:
+        end(s, state, now, "error", failure("StageError", str(problem), stage="E"))
+        return
     if target is None:
         end(s, state, now, "error", failure("MigrationError", "no instance with stage E is up just now", source=name))
         return

@@ -7,6 +7,7 @@ from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, KV, Failure, Offer, Part, Ready
 from trinity.core.migration.remote_features import remember_skipped
+from trinity.core.routing import BadChoice
 
 
 def may_offer(s: State, state: RequestState) -> bool:
@@ -65,7 +66,11 @@ def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
 
 def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
     """Lease the blocks to an instance with that stage. Ends the request and returns False where there is none."""
-    target = s.router.choose(letter, state.work)
+    try:
+        target = s.router.choose(letter, state.work)
+    except BadChoice as problem:
+        end(s, state, now, "error", failure("StageError", str(problem), stage=letter))
+        return False
     if target is None:
         end(s, state, now, "error", _nowhere(s, letter))
         return False
