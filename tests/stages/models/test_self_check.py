@@ -34,7 +34,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def credulous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: Ministral 3's layers are admitted, on a probe of the first five positions."""
     declare_known(monkeypatch, LayerPart.DECODER_ATTENTION, modeling_ministral3.Ministral3Attention)
-    monkeypatch.setattr(decoder_layers, "list_positions", lambda config: list(range(5)))
+    monkeypatch.setattr(decoder_layers, "place_rows", lambda config: (torch.arange(5), torch.ones(5)))
 
 
 def count_fused(model: Any) -> int:

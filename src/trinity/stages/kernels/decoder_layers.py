@@ -35,7 +35,7 @@ from trinity.stages.kernels.fused_elementwise import (
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import _pick_keywords, _TwoPassLayer
 from trinity.stages.kernels.linear import PackedLinear
-from trinity.stages.kernels.probes import ROW_SCALES, is_close, list_positions, make_empty_rows, make_noise
+from trinity.stages.kernels.probes import is_close, make_empty_rows, make_noise, place_rows
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
 from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
 
@@ -217,12 +217,11 @@ def _make_plan(layer: Any, kind: Any) -> DecoderLayerPlan | None:
         heads = attention.k_proj.out_features // width
         cache = torch.empty((1, attention.layer_idx + 1, 2, heads, 1, width), device="meta")
         shown, plan = DecoderAttentionProbe(), DecoderLayerPlan(layer, width)
-        positions = torch.tensor(list_positions(attention.config)).repeat(len(ROW_SCALES))
-        count, scales = len(positions), torch.tensor(ROW_SCALES, dtype=weight.dtype)
+        positions, scales = place_rows(attention.config)
         rows, cosine, sine = (
-            make_noise(count, size, weight.dtype, seed) for seed, size in enumerate((len(weight), width, width))
+            make_noise(len(scales), size, weight.dtype, seed) for seed, size in enumerate((len(weight), width, width))
         )
-        rows = rows * scales.repeat_interleave(count // len(scales))[None, :, None]
+        rows = rows * scales[:, None].to(rows.dtype)
         batch = PagedBatch(make_empty_rows(), cache, shown)
         named = {
             "position_embeddings": (cosine, sine),

@@ -19,13 +19,23 @@ ROW_SCALES = (1.0, 1e-3, 30.0, 1e3)
 FAR_POSITIONS = (1_000, 4_097, 16_384, 32_769, 131_072, 1_000_003)
 _LIMITS = ("position", "window", "chunk", "length", "rope")
 _MOST_POSITION = 10_000_000
-_ROWS_EACH = 5
+_ROWS_EACH, _FEW_ROWS = 5, 3
 
 
 def list_positions(config: Any) -> list[int]:
     """List 0 to 4, far positions, and those around each whole number of ``config``, nested ones included."""
     around = {number + step for number in _find_numbers(vars(config)) for step in (-1, 0, 1)}
     return sorted({*range(_ROWS_EACH), *FAR_POSITIONS, *(each for each in around if 0 <= each <= _MOST_POSITION)})
+
+
+def place_rows(config: Any) -> tuple[Tensor, Tensor]:
+    """Return positions and sizes of a probe's rows: each position once at size 1, and a few rows of each other size.
+
+    A layer's weights are read whatever the number of rows; some 60 rows cost a large model little more than five.
+    """
+    places, others = list_positions(config), ROW_SCALES[1:]
+    sizes = [1.0] * len(places) + [scale for scale in others for _ in range(_FEW_ROWS)]
+    return torch.tensor([*places, *places[-_FEW_ROWS:] * len(others)]), torch.tensor(sizes)
 
 
 def find_limits(config: Any) -> set[int]:
