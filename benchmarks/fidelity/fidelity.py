@@ -19,6 +19,7 @@ import msgspec
 from benchmarks.fidelity import real_model as fidelity_real
 from benchmarks.fidelity.comparison import Load, Row, seen
 from benchmarks.fidelity.host import Host, calibrated
+from benchmarks.paper_devices import paper_device
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, disturbed
 from trinity.bench.live_replay import live_goodput, replay
@@ -26,7 +27,7 @@ from trinity.core.scheduler import latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import DEVICES, Roofline
+from trinity.costs.step_cost import Roofline
 from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -43,7 +44,8 @@ TOLERANCE = 0.10
 APART = 1.08  # goodputs nearer to each other than this have no order: a live search ends at 4 % on either side
 
 MODEL = get_model_shape("llava-1.5-7b")
-DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
+# slow passes: what the host adds is small beside them
+DEVICE = msgspec.structs.replace(paper_device("A100"), pass_s=0.04)
 COST = Roofline(model=MODEL, device=DEVICE)
 PACED = EmulatedModel(shape=EmulatedShape.of(MODEL), cost=COST, scale=2048)
 SLO_PACED = SLO(ttft=0.8, tbt=0.15)

@@ -10,7 +10,8 @@ import msgspec
 
 from trinity.bench.live_replay import RequestFactory
 from trinity.costs.budgets import StepCost
-from trinity.costs.step_cost import CostTables, Interconnect
+from trinity.costs.interconnects import Interconnect
+from trinity.costs.step_cost import CostTables
 from trinity.pipeline import Pipeline
 from trinity.request import Output
 from trinity.traces.trace import ServedRequest, Trace

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
+from benchmarks.paper_devices import SAID
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import Roofline
@@ -28,12 +29,16 @@ SPARE = 1.3  # times the shortest trace that has an answer
 
 
 class Claim(NamedTuple):
-    """``says``: the predicate. ``paper``: its figures there. ``because``: why ours does not show it, where so."""
+    """``says``: the predicate. ``paper``: its figures there. ``because``: why ours does not show it, where so.
+
+    ``engine``: what is assumed to run the steps, as the paper's engine did.
+    """
 
     figure: str
     says: str
     paper: str
     because: str = ""
+    engine: str = SAID
 
 
 class Shown(NamedTuple):

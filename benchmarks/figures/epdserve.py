@@ -24,6 +24,7 @@ from benchmarks.figures.claims import (
     mean_ttft,
     replayed,
 )
+from benchmarks.paper_devices import paper_cluster
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
@@ -85,7 +86,7 @@ TABLE_5 = (
 
 
 def a100() -> Cluster:
-    return Cluster.of("A100", 8)
+    return paper_cluster("A100", 8)
 
 
 def photos(model: str, images: int, rate: float | None = 1.0, seed: int = 0) -> Callable[[int], Trace]:

@@ -37,12 +37,16 @@ def shown(found: Sequence[Shown], quick: bool = False) -> Result:
     result = Result(
         "figures",
         "Directions of the papers' figures",
-        "Simulated on rooflines of the papers' devices. Each claim is a direction, stated in the benchmark's file "
+        "Simulated on rooflines of the papers' devices and engines; each claim names its engine. It is a direction, "
+        "stated in the benchmark's file "
         "before the run; absolute figures are not comparable. Goodput by the guarded rule, for EPDServe by TTFT and "
         "mean TPOT.",
     )
-    rows = [[f"{each.claim.figure}: {each.claim.says}", each.claim.paper, each.ours, each.verdict] for each in found]
-    result.tables.append(Table("Claims", ("claim", "paper", "ours", ""), rows))
+    rows = [
+        [f"{each.claim.figure}: {each.claim.says}", each.claim.engine, each.claim.paper, each.ours, each.verdict]
+        for each in found
+    ]
+    result.tables.append(Table("Claims", ("claim", "engine", "paper", "ours", ""), rows))
     result.notes += [
         f"FAIL, {each.claim.figure} ({each.claim.says}), probably because {each.claim.because}."
         for each in found

@@ -23,6 +23,7 @@ from benchmarks.figures.claims import (
     more_than,
     replayed,
 )
+from benchmarks.paper_devices import paper_cluster
 from benchmarks.rank.ranking import MODELS, SETS, SETTINGS, slo_of
 from trinity import traces
 from trinity.core.messages import IMAGE
@@ -111,7 +112,7 @@ def of_set(model: str, dataset: str, rate: float = 10.0, seed: int = 0) -> Trace
 
 def figure_5(scale: Scale) -> Iterator[Shown]:
     """LLaVA-NeXT-7B, TextCaps, 8 requests/s, N = 8: mean TTFT and TBT of all 35 ratios."""
-    slo, cluster = slo_of(NEXT, "TextCaps", SETTINGS[0]), Cluster.of("H20", 8)
+    slo, cluster = slo_of(NEXT, "TextCaps", SETTINGS[0]), paper_cluster("H20", 8)
     trace = of_set(NEXT, "TextCaps", rate=8.0)(scale.requests(1500))
     ttft: dict[str, float] = {}
     gap: dict[str, float] = {}
@@ -164,7 +165,7 @@ def figure_6(scale: Scale) -> Iterator[Shown]:
 
 def best_of_methods(dataset: str, slo: SLO, scale: Scale) -> dict[str, float]:
     """Goodput (requests/s) of each method's best ratio."""
-    hardware = Hardware(get_model_shape(NEXT), Cluster.of("H20", 8), None, {}, {})
+    hardware = Hardware(get_model_shape(NEXT), paper_cluster("H20", 8), None, {}, {})
     question = GoodputCriterion(slo, least_requests=scale.least_requests, least_ttfts=scale.least_ttfts)
 
     def search(count: int) -> dict[str, float]:
@@ -222,7 +223,7 @@ def planned(model: str, dataset: str, slo: SLO, cluster: Cluster, scale: Scale) 
 
 def figure_9(scale: Scale) -> Iterator[Shown]:
     """32 devices on 4 hosts, every model and set at the SLO of table 5."""
-    cluster = Cluster.of("H20", 32, per_host=8)
+    cluster = paper_cluster("H20", 32, per_host=8)
     gains: dict[tuple[str, str], dict[str, float]] = {}
     for model in scale.few(MODELS):
         for dataset in scale.few(SETS):
@@ -255,7 +256,7 @@ def figure_10(scale: Scale) -> Iterator[Shown]:
     """LLaVA-NeXT-7B, TextCaps, 32 devices on 4 hosts; the even split is 11E11P10D."""
     slo, cluster, made = (
         slo_of(NEXT, "TextCaps", SETTINGS[0]),
-        Cluster.of("H20", 32, per_host=8),
+        paper_cluster("H20", 32, per_host=8),
         of_set(NEXT, "TextCaps"),
     )
     best = planned(NEXT, "TextCaps", slo, cluster, scale)
@@ -285,7 +286,7 @@ def table_4(scale: Scale) -> Iterator[Shown]:
     """LLaVA-1.5-7B, TextCaps, on H100 (see above), 8 to a host."""
     slo, found = slo_of(LLAVA, "TextCaps", SETTINGS[0]), {}
     for placement, rates in RATES_4.items():
-        cluster = Cluster.of("H100", Placement.parse(placement).size, per_host=8)
+        cluster = paper_cluster("H100", Placement.parse(placement).size, per_host=8)
         for rate in rates:
             trace = of_set(LLAVA, "TextCaps", rate)(scale.requests(1500))
             replay = replayed(LLAVA, placement, slo, trace, cluster=cluster, record=True)

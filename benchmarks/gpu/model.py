@@ -78,7 +78,7 @@ def limits(device: str, tiny: bool) -> Device:
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     else:
         name, memory = "cpu", 1 << 30
-    shares = {"flops_share": 1.0, "bandwidth_share": 1.0, "pass_s": 0.0, "row_s": 0.0}
+    shares: dict[str, Any] = {"flops_share": 1.0, "bandwidth_share": 1.0, "pass_s": 0.0, "row_s": 0.0}
     return Device(name=name, flops=flops, bandwidth=moved, memory=float(memory), **shares)
 
 

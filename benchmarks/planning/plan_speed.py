@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from benchmarks.paper_devices import ENGINE
 from benchmarks.planning.simpy_pipeline import Model
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
@@ -76,9 +77,9 @@ def planned(
         if time.process_time() - cpu > MOST_S:
             raise TooLongError
 
-    options = {"instances": instances, "device": DEVICE, "search": search, "progress": tell, **options}
+    options = {"instances": instances, "search": search, "progress": tell, **options}
     try:
-        plan = HybridPlanner(PLANNED, slo, **options).plan(trace)
+        plan = HybridPlanner(PLANNED, slo, device=DEVICE, engine=ENGINE, **options).plan(trace)
         found = plan.runs, plan.trace.requests, plan.placement
     except TooLongError:
         found = replays, len(trace), "none: cut off"
@@ -89,7 +90,7 @@ def planned(
 
 def searched(trace: Trace, instances: int) -> Took:
     """Of the race alone, as ``plan`` runs it, on a trace that is long enough."""
-    hardware = Hardware(get_model_shape(PLANNED), cluster_of(DEVICE, instances), None, {}, {})
+    hardware = Hardware(get_model_shape(PLANNED), cluster_of(DEVICE, instances, engine=ENGINE), None, {}, {})
     cpu, wall = time.process_time(), time.perf_counter()
     case = PlanningProblem(hardware, trace, GoodputCriterion(PLAN_SLO), None)
     found = case.search("race", case.bound_deployments(hardware.names))
@@ -112,7 +113,7 @@ def by_simulator(trace: Trace, engine: str) -> tuple[float, float]:
 
 
 def simulator(engine: str = "auto") -> Simulator:
-    return Simulator(SIMULATED, SIMULATED_SLO, cluster=Cluster.of(DEVICE, 8), engine=engine)
+    return Simulator(SIMULATED, SIMULATED_SLO, cluster=Cluster.of(DEVICE, 8, engine=ENGINE), backend=engine)
 
 
 def means(replay: Replay) -> tuple[float, float]:
@@ -173,9 +174,10 @@ def result(found: dict[str, Took], served: dict[str, Speed]) -> Result:
     made = Result(
         "plan_speed",
         "Speed of plans and of the simulator",
-        f"CPU time of one thread, wall time beside it. Plans: {PLANNED} on {DEVICE}, SLO {PLAN_SLO.ttft:g} s and "
-        f"{PLAN_SLO.tbt:g} s, on ten minutes of the shipped hour or on the shipped day at its own rate again; the "
-        f"trace is there already. Simulated: {SIMULATED}, {PLACEMENT}, TextCaps at {RATE:g} requests/s, best of three.",
+        f"CPU time of one thread, wall time beside it. Plans: {PLANNED} on {DEVICE} ({ENGINE}), SLO "
+        f"{PLAN_SLO.ttft:g} s and {PLAN_SLO.tbt:g} s, on ten minutes of the shipped hour or on the shipped day at its "
+        f"own rate again; the trace is there already. Simulated: {SIMULATED}, {PLACEMENT}, TextCaps at {RATE:g} req/s, "
+        "best of three.",
     )
     rows = [
         [name, f"{took.cpu_s:.2f}", f"{took.wall_s:.2f}", f"{took.replays}", f"{took.requests:,}", took.placement]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.paper_devices import ENGINE
 from trinity import traces
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.model_shape import get_model_shape
@@ -124,7 +125,7 @@ def _shared(draw: random.Random, row: TraceRow) -> TraceRow:
 
 def case_of(asked: Small, setting: str) -> PlanningProblem:
     """A planner's, which may call a goodput what lasts one TTFT bound."""
-    cluster = cluster_of(asked.devices, None)
+    cluster = cluster_of(asked.devices, None, engine=ENGINE)
     hardware = Hardware(get_model_shape(asked.model), cluster, None, {}, SETTINGS[setting])
     return PlanningProblem(
         hardware, asked.trace, GoodputCriterion(asked.slo, least_requests=100, least_ttfts=1.0), None
@@ -135,7 +136,7 @@ def on_cores(case: PlanningProblem) -> Trials:
     """Trials of the whole trace with the true settings."""
 
     def serve_of(deployment: Deployment) -> Any:
-        return case.hardware.simulator(deployment, case.asked.slo, engine="python").serve(deployment.placement)
+        return case.hardware.simulator(deployment, case.asked.slo, backend="python").serve(deployment.placement)
 
     return case.make_trials(case.trace, serve_of)
 

@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.paper_devices import paper_device
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.adapt.drift import DemandShift, DriftDetector, Proposal, Replanner
 from trinity.costs.demand import Demand, peak_load
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import DEVICES, Roofline
+from trinity.costs.step_cost import Roofline
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 LOAD = 0.6
@@ -49,7 +50,7 @@ def day() -> Trace:
 
 def at_load(trace: Trace) -> Demand:
     """On a device so much slower than an H100, or faster, that the trace's mean demand is ``LOAD`` of the placement."""
-    h100 = DEVICES["H100"]
+    h100 = paper_device("H100")
     fast = Demand.for_slo(Roofline(model=QWEN, device=h100), BOUND)
     factor = peak_load(fast.rate(trace), PLACEMENT) / LOAD
     slow = msgspec.structs.replace(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from benchmarks.paper_devices import paper_device
 from benchmarks.rank.ranking import Setup
 from trinity import traces
 from trinity.costs.model_shape import get_model_shape
@@ -54,7 +55,8 @@ def case_of(setup: Setup, sizes: Sizes, trace: Trace, until: float = math.inf) -
         if time.monotonic() > until:
             raise OutOfTimeError
 
-    hardware = Hardware(get_model_shape(setup.model), cluster_of(setup.device, sizes.instances), None, {}, {})
+    cluster = cluster_of(paper_device(setup.device), sizes.instances)
+    hardware = Hardware(get_model_shape(setup.model), cluster, None, {}, {})
     asked = GoodputCriterion(setup.slo, least_requests=sizes.least_requests, least_ttfts=sizes.least_ttfts)
     return PlanningProblem(hardware, trace, asked, tell)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.paper_devices import paper_device
 from benchmarks.rank.ranking import SETTINGS, slo_of
 from benchmarks.setting import ForeignLoad
 from trinity import traces
@@ -25,7 +26,7 @@ from trinity.bench.live_replay import replay
 from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import DEVICES, Device, Roofline
+from trinity.costs.step_cost import Device, Roofline
 from trinity.emulation.content import expected_tokens
 from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.errors import TrinityWarning
@@ -40,7 +41,7 @@ from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace
 
 NAME = "llava-1.5-7b"
 MODEL = get_model_shape(NAME)
-DEVICE = DEVICES["H20"]  # the paper's
+DEVICE = paper_device("H20")  # the paper's
 PER_HOST = 8
 BUDGETED = 0.9  # of the TBT bound: a step that takes all of it is late by what this host adds
 SCALE = 2048.0  # smaller blocks: a word of 8 bytes for a token and layer
@@ -102,7 +103,7 @@ def paced(dilation: float, scale: float = SCALE) -> EmulatedModel:
 
 def simulator(dataset: str, placement: str, scheduled: bool) -> Simulator:
     """The same cores in virtual time, on the devices themselves: undilated, whole blocks over NVLink and InfiniBand."""
-    cluster = Cluster.of(DEVICE.name, Placement.parse(placement).size, per_host=PER_HOST).arrange_for(placement)
+    cluster = Cluster.of(DEVICE, Placement.parse(placement).size, per_host=PER_HOST).arrange_for(placement)
     return Simulator(MODEL, bounds(dataset, BUDGETED), cluster=cluster, rules=rules(scheduled))
 
 

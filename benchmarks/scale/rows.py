@@ -84,7 +84,7 @@ def planned(dataset: str, sizes: Sizes, pool: Executor) -> list[Row]:
 
 def best_ratios(dataset: str, sizes: Sizes) -> dict[str, str]:
     """Of each method, as the planner races them on other requests of the dataset."""
-    cluster = Cluster.of(DEVICE.name, sizes.instances, per_host=min(PER_HOST, sizes.instances))
+    cluster = Cluster.of(DEVICE, sizes.instances, per_host=min(PER_HOST, sizes.instances))
     hardware = Hardware(MODEL, cluster, None, {}, {})
     question = GoodputCriterion(
         bounds(dataset), least_requests=sizes.least_requests, least_ttfts=min(3.0, sizes.least_ttfts)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.paper_devices import paper_device
 from benchmarks.report import Result, Table
 from benchmarks.serving.live import (
     BOTH,
@@ -42,7 +43,7 @@ from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import DEVICES, CostTables, Roofline
+from trinity.costs.step_cost import CostTables, Roofline
 from trinity.emulation.model import EmulatedModel, EmulatedShape
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
@@ -68,7 +69,8 @@ END_S = 10.0  # of an emulated round, from the last request on
 LEAST, FEW = 60, 4  # requests of an emulated round, and of the one before them
 
 NEXT = get_model_shape("llava-next-7b")
-DEVICE = msgspec.structs.replace(DEVICES["A100"], pass_s=0.04)  # slow passes: what the host adds is small beside them
+# slow passes: what the host adds is small beside them
+DEVICE = msgspec.structs.replace(paper_device("A100"), pass_s=0.04)
 COST = Roofline(model=NEXT, device=DEVICE)
 PACED = EmulatedModel(shape=EmulatedShape.of(NEXT), cost=COST, scale=2048)
 PACED_SLO = SLO(ttft=2.0, tbt=0.15)

@@ -15,12 +15,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.paper_devices import paper_cluster
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
 from trinity.core.instance.settings import RESERVATIONS, Reservation
 from trinity.core.scheduler import BatchRules, Order, Policy
-from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import TraceTooShort
@@ -139,7 +139,7 @@ def asked(count: int, output: Callable[[random.Random], int]) -> Trace:
 
 def simulated(placement: str, size: int, trace: Trace, **options: Any) -> Run:
     """LLaVA-1.5-7B on H100s by the roofline."""
-    simulator = Simulator("llava-1.5-7b", BOUND, cluster=Cluster.of("H100", size), **options)
+    simulator = Simulator("llava-1.5-7b", BOUND, cluster=paper_cluster("H100", size), **options)
     found = simulator.replay(trace, placement, record=True)
     rows = [(each.duration_s, int(each.args.get("decodes", 0))) for each in found.timeline if each.lane != "migration"]
     run = Run([each for each in rows if each[1]], found.duration_s, found.preemptions)
@@ -204,7 +204,7 @@ def policies(trace: Trace) -> dict[tuple[str, str, str], Found]:
 
 def _serving(placement: str, policy: Policy, order: Order) -> ServeFunction:
     rules = BatchRules(policy=policy, order=order)
-    return Simulator("llava-1.5-7b", STRICT, cluster=Cluster.of("H100", 4), rules=rules).serve(placement)
+    return Simulator("llava-1.5-7b", STRICT, cluster=paper_cluster("H100", 4), rules=rules).serve(placement)
 
 
 def _goodput(serve: ServeFunction, trace: Trace, rule: SLORule) -> float:

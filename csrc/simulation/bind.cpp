@@ -37,17 +37,17 @@ struct AnyCost { // a cost model as Python holds it
 
 // The order of the numbers is that of simulation/compiled_engine.py, _roofline.
 AnyCost roofline(const In<int64_t> &whole, const In<double> &real) {
-    require(whole.size() == 18 && real.size() == 8, "a roofline of another size");
+    require(whole.size() == 19 && real.size() == 9, "a roofline of another size");
     const int64_t *n = whole.data();
     const double *x = real.data();
     auto made = std::make_shared<Roofline>();
     made->weights = n[0], made->head = n[1], made->attended = n[2], made->layers = n[3], made->width = n[4];
     made->dtype_bytes = n[5], made->read_bytes = n[6], made->kv_bytes = n[7];
-    made->vision = n[8], made->whole_patches = n[9], made->vision_weights = n[10], made->projector = n[11];
-    made->span = n[12], made->vision_attended = n[13], made->vision_layers = n[14], made->vision_width = n[15];
-    made->vision_bytes = n[16], made->feature_bytes = n[17];
-    made->context = x[0], made->patches = x[1], made->flops = x[2], made->flops_share = x[3];
-    made->bandwidth = x[4], made->bandwidth_share = x[5], made->pass_s = x[6], made->row_s = x[7];
+    made->vision = n[8], made->vision_weights = n[9], made->projector = n[10], made->span = n[11];
+    made->vision_attended = n[12], made->full_layers = n[13], made->vision_layers = n[14], made->vision_width = n[15];
+    made->vision_bytes = n[16], made->feature_bytes = n[17], made->image_tokens = n[18];
+    made->context = x[0], made->patches = x[1], made->flops = x[2], made->flops_share = x[3], made->vision_share = x[4];
+    made->bandwidth = x[5], made->bandwidth_share = x[6], made->pass_s = x[7], made->row_s = x[8];
     return {made};
 }
 
@@ -136,23 +136,24 @@ std::vector<Act> acts_of(const Workload &work, const In<double> &times, const In
 }
 
 // One row an instance: roles, two lanes, image blocks, KV blocks, host, tokens, media, policy, order, chunked, media
-// budget.
+// budget, decode budget, number of the name.
 std::vector<Setup> setups_of(const Rows<int32_t> &rows, const In<double> &limits, const nb::list &costs,
                              const nb::list &rule_costs) {
     const size_t count = rows.shape(0);
-    require(rows.shape(1) == 12 && limits.size() == count && costs.size() == count && rule_costs.size() == count,
+    require(rows.shape(1) == 13 && limits.size() == count && costs.size() == count && rule_costs.size() == count,
             "a row, a limit and costs for each instance");
     require(count > 0 && count < 32768, "no instance, or more than 32767");
     std::vector<Setup> made;
     for (size_t at = 0; at < count; ++at) {
-        const int32_t *row = rows.data() + 12 * at;
+        const int32_t *row = rows.data() + 13 * at;
         require(row[2] >= 0 && row[3] >= 0 && row[5] > 0 && row[6] > 0, "pools or budgets that cannot be");
         const Cost *cost = nb::cast<const AnyCost &>(costs[at]).cost.get();
         const Cost *rule = rule_costs[at].is_none() ? nullptr : nb::cast<const AnyCost &>(rule_costs[at]).cost.get();
         require(rule || Policy(row[7]) != Policy::time, "a policy that predicts and nothing to predict with");
         const double limit = limits.data()[at];
-        const Rules rules{row[5], row[6], Policy(row[7]), Order(row[8]), row[9] != 0, row[10] != 0, limit, rule};
-        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4], row[11], rules, cost});
+        const Rules rules{row[5],       row[6],        Policy(row[7]), Order(row[8]), row[9] != 0,
+                          row[10] != 0, row[11] != 0, limit,          rule};
+        made.push_back({uint8_t(row[0]), row[1] != 0, row[2], row[3], row[4], row[12], rules, cost});
     }
     return made;
 }

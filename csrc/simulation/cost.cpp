@@ -32,7 +32,7 @@ double looked_up(const Table &table, int64_t count) {
 
 } // namespace
 
-double Roofline::at(const Load &load) const { return language(load) + encode(load.media_tokens); }
+double Roofline::at(const Load &load) const { return language(load) + encode(load.media_tokens, load.image); }
 
 double Roofline::seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const {
     return at({decodes, prefill_tokens, media_tokens, context, 0.0, 1});
@@ -48,26 +48,22 @@ double Roofline::language(const Load &load) const {
     const double looked_at = decodes * load.context + (tokens ? prefills * load.prefilled : 0.0);
     const int64_t activations = ACTIVATIONS * (decodes + tokens) * layers * width * dtype_bytes;
     const double moved = read_bytes + (looked_at + decodes + tokens) * kv_bytes + activations;
-    return pass(work, moved) + sequences * row_s;
+    return pass(work, moved, flops_share) + sequences * row_s;
 }
 
-double Roofline::encode(int64_t tokens) const {
+double Roofline::encode(int64_t tokens, double image) const {
     if (tokens <= 0 || !vision) return 0.0;
-    if (whole_patches) {
-        const int64_t seen = tokens * static_cast<int64_t>(patches);
-        const int64_t work = 2 * (seen * vision_weights + tokens * projector + seen * span * vision_attended);
-        const int64_t activations = ACTIVATIONS * seen * vision_layers * vision_width * dtype_bytes;
-        const int64_t moved = vision_bytes + activations + tokens * feature_bytes;
-        return pass(static_cast<double>(work), static_cast<double>(moved));
-    }
+    const double own = image > 0 ? image : static_cast<double>(std::min(tokens, image_tokens));
     const double seen = tokens * patches;
-    const double work = 2 * (seen * vision_weights + tokens * projector + seen * span * vision_attended);
-    const double activations = ACTIVATIONS * seen * vision_layers * vision_width * dtype_bytes;
-    return pass(work, vision_bytes + activations + tokens * feature_bytes);
+    const double pairs = seen * (full_layers * own * patches + (vision_layers - full_layers) * span);
+    const double products = seen * vision_weights + static_cast<double>(tokens * projector) + pairs * vision_attended;
+    const double activations = seen * (ACTIVATIONS * vision_layers * vision_width * dtype_bytes);
+    const double moved = activations + static_cast<double>(vision_bytes + tokens * feature_bytes);
+    return pass(2 * products, moved, vision_share);
 }
 
-double Roofline::pass(double work, double moved) const {
-    return std::max(work / (flops * flops_share), moved / (bandwidth * bandwidth_share)) + pass_s;
+double Roofline::pass(double work, double moved, double share) const {
+    return std::max(work / (flops * share), moved / (bandwidth * bandwidth_share)) + pass_s;
 }
 
 double StepCost::at(const Load &load) const { return seconds(load.decodes, load.prefill_tokens, load.media_tokens); }

@@ -11,6 +11,7 @@ struct Load {
     int64_t decodes, prefill_tokens, media_tokens;
     double context, prefilled;
     int64_t prefills;
+    double image = 0.0; // visual tokens of a visual token's own image, on average; 0: of the model's typical image
 };
 
 struct Cost {
@@ -24,18 +25,19 @@ struct Cost {
 struct Roofline final : Cost {
     double context;
     int64_t weights, head, attended, layers, width, dtype_bytes, read_bytes, kv_bytes;
-    bool vision, whole_patches; // patches a visual token: a whole number, or not
-    double patches;
-    int64_t vision_weights, projector, span, vision_attended, vision_layers, vision_width, vision_bytes, feature_bytes;
-    double flops, flops_share, bandwidth, bandwidth_share, pass_s, row_s;
+    bool vision;
+    double patches; // of a visual token
+    int64_t vision_weights, projector, span, vision_attended, full_layers, vision_layers, vision_width, vision_bytes;
+    int64_t feature_bytes, image_tokens;
+    double flops, flops_share, vision_share, bandwidth, bandwidth_share, pass_s, row_s;
 
     double at(const Load &load) const override;
     double seconds(int64_t decodes, int64_t prefill_tokens, int64_t media_tokens) const override;
 
   private:
     double language(const Load &load) const;
-    double encode(int64_t tokens) const;
-    double pass(double flops, double moved) const;
+    double encode(int64_t tokens, double image) const;
+    double pass(double flops, double moved, double share) const;
 };
 
 struct Point {

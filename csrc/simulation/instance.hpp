@@ -26,7 +26,7 @@ struct Lane {
     int32_t decodes = 0; // so many
     double started = 0.0, left = 0.0;
     uint64_t number = 0; // of the event that is its end, unless its speed has changed since
-    int64_t prefill_tokens = 0, media_tokens = 0;
+    int64_t prefill_tokens = 0, media_tokens = 0, media_squares = 0; // squares: of each item's tokens, summed
 };
 
 // Cached blocks that a schedule counts on: held for its length, so that no admission evicts them.

@@ -191,7 +191,7 @@ bool Instance::reserve_media(State &state) {
 
 // The whole need of a request that will decode here, less what is cached.
 bool Instance::reserve_kv(State &state) {
-    if (decoders_ + kv_pulls_ >= setup_.rules.tokens) return false;
+    if (setup_.rules.decode_budget && decoders_ + kv_pulls_ >= setup_.rules.tokens) return false;
     state.never_preempted = grows_ && cannot_come_again(state);
     const int32_t pulled = trail(state).leased_kv, total = need(state, pulled);
     hits_.clear();

@@ -40,13 +40,15 @@ bool Instance::fill(Lane &lane) {
 bool Instance::build(Lane &lane, const Batch &batch) {
     lane.encodes.clear();
     lane.prefills.clear();
-    lane.media_tokens = lane.prefill_tokens = 0;
+    lane.media_tokens = lane.media_squares = lane.prefill_tokens = 0;
     for (const EncodeRow &row : batch.encodes) {
         State &state = w.states[row.state];
         if (!to_encode(state, row.item)) continue;
         pending_[pending_of_.find(w.work.items[row.item].content)].in_step = true;
         state.in_step = true;
-        lane.media_tokens += w.work.items[row.item].tokens;
+        const int64_t tokens = w.work.items[row.item].tokens;
+        lane.media_tokens += tokens;
+        lane.media_squares += tokens * tokens;
         lane.encodes.push_back(row);
     }
     for (const Chunk &chunk : batch.prefills) {
@@ -65,6 +67,7 @@ bool Instance::build(Lane &lane, const Batch &batch) {
 
 double Instance::seconds(const Lane &lane) const {
     Load load{lane.decodes, lane.prefill_tokens, lane.media_tokens, 0.0, 0.0, int64_t(lane.prefills.size())};
+    if (lane.media_tokens) load.image = static_cast<double>(lane.media_squares) / static_cast<double>(lane.media_tokens);
     int64_t looked_back = decoding_tokens_;
     for (int32_t row = 0; paused_ && row < lane.rows; ++row)
         if (const Row &each = decoding_[row]; each.paused) {

@@ -77,7 +77,7 @@ struct Rules {
     int32_t tokens, media;
     Policy policy;
     Order order;
-    bool chunked, media_budget;
+    bool chunked, media_budget, decode_budget;
     double limit_s;
     const Cost *cost; // what policy "time" predicts with
 };

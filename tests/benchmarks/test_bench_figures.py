@@ -13,7 +13,7 @@ from benchmarks.figures import claims, figures
 from benchmarks.figures import epdserve as figures_epdserve
 from benchmarks.figures import others as figures_others
 from benchmarks.figures import triinfer as figures_triinfer
-from benchmarks.figures.claims import Claim, Scale, Shown
+from benchmarks.figures.claims import SAID, Claim, Scale, Shown
 from benchmarks.figures.others import Served
 from benchmarks.figures.triinfer import Migrated
 from benchmarks.setting import Setting
@@ -220,7 +220,7 @@ def test_a_result_says_pass_and_fail_beside_both_figures_and_why() -> None:
     good = Shown(Claim("Paper, figure 1", "A is above B", "2 against 1"), "4 against 3", True)
     bad = Shown(Claim("Paper, figure 2", "B is above C", "3 against 2", "C is better"), "1 against 2", False)
     made = figures.shown([good, bad])
-    assert made.tables[0].rows[0] == ["Paper, figure 1: A is above B", "2 against 1", "4 against 3", "PASS"]
+    assert made.tables[0].rows[0] == ["Paper, figure 1: A is above B", SAID, "2 against 1", "4 against 3", "PASS"]
     assert made.tables[0].rows[1][-1] == "FAIL"
     assert made.notes == ["FAIL, Paper, figure 2 (B is above C), probably because C is better."]
     assert (made.aims[0].met, made.aims[0].measured) == (False, "1 of 2 claims pass")

@@ -342,6 +342,7 @@ RULES = st.builds(
     image_budget=st.integers(1, 30),
     chunked=st.booleans(),
     limit_encodes=st.booleans(),
+    limit_decodes=st.booleans(),
     policy=st.sampled_from(["alg1", "prefill_first"]),
 )
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from trinity.costs.cluster import Cluster
-from trinity.costs.step_cost import DEVICES, INTERCONNECTS, Interconnect
+from trinity.costs.interconnects import INTERCONNECTS, Interconnect
+from trinity.costs.step_cost import DEVICES
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 

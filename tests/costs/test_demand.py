@@ -29,6 +29,7 @@ class Plain:
         context: float,
         prefilled: float = 0.0,
         prefills: int = 1,
+        image_tokens: float = 0.0,
     ) -> float:
         self.asked = (prefilled, prefills)
         return 2 + decodes * (1 + 0.01 * context) + 0.1 * prefill_tokens + 0.001 * media_tokens

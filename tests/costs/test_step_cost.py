@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from trinity.core.scheduler import StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import TableCost
+from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
-from trinity.costs.step_cost import DEVICES, INTERCONNECTS, CostTables, Device, Interconnect, Roofline, get_device
+from trinity.costs.step_cost import DEVICES, CostTables, Device, Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B as PACED
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, UnknownName

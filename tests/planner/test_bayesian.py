@@ -185,7 +185,7 @@ def test_what_asks_for_much_and_uses_little_is_reserved_as_it_decodes(space: Spa
             found[kind] = max(found[kind], each.goodput["guard"])
     assert plan.best.settings["reservation"] == "optimistic"
     assert found["optimistic"] > 1.5 * found["full"] > 0
-    assert plan.engine == "compiled"
+    assert plan.backend == "compiled"
 
 
 def test_a_reservation_that_is_none_is_refused() -> None:

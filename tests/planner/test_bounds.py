@@ -45,6 +45,7 @@ class Straight:
         context: float,
         prefilled: float = 0.0,
         prefills: int = 1,
+        image_tokens: float = 0.0,
     ) -> float:
         counts = (decodes, prefill_tokens, media_tokens)
         return sum(count / rate for count, rate in zip(counts, self.rates, strict=True))
@@ -178,7 +179,9 @@ def test_what_a_request_needs_is_a_mean_over_the_lightest(contents: int, hashes:
         lists[3].append(0 if known or hashed else later * math.ceil((job.prompt + job.max_tokens) / 16))
     kept = math.ceil(share * len(trace))
     expected = tuple(sum(sorted(each)[:kept]) / len(trace) for each in lists)
-    assert tuple(bounds(trace, share=share, order="sjf").need) == expected
+    need = bounds(trace, share=share, order="sjf").need
+    assert tuple(need)[:4] == expected
+    assert need.own_image == 100  # every image's
 
 
 def test_heavy_requests_may_be_the_late_ones_where_the_queue_is_not_in_order() -> None:

@@ -41,7 +41,8 @@ def trace(count: int = 120, seed: int = 3) -> Trace:
 
 
 def case(requests: Trace | None = None, instances: int = 2, **options: Any) -> PlanningProblem:
-    hardware = Hardware(LLAVA, cluster_of("H100", instances), None, {}, {"routing": "least_loaded", **options})
+    cluster = cluster_of("H100", instances, engine="eager")
+    hardware = Hardware(LLAVA, cluster, None, {}, {"routing": "least_loaded", **options})
     return PlanningProblem(
         hardware, requests or trace(), GoodputCriterion(STRICT, least_requests=100, least_ttfts=2.0), None
     )
@@ -87,7 +88,7 @@ def test_leaders_are_the_best_of_all_by_the_screening_engine() -> None:
 def test_the_cores_hold_what_a_confirmation_says_and_not_the_next_rate() -> None:
     whole = case()
     best = confirm(whole, raced(whole)).confirmed[0].found
-    simulator = whole.hardware.simulator(best.entry.deployment, STRICT, engine="python")
+    simulator = whole.hardware.simulator(best.entry.deployment, STRICT, backend="python")
     cores = whole.make_trials(whole.trace, lambda deployment: simulator.serve(deployment.placement))
     assert best.exact
     assert best.step is not None
@@ -100,7 +101,7 @@ def test_a_confirmation_has_the_replay_at_its_goodput_and_every_rate_that_was_as
     made = confirm(whole, raced(whole))
     best = made.confirmed[0]
     assert best.replay is not None
-    assert best.replay.engine == "python"
+    assert best.replay.backend == "python"
     assert best.found.step is not None
     rates = [point.rate for point in best.points]
     assert rates == sorted(rates)
@@ -167,12 +168,12 @@ def test_reports_are_counted_in_what_a_replay_takes() -> None:
 
 def planned(**options: Any) -> Plan:
     fixed: dict[str, Any] = {"instances": 2, "seeds": 1, "least_requests": 100, **options}
-    return HybridPlanner(LLAVA, SLO(0.15, 0.06), **planner_options(fixed)).plan(trace())
+    return HybridPlanner(LLAVA, SLO(0.15, 0.06), engine="eager", **planner_options(fixed)).plan(trace())
 
 
 def test_a_plan_says_what_stood_for_what_and_prints_what_the_cores_did() -> None:
     plan = planned(routing="least_loaded")
-    assert plan.engine == "screening"
+    assert plan.backend == "screening"
     assert plan.stand_ins == ("routing=least_loaded as least_loaded, loads known at once",)
     assert (plan.core_runs > 0, plan.core_requests) == (True, plan.trace.requests)
     assert plan.best.screened
@@ -187,17 +188,17 @@ def test_a_plan_says_what_stood_for_what_and_prints_what_the_cores_did() -> None
 
 def test_where_the_screening_engine_has_all_nothing_is_confirmed() -> None:
     plan = planned()
-    assert (plan.engine, plan.stand_ins, plan.core_runs, plan.best.gap) == ("compiled", (), 0, None)
+    assert (plan.backend, plan.stand_ins, plan.core_runs, plan.best.gap) == ("compiled", (), 0, None)
     assert "screened" not in str(plan)
     assert "gap" not in next(iter(plan.rows()))
 
 
 def test_a_plan_that_was_saved_before_there_were_gaps_is_read() -> None:
     plain = msgspec.json.decode(msgspec.json.encode(planned()))
-    for name in ("stand_ins", "core_runs", "core_requests"):
+    for name in ("stand_ins", "core_runs", "core_requests", "priced"):
         del plain[name]
     for each in (plain["best"], *plain["candidates"]):
-        del each["screened"]
+        del each["screened"], each["longer_steps"]
     read = msgspec.json.decode(msgspec.json.encode(plain), type=Plan)
     assert (read.stand_ins, read.best.gap) == ((), None)
 
@@ -210,7 +211,7 @@ def test_what_is_not_screened_is_searched_on_the_cores_and_said(
 ) -> None:
     monkeypatch.setattr(hybrid, "SHORT", 100)
     plan = planned(depth=2)
-    assert (plan.engine, plan.stand_ins, plan.trace.requests) == ("python", (), 100)
+    assert (plan.backend, plan.stand_ins, plan.trace.requests) == ("python", (), 100)
     assert "Not screened (depth=2)" in plan.explain()
     assert "Not screened (depth=2)" in caplog.text, "it is said before the search"
     assert set(plan.best.goodput) == {"guard"}
@@ -219,5 +220,5 @@ def test_what_is_not_screened_is_searched_on_the_cores_and_said(
 
 def test_an_objective_of_one_replay_is_screened_and_says_so() -> None:
     plan = HybridPlanner(LLAVA, None, instances=2, objective="throughput", routing="least_loaded").plan(trace())
-    assert (plan.engine, plan.core_runs) == ("screening", 0)
+    assert (plan.backend, plan.core_runs) == ("screening", 0)
     assert "The search ran on the screening engine, with routing=least_loaded" in plan.explain()

@@ -46,9 +46,8 @@ def text(count: int = 250) -> Trace:
 
 
 def planner(instances: int = 3, slo: SLO | None = SLOW, **options: Any) -> HybridPlanner:
-    return HybridPlanner(
-        LLAVA, slo, instances=instances, **planner_options({"seeds": 0, "least_requests": 250, **options})
-    )
+    usual = {"seeds": 0, "least_requests": 250, "engine": "eager"}
+    return HybridPlanner(LLAVA, slo, instances=instances, **planner_options({**usual, **options}))
 
 
 TRACE = images()
@@ -75,7 +74,7 @@ def test_a_plan_has_all_that_was_asked_for() -> None:
     assert plan.paper is not None
     assert plan.paper in plan.candidates
     assert plan.trace.requests == 250
-    assert plan.engine == "python"
+    assert plan.backend == "python"
     assert plan.met
 
 
@@ -291,7 +290,7 @@ def test_a_loose_slo_needs_a_longer_trace() -> None:
 
 
 def test_an_slo_that_would_take_a_trace_without_end() -> None:
-    with pytest.raises(TraceTooShort, match="more than the 500,000 that are drawn at most"):
+    with pytest.raises(TraceTooShort, match="more than the 1,000,000 that are drawn at most"):
         planner(2, slo=SLO(1e6, 1e6)).plan(TRACE)
 
 
@@ -335,8 +334,8 @@ def test_an_unknown_device_model_strategy_objective_rule() -> None:
         planner(rule="p50")
     with pytest.raises(UnknownName, match="unknown split"):
         planner(split="fair")
-    with pytest.raises(UnknownName, match="unknown engine"):
-        planner(engine="quantum")
+    with pytest.raises(UnknownName, match="unknown backend"):
+        planner(backend="quantum")
     with pytest.raises(UnknownName, match="unknown device 'B900'"):
         planner(prices={"B900": 1.0})
 

@@ -80,7 +80,7 @@ def replay(outcomes: list[RequestOutcome], duration_s: float) -> Replay:
         pools={},
         moved_bytes={},
         events=0,
-        engine="python",
+        backend="python",
     )
 
 
@@ -112,20 +112,19 @@ class Compiled(Analytic):
 
     wrong = False
 
-    def __init__(self, *args: Any, engine: str = "auto", **rest: Any) -> None:
-        super().__init__(*args, engine="compiled" if engine == "auto" else engine, **rest)
+    def __init__(self, *args: Any, backend: str = "auto", **rest: Any) -> None:
+        super().__init__(*args, backend="compiled" if backend == "auto" else backend, **rest)
 
     def replay(self, trace: Trace, placement: Placement, *, record: bool = False) -> Replay:
         told = super().replay(trace, placement, record=record)
-        if self.engine == "compiled" and Compiled.wrong:
+        if self.backend == "compiled" and Compiled.wrong:
             told.outcomes[3] = RequestOutcome(9.9, told.outcomes[3].itl_s)
         return told
 
 
 def planner(**options: Any) -> HybridPlanner:
-    return HybridPlanner(
-        LLAVA, SLO(0.3, 0.5), instances=2, **planner_options({"seeds": 0, "least_requests": 250, **options})
-    )
+    usual = {"seeds": 0, "least_requests": 250, "engine": "eager"}
+    return HybridPlanner(LLAVA, SLO(0.3, 0.5), instances=2, **planner_options({**usual, **options}))
 
 
 def test_what_the_compiled_engine_found_is_replayed_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_what_the_compiled_engine_found_is_replayed_on_the_cores(monkeypatch: py
     monkeypatch.setattr(evaluate, "VERIFIED", 50)
     monkeypatch.setattr(evaluate, "VERIFIED_LEAST", 1)
     plan = planner().plan(trace())
-    assert plan.engine == "compiled"
+    assert plan.backend == "compiled"
     assert "first 50 requests were replayed on the cores that serve, with equal outcomes" in plan.explain()
 
 
@@ -150,14 +149,14 @@ def test_of_many_instances_fewer_requests_are_replayed(
 def test_engines_that_differ_are_a_fault_of_trinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
     monkeypatch.setattr(Compiled, "wrong", True)
-    with pytest.raises(AssertionError, match=r'differ in 1 of 250 requests on .* use engine="python" and report it'):
+    with pytest.raises(AssertionError, match=r'differ in 1 of 250 requests on .* use backend="python" and report it'):
         planner().plan(trace())
 
 
 def test_on_the_cores_themselves_nothing_is_replayed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.planner.hardware.Simulator", Compiled)
-    plan = planner(engine="python").plan(trace())
-    assert plan.engine == "python"
+    plan = planner(backend="python").plan(trace())
+    assert plan.backend == "python"
     assert "cores that serve" not in plan.explain()
 
 

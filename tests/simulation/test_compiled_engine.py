@@ -20,7 +20,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Interconnect
+from trinity.costs.interconnects import Interconnect
 from trinity.simulation import compiled_engine
 from trinity.testing.virtual import make_settings
 from trinity.traces.goodput import RequestOutcome
@@ -218,6 +218,7 @@ CHANGES = {
     "policy": lambda rules: replace(rules, policy="alg1" if rules.policy != "alg1" else "prefill_first"),
     "chunked": lambda rules: replace(rules, chunked=not rules.chunked),
     "limit_encodes": lambda rules: replace(rules, limit_encodes=not rules.limit_encodes),
+    "limit_decodes": lambda rules: replace(rules, limit_decodes=not rules.limit_decodes),
 }
 
 

@@ -20,7 +20,7 @@ def arrivals(*seconds: float) -> Trace:
 
 
 def replay(trace: Trace, placement: str, count: int, **options: Any) -> Any:
-    simulator = Simulator("llava-1.5-7b", SLO(2.0, 0.1), cluster=Cluster.of("H100", count), engine="python", **options)
+    simulator = Simulator("llava-1.5-7b", SLO(2.0, 0.1), cluster=Cluster.of("H100", count), backend="python", **options)
     return simulator.replay(trace, placement)
 
 

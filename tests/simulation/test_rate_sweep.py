@@ -62,11 +62,11 @@ def traffic(seed: int, requests: int, contents: int = 0) -> Trace:
 def simulators(count: int = 8, **options: Any) -> tuple[Simulator, Simulator]:
     """The same by both engines: Python, compiled."""
     fields = {"cost": None, "budgets": None} | options
-    return simulator(count, engine="python", **fields), simulator(count, engine="compiled", **fields)
+    return simulator(count, backend="python", **fields), simulator(count, backend="compiled", **fields)
 
 
 def alike(replay: Replay) -> Replay:
-    return msgspec.structs.replace(replay, engine="")
+    return msgspec.structs.replace(replay, backend="")
 
 
 def told(point: RatePoint) -> RatePoint:
@@ -80,7 +80,7 @@ def told(point: RatePoint) -> RatePoint:
 def test_both_engines_give_the_same_replay(placement: str, contents: int) -> None:
     trace = traffic(len(placement), 60, contents)
     python, compiled = (each.replay(trace, placement) for each in simulators())
-    assert (python.engine, compiled.engine) == ("python", "compiled")
+    assert (python.backend, compiled.backend) == ("python", "compiled")
     assert alike(python) == alike(compiled)
     assert {"length", "error"} <= {each.finish_reason for each in compiled.outcomes}
 
@@ -136,7 +136,7 @@ def test_what_the_instances_did_is_known_from_a_point(
     assert found is not None
     assert found.utilisation == expected.utilisation
     assert (found.peak_blocks, found.pools) == (expected.peak_blocks, expected.pools)
-    assert found.engine == "compiled"
+    assert found.backend == "compiled"
     assert served.usage(trace, slo, 40.0) != found
     with pytest.raises(TypeError):  # of the same requests in another trace nothing is known
         served.usage(Trace(trace), slo, rate)
@@ -215,26 +215,26 @@ def test_what_the_short_way_does_not_know_goes_the_long_way() -> None:
 @needs_twin
 def test_which_engine_runs_is_said() -> None:
     assert simulator(1).why_python("EPD") == ""
-    assert simulator(1, engine="python").why_python("EPD") == "it was asked for"
+    assert simulator(1, backend="python").why_python("EPD") == "it was asked for"
     assert simulator(1).why_python("EPD", record=True) == "timelines"
     moving = {"transfers": TransferPolicy(kv="layer")}
     assert simulator(2, **moving).why_python("EP+D") == "kv=layer"
     trace = Trace([row(0.0, 16, 2)])
-    assert simulator(2, **moving).replay(trace, "EP+D").engine == "python"
+    assert simulator(2, **moving).replay(trace, "EP+D").backend == "python"
     assert simulator(2, **moving).serve("EP+D").point(trace, SLO(1.0, 1.0), None) is None  # type: ignore[attr-defined]
-    assert simulator(1).replay(trace, "EPD", record=True).engine == "python"
+    assert simulator(1).replay(trace, "EPD", record=True).backend == "python"
     for asked in ({"routing": "least_loaded"}, moving):
-        with pytest.raises(ConfigError, match="engine='auto'"):
-            simulator(2, engine="compiled", **asked).replay(trace, "EP+D")
+        with pytest.raises(ConfigError, match="backend='auto'"):
+            simulator(2, backend="compiled", **asked).replay(trace, "EP+D")
 
 
 def test_without_the_twin_the_python_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "extension", None)
     trace = Trace([row(0.0, 16, 2)])
-    assert simulator(1).replay(trace, "EPD").engine == "python"
+    assert simulator(1).replay(trace, "EPD").backend == "python"
     assert measure_point(simulator(1).serve("EPD"), trace, SLO(1.0, 1.0)).attainment["p90"] == 1.0
     with pytest.raises(ConfigError, match="not built"):
-        simulator(1, engine="compiled").replay(trace, "EPD")
+        simulator(1, backend="compiled").replay(trace, "EPD")
 
 
 def test_a_fault_of_the_twin_is_no_answer() -> None:

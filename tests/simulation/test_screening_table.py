@@ -21,7 +21,7 @@ from trinity.testing.virtual import make_settings
 
 COST = LinearCost(step_s=1.0)
 INTO_SETTINGS = {"rules", "budgets", "lanes", "transfers", "memory_share", "reservation", "depth"}
-SAID = {"self", "model", "slo", "cluster", "engine"}  # what is simulated, and on what
+SAID = {"self", "model", "slo", "cluster", "backend"}  # what is simulated, and on what
 
 
 def plain(**changes: Any) -> list[Settings]:

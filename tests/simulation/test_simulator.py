@@ -45,10 +45,10 @@ def test_pulls_into_one_instance_are_served_one_after_the_other() -> None:
     assert alone == first
 
 
-@pytest.mark.parametrize("engine", ["python", "auto"])
-def test_instances_do_not_send_all_their_first_requests_to_the_same_peer(engine: str) -> None:
+@pytest.mark.parametrize("backend", ["python", "auto"])
+def test_instances_do_not_send_all_their_first_requests_to_the_same_peer(backend: str) -> None:
     rows = [row(0.0, 16, 1, [""]) for _ in range(4)]
-    replay = simulator(9, engine=engine).replay(Trace(rows), "4E4P1D")
+    replay = simulator(9, backend=backend).replay(Trace(rows), "4E4P1D")
     assert [replay.busy_s[f"P{number}"]["P"] for number in range(4)] == [0.5 + 592 / 1024] * 4
 
 
@@ -78,7 +78,15 @@ def test_the_cost_is_asked_for_the_mean_context() -> None:
             return 1.0
 
         def at(
-            self, decodes: int, prefill: int, media: int, *, context: float, prefilled: float, prefills: int
+            self,
+            decodes: int,
+            prefill: int,
+            media: int,
+            *,
+            context: float,
+            prefilled: float,
+            prefills: int,
+            image_tokens: float,
         ) -> float:
             asked.append((decodes, prefill, media, context, prefilled, prefills))
             return 1.0
@@ -166,8 +174,8 @@ def test_what_cannot_run_is_said_before_it_runs() -> None:
         simulator(3).check("XPD")
     with pytest.raises(ConfigError, match="are missing"):
         simulator(1, cluster=Cluster.of("cpu")).check("EPD")
-    with pytest.raises(UnknownName, match="engine"):
-        simulator(1, engine="steam")
+    with pytest.raises(UnknownName, match="backend"):
+        simulator(1, backend="steam")
     with pytest.raises(UnknownName, match="routing policy"):
         simulator(1, routing="by_smell")
     for wrong in ({"lanes": ("language",)}, {"interference": 0.5}, {"memory_share": 1.5}, {"max_waiting": 0}):
@@ -209,5 +217,5 @@ def test_the_last_event_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(lifecycle, "drop_all", lambda s, state: None)
     with pytest.raises(AssertionError, match="blocks leaked"):
-        simulator(1, engine="python").replay(Trace([row(0.0, 16, 2)]), "PD")
+        simulator(1, backend="python").replay(Trace([row(0.0, 16, 2)]), "PD")
     assert COST.seconds(0, 0, 0) == 0.0

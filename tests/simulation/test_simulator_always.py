@@ -36,6 +36,7 @@ rules = st.builds(
     order=st.sampled_from(("fcfs", "sjf", "deadline")),
     chunked=st.booleans(),
     limit_encodes=st.booleans(),
+    limit_decodes=st.booleans(),
 )
 budgets = st.builds(
     lambda tokens, media: StepBudgets(token_budget=tokens, image_budget=media, limit_s=2.0),

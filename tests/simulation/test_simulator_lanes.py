@@ -8,8 +8,9 @@ from support.simulations import LINK, MESSAGE_S, row, served, simulator
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.interconnects import Interconnect
 from trinity.costs.model_shape import get_model_shape
-from trinity.costs.step_cost import DEVICES, Interconnect, Roofline
+from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError
 from trinity.simulation.simulator import Simulator
 from trinity.timeline import Timeline

@@ -84,12 +84,12 @@ def test_rows_ask_for_what_they_say() -> None:
 )
 @pytest.mark.parametrize("placement", ["EPD", "EP+D", "E+P+D"])
 def test_the_twin_comes_to_the_same(placement: str) -> None:
-    def told(engine: str, **options: Any) -> Replay:
+    def told(backend: str, **options: Any) -> Replay:
         size = {"EPD": 1, "EP+D": 2, "E+P+D": 3}[placement]
-        made = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of("H100", size), engine=engine, **options)
+        made = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of("H100", size), backend=backend, **options)
         found = made.replay(together(80, 120), placement)
-        assert found.engine == engine
-        return msgspec.structs.replace(found, engine="")
+        assert found.backend == backend
+        return msgspec.structs.replace(found, backend="")
 
     tight: dict[str, Any] = {"reservation": "optimistic", "memory_share": 0.3}
     for options in ({"ask": 2048, "memory_share": 0.35}, {**tight, "ask": 2048}, tight):

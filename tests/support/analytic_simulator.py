@@ -33,15 +33,18 @@ class Analytic:
         *,
         cluster: Cluster,
         cost: CostModel | None = None,
-        engine: str = "auto",
+        backend: str = "auto",
         **rest: Any,
     ) -> None:
-        if engine not in ("auto", "python", "compiled"):
-            raise UnknownName("engine", engine, ("auto", "python", "compiled"))
+        if backend not in ("auto", "python", "compiled"):
+            raise UnknownName("backend", backend, ("auto", "python", "compiled"))
         self.model, self.slo, self.cluster, self.rest = model, slo, cluster, rest
-        self.engine = "python" if engine == "auto" else engine
+        self.backend = "python" if backend == "auto" else backend
         self.costs = [cost or Roofline(model=model, device=device) for device in cluster.devices]
         Analytic.made += 1
+
+    def why_python(self, placement: Placement) -> str:
+        return "it is a formula"
 
     def serve(self, placement: Placement) -> ServeFunction:
         return lambda trace: self.replay(trace, placement).outcomes
@@ -78,7 +81,7 @@ class Analytic:
             pools={name: {"kv": 10} for name, _ in names},
             moved_bytes={},
             events=0,
-            engine=self.engine,
+            backend=self.backend,
         )
 
     def _seconds(self, job: Job, letter: str, place: int) -> float:

@@ -39,8 +39,9 @@ from trinity.core.messages import (
 from trinity.core.scheduler import BatchRules, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
+from trinity.costs.interconnects import Interconnect
 from trinity.costs.model_shape import ModelShape, get_model_shape
-from trinity.costs.step_cost import CostModel, Interconnect
+from trinity.costs.step_cost import CostModel
 from trinity.simulation.cluster_model import STOP, SimulatedCluster
 from trinity.simulation.compiled_engine import Act, CompiledPlacement, CompiledReplay, simulate
 from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorkload
@@ -299,6 +300,7 @@ def random_rules(draw: Random) -> BatchRules:
         order=draw.choice(ORDERS),
         chunked=draw.random() < 0.8,
         limit_encodes=draw.random() < 0.8,
+        limit_decodes=draw.random() < 0.8,
         limit_s=draw.choice([0.0, 0.03, 0.06, 0.2]),
         cost=random_cost(draw),
     )

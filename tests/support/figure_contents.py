@@ -55,7 +55,7 @@ def replay(*outcomes: RequestOutcome, duration_s: float = 10.0, timeline: tuple[
         pools={},
         moved_bytes={},
         events=0,
-        engine="python",
+        backend="python",
         timeline=timeline,
     )
     return msgspec.convert(msgspec.to_builtins(made), Replay)

@@ -58,6 +58,6 @@ def plan(**changes: Any) -> Plan:
         trace=trace().statistics(),
         seeds=(1, 2, 3),
         runs=17,
-        engine="python",
+        backend="python",
     )
     return msgspec.structs.replace(made, **changes)

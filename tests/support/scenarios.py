@@ -75,6 +75,7 @@ def random_rules(draw: Random) -> BatchRules:
         order=draw.choice(ORDERS),
         chunked=draw.random() < 0.8,
         limit_encodes=draw.random() < 0.8,
+        limit_decodes=draw.random() < 0.8,
     )
     if draw.random() < 0.25:
         return replace(rules, policy="time", cost=Linear(), limit_s=draw.choice([0.0, 0.02, 0.1]))

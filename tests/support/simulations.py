@@ -8,7 +8,7 @@ from typing import Any
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import Interconnect
+from trinity.costs.interconnects import Interconnect
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 

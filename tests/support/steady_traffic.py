@@ -20,6 +20,7 @@ class Flat:
         context: float,
         prefilled: float = 0.0,
         prefills: int = 1,
+        image_tokens: float = 0.0,
     ) -> float:
         return 0.1 * decodes + 0.001 * prefill_tokens + 0.01 * media_tokens
 

@@ -71,10 +71,10 @@ def test_what_changes_a_trace_keeps_the_mark(change: str, tmp_path: Any) -> None
     ]
 
 
-@pytest.mark.parametrize("engine", ["python", "auto"])
-def test_the_simulator_serves_the_expected_output(engine: str) -> None:
+@pytest.mark.parametrize("backend", ["python", "auto"])
+def test_the_simulator_serves_the_expected_output(backend: str) -> None:
     trace = Trace([*WHOLE, row(3, 0, "refused"), row(4, 15, "cancelled")])
-    simulator = Simulator(LLAVA, SLO(2.0, 0.1), cluster=Cluster.of("H100", 2), engine=engine)
+    simulator = Simulator(LLAVA, SLO(2.0, 0.1), cluster=Cluster.of("H100", 2), backend=backend)
     outcomes = simulator.replay(trace, "1EP1D").outcomes
     assert [1 + len(each.itl_s) for each in outcomes] == [10, 20, 60, 30, 40]
 

@@ -34,6 +34,8 @@ class BatchRules:
     - ``order`` ("fcfs"): of the waiting queue; "fcfs", "sjf" (shortest job first) or "deadline".
     - ``chunked`` (True): chunked prefill, prompts cut to the token budget.
     - ``limit_encodes`` (True): hold encodes to the image budget.
+    - ``limit_decodes`` (True): an instance that decodes migrated requests takes no more of them than the token budget,
+      which keeps a step within the TBT bound; else as many as its KV blocks hold. One over it slows all.
     - ``limit_s`` (seconds, None) and ``cost`` (None): the longest step, and the prediction of its seconds, for "time".
 
     Raises ``ConfigError`` (``UnknownName``).
@@ -45,6 +47,7 @@ class BatchRules:
     order: Order = "fcfs"
     chunked: bool = True
     limit_encodes: bool = True
+    limit_decodes: bool = True
     limit_s: Number | None = None
     cost: StepTime | None = None
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trinity.costs.step_cost import INTERCONNECTS, Device, Interconnect, get_device
+from trinity.costs.engines import DEFAULT_ENGINE
+from trinity.costs.interconnects import INTERCONNECTS, Interconnect
+from trinity.costs.step_cost import Device, get_device
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 
@@ -46,13 +48,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         link: str | Interconnect = "nvlink",
         network: str | Interconnect = "infiniband-2x200",
         message_s: float = 1e-4,
+        engine: str = DEFAULT_ENGINE,
     ) -> Cluster:
         """Build a cluster: ``Cluster.of("H100", 8)`` or ``Cluster.of(("H100", 4), ("L40S", 4))``.
 
-        ``per_host`` devices share a host; None puts all in one. Raises ``ConfigError`` for a count below 1,
-        ``UnknownName`` for an unknown device or interconnect.
+        ``per_host`` devices share a host; None puts all in one. ``engine``: of the devices that are given by name, in
+        ``trinity.costs.engines.ENGINES``. Raises ``ConfigError`` for a count below 1, ``UnknownName`` for an unknown
+        device, interconnect or engine.
         """
-        devices = tuple(one for kind, count in _parse_groups(what) for one in [kind] * count)
+        devices = tuple(one for kind, count in _parse_groups(what, engine) for one in [kind] * count)
         if per_host is not None and per_host < 1:
             raise ConfigError(f"a host has at least one device, got per_host={per_host}")
         hosts = tuple(f"host{at // per_host}" for at in range(len(devices))) if per_host else ()
@@ -107,7 +111,9 @@ def _ranks(placement: Placement) -> list[tuple[bool, float]]:
     return ranks
 
 
-def _parse_groups(what: Sequence[str | Device | int | tuple[str | Device, int]]) -> list[tuple[Device, int]]:
+def _parse_groups(
+    what: Sequence[str | Device | int | tuple[str | Device, int]], engine: str
+) -> list[tuple[Device, int]]:
     if len(what) in (1, 2) and isinstance(what[0], (str, Device)):
         what = ((what[0], what[1] if len(what) == 2 else 1),)  # type: ignore[assignment]
     groups = []
@@ -116,7 +122,7 @@ def _parse_groups(what: Sequence[str | Device | int | tuple[str | Device, int]])
         kind, count = pair
         if not isinstance(kind, (str, Device)) or not isinstance(count, int) or count < 1:
             raise ConfigError(f'give a cluster as "H100", 8 or as pairs of a device and a count, got {each!r}')
-        groups.append((get_device(kind) if isinstance(kind, str) else kind, count))
+        groups.append((get_device(kind, engine) if isinstance(kind, str) else kind, count))
     return groups
 
 
@@ -124,6 +130,6 @@ def _get_interconnect(given: str | Interconnect) -> Interconnect:
     if isinstance(given, Interconnect):
         return given
     if given not in INTERCONNECTS:
-        text = "For another one give a trinity.costs.step_cost.Interconnect."
+        text = "For another one give a trinity.costs.interconnects.Interconnect."
         raise UnknownName("interconnect", given, INTERCONNECTS, text)
     return INTERCONNECTS[given]

@@ -63,7 +63,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         prompt, after, visual = row.input_length, max(0, row.output_length - 1), row.visual_tokens
         found = dict.fromkeys(STAGES, 0.0)
         if visual:
-            found["E"] = visual / self.media * self.cost.at(0, 0, self.media, context=0)
+            own = sum((image.tokens or 0) ** 2 for image in row.images) / visual
+            found["E"] = visual / self.media * self.cost.at(0, 0, self.media, context=0, image_tokens=own)
         if prompt:
             fit = max(1, self.tokens // prompt)
             step = self.cost.at(0, self.tokens, 0, context=0, prefilled=max(0, prompt - self.tokens) / 2, prefills=fit)

@@ -50,8 +50,9 @@ class LinearCost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         context: float,
         prefilled: float = 0.0,
         prefills: int = 1,
+        image_tokens: float = 0.0,
     ) -> float:
-        """Seconds as ``seconds``: they do not depend on the context."""
+        """Seconds as ``seconds``: they do not depend on the context or on an image's size."""
         return self.seconds(decodes, prefill_tokens, media_tokens)
 
 

@@ -27,6 +27,7 @@ _DEFAULTS: Mapping[str, ConfigFields] = {  # transformers' own defaults, which c
 }
 _HEADS = {"clip_vision_model": 12, "siglip_vision_model": 12}
 _PATCHES_PER_TOKEN = {"qwen2_vl": 4, "qwen2_5_vl": 4, "internvl": 4, "gemma3": 16}
+_PATCHES_OF_IMAGE = ("qwen2_vl", "qwen2_5_vl")  # encode each image at its own size, not in tiles of one
 _SPLIT = ("idefics3", "smolvlm")
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
@@ -122,10 +123,26 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
     width = _size(text, "language", "hidden_size")
     patches = int(config.get("scale_factor") or 2) ** 2 if family in _SPLIT else _PATCHES_PER_TOKEN.get(family, 1)
     side = _side(fields, "image_size") // _side(fields, "patch_size") if "image_size" in fields else 0
-    span = side * side or patches * _visual_token_rule(config, {})(*_TYPICAL)
+    span = side * side or _window_patches(fields) or patches * _visual_token_rule(config, {})(*_TYPICAL)
     return VisionShape(
-        layers=layers, patches=patches, span=span, projector=_projector(family, layers.width, patches, width)
+        layers=layers,
+        patches=patches,
+        span=span,
+        projector=_projector(family, layers.width, patches, width),
+        full_layers=_count_full_layers(fields, layers.layers) if family in _PATCHES_OF_IMAGE else 0,
     )
+
+
+def _window_patches(fields: ConfigFields) -> int:
+    """Count the patches of a window; 0 where the encoder has none."""
+    return (int(fields.get("window_size") or 0) // _side(fields, "patch_size")) ** 2 if "window_size" in fields else 0
+
+
+def _count_full_layers(fields: ConfigFields, layers: int) -> int:
+    """Count the layers whose patches attend to all of their image."""
+    if not _window_patches(fields):
+        return layers
+    return len(fields.get("fullatt_block_indexes") or ())
 
 
 def _projector(family: str, features: int, patches: int, width: int) -> int:

@@ -51,7 +51,12 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attended(self) -> int:
         """Multiply-adds of one query and one key in all layers and heads: the score and the weighted value."""
-        return 2 * self.layers * self.heads * self.head_dim
+        return self.layers * self.attended_each
+
+    @property
+    def attended_each(self) -> int:
+        """Multiply-adds of one query and one key in one layer."""
+        return 2 * self.heads * self.head_dim
 
 
 class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,14 +64,20 @@ class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
 
     layers: its transformer layers.
     patches: patches that pass through the layers for each visual token.
-    span (patches): patches that each patch attends to.
+    span (patches): patches of a tile or window that each patch attends to.
     projector: number of weights that turn patch features into visual tokens.
+    full_layers (0): layers whose patches attend to all of their image, in place of the ``span``.
     """
 
     layers: LayerShape
     patches: float
     span: int
     projector: int
+    full_layers: int = 0
+
+    @property
+    def windowed_layers(self) -> int:
+        return self.layers.layers - self.full_layers
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,11 +198,10 @@ MODELS: Mapping[str, ModelShape] = {
             name="qwen2-vl-7b",
             language=_QWEN2_7B,
             vocabulary=152_064,
-            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER),
+            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER, full_layers=32),
             visual_tokens=_QWEN2_RULE,
             image_tokens=999,
             context=32_768,
-            source="span: every patch of a 1024 x 768 image",
         ),
         ModelShape(
             name="internvl2-8b",
@@ -215,7 +225,7 @@ MODELS: Mapping[str, ModelShape] = {
             name="openpangu-7b-vl",
             language=_PANGU_7B,
             vocabulary=153_376,
-            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 1196, projector=_MERGER),
+            vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 1196, projector=_MERGER, full_layers=32),
             visual_tokens=_QWEN2_RULE,
             image_tokens=1196,
             context=32_768,

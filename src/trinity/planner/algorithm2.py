@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, floor
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from trinity.costs.budgets import search_budget
 from trinity.costs.model_shape import ModelShape
@@ -30,6 +30,7 @@ CACHE_SHARE = 0.9  # γ, of the memory that weights leave, for caches
 LARGEST = 65_536  # tokens or rows that a budget may come to
 LEAST_S = 1e-9  # of a step: a cost model may leave a stage out, and its throughput is a number all the same
 Split = Literal["largest_remainder", "minimax"]
+Method = TypeVar("Method")
 
 
 class Stages(NamedTuple):
@@ -49,6 +50,7 @@ class Workload(NamedTuple):
     - ``decode`` (tokens): W_d.
     - ``context`` (tokens): mean context length of a decode.
     - ``image`` (tokens): mean visual tokens of an image.
+    - ``own_image`` (tokens): visual tokens of a visual token's own image, on average.
     """
 
     requests: int
@@ -57,6 +59,7 @@ class Workload(NamedTuple):
     decode: int
     context: float
     image: float
+    own_image: float = 0.0
 
     @property
     def multimodal(self) -> bool:
@@ -95,11 +98,15 @@ def measure_workload(trace: Trace, model: ModelShape) -> Workload:
     decode = int(tokens.sum())  # line 5
     looked_at = int((tokens * prompts + tokens * (tokens + 1) // 2).sum())
     context = looked_at / decode if decode else prompt / len(prompts)
-    return Workload(len(prompts), visual, prompt, decode, context, visual / images if images else 0.0)
+    own = int(sizes.squares[sizes.taken].sum()) / visual if visual else 0.0
+    return Workload(len(prompts), visual, prompt, decode, context, visual / images if images else 0.0, own)
 
 
 def profile_device(load: Workload, cost: CostModel, slo: SLO, model: ModelShape, capacity: float) -> Profile:
-    """Compute lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes. An idle stage takes 0 s."""
+    """Compute lines 6 to 11 for one device: ``cost`` of its steps, ``capacity`` in bytes, all of its memory.
+
+    An idle stage takes 0 s.
+    """
     encode, prefill, decode = stage_seconds(load, cost)
     budgets = Stages(
         max(_budget(encode, ENCODE_SHARE * slo.ttft), ceil(load.image))
@@ -123,7 +130,7 @@ def stage_seconds(load: Workload, cost: CostModel) -> tuple[Callable[[int], floa
     """Return three functions: seconds of n visual tokens, n prompt tokens or n decodes in a batch."""
 
     def encode(tokens: int) -> float:
-        return max(LEAST_S, cost.at(0, 0, tokens, context=0.0))
+        return max(LEAST_S, cost.at(0, 0, tokens, context=0.0, image_tokens=load.own_image))
 
     def prefill(tokens: int) -> float:
         prompts = ceil(tokens / max(1.0, load.mean_prompt))
@@ -228,12 +235,15 @@ def _make_placement(*groups: tuple[int, str]) -> Placement:
 
 
 def choose_best(
-    methods: Iterable[Placement], replay_trace: Callable[[Placement], float]
-) -> tuple[Placement | None, float]:
-    """Run lines 13 and 17 to 23: return the first with a strictly greater goodput; None where all have 0."""
+    methods: Iterable[Method], replay_trace: Callable[[Method, float], float]
+) -> tuple[Method | None, float]:
+    """Run lines 13 and 17 to 23: return the first with a strictly greater goodput; None where all have 0.
+
+    ``replay_trace(method, above)`` returns its goodput, or any value up to ``above`` where it has no more than that.
+    """
     best, best_goodput = None, 0.0  # line 13
     for method in methods:  # line 17
-        goodput = replay_trace(method)  # lines 18 and 19
+        goodput = replay_trace(method, best_goodput)  # lines 18 and 19
         if goodput > best_goodput:  # line 20
             best, best_goodput = method, goodput  # lines 21 and 22
     return best, best_goodput  # line 23

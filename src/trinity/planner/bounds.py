@@ -52,6 +52,7 @@ class Need(NamedTuple):
     prefill: float
     decode: float
     held: float  # blocks times decode steps: length of an output times the KV that it holds meanwhile
+    own_image: float  # visual tokens of a visual token's own image, on average
 
 
 class Bounds:
@@ -141,7 +142,9 @@ class Bounds:
         ``together``: prefill and decode may share a step, which costs less than both.
         """
         kind, need = self.kinds[name], self.need
-        encode = _best(lambda n: kind.cost.at(0, 0, n, context=0.0), need.encode) if "E" in stages else 0.0
+        encode = 0.0
+        if "E" in stages:
+            encode = _best(lambda n: kind.cost.at(0, 0, n, context=0.0, image_tokens=need.own_image), need.encode)
         prefill = need.prefill if "P" in stages else 0.0
         decode = need.decode if "D" in stages else 0.0
         if together and prefill and decode:
@@ -273,7 +276,18 @@ def _need(requests: TraceRequests, share: float) -> Need:
         _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASH_TOKENS), 0), share),
         _lightest(tokens, share),
         _lightest(np.where((known > 0) | (hashed > 0), 0, held), share),
+        _least_own_image(requests, share),
     )
+
+
+def _least_own_image(requests: TraceRequests, share: float) -> float:
+    """Average a visual token's own image over all that are encoded; the smallest image where some may be left out."""
+    sizes = requests.sizes
+    visual = int(sizes.visual[sizes.taken].sum())
+    if share == 1.0 and visual and not requests.shared:
+        return int(sizes.squares[sizes.taken].sum()) / visual
+    images = [tokens for job in requests.jobs if not job.refused for tokens, _ in job.images]
+    return float(min(images, default=0))
 
 
 def _count_repeated(requests: TraceRequests) -> tuple[Counts, Counts]:

@@ -149,7 +149,7 @@ class _Cores:
         self._last: Replay | None = None
 
     def _serve_of(self, deployment: Deployment) -> Callable[[Trace], Sequence[RequestOutcome]]:
-        simulator = self.case.hardware.simulator(deployment, self.case.asked.slo, engine="python")
+        simulator = self.case.hardware.simulator(deployment, self.case.asked.slo, backend="python")
 
         def serve(trace: Trace) -> Sequence[RequestOutcome]:
             self._last = simulator.replay(trace, deployment.placement)

@@ -47,6 +47,7 @@ def make_candidate(case: PlanningProblem, found: SearchResult) -> Candidate:
         price=case.hardware.price(deployment.devices),
         settings=dict(deployment.settings),
         screened=found.screened,
+        longer_steps=case.longer_steps.get(deployment, ()),
     )
 
 
@@ -74,7 +75,7 @@ def evaluate_goodput(case: PlanningProblem, found: SearchResult, seeds: Sequence
     sure = tuple(each for each in spread if each is not None)
     late = find_late_stages(1 - seen.attainment[case.asked.rule], 1 - seen.ttft_attainment)
     figured = collect_figures(case, found.entry.deployment, usage, late)
-    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.engine
+    return msgspec.structs.replace(made, goodput=goodput, spread=sure, **figured), usage.backend
 
 
 def evaluate_core_result(case: PlanningProblem, confirmed: CoreResult, seeds: Sequence[int]) -> Candidate:
@@ -98,7 +99,7 @@ def evaluate_replay(case: PlanningProblem, found: SearchResult, offered: Trace) 
     replay = _replay(case, found.entry.deployment, offered)
     late = find_late_stages(*count_late(replay.outcomes, case.asked.slo, case.asked.rule))
     figured = collect_figures(case, found.entry.deployment, replay, late)
-    return msgspec.structs.replace(make_candidate(case, found), **figured), replay.engine
+    return msgspec.structs.replace(make_candidate(case, found), **figured), replay.backend
 
 
 def collect_figures(
@@ -195,13 +196,13 @@ def verify_on_cores(case: PlanningProblem, found: SearchResult) -> str:
         offered = offered.scale(found.rate / case.trials.own)  # as those of the whole trace at that rate
     first, second = (
         case.hardware.simulator(deployment, slo, **choice).replay(offered, deployment.placement)
-        for choice in ({}, {"engine": "python"})
+        for choice in ({}, {"backend": "python"})
     )
     case.trials.runs += 2
     if second.outcomes != first.outcomes:
         differ = sum(a != b for a, b in zip(first.outcomes, second.outcomes, strict=True))
         raise AssertionError(
-            f"the {first.engine} engine and the Python cores differ in {differ} of {len(offered)} requests on "
-            f'{deployment}: use engine="python" and report it'
+            f"the {first.backend} engine and the Python cores differ in {differ} of {len(offered)} requests on "
+            f'{deployment}: use backend="python" and report it'
         )
     return f"The winner's first {len(offered):,} requests were replayed on the cores that serve, with equal outcomes."

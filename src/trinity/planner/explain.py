@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trinity.placement import Placement
+from trinity.planner.prices import describe_prices
 
 if TYPE_CHECKING:
     from trinity.planner.plan import Candidate, Plan
@@ -76,9 +77,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"SLO: first token within {plan.slo.ttft:g} s, {plan.slo.tbt:g} s between tokens."
     trace = plan.trace
     yield f"Planned on {trace.requests:,} requests, {trace.image_share:.0%} of them with images."
+    yield from map(describe_prices, plan.priced)
     if plan.met:
         yield from _compare_lines(plan)
         yield from _spread_lines(plan)
+    yield from _longer_lines(plan.best)
     yield from _confirmation_lines(plan)
     yield from _limit_lines(plan.best)
     yield from _search_lines(plan)
@@ -92,7 +95,7 @@ def _compare_lines(plan: Plan) -> Iterator[str]:
             continue
         if is_same_candidate(each, plan.best):
             yield f"It is {name} too."
-        else:
+        elif each.score <= plan.best.score:  # else a note says what is wrong with it
             more = plan.best.score / each.score
             yield f"That is {more:.2f} times {name}, {each.placement} ({format_score(plan, each)})."
 
@@ -116,6 +119,12 @@ def _spread_lines(plan: Plan) -> Iterator[str]:
             f"On {len(spread)} redrawn trace(s) (seeds {', '.join(map(str, plan.seeds))}) its goodput is "
             f"{format_figure(min(spread))} to {format_figure(max(spread))} requests/s."
         )
+
+
+def _longer_lines(best: Candidate) -> Iterator[str]:
+    if best.longer_steps:
+        rates = ", ".join(f"{format_figure(rate)} with {factor - 1:.0%}" for factor, rate in best.longer_steps)
+        yield f"With steps longer than these costs at the same budgets, in requests/s: {rates}."
 
 
 def _limit_lines(best: Candidate) -> Iterator[str]:

@@ -58,9 +58,10 @@ class Hardware:
             if self.by_name.setdefault(each.name, each) != each:
                 raise ConfigError(f"two different devices are called {each.name!r}: give each kind a name of its own")
         self.prices = self._prices(prices)
-        share = self.options.get("memory_share", 0.9)
+        self.memory_share = float(self.options.get("memory_share", 0.9))
         self.kinds = {
-            name: Kind.of(each, cost_for_device(each, model, cost), share) for name, each in self.by_name.items()
+            name: Kind.of(each, cost_for_device(each, model, cost), self.memory_share)
+            for name, each in self.by_name.items()
         }
         self._simulators: dict[tuple[Any, ...], Simulator] = {}
         self._fitting: dict[tuple[str, str], str] = {}
@@ -127,26 +128,26 @@ class Hardware:
             )
         return self._simulators[key]
 
-    def search_simulator(self, deployment: Deployment, slo: SLO) -> Simulator:
+    def search_simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
         """Return the simulator that a search replays on.
 
         It is the screening engine with the nearest settings that it has, or the cores where it has none or the user
         chose them.
         """
-        asked = self.simulator(deployment, slo)
-        screens = asked.engine == "auto" and asked.screens(deployment.placement)
-        return self.simulator(deployment, slo, engine="screening") if screens else asked
+        asked = self.simulator(deployment, slo, **options)
+        screens = asked.backend == "auto" and asked.screens(deployment.placement)
+        return self.simulator(deployment, slo, backend="screening", **options) if screens else asked
 
     def why_on_cores(self, deployment: Deployment, slo: SLO) -> str:
         """Return the reason why a search replays on the slow cores although the user did not choose them; else ""."""
         asked = self.simulator(deployment, slo)
-        dear = asked.engine == "auto" and not asked.screens(deployment.placement)
+        dear = asked.backend == "auto" and not asked.screens(deployment.placement)
         return asked.why_python(deployment.placement) if dear else ""
 
     def stand_ins(self, deployment: Deployment, slo: SLO) -> tuple[StandIn, ...]:
         """Return the stand-ins that a search takes for settings; none where its replays are those of the cores."""
         asked = self.search_simulator(deployment, slo)
-        return asked.stand_ins(deployment.placement) if asked.engine == "screening" else ()
+        return asked.stand_ins(deployment.placement) if asked.backend == "screening" else ()
 
     def _select_devices(self, names: Sequence[str]) -> Cluster:
         """Select these devices of the cluster, each on its own host."""

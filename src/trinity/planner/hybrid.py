@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trinity.costs.cluster import Cluster
+from trinity.costs.engines import DEFAULT_ENGINE, Engine
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, TraceTooShort
 from trinity.errors.arguments import Positive, Share, Whole, check_arguments
 from trinity.placement import Group, Placement
+from trinity.planner.algorithm2 import choose_best
 from trinity.planner.bayesian import search_bayesian, subtract_cost
 from trinity.planner.candidates import Deployment, iter_device_choices
+from trinity.planner.cliffs import prefer_off_cliff
 from trinity.planner.confirmation import confirm, mark_unconfirmed, merge_core_results
 from trinity.planner.evaluate import (
     evaluate_core_result,
@@ -31,11 +34,19 @@ from trinity.planner.objectives import (
     search_by_replay,
 )
 from trinity.planner.plan import Candidate, Objective, Plan
+from trinity.planner.prices import iter_borrowed, name_measured, price_steps
 from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
 from trinity.planner.progress import ProgressBar, Report
-from trinity.planner.race import race, reaches
+from trinity.planner.race import reaches
 from trinity.planner.resample import DrawnTrace, plan_on_long_enough
-from trinity.planner.search import BoundedCandidate, SearchResult, is_same_deployment, rank_results, sort_by_guess
+from trinity.planner.search import (
+    BoundedCandidate,
+    SearchResult,
+    is_same_deployment,
+    rank_results,
+    search_above,
+    sort_by_guess,
+)
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.strategy_result import StrategyResult
 from trinity.planner.trace_repair import prepare_recorded
@@ -66,7 +77,9 @@ class HybridPlanner:
     - ``model``: a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
     - ``slo`` (seconds): TTFT and TBT bounds; None for the objective "throughput" alone.
     - ``instances`` (count, None) of ``device`` ("H100"): a name, a ``Device``, or counts of each by name.
-    - ``cluster`` (None): in place of both, devices with hosts and links.
+    - ``engine`` ("graphs"): what runs the steps on devices given by name; "eager" launches each kernel by itself, with
+      20 ms a pass in place of 1 ms (``trinity.costs.engines.ENGINES``).
+    - ``cluster`` (None): in place of these, devices with hosts and links.
     - ``cost`` (None): measured tables in place of the devices' rooflines, for all of them or by name.
     - ``objective`` ("goodput"): "goodput"; "goodput_per_cost", with any choice of the devices; "fewest_instances" that
       serve ``rate``; "throughput", all requests at once; "effective_throughput", tokens/s a device in time at ``rate``,
@@ -76,7 +89,7 @@ class HybridPlanner:
     - ``search`` (``SearchConfig()``): strategy, seeds, and what is done about short traces.
     - ``progress`` (None): called as ``progress(replays, what)``; None shows a bar in a terminal or notebook.
     - ``options``: those of ``trinity.simulation.simulator.Simulator``: rules, budgets, routing, lanes, interference,
-      transfers, memory_share, engine.
+      transfers, memory_share, backend.
 
     Raises ``ConfigError`` (``UnknownName``) for what cannot be asked, and where the model fits no device.
 
@@ -93,6 +106,7 @@ class HybridPlanner:
         *,
         instances: Whole | None = None,
         device: Devices = "H100",
+        engine: Engine = DEFAULT_ENGINE,
         cluster: Cluster | None = None,
         cost: CostModel | Mapping[str, CostModel] | None = None,
         objective: Objective = "goodput",
@@ -106,7 +120,7 @@ class HybridPlanner:
         **options: Any,
     ) -> None:
         self.model = get_model_shape(model) if isinstance(model, str) else model
-        found = cluster_of(device, instances) if cluster is None else cluster
+        found = cluster_of(device, instances, engine=engine) if cluster is None else cluster
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
             raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")
         self.most = found.size if instances is None else min(instances, found.size)
@@ -177,6 +191,8 @@ class HybridPlanner:
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
         searched = self._confirm(case, searched)
+        if self.options.objective not in REPLAYED and not case.dear:
+            searched = prefer_off_cliff(case, searched, may_choose=self.options.search.strategy != "paper")
         return self._write_plan(case, searched, drawn)
 
     def _search(self, case: PlanningProblem) -> StrategyResult:
@@ -197,14 +213,21 @@ class HybridPlanner:
     def _search_paper(
         self, case: PlanningProblem, names: Sequence[str] | None = None
     ) -> tuple[list[SearchResult], SearchResult | None]:
-        """Search Algorithm 2's placements; return them with the first that is strictly greater than the others."""
+        """Search Algorithm 2's placements by its printed lines; return them, best first, and its own choice."""
         worth = self._worth(names or self._devices)
         entries = [
             each._replace(worth=worth)
             for each in case.bound_paper_choices(names or self._devices, self.options.search.split)
         ]
-        found = race(case.trials, entries)
-        return found, found[0] if found else None
+        found: dict[Deployment, SearchResult] = {}
+
+        def replay(entry: BoundedCandidate, above: float) -> float:
+            found[entry.deployment] = search_above(case.trials, entry, above)
+            return found[entry.deployment].score
+
+        best: BoundedCandidate | None = choose_best(entries, replay)[0]
+        ranked = rank_results(found.values())
+        return ranked, found[best.deployment] if best else next(iter(ranked), None)
 
     @property
     def _devices(self) -> tuple[str, ...]:
@@ -312,8 +335,8 @@ class HybridPlanner:
         notes = [*drawn.notes, *searched.notes]
         if MAX_WAITING < self.waiting < UNBOUNDED:
             notes.append(f"Run it with max_waiting={self.waiting}: a pipeline's default of {MAX_WAITING} refuses more.")
-        described, engine = self._describe(case, searched, best, seeds)
-        if engine == "compiled" and met:
+        described, backend = self._describe(case, searched, best, seeds)
+        if backend == "compiled" and met:
             notes.append(verify_on_cores(case, best))
         paper = searched.paper
         as_chosen = paper and (
@@ -323,6 +346,8 @@ class HybridPlanner:
         listed = [*([paper] if paper and not is_same_deployment(paper, best) else []), *rest]
         listed = listed if searched.cores else rank_results(listed)
         shown = [as_chosen if each is paper and as_chosen else make_candidate(case, each) for each in listed]
+        costs, devices = {name: kind.cost for name, kind in self.hardware.kinds.items()}, self.hardware.by_name
+        notes += iter_borrowed(devices, costs)
         if len(searched.found) > MOST_LISTED:
             notes.append(f"Of {len(searched.found):,} candidates the best {MOST_LISTED:,} are listed.")
         return Plan(
@@ -331,7 +356,8 @@ class HybridPlanner:
             strategy=own.search.strategy,
             rule=self.asked.rule,
             slo=self.slo,
-            devices=self._devices,
+            devices=tuple(name_measured(devices[name], costs[name]) for name in self._devices),
+            priced=tuple(price_steps(devices[name], costs[name], case.bounds.load) for name in devices),
             best=described,
             candidates=(described, *shown),
             paper=as_chosen,
@@ -340,7 +366,7 @@ class HybridPlanner:
             runs=searched.runs,
             more_runs=case.trials.runs - searched.runs,
             met=met,
-            engine=engine,
+            backend=backend,
             notes=tuple(notes),
             stand_ins=searched.stand_ins,
             core_runs=searched.cores.runs if searched.cores else 0,
@@ -356,8 +382,8 @@ class HybridPlanner:
             return described, "screening"
         if self.options.objective not in REPLAYED:
             return evaluate_goodput(case, found, seeds)
-        described, engine = evaluate_replay(case, found, self._by_replay(case)[0])
-        return described, "screening" if searched.stand_ins else engine
+        described, backend = evaluate_replay(case, found, self._by_replay(case)[0])
+        return described, "screening" if searched.stand_ins else backend
 
 
 def _waiting(objective: Objective, instances: int) -> int:

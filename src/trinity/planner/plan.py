@@ -21,6 +21,7 @@ from trinity.planner.explain import (
     headline,
     is_same_candidate,
 )
+from trinity.planner.prices import PricedSteps, describe_prices
 from trinity.tables import Table, as_html, as_text
 from trinity.traces.goodput import RatePoint
 from trinity.traces.statistics import TraceStatistics
@@ -51,6 +52,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     - ``memory``: by instance, bytes of "weights" and of the pools "image" and "kv", and the highest share of each that
       was held ("image_peak", "kv_peak").
     - ``spread`` (requests/s): goodput by the plan's rule on each of the plan's ``seeds``.
+    - ``longer_steps``: (factor, requests/s), its goodput with steps that many times as long at the same budgets; of the
+      best, and of those that were compared with it.
     - ``price``: of an hour of all its devices.
     - ``settings``: knobs that a wider search has set.
     - ``screened`` (requests/s): goodput by the screening engine, in a plan with ``stand_ins``. There ``goodput``,
@@ -73,6 +76,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None = None
     settings: dict[str, str | int | float] = {}
     screened: float | None = None
+    longer_steps: tuple[tuple[float, float], ...] = ()
 
     @property
     def gap(self) -> float | None:
@@ -95,14 +99,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - ``model``, ``objective``, ``strategy``, ``rule``, ``devices``: as the planner's.
     - ``slo``: None where the objective has none.
     - ``best``: the candidate to run.
-    - ``candidates``: sorted best first.
+    - ``candidates``: the best, then the others by their scores; one that stands on a cliff may have a higher score than
+      the best (``longer_steps``, and a note).
     - ``paper``: Algorithm 2's own choice.
+    - ``priced``: the engine that is assumed on each kind of device, and the seconds of a few steps.
     - ``trace``: statistics of the trace that was planned on.
     - ``seeds``: of the redrawn traces behind ``spread``.
     - ``runs``: replays of the search.
     - ``more_runs``: replays of Algorithm 2 after it and behind the figures of both choices.
     - ``met``: false where no candidate meets the SLO at any rate; then ``best`` has the highest attainment seen.
-    - ``engine``: "compiled" or "python", where the search ran on the true settings; "screening" where ``stand_ins``
+    - ``backend``: "compiled" or "python", where the search ran on the true settings; "screening" where ``stand_ins``
       took their place and the best were replayed on the cores.
     - ``notes``: deviations from what was requested.
     - ``stand_ins``: such as "depth=2 as 1".
@@ -119,11 +125,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     paper: Candidate | None
     trace: TraceStatistics
+    priced: tuple[PricedSteps, ...] = ()
     seeds: tuple[int, ...] = ()
     runs: int = 0
     more_runs: int = 0
     met: bool = True
-    engine: str = ""
+    backend: str = ""
     notes: tuple[str, ...] = ()
     stand_ins: tuple[str, ...] = ()
     core_runs: int = 0
@@ -192,7 +199,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def _lines(self) -> list[str]:
         more = len(self.candidates) - SHOWN
         lines = [f"{more} more candidates: plan.candidates"] if more > 0 else []
-        return [*lines, *(f"note: {note}" for note in self.notes)]
+        return [*lines, *map(describe_prices, self.priced), *(f"note: {note}" for note in self.notes)]
 
     def __str__(self) -> str:
         return "\n".join([headline(self), as_text(self._table()), *self._lines()])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trinity.costs.step_cost import interference_of
 from trinity.planner import algorithm2
-from trinity.planner.algorithm2 import Profile, Split, profile_device
+from trinity.planner.algorithm2 import CACHE_SHARE, Profile, Split, profile_device
 from trinity.planner.bounds import Bounds
 from trinity.planner.candidates import Deployment, list_deployments, methods_for
 from trinity.planner.hardware import Hardware
@@ -84,6 +84,8 @@ class PlanningProblem:
         self.progress = progress
         self.trials = self.make_trials(trace, progress=progress, most_runs=DEAR_RUNS if dear else math.inf)
         self._redrawn: dict[int, Trials] = {}
+        self._longer: dict[float, Trials] = {}
+        self.longer_steps: dict[Deployment, tuple[tuple[float, float], ...]] = {}  # (factor, requests/s) of each
 
     def make_trials(
         self, trace: Trace, serve_of: Callable[[Deployment], ServeFunction] | None = None, **options: Any
@@ -104,6 +106,17 @@ class PlanningProblem:
         if seed not in self._redrawn:
             self._redrawn[seed] = self.make_trials(resample(self.trace, len(self.trace), seed=seed))
         return self._redrawn[seed]
+
+    def make_longer_trials(self, factor: float) -> Trials:
+        """Make trials whose steps take ``factor`` times as long at the same budgets; once for each factor."""
+        if factor not in self._longer:
+
+            def serve(deployment: Deployment) -> ServeFunction:
+                slo = self.asked.slo
+                return self.hardware.search_simulator(deployment, slo, step_factor=factor).serve(deployment.placement)
+
+            self._longer[factor] = self.make_trials(self.trace, serve, progress=self.progress)
+        return self._longer[factor]
 
     def _serve(self, deployment: Deployment) -> Any:
         return self.hardware.search_simulator(deployment, self.asked.slo).serve(deployment.placement)
@@ -131,7 +144,9 @@ class PlanningProblem:
         """Compute Algorithm 2's profile, on the first device."""
         device = self.hardware.cluster.devices[0]
         kind = self.hardware.kinds[device.name]
-        return profile_device(self.bounds.load, kind.cost, self.asked.slo, self.hardware.model, kind.memory)
+        # The device's whole memory: of what the weights leave of it, line 9 takes its own share.
+        whole = device.memory * min(1.0, self.hardware.memory_share / CACHE_SHARE)
+        return profile_device(self.bounds.load, kind.cost, self.asked.slo, self.hardware.model, whole)
 
     def bound_paper_choices(self, devices: Sequence[str], split: Split) -> list[BoundedCandidate]:
         """List Algorithm 2's deployments in its order, with bounds; those that hold the model."""

@@ -11,8 +11,9 @@ from trinity.traces import resample
 from trinity.traces.trace import Trace
 
 LEAST_TO_DRAW = 100  # requests that a trace must have to draw others from it
-MOST_DRAWN = 500_000  # requests
+MOST_DRAWN = 1_000_000  # requests; a thousand instances that serve 20 requests/s each need half of these in 20 s
 _SPARE = 1.5  # times what was missing: a search goes up by a quarter at a time, and others may go beyond
+_LEAST_SPARE = 1.05  # where more would be too many
 _TRIES = 8
 
 Result = TypeVar("Result")
@@ -29,7 +30,7 @@ def plan_on_long_enough(recorded: DrawnTrace, seed: int, allowed: bool, plan: Ca
     """Run ``plan`` on this trace or, where it is too short, on more requests like its own.
 
     Raises ``TraceTooShort`` where that is not ``allowed``, for a trace of fewer than 100 requests, and where more than
-    500,000 would be needed.
+    a million would be needed.
     """
     drawn = recorded
     for _ in range(_TRIES):
@@ -52,8 +53,11 @@ def _longer(recorded: DrawnTrace, tried: Trace, seed: int, error: TraceTooShort)
     span = (max(row.timestamp for row in tried) - min(row.timestamp for row in tried)) / 1000
     if not span:
         raise error
-    count = math.ceil(_SPARE * error.needed_s / span * len(tried))
-    if count > MOST_DRAWN:
+    needed = error.needed_s / span * len(tried)
+    count = math.ceil(_LEAST_SPARE * needed)
+    if count <= MOST_DRAWN:
+        count = min(MOST_DRAWN, math.ceil(_SPARE * needed))
+    else:
         raise TraceTooShort(
             f"{error}. That would take {count:,} requests, more than the {MOST_DRAWN:,} that are drawn at most: is the "
             "SLO as long as you meant?",

@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from trinity.planner.candidates import Deployment
-from trinity.planner.trials import Trials, rate_of
+from trinity.planner.trials import Trials, rate_of, step_of
 
 
 class BoundedCandidate(NamedTuple):
@@ -81,6 +81,15 @@ def rank_results(found: Iterable[SearchResult]) -> list[SearchResult]:
 def search_to_end(trials: Trials, entry: BoundedCandidate) -> SearchResult:
     """Search its goodput to the end, as if nothing else had been replayed."""
     return SearchResult(entry, True, trials.limit(entry.deployment, entry.guess), entry.upper)
+
+
+def search_above(trials: Trials, entry: BoundedCandidate, above: float) -> SearchResult:
+    """Search its goodput to the end if it scores more than ``above``; one replay tells that it does not."""
+    if above:
+        step = step_of(above / entry.worth) + 1
+        if not trials.holds(entry.deployment, step):
+            return SearchResult(entry, False, None, min(entry.upper, rate_of(step)))
+    return search_to_end(trials, entry)
 
 
 def is_same_deployment(one: SearchResult, other: SearchResult) -> bool:

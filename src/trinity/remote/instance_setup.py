@@ -48,6 +48,11 @@ def make_instance_connector(setup: Setup) -> Connector:
     return Connector(made)
 
 
+def _rules_of(setup: Setup) -> BatchRules:
+    limits = (setup.media_budget, setup.decode_budget)
+    return BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, *limits)
+
+
 def load_instance(setup: Setup) -> LoadedInstance:
     """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
     check_model(setup)
@@ -75,7 +80,7 @@ def load_instance(setup: Setup) -> LoadedInstance:
         dtype=setup.dtype,
         slo=setup.slo,
         budgets=setup.budgets,
-        rules=BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, setup.media_budget),
+        rules=_rules_of(setup),
         cache=CacheConfig(image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size),
         observe=None,
         device=setup.device,

@@ -120,6 +120,7 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
         order=rules.order,
         chunked=rules.chunked,
         media_budget=rules.limit_encodes,
+        decode_budget=rules.limit_decodes,
         transfers=deployment.transfers,
     )
 

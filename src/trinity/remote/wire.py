@@ -128,6 +128,7 @@ class Setup(Value, frozen=True, kw_only=True):
     order: Order = "fcfs"
     chunked: bool = True
     media_budget: bool = True
+    decode_budget: bool = True
     stages: tuple[str, ...] = ()
     transfers: TransferPolicy = TransferPolicy()
     paced: EmulatedModel | None = None

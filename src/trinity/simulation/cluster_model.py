@@ -81,7 +81,7 @@ class SimulatedInstance:
 
     def begin(self, step: Step, now: float) -> SimulatedStep:
         """Put the step on its lane, with the seconds that it takes alone on the device."""
-        decodes, prefill, media = len(step.decodes), 0, 0
+        decodes, prefill, media, image = len(step.decodes), 0, 0, 0.0
         context = self._count_context(step.decodes) / decodes if decodes else 0.0
         prefills, prefilled = len(step.prefills), 0.0
         if decodes or prefills:
@@ -91,7 +91,10 @@ class SimulatedInstance:
             prefilled = sum([row.start for row in step.prefills]) / prefills
         if step.encodes:
             media = sum([row.span.tokens for row in step.encodes])
-        seconds = self.cost.at(decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills)
+            image = sum([row.span.tokens**2 for row in step.encodes]) / media
+        seconds = self.cost.at(
+            decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills, image_tokens=image
+        )
         due: list[tuple[float, tuple[int, int] | None]] = [(0.0, None)]
         if step.group:
             due = [*_schedule_groups(step.group, self.core.settings.layers, seconds), *due]

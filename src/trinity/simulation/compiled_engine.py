@@ -138,7 +138,7 @@ class CompiledPlacement:
         known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
         self._given = (
-            rows_of([_setup(each, place, cluster) for place, each in enumerate(settings)], 12, np.int32),
+            rows_of([_setup(each, place, cluster) for place, each in enumerate(settings)], 13, np.int32),
             np.array(limits, np.float64),
             _costs(costs, known),
             _costs([each.rules.cost for each in settings], known),
@@ -184,6 +184,7 @@ def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
         ORDERS.index(rules.order),
         int(rules.chunked),
         int(rules.limit_encodes),
+        int(rules.limit_decodes),
         number_of(each.name),
     )
 
@@ -267,12 +268,12 @@ def _roofline(cost: Roofline) -> Any:
     seen = vision.layers if vision else language
     whole = (
         *(language.weights, model.head, language.attended, language.layers, language.width, model.dtype_bytes),
-        *(model.read_bytes, model.kv_bytes, vision is not None, isinstance(vision.patches if vision else 0, int)),
-        *(seen.weights, vision.projector if vision else 0, vision.span if vision else 0, seen.attended, seen.layers),
-        *(seen.width, model.vision_bytes, model.feature_bytes),
+        *(model.read_bytes, model.kv_bytes, vision is not None, seen.weights, vision.projector if vision else 0),
+        *(vision.span if vision else 0, seen.attended_each, vision.full_layers if vision else 0, seen.layers),
+        *(seen.width, model.vision_bytes, model.feature_bytes, model.image_tokens),
     )
-    speeds = (device.flops, device.flops_share, device.bandwidth, device.bandwidth_share, device.pass_s, device.row_s)
-    real = (cost.context, vision.patches if vision else 0, *speeds)
+    shares = (device.flops, device.flops_share, device.encoding_share, device.bandwidth, device.bandwidth_share)
+    real = (cost.context, vision.patches if vision else 0, *shares, device.pass_s, device.row_s)
     return extension.sim_roofline(np.array(whole, np.int64), np.array(real, np.float64))
 
 

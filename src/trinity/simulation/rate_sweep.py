@@ -94,13 +94,13 @@ class InstanceUsage(NamedTuple):
     - ``utilisation``: share of the duration that the instance worked at each of its stages.
     - ``peak_blocks``: most blocks held, by kind.
     - ``pools``: blocks it has, by kind.
-    - ``engine``: the engine of the replay.
+    - ``backend``: the engine of the replay.
     """
 
     utilisation: dict[str, dict[str, float]]
     peak_blocks: dict[str, dict[str, int]]
     pools: dict[str, dict[str, int]]
-    engine: str = "compiled"
+    backend: str = "compiled"
 
 
 class _ReplayUsage(NamedTuple):

@@ -24,6 +24,7 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
+from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
@@ -37,7 +38,7 @@ from trinity.timeline import Slice
 from trinity.traces.goodput import RequestOutcome, ServeFunction
 from trinity.traces.trace import SLO, Trace
 
-ENGINES = ("auto", "python", "compiled", "screening")
+SIMULATOR_BACKENDS = ("auto", "python", "compiled", "screening")
 LANE_LAYOUTS = (("joint",), ("vision", "language"))
 
 
@@ -50,7 +51,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     - ``peak_blocks``, ``pools`` (blocks): the most held by each instance, and what it has, by kind.
     - ``moved_bytes`` (bytes): migrated between instances, by kind.
     - ``events``: handled by the engine.
-    - ``engine``: "python" or "compiled".
+    - ``backend``: "python" or "compiled".
     - ``timeline``: steps and migrations, where recorded.
     - ``preemptions``: of all requests.
     """
@@ -62,7 +63,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, dict[str, int]]
     moved_bytes: dict[str, int]
     events: int
-    engine: str
+    backend: str
     timeline: tuple[Slice, ...] = ()
     preemptions: int = 0
 
@@ -94,9 +95,10 @@ class Simulator:
     - ``ask`` (tokens, 0): least ``max_tokens`` of every request, though it stops after its output; rows with
       ``max_tokens`` ask for these.
     - ``depth`` (1): steps in flight on a lane, as an ``Instance``'s.
-    - ``engine`` ("auto"): "python", the cores themselves; "compiled", the screening engine where its replays are theirs
-      to the bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with the
-      nearest settings that it has (``stand_ins``).
+    - ``step_factor`` (1.0): how much longer steps take than their costs say, at the budgets searched by these.
+    - ``backend`` ("auto"): "python", the cores themselves; "compiled", the screening engine where its replays are
+      theirs to the bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with
+      the nearest settings that it has (``stand_ins``).
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -119,13 +121,14 @@ class Simulator:
         reservation: Reservation = "full",
         ask: int = 0,
         depth: int = 1,
-        engine: str = "auto",
+        step_factor: float = 1.0,
+        backend: str = "auto",
     ) -> None:
         self.model = get_model_shape(model) if isinstance(model, str) else model
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
-        self.lanes, self.engine, self.reservation, self.ask = tuple(lanes), engine, reservation, ask
-        self.depth = depth
+        self.lanes, self.backend, self.reservation, self.ask = tuple(lanes), backend, reservation, ask
+        self.depth, self.step_factor = depth, step_factor
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
@@ -134,8 +137,8 @@ class Simulator:
         self._check_options()
 
     def _check_options(self) -> None:
-        if self.engine not in ENGINES:
-            raise UnknownName("engine", self.engine, ENGINES)
+        if self.backend not in SIMULATOR_BACKENDS:
+            raise UnknownName("backend", self.backend, SIMULATOR_BACKENDS)
         if self.lanes not in LANE_LAYOUTS:
             raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if not 1 <= self.interference < inf:
@@ -144,6 +147,8 @@ class Simulator:
             raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
         check_reservation(self.reservation)
         check_depth(self.depth)
+        if not 0 < self.step_factor < inf:
+            raise ConfigError(f"step_factor is a positive number, got {self.step_factor!r}")
         if self.ask < 0:
             raise ConfigError(f"ask is a number of tokens, got {self.ask}")
         if self.max_waiting < 1:
@@ -225,6 +230,10 @@ class Simulator:
         """Return the cost model of the device at this place."""
         return cost_for_device(self.cluster.devices[place], self.model, self.cost)
 
+    def _step_costs(self, count: int) -> list[CostModel]:
+        """Return what steps cost in a replay, of the first ``count`` devices."""
+        return [stretch_cost(self.cost_of(place), self.step_factor) for place in range(count)]
+
     def serve(self, placement: Placement | str) -> ServeFunction:
         """Return what serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check``."""
         self.check(placement)
@@ -237,16 +246,16 @@ class Simulator:
     def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
         """Return the reason why the Python engine replays this placement; "" where the compiled one does.
 
-        Raises ``ConfigError`` where ``engine`` is "compiled" or "screening" and that cannot run it (decision 0033).
+        Raises ``ConfigError`` where ``backend`` is "compiled" or "screening" and that cannot run it (decision 0033).
         """
-        if self.engine == "python":
+        if self.backend == "python":
             return "it was asked for"
         found = self._screen(placement, shared=True)
-        why = compiled_engine.why_unavailable() or (found.missing if self.engine == "screening" else found.inexact)
+        why = compiled_engine.why_unavailable() or (found.missing if self.backend == "screening" else found.inexact)
         why = why or ("timelines" if record else "")
-        if why and self.engine != "auto":
+        if why and self.backend != "auto":
             raise ConfigError(
-                f"the {self.engine} engine cannot do this ({why}): take engine='auto', which replays in Python"
+                f"the {self.backend} engine cannot do this ({why}): take backend='auto', which replays in Python"
             )
         return why
 
@@ -260,14 +269,14 @@ class Simulator:
 
     def _screen(self, placement: Placement | str, *, shared: bool) -> ScreenedInstances:
         settings = self.settings(placement, shared=shared)
-        return screen_settings(settings, [self.cost_of(place) for place in range(len(settings))], self.routing)
+        return screen_settings(settings, self._step_costs(len(settings)), self.routing)
 
     def _compile(self, placement: Placement | str, shared: bool) -> compiled_engine.CompiledPlacement:
         found = self._screen(placement, shared=shared)
         return compiled_engine.CompiledPlacement(
             found.settings,
             cluster=self.cluster,
-            costs=[self.cost_of(place) for place in range(len(found.settings))],
+            costs=self._step_costs(len(found.settings)),
             model=self.model,
             max_waiting=self.max_waiting,
             interference=self.interference,
@@ -299,7 +308,7 @@ class Simulator:
             settings,
             jobs,
             cluster=self.cluster,
-            costs=[self.cost_of(place) for place in range(len(settings))],
+            costs=self._step_costs(len(settings)),
             model=self.model,
             routing=self._policy(),
             max_waiting=self.max_waiting,
@@ -336,7 +345,7 @@ def _replay_of_compiled(
         pools={each.name: dict(each.pools) for each in deployed.settings},
         moved_bytes=replay.moved,
         events=replay.events,
-        engine="compiled",
+        backend="compiled",
         preemptions=replay.preemptions,
     )
 
@@ -352,7 +361,7 @@ def _replay_of_cores(run: SimulatedCluster) -> Replay:
         pools={name: dict(core.settings.pools) for name, core in run.cores.items()},
         moved_bytes={kind: run.moved[kind] for kind in (IMAGE, KV)},
         events=run.events,
-        engine="python",
+        backend="python",
         timeline=tuple(run.timeline or ()),
         preemptions=sum(core.state.preemptions for core in run.cores.values()),
     )

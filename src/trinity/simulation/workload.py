@@ -81,6 +81,7 @@ class Sizes(NamedTuple):
 
     - ``prompt``, ``output``, ``visual`` (tokens).
     - ``images``: number of images.
+    - ``squares``: squares of each image's visual tokens, summed.
     - ``taken``: true if the model takes the request.
     - ``hashed``: true if any request has hashes of its prefix.
     """
@@ -89,6 +90,7 @@ class Sizes(NamedTuple):
     output: Counts
     visual: Counts
     images: Counts
+    squares: Counts
     taken: npt.NDArray[np.bool_]
     hashed: bool
 
@@ -101,6 +103,7 @@ def sizes_of(jobs: Sequence[Job]) -> Sizes:
         np.fromiter((job.max_tokens for job in jobs), np.int64, count),
         np.fromiter((sum([tokens for tokens, _ in job.images]) for job in jobs), np.int64, count),
         np.fromiter((len(job.images) for job in jobs), np.int64, count),
+        np.fromiter((0 if job.refused else sum([n * n for n, _ in job.images]) for job in jobs), np.int64, count),
         np.fromiter((not job.refused for job in jobs), np.bool_, count),
         any(job.hash_ids for job in jobs),
     )

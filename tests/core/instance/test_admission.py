@@ -182,6 +182,13 @@ def test_migrations_reserve_in_the_order_of_their_offers() -> None:
     table(core, rows)
 
 
+def test_without_that_rule_it_takes_as_many_as_its_blocks_hold() -> None:
+    core = make_core("D0", rules=BatchRules(token_budget=2, limit_decodes=False))
+    for number in (1, 2, 3):
+        core.handle(kv_offer(f"P0:{number}", work(f"r{number}", 2), (number,)), 0.0)
+        assert core.handle(Ready(f"P0:{number}", (0,)), 0.0), f"migration {number} is pulled"
+
+
 def test_a_decode_instance_takes_no_more_migrations_than_its_token_budget_has_rows() -> None:
     core = make_core("D0", rules=BatchRules(token_budget=2))
     ready = {f"P0:{n}": work(f"r{n}", 2) for n in (1, 2, 3)}

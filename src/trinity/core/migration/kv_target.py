@@ -16,7 +16,8 @@ from trinity.core.transfers import PullTimes, merge_records, overlap_ratio
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     """Reserve the blocks of a request to decode here, less its prefix-cache hits; False where they do not fit."""
-    if len(s.decoding) + s.arriving[Phase.KV_PULL] >= s.settings.rules.token_budget:
+    rules = s.settings.rules
+    if rules.limit_decodes and len(s.decoding) + s.arriving[Phase.KV_PULL] >= rules.token_budget:
         return False
     assert state.incoming is not None
     state.never_preempted = s.grows and not recomputable(s, state.work)
