@@ -109,7 +109,7 @@ def test_memory_is_bounded_and_counts_are_not() -> None:
 
 
 def test_room_for_no_output_is_refused() -> None:
-    with pytest.raises(ConfigError, match="last must be at least 1 output, got 0"):
+    with pytest.raises(ConfigError, match="last is a whole number of at least 1, got 0"):
         Metrics(last=0)
 
 

@@ -70,8 +70,8 @@ def test_placement(placement: Any, says: str) -> None:
         Pipeline(checkpoint("llava"), placement)
 
 
-@pytest.mark.parametrize("roles", ["", "X", "E+P", "2E", "EE", "E P", None])
-def test_roles_of_an_instance(roles: Any) -> None:
+@pytest.mark.parametrize("roles", ["", "X", "E+P", "2E", "EE", "E P"])
+def test_roles_of_an_instance(roles: str) -> None:
     with pytest.raises(PlacementError, match=r"E.*P.*D"):
         Instance(roles)
 

@@ -115,7 +115,8 @@ async def test_processes_are_told_of_them() -> None:
         outputs = await asyncio.gather(*map(pipe.complete, asked))
         assert [len(output.token_ids) for output in outputs] == [3, 3]
         setups = {name: each.setup for name, each in pipe.processes.items()}
-    assert [(each.most_tokens, each.most_images) for each in setups.values()] == [(700, 2), (64, None)]
+    budgets = {name: (each.most_tokens, each.most_images) for name, each in setups.items()}
+    assert budgets == {"EP0": (700, 2), "D0": (64, None)}
     assert {(each.depth, each.reservation) for each in setups.values()} == {(2, "optimistic")}
     lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
     assert max(each.args.get("prefill tokens", 0) for each in lanes) == 700
