@@ -56,6 +56,7 @@ void Instance::open_offer(State &state, uint8_t stage, Blocks kind) {
     way.source[kind] = state.hop;
     ++leases_;
     state.outgoing = kind;
+    way.tombstone[state.hop] = true;
     way.at[state.hop + 1] = int16_t(target); // of the one that it will be there
     w.send(target, Kind::offer, state.request, kind, 0, state.hop);
 }
@@ -66,7 +67,6 @@ void Instance::commit(State &state) {
     if (way.deadline_s < FOREVER) way.left_s = state.deadline - w.now;
     w.send(way.at[state.hop + 1], Kind::commit, state.request, state.outgoing, state.tokens);
     leave(state);
-    way.tombstone[state.hop] = true;
     drop_all(state);
 }
 

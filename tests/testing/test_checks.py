@@ -111,6 +111,7 @@ def test_conversation_misses_what_was_never_said() -> None:
         with pytest.raises(AssertionError, match=message):
             told(*said).at_end()
     conversation = told(("frontend", Send("P0", Submit(work("r", 1)))), ("P0", fin("r")))
+    conversation.event("P0", Submit(work("r", 1)))
     with pytest.raises(AssertionError, match=r"no Forget for \[\('P0', 'r'\)\]"):
         conversation.at_end()
     conversation = told()

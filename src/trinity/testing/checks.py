@@ -15,8 +15,9 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Pull, Pulled, Send, Step, Stepped, Value
+from trinity.core.messages import IMAGE, KV, PeerDown, Pull, Pulled, Send, Step, Stepped, Value
 from trinity.testing.conversation import Conversation, ends_lease_early
+from trinity.testing.lives import Lives
 from trinity.testing.shadow import Shadow
 
 
@@ -32,15 +33,21 @@ class Observer(Protocol):
     def after_event(self, name: str) -> None:
         """Check after ``name`` has handled the event and all its commands were seen."""
 
+    def lost(self, name: str) -> None:
+        """Take the death of an instance, whose core is still what it was: what it had in flight never ends."""
+
     def at_end(self) -> None:
         """Check at the end, when nothing is under way any more."""
 
 
-def make_checks(cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> Sequence[Observer]:
-    """Make every known check for cores that one driver runs."""
+def make_checks(
+    cores: Mapping[str, InstanceCore], frontend: FrontendCore, lives: Lives | None = None
+) -> Sequence[Observer]:
+    """Make every known check for cores that one driver runs; ``lives`` where instances may die there."""
+    settings = {name: core.settings for name, core in cores.items()}
     return [
         Conversation(cores),
-        Shadow({name: core.settings for name, core in cores.items()}),
+        Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings),
         Bookkeeping(cores, frontend),
     ]
 
@@ -60,6 +67,9 @@ class Bookkeeping:
             assert ended.id == event.id, f"{name}: step {event.id} overtook {ended.id} on lane {event.lane}"
         elif isinstance(event, Pulled):
             del self._pulls[name, event.offer, event.part]
+        elif isinstance(event, PeerDown) and name in self.cores:  # their next life may have been offered these as well
+            leases = self.cores[name].state.outgoing.items()
+            self._revoked.update(id for id, lease in leases if lease.target == event.name)
 
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Step):
@@ -71,6 +81,12 @@ class Bookkeeping:
             self._pulls[name, command.offer, command.part] = command
         elif isinstance(command, Send) and ends_lease_early(command.message):
             self._revoked.add(command.message.id)
+
+    def lost(self, name: str) -> None:
+        self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
+        self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
+        self._revoked.update(self.cores[name].state.outgoing)  # no lease of its next life
+        self._revoked.update(pull.offer for pull in self._pulls.values() if pull.source == name)
 
     def after_event(self, name: str) -> None:
         if name in self.cores:

@@ -21,6 +21,7 @@ from trinity.core.messages import (
     Forget,
     Offer,
     Open,
+    PeerDown,
     Pull,
     Pulled,
     Ready,
@@ -45,11 +46,16 @@ class Transfer:
     running: set[int] = field(default_factory=set)
     committed: bool = False
     outcome: str | None = None
+    void: bool = False  # one of the two has died
 
 
 class Conversation:
     """One Release per Offer, when nothing is in flight and all is there or given up; tokens and ends just once; no
-    step or pull after a Cancel; a Forget for every instance that saw the request."""
+    step or pull after a Cancel; a Forget for every instance that saw the request.
+
+    A death ends the transfers from and to the instance without a Release, those that were offered before its source
+    heard of the death included. A request may end without a Finished then, or with those of several instances.
+    """
 
     def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
         self.cores = cores
@@ -67,6 +73,7 @@ class Conversation:
         self.ends: dict[str, End] = {}
         self.fetched: dict[str, tuple[str, str, Fetched]] = {}
         self.returned: set[str] = set()
+        self.deaths = 0
         self.silenced: set[str] = set()  # whose lease ran out: either side may end them, and the front end takes one
 
     def event(self, name: str, event: Value) -> None:
@@ -76,9 +83,14 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
+        elif isinstance(event, (Submit, Offer)):
+            self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
             transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))
+        elif isinstance(event, PeerDown):
+            for transfer in self.transfers.values():
+                transfer.void |= (transfer.offer.source, transfer.target) == (name, event.name)
         elif isinstance(event, Pulled):
             self.transfers[event.offer].running.remove(event.part)
 
@@ -98,20 +110,29 @@ class Conversation:
             assert command.request not in self.ends, f"{command.request} ended twice"
             self.ends[command.request] = command
 
+    def lost(self, name: str) -> None:
+        """Expect no end of what the instance had in hand, nor a Forget for what it knew."""
+        self.deaths += 1
+        for transfer in self.transfers.values():
+            if name in (transfer.target, transfer.offer.source):
+                transfer.void = True
+            if name == transfer.target:
+                transfer.running.clear()
+        self.visited = {each for each in self.visited if each[0] != name}
+        self.over = {each for each in self.over if each[0] != name}
+        self.returned |= {id for id, (holder, taker, _) in self.fetched.items() if name in (holder, taker)}
+
     def after_event(self, name: str) -> None:
         """Do nothing: every rule here is about single messages."""
 
     def at_end(self) -> None:
-        kept = [offer for offer, transfer in self.transfers.items() if transfer.outcome is None]
+        kept = [offer for offer, each in self.transfers.items() if each.outcome is None and not each.void]
         kept += [id for id in self.fetched if id not in self.returned]
         assert not kept, f"no Release of {kept}"
         hanging = self.submitted - set(self.ends)
         assert not hanging, f"no end of {sorted(hanging)}"
-        twice = {request for request, count in self.finished.items() if count > 1} - self.silenced
-        assert not twice, f"Finished again: {sorted(twice)}"
-        assert set(self.finished) | self.sent_back == self.admitted, (
-            f"Finished {self.finished} of {sorted(self.admitted)}"
-        )
+        if not self.deaths:
+            self._each_finished()
         missing = self.visited - set(self.forgotten)
         assert not missing, f"no Forget for {sorted(missing)}"
         for request, end in self.ends.items():
@@ -119,11 +140,17 @@ class Conversation:
                 assert end.finished is not None
                 assert self.delivered[request] == end.finished.count, f"{request}: tokens are missing at {end}"
 
+    def _each_finished(self) -> None:
+        twice = {request for request, count in self.finished.items() if count > 1} - self.silenced
+        assert not twice, f"Finished again: {sorted(twice)}"
+        assert set(self.finished) | self.sent_back == self.admitted, (
+            f"Finished {self.finished} of {sorted(self.admitted)}"
+        )
+
     def _send(self, name: str, to: str, message: Value) -> None:
         if isinstance(message, Submit):
             self.admitted.add(message.work.request)
             self.sent_back.discard(message.work.request)
-            self.visited.add((to, message.work.request))
         elif isinstance(message, Finished) and message.reason == PREEMPTED:
             self.sent_back.add(message.request)
         elif isinstance(message, Finished):
@@ -149,7 +176,6 @@ class Conversation:
         if isinstance(message, Offer):
             assert message.id not in self.transfers, f"{message.id} was offered before"
             assert message.source == name, f"{name} offers for {message.source}"
-            self.visited.add((to, message.work.request))
             self.transfers[message.id] = Transfer(message, to, self._layers(name))
         elif isinstance(message, Ready):
             self._readies(message)
@@ -179,7 +205,7 @@ class Conversation:
             assert (name, to) == (holder, taker), f"{name} takes back the lease {message.id} of {holder}"
             return
         assert (name, to) == (taker, holder), f"{name} releases {message.id} to {to}"
-        assert message.id not in self.returned, f"{message} again"
+        assert message.id not in self.returned or self.deaths, f"{message} again"
         self.returned.add(message.id)
 
     def _readies(self, message: Ready) -> None:
@@ -200,7 +226,7 @@ class Conversation:
 
     def _releases(self, name: str, to: str, message: Release) -> None:
         transfer = self.transfers[message.id]
-        assert transfer.outcome is None, f"{message.id} released twice"
+        assert transfer.outcome is None or transfer.void, f"{message.id} released twice"
         assert (name, to) == (transfer.target, transfer.offer.source), f"{name} releases {message.id} to {to}"
         assert not transfer.running, f"{message} while parts {transfer.running} are being pulled"
         transfer.outcome = message.outcome

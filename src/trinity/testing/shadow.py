@@ -8,7 +8,7 @@ end. So a block reused too early, a wrong prefix cache hit or a part that is rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trinity.core.instance.state import Settings
@@ -56,6 +56,10 @@ class ShadowRow:
         self.blocks += blocks
 
 
+def _hears_all(name: str, peer: str) -> bool:
+    return False
+
+
 class ShadowPool:
     """Tags of one pool, ``rows`` per block in each of ``layers``; all torn at first."""
 
@@ -82,19 +86,34 @@ class ShadowPool:
 class Shadow:
     """Does the work of the stages and the connector with tags instead of tensors."""
 
-    def __init__(self, settings: Mapping[str, Settings]) -> None:
+    def __init__(self, settings: Mapping[str, Settings], is_deaf: Callable[[str, str], bool] = _hears_all) -> None:
+        self._is_deaf = is_deaf  # whether the first has not heard yet of the second's death, and may read its next life
         self.memory: dict[tuple[str, str], ShadowPool] = {}
-        for name, own in settings.items():
-            for kind, blocks in own.pools.items():
-                rows = own.kv_block_size if kind == KV else own.image_block_size
-                self.memory[name, kind] = ShadowPool(blocks, rows, own.layers if kind == KV else 1)
+        self._settings = settings
+        for name in settings:
+            self._begin(name)
         self._rows: dict[tuple[str, str], ShadowRow] = {}
         self._steps: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._failed: set[tuple[str, str]] = set()  # whose rows in later steps have nothing to go on from
-        self._pulls: dict[tuple[str, str, int], tuple[Pull, list[list[Tag]]]] = {}
+        self._pulls: dict[tuple[str, str, int], tuple[Pull, ShadowPool, list[list[Tag]]]] = {}
         self._again: set[tuple[str, str]] = set()  # sources and requests of which a step began anew in its middle
         self._void: set[tuple[str, str, int]] = set()
         self._prompts: dict[str, list[Tag]] = {}
+
+    def _begin(self, name: str) -> None:
+        """Give an instance memory with nothing in it."""
+        own = self._settings[name]
+        for kind, blocks in own.pools.items():
+            rows = own.kv_block_size if kind == KV else own.image_block_size
+            self.memory[name, kind] = ShadowPool(blocks, rows, own.layers if kind == KV else 1)
+
+    def lost(self, name: str) -> None:
+        """Drop all that it did; who reads its memory just now may still get what was there."""
+        self._begin(name)
+        self._rows = {key: row for key, row in self._rows.items() if key[0] != name}
+        self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
+        self._failed = {key for key in self._failed if key[0] != name}
+        self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
@@ -174,7 +193,7 @@ class Shadow:
         blocks = self._rows[name, prefill.request].blocks
         torn = set(blocks[prefill.start // size : -(-(prefill.start + prefill.length) // size)])
         self._again.add((name, prefill.request))
-        for key, (pull, _) in self._pulls.items():
+        for key, (pull, _, _) in self._pulls.items():
             if pull.source == name and pull.kind == KV and torn & set(pull.source_blocks):
                 self._void.add(key)
 
@@ -234,13 +253,16 @@ class Shadow:
     def _start_pull(self, name: str, pull: Pull) -> None:
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
         rows = len(pull.source_blocks) * source.rows - (source.rows - pull.tail if pull.tail else 0)
-        self._pulls[name, pull.offer, pull.part] = (pull, source.read(pull.source_blocks, 0, rows, pull.layers))
+        key = (name, pull.offer, pull.part)
+        self._pulls[key] = (pull, source, source.read(pull.source_blocks, 0, rows, pull.layers))
+        if self._is_deaf(name, pull.source):
+            self._void.add(key)
         layers = target.layers if pull.layers is None else pull.layers[1] - pull.layers[0]
         target.write(pull.target_blocks, 0, [[TORN] * rows] * layers, pull.layers)
 
     def _end_pull(self, name: str, event: Pulled) -> None:
-        pull, before = self._pulls.pop((name, event.offer, event.part))
-        source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
+        pull, source, before = self._pulls.pop((name, event.offer, event.part))
+        target = self.memory[name, pull.kind]
         there = source.read(pull.source_blocks, 0, len(before[0]), pull.layers)
         key, again = (name, event.offer, event.part), (pull.source, pull.request) in self._again
         if key in self._void or (again and there != before):

@@ -1,8 +1,9 @@
 """VirtualCluster: the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
 
 Messages between two cores keep their order (first in, first out per pair) and take as long as ``Durations`` says;
-steps and pulls likewise; ``Faults`` makes rows and pulls fail. The same seed gives the same run. Every check of
-``trinity.testing.checks`` runs after every event unless ``observers`` says otherwise.
+steps and pulls likewise; ``Faults`` makes rows and pulls fail. Instances die and come back (``trinity.testing.lives``).
+The same seed gives the same run. Every check of ``trinity.testing.checks`` runs after every event unless ``observers``
+says otherwise.
 
 ::
 
@@ -16,21 +17,21 @@ steps and pulls likewise; ``Faults`` makes rows and pulls fail. The same seed gi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from random import Random
 from typing import Any
 
+from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
-    IMAGE,
-    KV,
     Failure,
     LayersWritten,
+    PeerDown,
     PeerLoad,
     Pull,
     Pulled,
@@ -44,58 +45,13 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing import RoundRobin, RoutingPolicy
-from trinity.core.scheduler import StepTime
-from trinity.placement import Placement
 from trinity.simulation.event_loop import EventLoop
 from trinity.testing.checks import Observer, make_checks
-
-
-def _message(draw: Random, source: str, target: str) -> float:
-    return draw.uniform(0.0, 0.05)
-
-
-def _step(draw: Random, instance: str, step: Step) -> float:
-    return draw.uniform(0.0, 0.1)
-
-
-def _pull(draw: Random, pull: Pull) -> float:
-    return draw.uniform(0.0, 0.1)
-
-
-def predict_steps(cost: StepTime) -> Callable[[Random, str, Step], float]:
-    """Make step durations from a cost model, for ``Durations.step``."""
-
-    def seconds(draw: Random, instance: str, step: Step) -> float:
-        prefill = sum(row.length for row in step.prefills)
-        media = sum(row.span.tokens for row in step.encodes)
-        return cost.seconds(len(step.decodes), prefill, media)
-
-    return seconds
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds that a message, a step and a pull take; each function may draw from the cluster's generator."""
-
-    message: Callable[[Random, str, str], float] = _message
-    step: Callable[[Random, str, Step], float] = _step
-    pull: Callable[[Random, Pull], float] = _pull
-
-
-@dataclass(frozen=True)
-class Faults:
-    """Choice of the rows of a step (instance, step, request) and of the pulls that fail."""
-
-    row: Callable[[Random, str, Step, str], bool] = lambda draw, instance, step, request: False
-    pull: Callable[[Random, Pull], bool] = lambda draw, pull: False
-
-    @classmethod
-    def at_random(cls, rows: float, pulls: float) -> Faults:
-        """Fail each row of a step with probability ``rows``, each pull with probability ``pulls``."""
-        return cls(
-            lambda draw, instance, step, request: draw.random() < rows,
-            lambda draw, pull: draw.random() < pulls,
-        )
+from trinity.testing.conditions import Durations as Durations
+from trinity.testing.conditions import Faults as Faults
+from trinity.testing.conditions import make_settings as make_settings
+from trinity.testing.conditions import predict_steps as predict_steps
+from trinity.testing.lives import Kill, Linked, Lives, Return
 
 
 @dataclass
@@ -108,26 +64,6 @@ class RequestRecord:
     times: list[float] = field(default_factory=list)
     end: End | None = None
     ended: float | None = None
-
-
-def make_settings(placement: str | Placement, pools: Mapping[str, int], **common: Any) -> list[Settings]:
-    """Make settings for every instance of a placement.
-
-    ``pools`` has blocks by kind; each instance gets the kinds of its roles. ``common`` has fields of ``Settings``;
-    ``lanes`` goes only to instances that encode beside another stage. By default leases never expire and loads are not
-    reported, so that time passes only through the cluster's requests.
-    """
-    common = {"lease_s": inf, "report_s": inf, **common}
-    parsed = Placement.parse(placement) if isinstance(placement, str) else placement
-    result = []
-    for name, roles in parsed.instances():
-        kinds = {IMAGE} & set(pools) if set(roles) & set("EP") else set()
-        kinds |= {KV} if set(roles) & set("PD") else set()
-        own = dict(common)
-        if "E" not in roles or roles == "E":
-            own.pop("lanes", None)
-        result.append(Settings(name, roles, {kind: pools[kind] for kind in sorted(kinds)}, **own))
-    return result
 
 
 def _count_up(work: Work, index: int) -> int:
@@ -167,6 +103,7 @@ class VirtualCluster(EventLoop):
         observers: Sequence[Observer] | None = None,
     ) -> None:
         super().__init__(instances, routing, max_waiting)
+        self.routing, self.lives = routing, Lives(tuple(self.cores), Random(-1 - seed))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups = Random(seed), Random(seed)
         self.outcomes: dict[str, RequestRecord] = {}
@@ -176,11 +113,15 @@ class VirtualCluster(EventLoop):
         self._drawn: dict[str, int] = {}
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
-        self._pulls: dict[tuple[str, str, int], Pull] = {}
+        self._addressed: dict[int, int] = {}  # to which life of its instance an event goes, by its number
+        self._unheard: dict[str, list[Value]] = {}  # said to the front end ahead of the news of the speaker's return
+        self._pulls: dict[
+            tuple[str, str, int], tuple[Pull, int | None]
+        ] = {}  # and the life of its source, None: a former one
         self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
         self.carriers = {kind: partial(self._observe, carry) for kind, carry in self.carriers.items()}
-        self.observers = make_checks(self.cores, self.frontend) if observers is None else observers
+        self.observers = make_checks(self.cores, self.frontend, self.lives) if observers is None else observers
 
     def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
         """Submit a request as the user at this time, in virtual seconds."""
@@ -196,6 +137,14 @@ class VirtualCluster(EventLoop):
         """Halt an instance for ``seconds``: it handles what arrives only afterwards, but its memory can be read."""
         self._frozen.setdefault(name, []).append((at, at + seconds))
 
+    def kill(self, name: str, at: float, back_s: float | None = 0.5) -> None:
+        """End an instance at this time, and begin its next life ``back_s`` later (None: never).
+
+        Each of its channels is cut at a place of its own, drawn now: at the death or shortly or long before it.
+        """
+        self.lives.plan_cuts(name, at)
+        self.put(at, next(self._sequence), name, Kill(back_s))
+
     def run(self, limit: int = 1_000_000) -> None:
         """Run until nothing is under way any more. ``limit`` events count as a livelock (``AssertionError``)."""
         for _ in range(limit):
@@ -206,12 +155,68 @@ class VirtualCluster(EventLoop):
             raise AssertionError(f"no end after {limit} events")
         self._with_recent(self._check_end)
 
-    def take(self, number: int, name: str, event: Value) -> Value | None:
+    def post(self, at: float, name: str, event: Any) -> int:
+        number = super().post(at, name, event)
+        if name != FRONTEND:
+            self._addressed[number] = self.lives.epochs[name]
+        return number
+
+    def take(self, number: int, name: str, event: Any) -> Value | None:
+        if name in self.lives.dead and not isinstance(event, Return):
+            return None
+        if self._addressed.get(number, self.lives.epochs.get(name)) != self.lives.epochs.get(name):
+            return None
         for start, end in self._frozen.get(name, ()):
             if start <= self.now < end:
                 self.put(end, number, name, event)
                 return None
-        return self._check_generations(name, event) if isinstance(event, Pulled) else event
+        self._addressed.pop(number, None)
+        if isinstance(event, (Kill, Return, Linked)):
+            return self._turn(name, event)
+        if isinstance(event, PeerDown):
+            self.lives.hear(name, event.name)
+        return self._check_pull(name, event) if isinstance(event, Pulled) else event
+
+    def _turn(self, name: str, event: Kill | Return | Linked) -> Value | None:
+        """Carry out a death, a return or a new channel. Returns what the core hears of it."""
+        if isinstance(event, Kill):
+            self._die(name, event.back_s)
+        elif isinstance(event, Return):
+            for other in self.lives.come_back(name):
+                delay = self.lives.draw.uniform(0.0, 2 * self.lives.news_s)
+                self.post(self.now + delay, other, Linked(name, self.lives.epochs[name]))
+            return self.cores[name].announcement()
+        elif self.lives.link(name, event.peer, event.epoch):
+            up = self.cores[event.peer].announcement()
+            if name != FRONTEND:
+                self.post(self.lives.next_news(name, event.peer, self.now), name, up)
+                self.post(self.lives.next_news(event.peer, name, self.now), event.peer, self.cores[name].announcement())
+                return None
+            at = self.lives.last_news(name, event.peer)
+            self.post(max(at, self.now), name, up)
+            for message in self._unheard.pop(event.peer, ()):
+                self.post(max(at, self.now), name, message)
+        return None
+
+    def _die(self, name: str, back_s: float | None) -> None:
+        """End a life: its core, its steps and its pulls are gone; those who were in touch with it hear of that."""
+        for each in self.observers:
+            each.lost(name)
+        survivors = self.lives.die(name)
+        settings = replace(self.cores[name].settings, epoch=self.lives.epochs[name])
+        self.cores[name] = self._all[name] = InstanceCore(settings, self.routing())
+        self._due[name] = inf
+        self._unheard.pop(name, None)
+        self._flights = {key: flight for key, flight in self._flights.items() if key[0] != name}
+        self._broken = {key for key in self._broken if key[0] != name}
+        self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
+        self._generations = {key: number for key, number in self._generations.items() if key[0] != name}
+        for other in survivors:
+            heard = self.lives.next_news(other, name, max(self.now, self._arrival.get((name, other), 0.0)))
+            self._arrival[name, other] = heard
+            self.post(heard, other, PeerDown(name))
+        if back_s is not None:
+            self.put(self.now + back_s, next(self._sequence), name, Return())
 
     def _check_end(self) -> None:
         for each in self.observers:
@@ -247,10 +252,13 @@ class VirtualCluster(EventLoop):
 
     def send(self, name: str, command: Send) -> None:
         target = command.to
-        arrival = self.now + self.durations.message(self.draw, name, target)
-        arrival = max(arrival, self._arrival.get((name, target), 0.0))
-        self._arrival[name, target] = arrival
-        self.post(arrival, target, command.message)
+        if target == FRONTEND and not self.lives.linked(name, target):
+            self._unheard.setdefault(name, []).append(command.message)
+        elif self.lives.carries(name, target, self.now):
+            arrival = self.now + self.durations.message(self.draw, name, target)
+            arrival = max(arrival, self._arrival.get((name, target), 0.0))
+            self._arrival[name, target] = arrival
+            self.post(arrival, target, command.message)
 
     def start(self, name: str, step: Step) -> None:
         flight = self._flights.setdefault((name, step.lane), deque())
@@ -317,19 +325,29 @@ class VirtualCluster(EventLoop):
 
     def pull(self, name: str, pull: Pull) -> None:
         seconds = self.durations.pull(self.draw, pull)
-        self._pulls[name, pull.offer, pull.part] = pull
-        if self.faults.pull(self.draw, pull):
+        former, reached = self.lives.is_deaf(name, pull.source), self.lives.linked(name, pull.source)
+        epoch = self.lives.epochs[pull.source] if reached and not former else None
+        self._pulls[name, pull.offer, pull.part] = (pull, epoch)
+        fails = self.faults.pull(self.draw, pull)
+        if fails or not reached:  # one that reaches the next life reads what is there, and is none the wiser
             answer = Pulled(pull.offer, pull.part, _pull_failure(pull))
         else:
             record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
             answer = Pulled(pull.offer, pull.part, None, record)
-        self.post(self.now + seconds, name, answer)
+        over = self.now + seconds
+        self.post(max(over, self.lives.last_news(name, pull.source)) if former and reached else over, name, answer)
 
-    def _check_generations(self, name: str, event: Pulled) -> Pulled:
-        """Fail a pull whose blocks were taken back before its copy ended, as a connector would."""
-        pull = self._pulls.pop((name, event.offer, event.part))
-        now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
-        if event.failure is not None or max(now) <= pull.generation:
+    def _check_pull(self, name: str, event: Pulled) -> Pulled:
+        """Fail a pull whose blocks were taken back before its copy ended, as a connector would; perhaps, if lost."""
+        pull, epoch = self._pulls.pop((name, event.offer, event.part))
+        if event.failure is not None or epoch is None:
             return event
-        fields = {"source": pull.source, "target": name, "kind": pull.kind, "cause": "OfferRefused"}
-        return Pulled(event.offer, event.part, Failure("MigrationError", "the blocks were taken back", fields))
+        fields = {"source": pull.source, "target": name, "kind": pull.kind}
+        if self.lives.epochs[pull.source] != epoch:
+            why = Failure("MigrationError", "the source is lost", {**fields, "cause": "PeerLost"})
+            return Pulled(event.offer, event.part, why) if self.lives.draw.random() < 0.5 else event
+        now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
+        if max(now) <= pull.generation:
+            return event
+        why = Failure("MigrationError", "the blocks were taken back", {**fields, "cause": "OfferRefused"})
+        return Pulled(event.offer, event.part, why)

@@ -143,7 +143,7 @@ def test_cancel_before_the_commit_follows_the_offer() -> None:
 
 def test_a_released_offer_is_not_cancelled_again() -> None:
     core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=BatchRules(image_budget=1))
-    table(core, [(Cancel("r"), []), (done(2), [])])
+    table(core, [(Cancel("r"), []), (done(2), []), (Forget("r"), [])])
     emptied(core)
 
 
@@ -187,7 +187,7 @@ def test_a_source_that_fails_withdraws_and_leaves_the_report_to_the_target() -> 
 
 def test_a_source_that_fails_after_its_release_has_nothing_to_withdraw() -> None:
     core = after("E0", Submit(work("r", *TWO)), done(1), Release("E0:1", "failed"), rules=BatchRules(image_budget=1))
-    table(core, [(broken(2, "r"), [])])
+    table(core, [(broken(2, "r"), []), (Cancel("r"), ["P0: cancel r"]), (Forget("r"), [])])
     emptied(core)
 
 

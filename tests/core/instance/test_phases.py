@@ -24,7 +24,9 @@ from trinity.core.instance.phases import MOVES, SPAN, Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Pulled, Ready, Release, Submit
+from trinity.core.scheduler import BatchRules
 from trinity.testing.checks import PHASE_QUEUES, check_state
+from trinity.testing.virtual import VirtualCluster, make_settings
 
 Move = tuple[Phase, Phase]
 ENOUGH = 1500
@@ -90,11 +92,22 @@ def at_random(seed: int) -> Walk:
     return lambda: random_cluster(seed).run()
 
 
+def preempted_during_prefill() -> None:
+    """The older of two decodes into the last free block while the prompt of the younger is in the middle."""
+    rules = BatchRules(token_budget=3, image_budget=4)
+    settings = make_settings("PD", {"kv": 12}, kv_block_size=4, reservation="optimistic", rules=rules)
+    cluster = VirtualCluster(settings)
+    cluster.submit(work("a", 4, max_tokens=24))
+    cluster.submit(work("b", 32, max_tokens=2))
+    cluster.run()
+
+
 def walks() -> Iterator[Walk]:
     """By hand what is rare, then interleavings: first those that once met a rare move, then one after the other."""
-    yield from (too_large, lambda: covered("cancelled"))
+    yield from (too_large, preempted_during_prefill, lambda: covered("cancelled"))
     yield from (lambda: covered("evicted"), lambda: covered("evicted", attempt=1))
-    yield from (pressed(seed) for seed in (165, 239, 279, 10, 16, 24, 37, 118, 231))
+    yield from (pressed(seed) for seed in (1, 2, 8, 9, 10, 16, 24, 118, 141, 145, 350))
+    yield from (at_random(seed) for seed in (4, 72))
     for seed in range(ENOUGH):
         yield pressed(seed)
         yield at_random(seed)

@@ -87,14 +87,16 @@ def test_a_cached_image_beside_one_to_encode_is_ready_with_the_offer() -> None:
 def test_an_encode_that_fails_withdraws_what_was_announced() -> None:
     core = encoder()
     core.handle(Submit(work("r", *TWO)), 0.0)
-    table(core, [(broken(1, "r"), ["P0: withdraw E0:1 StageError"]), (Release("E0:1", "failed"), [])])
+    table(
+        core, [(broken(1, "r"), ["P0: withdraw E0:1 StageError"]), (Release("E0:1", "failed"), []), (Forget("r"), [])]
+    )
     emptied(core)
 
 
 def test_a_cancel_during_the_encoding_goes_on_to_the_target_which_reports_it() -> None:
     core = encoder()
     core.handle(Submit(work("r", *TWO)), 0.0)
-    table(core, [(Cancel("r"), ["P0: cancel r"]), (Release("E0:1", "cancelled"), []), (done(1), [])])
+    table(core, [(Cancel("r"), ["P0: cancel r"]), (Release("E0:1", "cancelled"), []), (done(1), []), (Forget("r"), [])])
     emptied(core)
 
 
@@ -102,7 +104,7 @@ def test_a_target_that_is_lost_or_gives_up_during_the_encoding_ends_the_request(
     for event, told in ((PeerDown("P0"), ["frontend: gone r with P0"]), (Release("E0:1", "failed"), [])):
         core = encoder()
         core.handle(Submit(work("r", *TWO)), 0.0)
-        table(core, [(event, told), (done(1), [])])
+        table(core, [(event, told), (done(1), []), (Forget("r"), [])])
         emptied(core)
 
 

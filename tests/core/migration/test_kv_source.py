@@ -138,7 +138,7 @@ def test_a_row_that_fails_withdraws_the_offer() -> None:
     core.handle(layers(1, 0, 2), 0.0)
     out = brief(core.handle(broken(1, "r"), 0.0))
     assert out == ["D0: withdraw P0:1 StageError", "close r"]
-    table(core, [(Release("P0:1", "failed"), [])])
+    table(core, [(Release("P0:1", "failed"), []), (Forget("r"), [])])
     emptied(core)
 
 
@@ -172,6 +172,7 @@ def test_whatever_ends_the_request_during_the_step_ends_the_announcements(event:
     table(core, [(event, expected), (layers(1, 0, 2), []), (again(1), []), (done(1, r=5), ["close r"])])
     if isinstance(event, Cancel):
         core.handle(Release("P0:1", "cancelled"), 0.0)
+    core.handle(Forget("r"), 0.0)
     emptied(core)
 
 

@@ -84,7 +84,6 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
     elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
         send_commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
-        s.leave_tombstone(state, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 
@@ -126,8 +125,6 @@ def _report(state: RequestState, ending: Finished) -> Finished:
 
 def hand_on(s: State, state: RequestState, now: float) -> None:
     """Drop a request whose blocks are offered and committed: only the lease and a tombstone stay."""
-    assert state.outgoing is not None
-    s.leave_tombstone(state, s.outgoing[state.outgoing].target)
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
 

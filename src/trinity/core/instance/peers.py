@@ -50,7 +50,6 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
             take_back(s, lease)
             waiting = s.requests.get(lease.request)
             if waiting is not None and waiting.outgoing == lease.id:
-                s.send(FRONTEND, Gone(lease.request, lease.attempt, name, event.name, len(lease.route), epoch))
                 end(s, waiting, now, "cancelled")
     for request, stone in s.tombstones.items():
         if stone.target == event.name:

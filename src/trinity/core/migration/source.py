@@ -89,6 +89,7 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
     blocks = tuple(block for part in parts for block in part.blocks)
     s.lend(Lease(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
     state.outgoing = offer.id
+    s.leave_tombstone(state, target)  # already: whatever becomes of the offer, its target reports the end
     s.send(target, offer)
     return True
 

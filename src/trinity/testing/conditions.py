@@ -1,0 +1,82 @@
+"""Conditions of a virtual cluster: settings of a placement, how long everything takes, and what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import Any
+
+from trinity.core.instance.settings import Settings
+from trinity.core.messages import IMAGE, KV, Pull, Step
+from trinity.core.scheduler import StepTime
+from trinity.placement import Placement
+
+
+def _message(draw: Random, source: str, target: str) -> float:
+    return draw.uniform(0.0, 0.05)
+
+
+def _step(draw: Random, instance: str, step: Step) -> float:
+    return draw.uniform(0.0, 0.1)
+
+
+def _pull(draw: Random, pull: Pull) -> float:
+    return draw.uniform(0.0, 0.1)
+
+
+def predict_steps(cost: StepTime) -> Callable[[Random, str, Step], float]:
+    """Make step durations from a cost model, for ``Durations.step``."""
+
+    def seconds(draw: Random, instance: str, step: Step) -> float:
+        prefill = sum(row.length for row in step.prefills)
+        media = sum(row.span.tokens for row in step.encodes)
+        return cost.seconds(len(step.decodes), prefill, media)
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds that a message, a step and a pull take; each function may draw from the cluster's generator."""
+
+    message: Callable[[Random, str, str], float] = _message
+    step: Callable[[Random, str, Step], float] = _step
+    pull: Callable[[Random, Pull], float] = _pull
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Choice of the rows of a step (instance, step, request) and of the pulls that fail."""
+
+    row: Callable[[Random, str, Step, str], bool] = lambda draw, instance, step, request: False
+    pull: Callable[[Random, Pull], bool] = lambda draw, pull: False
+
+    @classmethod
+    def at_random(cls, rows: float, pulls: float) -> Faults:
+        """Fail each row of a step with probability ``rows``, each pull with probability ``pulls``."""
+        return cls(
+            lambda draw, instance, step, request: draw.random() < rows,
+            lambda draw, pull: draw.random() < pulls,
+        )
+
+
+def make_settings(placement: str | Placement, pools: Mapping[str, int], **common: Any) -> list[Settings]:
+    """Make settings for every instance of a placement.
+
+    ``pools`` has blocks by kind; each instance gets the kinds of its roles. ``common`` has fields of ``Settings``;
+    ``lanes`` goes only to instances that encode beside another stage. By default leases never expire and loads are not
+    reported, so that time passes only through the cluster's requests.
+    """
+    common = {"lease_s": inf, "report_s": inf, **common}
+    parsed = Placement.parse(placement) if isinstance(placement, str) else placement
+    result = []
+    for name, roles in parsed.instances():
+        kinds = {IMAGE} & set(pools) if set(roles) & set("EP") else set()
+        kinds |= {KV} if set(roles) & set("PD") else set()
+        own = dict(common)
+        if "E" not in roles or roles == "E":
+            own.pop("lanes", None)
+        result.append(Settings(name, roles, {kind: pools[kind] for kind in sorted(kinds)}, **own))
+    return result

@@ -1,0 +1,114 @@
+"""Lives: instances of a virtual cluster that die and come back, and the channels between one life and another.
+
+A death cuts each of the instance's channels at a place of its own: what it says after that moment is lost, and what was
+said to it is lost with it. Each survivor hears of the death after all that it will ever hear of that life. The next
+life has the next epoch. Each survivor's channel leads there from a moment of its own, perhaps before it has heard of
+the death; then each of the two hears that the other is up. What the new life says to a survivor comes after the news of
+the death, and the front end hears nothing of it before it knows that it is up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import NamedTuple
+
+from trinity.core.messages import FRONTEND
+
+
+class Kill(NamedTuple):
+    """To an instance's shell: die, and come back after ``back_s``; never where that is None."""
+
+    back_s: float | None
+
+
+class Return(NamedTuple):
+    """To a dead instance's shell: begin the next life."""
+
+
+class Linked(NamedTuple):
+    """To a survivor's shell: the channel to this life of ``peer`` is open."""
+
+    peer: str
+    epoch: int
+
+
+class Lives:
+    """Which life each instance is in, and which life of another each channel leads to.
+
+    ``epochs``: the present or, of a dead instance, the next life. ``news_s``: seconds within which a survivor hears.
+    """
+
+    def __init__(self, names: tuple[str, ...], draw: Random, news_s: float = 0.3) -> None:
+        self.draw, self.news_s = draw, news_s
+        self.epochs = dict.fromkeys(names, 0)
+        self.dead: set[str] = set()
+        self.kills = self.lost_messages = 0
+        self._links = {(one, other): 0 for one in (FRONTEND, *names) for other in (FRONTEND, *names) if one != other}
+        self._cuts: dict[tuple[str, str], tuple[float, int]] = {}
+        self._deaf: Counter[tuple[str, str]] = Counter()  # deaths of the second that the first has not heard of
+        self._news: dict[tuple[str, str], float] = {}  # the last time at which the first hears of the second
+
+    def plan_cuts(self, name: str, at: float) -> None:
+        """Draw, for the death of ``name`` at this time, where each of its channels is cut: shortly before, or long."""
+        for other in (FRONTEND, *self.epochs):
+            stuck = self.draw.choice([0.0, 0.0, 0.1, 1.0, at])
+            self._cuts[name, other] = (at - self.draw.uniform(0.0, stuck), self.draw.choice([0, 0, 1, 2, 5]))
+
+    def carries(self, name: str, target: str, now: float) -> bool:
+        """Tell whether what ``name`` says to ``target`` now gets there, as far as the two live on."""
+        if target in self.dead or self._links.get((name, target), -1) != self.epochs.get(target, 0):
+            return False
+        since, more = self._cuts.get((name, target), (now, 1))
+        if now > since:
+            self._cuts[name, target] = (since, more - 1)
+            self.lost_messages += more <= 0
+            return more > 0
+        return True
+
+    def die(self, name: str) -> list[str]:
+        """End the present life. Returns those who will hear of it: they had a channel to it."""
+        self.kills += 1
+        self.dead.add(name)
+        linked = [each for each in (FRONTEND, *self.epochs) if self._links.get((each, name)) == self.epochs[name]]
+        survivors = [each for each in linked if each not in self.dead]
+        self.epochs[name] += 1
+        for each in (FRONTEND, *self.epochs):
+            self._cuts.pop((name, each), None)
+            self._links.pop((name, each), None)
+            self._deaf.pop((name, each), None)
+        self._deaf.update((each, name) for each in survivors)
+        return survivors
+
+    def come_back(self, name: str) -> list[str]:
+        """Begin the next life. Returns those who live and will have a channel to it."""
+        self.dead.remove(name)
+        return [each for each in (FRONTEND, *self.epochs) if each != name and each not in self.dead]
+
+    def link(self, name: str, peer: str, epoch: int) -> bool:
+        """Open the channel between a survivor and a new life; False where that one is over already."""
+        if peer in self.dead or self.epochs[peer] != epoch:
+            return False
+        self._links[name, peer], self._links[peer, name] = epoch, self.epochs.get(name, 0)
+        return True
+
+    def linked(self, name: str, peer: str) -> bool:
+        """True where the channel leads to the present life of ``peer``."""
+        return peer not in self.dead and self._links.get((name, peer)) == self.epochs.get(peer, 0)
+
+    def hear(self, name: str, peer: str) -> None:
+        """Note that the news of one death of ``peer`` has come to ``name``."""
+        self._deaf[name, peer] -= 1
+
+    def is_deaf(self, name: str, peer: str) -> bool:
+        """True where ``peer`` has died and ``name`` has not heard of it yet."""
+        return self._deaf[name, peer] > 0
+
+    def next_news(self, name: str, peer: str, after: float) -> float:
+        """Draw the time at which ``name`` hears next of the death or the return of ``peer``: one after the other."""
+        at = max(after, self._news.get((name, peer), 0.0)) + self.draw.uniform(0.0, self.news_s)
+        self._news[name, peer] = at
+        return at
+
+    def last_news(self, name: str, peer: str) -> float:
+        return self._news.get((name, peer), 0.0)

@@ -1,0 +1,24 @@
+"""Random loads for the virtual cluster with deaths: the same clusters, whose instances die and come back."""
+
+from __future__ import annotations
+
+from random import Random
+
+from support.scenarios import pressed_cluster, random_cluster
+from trinity.testing.virtual import VirtualCluster
+
+
+def deadly_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
+    """A loaded cluster whose instances die one to six times in all, and mostly come back; not run yet.
+
+    Every fourth is one with optimistic reservation and tight pools. Cancels, deadlines, faults, leases that run out and
+    instances that stand still come as in the others.
+    """
+    draw = Random(seed + 4_000_000_007)
+    make = pressed_cluster if draw.random() < 0.25 else random_cluster
+    cluster = make(seed, placement)
+    names = list(cluster.cores)
+    for _ in range(draw.choice([1, 1, 1, 2, 3, 6])):
+        back = draw.choice([0.05, 0.5, 2.0, None])
+        cluster.kill(draw.choice(names), draw.uniform(0.0, draw.choice([0.5, 3.0])), back)
+    return cluster
