@@ -132,6 +132,8 @@ def test_a_word_that_is_not_said_is_noticed(kind: type[Value], monkeypatch: pyte
 
 
 def test_a_death_that_a_core_is_not_told_of_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = {**instance_core._HANDLERS, PeerDown: lambda s, event, now: s.router.drop(event.name)}
-    monkeypatch.setattr(instance_core, "_HANDLERS", deaf)
+    def deaf(s: State, event: PeerDown, now: float) -> None:
+        s.router.drop(event.name)
+
+    monkeypatch.setitem(instance_core._HANDLERS, PeerDown, deaf)
     assert is_noticed()

@@ -26,7 +26,7 @@ class Return(NamedTuple):
     """To a dead instance's shell: begin the next life."""
 
 
-class Linked(NamedTuple):
+class ChannelOpened(NamedTuple):
     """To a survivor's shell: the channel to this life of ``peer`` is open."""
 
     peer: str
@@ -34,7 +34,7 @@ class Linked(NamedTuple):
 
 
 class Lives:
-    """Which life each instance is in, and which life of another each channel leads to.
+    """The lives of all instances: which is the present one of each, and to which one each channel leads.
 
     ``epochs``: the present or, of a dead instance, the next life. ``news_s``: seconds within which a survivor hears.
     """

@@ -51,7 +51,7 @@ from trinity.testing.conditions import Durations as Durations
 from trinity.testing.conditions import Faults as Faults
 from trinity.testing.conditions import make_settings as make_settings
 from trinity.testing.conditions import predict_steps as predict_steps
-from trinity.testing.lives import Kill, Linked, Lives, Return
+from trinity.testing.lives import ChannelOpened, Kill, Lives, Return
 
 
 @dataclass
@@ -171,20 +171,20 @@ class VirtualCluster(EventLoop):
                 self.put(end, number, name, event)
                 return None
         self._addressed.pop(number, None)
-        if isinstance(event, (Kill, Return, Linked)):
+        if isinstance(event, (Kill, Return, ChannelOpened)):
             return self._turn(name, event)
         if isinstance(event, PeerDown):
             self.lives.hear(name, event.name)
         return self._check_pull(name, event) if isinstance(event, Pulled) else event
 
-    def _turn(self, name: str, event: Kill | Return | Linked) -> Value | None:
+    def _turn(self, name: str, event: Kill | Return | ChannelOpened) -> Value | None:
         """Carry out a death, a return or a new channel. Returns what the core hears of it."""
         if isinstance(event, Kill):
             self._die(name, event.back_s)
         elif isinstance(event, Return):
             for other in self.lives.come_back(name):
                 delay = self.lives.draw.uniform(0.0, 2 * self.lives.news_s)
-                self.post(self.now + delay, other, Linked(name, self.lives.epochs[name]))
+                self.post(self.now + delay, other, ChannelOpened(name, self.lives.epochs[name]))
             return self.cores[name].announcement()
         elif self.lives.link(name, event.peer, event.epoch):
             up = self.cores[event.peer].announcement()
