@@ -135,5 +135,5 @@ def test_a_death_that_a_core_is_not_told_of_is_noticed(monkeypatch: pytest.Monke
     def deaf(s: State, event: PeerDown, now: float) -> None:
         s.router.drop(event.name)
 
-    monkeypatch.setitem(instance_core._HANDLERS, PeerDown, deaf)
+    monkeypatch.setitem(vars(instance_core)["_HANDLERS"], PeerDown, deaf)
     assert is_noticed()
