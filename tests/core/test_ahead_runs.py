@@ -39,6 +39,9 @@ class Seen:
     def after_event(self, name: str) -> None:
         """Nothing."""
 
+    def lost(self, name: str) -> None:
+        """Nobody dies here."""
+
     def at_end(self) -> None:
         """Nothing."""
 

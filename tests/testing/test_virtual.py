@@ -118,6 +118,8 @@ def test_a_failed_check_comes_with_the_last_events() -> None:
 
         def at_end(self) -> None: ...
 
+        def lost(self, name: str) -> None: ...
+
     cluster = cluster_of("PD", observers=[Strict()])
     cluster.submit(work("r", 1))
     with pytest.raises(AssertionError, match="no decodes, please") as error:

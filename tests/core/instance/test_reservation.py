@@ -68,6 +68,9 @@ class Seniority:
                 assert older, f"{request} was preempted for nobody"
                 self.preempted[request] += 1
 
+    def lost(self, name: str) -> None:
+        """Nobody dies here."""
+
     def at_end(self) -> None:
         """A block that an older one got is the price of each preemption: they are finitely many."""
         for request, count in self.preempted.items():
