@@ -118,7 +118,7 @@ async def test_the_timeout_travels() -> None:
         (Connector(ShmTransport()), "by name"),
         (ShmTransport(), "by name"),
     ],
-    ids=str,
+    ids=["inproc", "inproc for one kind", "a connector's own transport", "a transport"],
 )
 def test_what_cannot_travel_says_what_to_give_instead(connector: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
