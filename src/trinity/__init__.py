@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trinity.planner import SearchConfig as SearchConfig
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
     from trinity.remote.supervisor import ProcessConfig as ProcessConfig
+    from trinity.remote.tls import TLSConfig as TLSConfig
     from trinity.request import Media as Media
     from trinity.request import Output as Output
     from trinity.request import Request as Request
@@ -68,6 +69,7 @@ _HOMES = {
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.media_limits": ["MediaLimits"],
     "remote.supervisor": ["ProcessConfig"],
+    "remote.tls": ["TLSConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Token"],
     "runtime.host": ["Network"],
     "core.routing": ["RoutingPolicy"],

@@ -36,6 +36,7 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.SLO: {"ttft": 1.0, "tbt": 0.1},
     trinity.SearchConfig: {},
     trinity.StepBudgets: {},
+    trinity.TLSConfig: {"certificate": "one.pem", "key": "one.key", "authority": "all.pem"},
     trinity.Timeline: {},
     trinity.Trace: {},
     trinity.TransferPolicy: {},

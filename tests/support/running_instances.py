@@ -22,6 +22,7 @@ from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import Address, connect
 from trinity.remote.fork_client import Launcher
+from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, encode
 from trinity.request import Output, Request, Sampling
 
@@ -85,9 +86,11 @@ def descriptors(process: int) -> list[str]:
 
 
 @asynccontextmanager
-async def by_hand(launcher: Launcher, *addresses: Address, model: str | None = None) -> AsyncIterator[list[ByHand]]:
+async def by_hand(
+    launcher: Launcher, *addresses: Address, model: str | None = None, tls: TLSConfig | None = None
+) -> AsyncIterator[list[ByHand]]:
     """Instances at these addresses, each up and listening."""
-    running = [await started(launcher, address, model) for address in addresses]
+    running = [await started(launcher, address, model, tls) for address in addresses]
     try:
         yield running
     finally:
@@ -95,13 +98,15 @@ async def by_hand(launcher: Launcher, *addresses: Address, model: str | None = N
             await each.kill()
 
 
-async def started(launcher: Launcher, address: Address, model: str | None = None) -> ByHand:
+async def started(
+    launcher: Launcher, address: Address, model: str | None = None, tls: TLSConfig | None = None
+) -> ByHand:
     known = str(checkpoint("llava")) if model is None else model
-    process, gone = await launcher.launch(address, SECRET.encode(), known, once=False)
+    process, gone = await launcher.launch(address, SECRET.encode(), known, once=False, tls=tls)
     async with asyncio.timeout(LIVENESS_S):
         while True:
             with suppress(TransportError):
-                channel = await connect(address, SECRET.encode(), encode(Hello("test")))
+                channel = await connect(address, SECRET.encode(), encode(Hello("test")), tls=tls)
                 await channel.aclose()
                 one = ByHand(address, process, gone)
                 while one.descriptors().count("socket") > IDLE_SOCKETS:

@@ -1,9 +1,9 @@
 """Control channel: ordered, length-framed messages between two processes, authenticated on both sides.
 
-One for each pair of processes, over a Unix or TCP socket. Both sides prove that they hold the pipeline's secret before
-any other byte is decoded (``trinity.remote.handshake``). Each frame over TCP carries a tag that only the two can make;
-one that was altered on its way ends the channel. A message of at most ``MAX_MESSAGE`` bytes travels in frames of
-``MAX_FRAME``; nothing is ever unpickled.
+One for each pair of processes, over a Unix or TCP socket; over TCP inside TLS where certificates are given. Both sides
+prove that they hold the pipeline's secret before any other byte is decoded (``trinity.remote.handshake``). Each frame
+over TCP carries a tag that only the two can make; one that was altered on its way ends the channel. A message of at
+most ``MAX_MESSAGE`` bytes travels in frames of ``MAX_FRAME``; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from trinity.errors import ConfigError, HandshakeError, IntegrityError, PeerLost, TransportError
 from trinity.remote.handshake import TAG, CrowdedError, Seals, shake_hands
+from trinity.remote.tls import TLSConfig, open_tls
 
 logger = logging.getLogger("trinity")
 SECRET_VARIABLE = "TRINITY_SECRET"  # environment variable that holds the pipeline's secret
@@ -182,8 +183,12 @@ def abort_writer(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S) -> Channel:
-    """Connect, authenticate both sides and exchange hellos. Raises ``HandshakeError``, ``PeerLost``.
+async def connect(
+    address: Address, secret: bytes, hello: bytes, *, timeout_s: float = TIMEOUT_S, tls: TLSConfig | None = None
+) -> Channel:
+    """Connect, authenticate both sides and exchange hellos; over TCP in TLS where ``tls`` is given.
+
+    Raises ``HandshakeError``, ``PeerLost``, and ``ConfigError`` for files of ``tls`` that cannot be read.
 
     A listener with too many connections drops some before their proof: these try again while there is time.
     """
@@ -192,7 +197,7 @@ async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: f
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await _connect_once(address, secret, hello)
+                    return await _connect_once(address, secret, hello, tls)
                 except CrowdedError as error:
                     resets, told = resets + (not error.told), told or error.told
                     if resets >= MAX_RESETS:
@@ -205,8 +210,8 @@ async def connect(address: Address, secret: bytes, hello: bytes, *, timeout_s: f
         raise PeerLost(f"{address} cannot be reached: {error}", "control", str(address)) from error
 
 
-async def _connect_once(address: Address, secret: bytes, hello: bytes) -> Channel:
-    reader, writer = await _open(address)
+async def _connect_once(address: Address, secret: bytes, hello: bytes, tls: TLSConfig | None) -> Channel:
+    reader, writer = await _open(address, tls)
     try:
         return await exchange_hellos(reader, writer, await shake_hands(reader, writer, secret, server=False), hello)
     except BaseException:
@@ -215,9 +220,11 @@ async def _connect_once(address: Address, secret: bytes, hello: bytes) -> Channe
         raise
 
 
-async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _open(address: Address, tls: TLSConfig | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if address.scheme == "unix":
         return await asyncio.open_unix_connection(address.path)
+    if tls is not None:
+        return await open_tls(address.host, address.port, tls)
     return await asyncio.open_connection(address.host, address.port)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from trinity.errors import ConfigError, PeerLost
 from trinity.remote.channel import Address
+from trinity.remote.tls import TLSConfig
 
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
 INSTANCE_STOP_S = 30.0  # for an instance to end
@@ -57,18 +58,31 @@ class Launcher:
         self._reader.start()
 
     async def launch(
-        self, address: Address, secret: bytes, model: str, *, once: bool = True, shared: str = ""
+        self,
+        address: Address,
+        secret: bytes,
+        model: str,
+        *,
+        once: bool = True,
+        shared: str = "",
+        tls: TLSConfig | None = None,
     ) -> tuple[int, asyncio.Future[int]]:
         """Fork an instance that listens on ``address``; return its process number and a future of its exit code.
 
         ``once``: it serves one pipeline and ends; else one after another, as if started by hand. ``shared``: the folder
-        for what UCX keeps in shared memory, which stays if its process is killed at the wrong moment. Raises
-        ``ConfigError`` if the launcher has ended, ``LauncherSilent`` if it takes no orders.
+        for what UCX keeps in shared memory, which stays if its process is killed at the wrong moment. ``tls``: for its
+        channels over TCP. Raises ``ConfigError`` if the launcher has ended, ``LauncherSilent`` if it takes no orders.
         """
         await _within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
-        order = {"id": mark, "address": str(address), "secret": secret.hex(), "model": model, "once": once}
-        order["shared"] = shared
+        order: dict[str, Any] = {
+            "id": mark,
+            "address": str(address),
+            "secret": secret.hex(),
+            "model": model,
+            "once": once,
+        }
+        order |= {"shared": shared, "tls": tls.paths() if tls is not None else None}
         started = self._started[mark] = concurrent.futures.Future()
         taken = self._untaken[mark] = concurrent.futures.Future()
         try:

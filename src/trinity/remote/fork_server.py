@@ -1,7 +1,7 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
-Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared"} on stdin forks an instance; on stdout are
-{"ready"}, {"taken"} (an order's id), {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its
+Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared", "tls"} on stdin forks an instance; on stdout
+are {"ready"}, {"taken"} (an order's id), {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its
 children with it.
 """
 
@@ -110,8 +110,10 @@ def fork_instance(order: dict[str, Any]) -> int:
         if order.get("shared"):
             os.environ.setdefault("UCX_POSIX_DIR", order["shared"])
         from trinity.remote.server import serve_instance
+        from trinity.remote.tls import TLSConfig
 
-        code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"])
+        tls = TLSConfig(*order["tls"]) if order.get("tls") else None
+        code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"], tls=tls)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

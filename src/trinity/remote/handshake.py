@@ -1,8 +1,9 @@
 """Handshake of a control channel: both sides prove the secret, and draw from it keys for this connection alone.
 
 Each side greets with a fresh nonce. The client proves first, so that a peer without the secret learns nothing; a proof
-is an HMAC over both greetings. The keys, one for each direction, are HKDF-SHA256 (RFC 5869) of the secret, salted with
-both greetings: a frame of another connection, or of the other direction, has another tag.
+is an HMAC over both greetings, and over the TLS connection where they go in one. The keys, one for each direction, are
+HKDF-SHA256 (RFC 5869) of the secret, salted with the same: a frame of another connection, or of the other direction,
+has another tag.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hmac
 import os
 import secrets
 import socket
+import ssl
 import struct
 
 from trinity.errors import HandshakeError
@@ -21,11 +23,15 @@ VERSION = 4
 MAGIC = b"TRNY"
 NONCE = 32
 GREETING = len(MAGIC) + 3 + NONCE  # bytes: magic, version, flags, nonce
+NEEDS_TLS = b"TLS!"  # the last word of a server with certificates to a greeting in the clear
+TLS_RECORD = b"\x16\x03"  # RFC 8446, 5.1: so begins a client that speaks TLS
 CROWDED = b"BUSY"  # a server's last word to a connection that it dropped for others, before its proof
 VOUCHED = 1  # flag of a greeting: the system tells this side who the peer is
 PROOF = 32
 TAG = 16
 PEER_LEFT = "the peer left during the handshake: the secrets differ, or it is not an instance of trinity"
+GIVE_TLS = "give both sides their certificates (ProcessConfig(tls=...), --tls-certificate), or neither"
+REFUSED_TLS = f"{PEER_LEFT}, or it does not accept this side's certificate: its log says why"
 PEER_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -76,10 +82,12 @@ async def shake_hands(
     Raises ``HandshakeError``, and ``CrowdedError`` if the server had no room.
     """
     mine = MAGIC + VERSION.to_bytes(2, "big") + bytes([VOUCHED * is_vouched(writer)]) + secrets.token_bytes(NONCE)
+    binding = bind(writer)
+    left = REFUSED_TLS if binding else PEER_LEFT
     try:
         writer.write(mine)
         theirs = await _read_greeting(reader)
-        both = theirs + mine if server else mine + theirs
+        both = (theirs + mine if server else mine + theirs) + binding
         ours, others = (b"server", b"client") if server else (b"client", b"server")
         if server:
             await _verify(reader, secret, others, both)
@@ -89,9 +97,15 @@ async def shake_hands(
     except asyncio.IncompleteReadError as error:
         if error.partial == CROWDED:
             raise CrowdedError("the peer has no room for another handshake now", "control") from error
-        raise HandshakeError(PEER_LEFT, "control") from error
+        if error.partial == NEEDS_TLS:
+            raise HandshakeError(
+                f"the peer takes TLS alone, and this side speaks none: {GIVE_TLS}", "control"
+            ) from error
+        raise HandshakeError(left, "control") from error
+    except ssl.SSLError as error:
+        raise HandshakeError(f"{left} ({error})", "control") from error
     except OSError as error:
-        reset = CrowdedError(PEER_LEFT, "control")
+        reset = CrowdedError(left, "control")
         reset.told = False
         raise reset from error
     if mine[6] & theirs[6] & VOUCHED:
@@ -114,9 +128,25 @@ def is_vouched(writer: asyncio.StreamWriter) -> bool:
     return PEER_CREDENTIALS.unpack(found)[1] in (os.geteuid(), 0)
 
 
+def bind(writer: asyncio.StreamWriter) -> bytes:
+    """Return what both ends of this TLS connection alone have in common (RFC 5929, 3); nothing without TLS.
+
+    Who ends TLS and begins another to pass a conversation on has two connections, and so two such values.
+    """
+    inside: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
+    if inside is None:
+        return b""
+    found = inside.get_channel_binding("tls-unique")
+    if not found:
+        raise HandshakeError("this Python's ssl cannot tell one TLS connection from another", "control")
+    return found
+
+
 async def _read_greeting(reader: asyncio.StreamReader) -> bytes:
     start = len(MAGIC) + 2
     greeting = await reader.readexactly(start)  # of every version: what follows may differ
+    if greeting.startswith(TLS_RECORD):
+        raise HandshakeError(f"the peer speaks TLS, and this side none: {GIVE_TLS}", "control")
     if not greeting.startswith(MAGIC):
         raise HandshakeError("the peer does not speak trinity's protocol", "control")
     version = int.from_bytes(greeting[len(MAGIC) :], "big")

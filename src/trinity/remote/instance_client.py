@@ -30,6 +30,7 @@ from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.request_faults import end_requests, requests_in, requests_of
 from trinity.remote.supervisor_messages import Event, Linked, Lost, Unlinked
+from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
     Hello,
@@ -102,13 +103,15 @@ class InstanceClient:
         """Take the process that was forked for it."""
         self.process, self.exit_code, self._born = process, exit_code, read_start(process)
 
-    async def attach(self, address: Address, secret: bytes) -> InstanceInfo:
-        """Connect, have the instance load its model, and return its description.
+    async def attach(self, address: Address, secret: bytes, tls: TLSConfig | None = None) -> InstanceInfo:
+        """Connect, have the instance load its model, and return its description. ``tls``: for one that runs already.
 
         Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
         """
-        reach = _connect_when_up(address, secret, self.exit_code) if self.process else _connect_by_hand(address, secret)
-        self._channel = channel = await reach
+        if self.process:
+            self._channel = channel = await _connect_when_up(address, secret, self.exit_code)
+        else:
+            self._channel = channel = await _connect_by_hand(address, secret, tls)
         channel.send(encode(self.setup))
         answer: Value = StillLoading()
         while isinstance(answer, StillLoading):
@@ -249,10 +252,10 @@ class InstanceClient:
             self._report(Lost(self.name, self.setup.epoch, str(error)))
 
 
-async def _connect_by_hand(address: Address, secret: bytes) -> Channel:
+async def _connect_by_hand(address: Address, secret: bytes, tls: TLSConfig | None) -> Channel:
     """Connect to an instance that was started by hand; errors say what to do on its side."""
     try:
-        return await connect(address, secret, encode(Hello(FRONTEND)))
+        return await connect(address, secret, encode(Hello(FRONTEND)), tls=tls)
     except PeerLost as error:
         text = f"{error}; start an instance there: python -m trinity.instance --listen {address}"
         raise PeerLost(text, "control", str(address)) from error

@@ -258,14 +258,15 @@ class InstanceSupervisor:
 
     async def _attach(self, client: InstanceClient, number: int) -> None:
         if not number:
-            await client.attach(self._addresses[client.name], self._secret)
+            await client.attach(self._addresses[client.name], self._secret, self._config.tls)
             return
         if number not in self._launchers:
             raise ConfigError(LAUNCHER_ENDED)
         launcher, _ = self._launchers[number]
         address = Address("unix", path=str(self._folder.path / f"{client.name}-{client.setup.epoch}.sock"))
         shared = str(self._shared.path) if self._shared is not None else ""
-        process, exit_code = await launcher.launch(address, self._secret, client.setup.model, shared=shared)
+        model, tls = client.setup.model, self._config.tls
+        process, exit_code = await launcher.launch(address, self._secret, model, shared=shared, tls=tls)
         client.own(process, exit_code)
         await client.attach(address, self._secret)
 

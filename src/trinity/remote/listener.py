@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import stat
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from trinity.errors import ConfigError, TransportError
 from trinity.remote import channel as channels
 from trinity.remote.channel import Address, Channel, abort_writer, exchange_hellos
 from trinity.remote.handshake import CROWDED, shake_hands
+from trinity.remote.tls import BUSY_ALERT, TLSConfig, expect_tls
 
 logger = logging.getLogger("trinity")
 MAX_UNAUTHENTICATED = 128  # connections without a proof, at once; a quarter of the descriptors where these are few
@@ -57,10 +59,21 @@ class RefusalLog:
 
 
 class Listener:
-    """Accepts connections on ``sockets`` until ``aclose``; each that is authenticated is handed to ``serve``."""
+    """Accepts connections on ``sockets`` until ``aclose``; each that is authenticated is handed to ``serve``.
 
-    def __init__(self, address: Address, sockets: list[socket.socket], secret: bytes, hello: bytes, serve: Serve):
-        self._secret, self._hello, self._handler = secret, hello, serve
+    With a ``context`` it takes connections in TLS alone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        sockets: list[socket.socket],
+        secret: bytes,
+        hello: bytes,
+        serve: Serve,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._secret, self._hello, self._handler, self._context = secret, hello, serve, context
         self._refusals = RefusalLog(address)
         self._places = max(1, min(MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._waiting: dict[asyncio.Task[Any], str] = {}  # those without a proof and their hosts, oldest first
@@ -109,7 +122,7 @@ class Listener:
         channel, writer = None, None
         try:
             async with asyncio.timeout(channels.TIMEOUT_S):
-                reader, writer = await _open_streams(connection)
+                reader, writer = await _open_streams(connection, self._context)
                 seals = await shake_hands(reader, writer, self._secret, server=True)
                 self._waiting.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 channel = await exchange_hellos(reader, writer, seals, self._hello)
@@ -119,7 +132,10 @@ class Listener:
             return self._refusals.add(str(error))
         except asyncio.CancelledError:
             with suppress(OSError):
-                connection.send(CROWDED) if writer is None else writer.write(CROWDED)
+                if writer is not None:
+                    writer.write(CROWDED)
+                else:
+                    connection.send(CROWDED if self._context is None else BUSY_ALERT)
             raise
         finally:
             if channel is None and writer is not None:
@@ -138,20 +154,28 @@ class Listener:
         self._refusals.flush()
 
 
-async def _open_streams(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _open_streams(
+    connection: socket.socket, context: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if context is not None:
+        await expect_tls(connection)
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 @asynccontextmanager
-async def listen(address: Address, secret: bytes, hello: bytes, serve: Serve) -> AsyncIterator[Address]:
+async def listen(
+    address: Address, secret: bytes, hello: bytes, serve: Serve, tls: TLSConfig | None = None
+) -> AsyncIterator[Address]:
     """Accept channels and hand each to ``serve`` once it is authenticated; yield the address in use.
 
-    A peer that fails the handshake is dropped without harm to others. Raises ``ConfigError`` if it cannot listen.
+    Over TCP with ``tls`` all are in TLS, whose files are read now. A peer that fails the handshake is dropped without
+    harm to others. Raises ``ConfigError`` if it cannot listen, or a file of ``tls`` cannot be read.
     """
+    context = tls.make_context(server=True) if tls is not None and address.scheme == "tcp" else None
     try:
         sockets = _bind_unix(address.path) if address.scheme == "unix" else await _bind_tcp(address)
     except OSError as error:
@@ -159,7 +183,7 @@ async def listen(address: Address, secret: bytes, hello: bytes, serve: Serve) ->
     bound = address
     if address.scheme == "tcp":
         bound = Address("tcp", host=address.host, port=sockets[0].getsockname()[1])
-    listener = Listener(bound, sockets, secret, hello, serve)
+    listener = Listener(bound, sockets, secret, hello, serve, context)
     try:
         yield bound
     finally:

@@ -25,10 +25,12 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
 from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
+from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
 
 logger = logging.getLogger("trinity")
 RELEASE_TRIES, RELEASE_S = 50, 0.05  # s between two looks if a pipeline's pools are free
+TLS_FILES = ("certificate", "key", "authority")
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 
@@ -38,10 +40,13 @@ class InstanceServer:
     - ``secret`` (bytes): shared with the pipeline and its other instances.
     - ``once`` (True): end after the first pipeline.
     - ``model`` (directory, None): a checkpoint on this machine, in place of the one that the pipeline names.
+    - ``tls`` (None): certificates for channels over TCP, which are then all in TLS.
     """
 
-    def __init__(self, secret: bytes, *, once: bool = True, model: str | None = None) -> None:
-        self.secret, self.once, self.model = secret, once, model
+    def __init__(
+        self, secret: bytes, *, once: bool = True, model: str | None = None, tls: TLSConfig | None = None
+    ) -> None:
+        self.secret, self.once, self.model, self.tls = secret, once, model, tls
         self.ended = asyncio.Event()
         self.session: InstanceSession | None = None
         self._address = ""
@@ -53,7 +58,7 @@ class InstanceServer:
 
         ``announce`` is called with the address in use. Raises ``ConfigError`` if it cannot listen.
         """
-        async with listen(address, self.secret, encode(Hello("instance")), self._accept) as bound:
+        async with listen(address, self.secret, encode(Hello("instance")), self._accept, self.tls) as bound:
             self._address = str(bound)
             announce(bound)
             await self.ended.wait()
@@ -86,7 +91,7 @@ class InstanceServer:
             await self._session(channel, setup)
 
     async def _session(self, channel: Channel, setup: Setup) -> None:
-        self.session = InstanceSession(self.secret, self._address, self.ended, self.model)
+        self.session = InstanceSession(self.secret, self._address, self.ended, self.model, self.tls)
         try:
             await self.session.serve(channel, setup)
         finally:
@@ -114,11 +119,14 @@ def serve_instance(
     *,
     once: bool = True,
     model: str | None = None,
+    tls: TLSConfig | None = None,
 ) -> int:
     """Serve one pipeline, or one after another; return the process's exit code."""
 
     async def listen_and_serve() -> None:
-        await InstanceServer(secret, once=once, model=model).serve(Address.parse(address), announce)
+        if tls is not None:
+            tls.check()
+        await InstanceServer(secret, once=once, model=model, tls=tls).serve(Address.parse(address), announce)
 
     gc.freeze()  # modules stay: collecting them again takes half a second
     try:
@@ -137,7 +145,14 @@ def main() -> int:
     parser.add_argument("--listen", required=True, help="unix:/path or tcp:host:port (port 0: any free one)")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory on this machine, if it differs")
     parser.add_argument("--once", action="store_true", help="end with the first pipeline")
+    for name in TLS_FILES:
+        parser.add_argument(
+            f"--tls-{name}", help=f"file in PEM: TLS for channels over TCP, see trinity.TLSConfig.{name}"
+        )
     arguments = parser.parse_args()
+    files = [getattr(arguments, f"tls_{name}") for name in TLS_FILES]
+    if any(files) and not all(files):
+        parser.error("TLS needs all of " + ", ".join(f"--tls-{name}" for name in TLS_FILES))
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < SHORTEST_SECRET:
         hint = f"at least {SHORTEST_SECRET} characters that only its hosts know"
@@ -148,7 +163,8 @@ def main() -> int:
         print(json.dumps({"listening": str(bound)}), flush=True)
 
     model = str(arguments.model.resolve()) if arguments.model is not None else None
-    return serve_instance(arguments.listen, secret.encode(), announce, once=arguments.once, model=model)
+    tls = TLSConfig(*files) if all(files) else None
+    return serve_instance(arguments.listen, secret.encode(), announce, once=arguments.once, model=model, tls=tls)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.instance_setup import describe_layouts, load_instance, make_instance_connector
 from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
+from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
     DropPeer,
@@ -61,10 +62,18 @@ class InstanceSession:
     - ``address``: the server's, at which peers connect.
     - ``crash``: set when a thread of the instance has failed; the process should then end.
     - ``model`` (directory, None): a checkpoint on this machine, in place of the one that the pipeline names.
+    - ``tls`` (None): for peers that are reached over TCP.
     """
 
-    def __init__(self, secret: bytes, address: str, crash: asyncio.Event, model: str | None = None) -> None:
-        self.secret, self.crash, self.model = secret, crash, model
+    def __init__(
+        self,
+        secret: bytes,
+        address: str,
+        crash: asyncio.Event,
+        model: str | None = None,
+        tls: TLSConfig | None = None,
+    ) -> None:
+        self.secret, self.crash, self.model, self.tls = secret, crash, model, tls
         self.leaving = False
         self.pools: list[weakref.ref[BlockMemory]] = []
         self.loop = asyncio.get_running_loop()
@@ -218,7 +227,8 @@ class InstanceSession:
         """Connect to a peer, again and again where it is only slow or gone: the front end says when to give up."""
         while True:
             try:
-                channel = await connect(Address.parse(peer.address), self.secret, encode(Hello("instance")))
+                where, hello = Address.parse(peer.address), encode(Hello("instance"))
+                channel = await connect(where, self.secret, hello, tls=self.tls)
                 break
             except PeerLost:
                 await asyncio.sleep(RETRY_S)

@@ -21,6 +21,7 @@ from trinity.remote.fork_client import kept_launcher as kept_launcher
 from trinity.remote.supervisor_messages import (
     InstanceHealth,
 )
+from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import RouteConfig, Setup
 from trinity.runtime.loader import ServingConfig, config_digest
 from trinity.transport.auto import pick_scheme
@@ -37,19 +38,24 @@ class ProcessConfig:
 
     - ``secret`` (at least 32 characters, None): shown to instances that run already, where TRINITY_SECRET has the same;
       None takes it from there. Instances that the pipeline starts get one drawn at random.
+    - ``tls`` (None): ``TLSConfig``; control channels over TCP are then in mutual TLS, here and in instances that the
+      pipeline starts. Those that run already need their own (``--tls-certificate``). Unix sockets have none.
     - ``silence_s`` (seconds, 20): a process that says nothing for longer is restarted. Requests go past it after two.
     - ``on_change`` (None): called with the ``InstanceHealth`` of an instance whose state has changed.
 
-    Raises ``ConfigError`` for a silence shorter than an instance's own pauses.
+    Raises ``ConfigError`` for a silence shorter than an instance's own pauses, and for certificates that would not do.
     """
 
     secret: str | None = field(default=None, repr=False)
     silence_s: float = SILENCE_S
     on_change: Callable[[InstanceHealth], None] | None = None
+    tls: TLSConfig | None = None
 
     def __post_init__(self) -> None:
         if self.secret is not None:
             _check_secret(self.secret)
+        if self.tls is not None:
+            self.tls.check()
         if not self.silence_s >= SHORTEST_SILENCE_S:
             raise ConfigError(
                 f"silence_s is {self.silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
