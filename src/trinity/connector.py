@@ -27,12 +27,13 @@ from trinity.errors import (
 from trinity.errors.arguments import Positive, check_arguments, check_value
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
-from trinity.memory.digests import Verify, check_verify, digest_rows, should_verify, verify_pull
+from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
+INLINE_KEYED_BYTES = 256 << 10  # the same of digests under a key, which take fifteen times as long
 
 
 BLOCK_KINDS = (IMAGE, KV)
@@ -86,6 +87,7 @@ class Connector:
         self._attaching: dict[tuple[str, str, str], asyncio.Lock] = {}
         self._detaching: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._verification_key = b""
 
     @property
     def shared(self) -> bool:
@@ -96,6 +98,14 @@ class Connector:
     def verified(self) -> list[str]:
         """Kinds of blocks that are compared with the source's digests on arrival."""
         return [kind for kind, route in self.routes.items() if route.verifies]
+
+    def seal_digests(self, key: bytes) -> None:
+        """Key the digests of blocks that may leave the host: nobody without ``key`` can write a block that fits one."""
+        self._verification_key = key
+
+    def verification_key(self, kind: str) -> bytes:
+        """Return the key of this kind's digests; b"" where they have none, and find accidents alone."""
+        return self._verification_key if leaves_host(self.routes[kind].transport) else b""
 
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
         """Publish an instance's pools; return their descriptors by kind.
@@ -173,7 +183,9 @@ class Connector:
         pull = Pull("", 0, theirs, kind, "", blocks, places, source.generation(blocks), tail=(rows or 0) % height)
         if self.routes[kind].verifies:
             tails = {len(blocks) - 1: pull.tail} if pull.tail else {}
-            pull = replace(pull, digests=tuple(await asyncio.to_thread(digest_rows, source, blocks, None, tails)))
+            sealed = Sealed(self.verification_key(kind), pull.offer, blocks)
+            found = await asyncio.to_thread(digest_rows, source, blocks, None, tails, sealed)
+            pull = replace(pull, digests=tuple(found))
         return await self._read(ours, pull)
 
     def _name_pool(self, memory: BlockMemory) -> str:
@@ -204,10 +216,10 @@ class Connector:
         return {**record, "pieces": pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
 
     async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:
-        memory = self._memories[instance, pull.kind]
-        if moved <= INLINE_DIGEST_BYTES:
-            return verify_pull(memory, pull, expected)
-        return await asyncio.to_thread(verify_pull, memory, pull, expected)
+        memory, key = self._memories[instance, pull.kind], self.verification_key(pull.kind)
+        if moved <= (INLINE_KEYED_BYTES if key else INLINE_DIGEST_BYTES):
+            return verify_pull(memory, pull, expected, key)
+        return await asyncio.to_thread(verify_pull, memory, pull, expected, key)
 
     async def _check_fresh(self, remote: Remote, instance: str, pull: Pull) -> None:
         """Raise ``OfferRefused`` if the source took the blocks back: their bytes may have changed during the read."""

@@ -17,7 +17,7 @@ from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, all_tokens, good_ones, serving
 from trinity.connector import Connector
-from trinity.errors import ConfigError, MigrationError, TransferTimeout, UnknownName
+from trinity.errors import ConfigError, IntegrityError, MigrationError, TransferTimeout, UnknownName
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import kept_launcher
@@ -36,6 +36,7 @@ def tagged(tag="none", delay_s=0.0):
 ENTRIES = """
 [trinity.transports]
 tagged = yours:tagged
+forged = support.forgery:forging_network
 
 [trinity.stages]
 mosaic = examples.custom_stage:MosaicStage
@@ -100,6 +101,22 @@ async def test_a_transport_object_of_ones_own_works_in_threads() -> None:
 async def test_options_of_a_registered_transport_travel() -> None:
     kinds = {"image": Connector("tagged", options={"tag": "seven"}), "kv": "tagged"}
     assert schemes(await served(kinds, hosting="process")) == {"image": "tagged seven", "kv": "tagged none"}
+
+
+async def test_blocks_of_both_kinds_are_compared_under_the_pipelines_key() -> None:
+    ready("nixl")
+    records = await served(Connector("nixl", verify="always"), hosting="process")
+    assert schemes(records) == {"image": "nixl", "kv": "nixl"}
+    assert all(record["digest_s"] > 0 for record in records)
+
+
+async def test_forged_blocks_are_served_to_nobody() -> None:
+    """On a network somebody rewrites KV blocks so that their plain digests stay: instances of a pipeline have a key."""
+    kinds = {"image": "shm", "kv": "forged"}
+    async with serving("EP+D", connector=kinds, hosting="process") as pipe:
+        with pytest.raises(MigrationError, match="kv blocks are not what EP0 sent") as caught:
+            await pipe.complete(TEXT.request())
+        assert isinstance(caught.value.__cause__, IntegrityError)
 
 
 async def test_the_timeout_travels() -> None:

@@ -1,8 +1,10 @@
 """Block digests: sent from source to target beside the blocks and compared after the copy.
 
 The cores do not know about digests. The source's host adds them to each Ready message, the target's host adds them to
-the Pull, and its Connector compares. They are not cryptographic: they detect accidents, such as a link that delivers
-stale bytes or memory that was freed too early, but no forgery.
+the Pull, and its Connector compares. Without a key they are not cryptographic: they detect accidents, such as a link
+that delivers stale bytes or memory that was freed too early, but no forgery. With the key of a pipeline, which its
+instances in processes have, they are keyed BLAKE2b (RFC 7693) of the same rows, bound to the offer and to the block's
+number at the source, and detect that too. Sides that differ in this find every block wrong.
 
 A step that fails half-way is run again row by row and rewrites blocks that may already be in transit. Verification then
 finds the first copy wrong and ends its request; without verification it would be copied again.
@@ -10,9 +12,11 @@ finds the first copy wrong and ends its request; without verification it would b
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from msgspec.structs import replace
@@ -26,6 +30,15 @@ from trinity.memory.native import compute_digests
 Verify = Literal["always", "network", "never"]
 PieceKey = tuple[int, tuple[int, int] | None]  # a source block and its layers [first, end); None: all layers
 STALE_OFFERS_KEPT = 64  # ended offers whose blocks may still be remembered
+DIGEST_BYTES = 8  # digests travel as signed integers of 64 bits
+
+
+class Sealed(NamedTuple):
+    """Key of digests (b"": none, which is faster), and what they are bound to: the offer, and blocks of the source."""
+
+    key: bytes
+    offer: str
+    source_blocks: Sequence[int]
 
 
 def check_verify(verify: str) -> Verify:
@@ -38,17 +51,28 @@ def check_verify(verify: str) -> Verify:
 
 def should_verify(verify: Verify, transport: object) -> bool:
     """Tell if blocks that arrive by ``transport`` are verified; one without ``network`` counts as a network."""
-    return verify == "always" or (verify == "network" and bool(getattr(transport, "network", True)))
+    return verify == "always" or (verify == "network" and leaves_host(transport))
+
+
+def leaves_host(transport: object) -> bool:
+    """Tell if blocks may leave the host by ``transport``; one that does not say so counts as a network."""
+    return bool(getattr(transport, "network", True))
 
 
 def digest_rows(
-    memory: BlockMemory, blocks: Sequence[int], layers: tuple[int, int] | None, tails: Mapping[int, int]
+    memory: BlockMemory,
+    blocks: Sequence[int],
+    layers: tuple[int, int] | None,
+    tails: Mapping[int, int],
+    sealed: Sealed | None = None,
 ) -> list[int]:
     """Compute a digest of each block, or of its ``layers`` [first, end).
 
     ``tails``: rows that count, of blocks that are not full, by place in ``blocks``. A digest of rows is one of the
-    digests of their pieces.
+    digests of their pieces. ``sealed``: with a key, digests are BLAKE2b under it.
     """
+    if sealed is not None and sealed.key:
+        return _seal_rows(memory, blocks, layers, tails, sealed)
     found = compute_digests(memory.pool, blocks, layer_byte_range(memory, layers))
     for place, tail in tails.items():
         rows = tail_byte_range(memory, layers, tail)
@@ -58,17 +82,42 @@ def digest_rows(
     return found
 
 
-def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int]) -> float:
+def _seal_rows(
+    memory: BlockMemory,
+    blocks: Sequence[int],
+    layers: tuple[int, int] | None,
+    tails: Mapping[int, int],
+    sealed: Sealed,
+) -> list[int]:
+    """Compute keyed digests of the same rows. Those of a pool on a GPU are copied to the host, block by block."""
+    pool = view_units(memory.pool, memory.block_bytes)
+    offset, length = layer_byte_range(memory, layers) or (0, memory.block_bytes)
+    found: list[int] = []
+    for place, (block, number) in enumerate(zip(blocks, sealed.source_blocks, strict=True)):
+        rows, tail = pool[block, offset : offset + length], tails.get(place, 0)
+        if tail:
+            within = tail_byte_range(memory, layers, tail)
+            rows = rows.reshape(within.runs, within.stride)[:, : within.length]
+        filled = rows if isinstance(rows, np.ndarray) else rows.cpu().numpy()
+        which = repr((memory.kind, sealed.offer, number, offset, length, tail)).encode()  # its end is its own
+        keyed = hashlib.blake2b(which, key=sealed.key, digest_size=DIGEST_BYTES)
+        keyed.update(np.ascontiguousarray(filled).reshape(-1).data)
+        found.append(int.from_bytes(keyed.digest(), "little", signed=True))
+    return found
+
+
+def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int], key: bytes = b"") -> float:
     """Compare the blocks that ``pull`` wrote with the source's digests ``expected``; returns the seconds it took.
 
-    Raises ``IntegrityError`` if a digest is missing or differs.
+    ``key``: that of the source's digests, b"" for none. Raises ``IntegrityError`` if a digest is missing or differs.
     """
     started = time.perf_counter()
     if len(expected) != len(pull.target_blocks):
         text = f"{pull.source} sent {len(expected)} digests for {len(pull.target_blocks)} blocks: is verify= the same?"
         raise IntegrityError(text, peer=pull.source)
     tails = {len(pull.target_blocks) - 1: pull.tail} if pull.tail else {}
-    found = digest_rows(memory, pull.target_blocks, pull.layers, tails)
+    sealed = Sealed(key, pull.offer, pull.source_blocks)
+    found = digest_rows(memory, pull.target_blocks, pull.layers, tails, sealed)
     pairs = zip(pull.source_blocks, expected, found, strict=True)
     wrong = [block for block, sent, arrived in pairs if sent != arrived]
     if wrong:
@@ -80,13 +129,13 @@ def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int]) -> f
 class Digests:
     """Digests of one instance: of its own blocks for its targets, and of its sources' blocks for its pulls.
 
-    ``memories``: its pools of the kinds that are verified.
+    ``memories``: its pools of the kinds that are verified. ``keys``: by kind, for those whose digests are keyed.
 
     The core's thread passes it every event and command of the core, in order.
     """
 
-    def __init__(self, memories: Mapping[str, BlockMemory]) -> None:
-        self._memories = memories
+    def __init__(self, memories: Mapping[str, BlockMemory], keys: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        self._memories, self._keys = memories, keys
         self._offered: dict[str, tuple[str, str, tuple[Part, ...]]] = {}  # target, kind, parts
         self._expected: dict[str, tuple[Offer, dict[PieceKey, int], float]] = {}
         self._fetched: dict[str, Fetched] = {}
@@ -121,8 +170,9 @@ class Digests:
         elif isinstance(message, Fetched) and message.blocks and IMAGE in self._memories:
             started = time.perf_counter()
             tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
-            found = tuple(digest_rows(self._memories[IMAGE], message.blocks, None, tails))
-            return replace(message, digests=found, digest_s=time.perf_counter() - started)
+            sealed = self._seal(IMAGE, message.id.rpartition("/")[0], message.blocks)
+            found = digest_rows(self._memories[IMAGE], message.blocks, None, tails, sealed)
+            return replace(message, digests=tuple(found), digest_s=time.perf_counter() - started)
         elif isinstance(message, Release):
             self._expected.pop(message.id, None)
             self._fetched.pop(message.id, None)
@@ -149,8 +199,12 @@ class Digests:
         started = time.perf_counter()
         _, kind, parts = self._offered[ready.id]
         blocks, tails = _list_blocks(parts, ready)
-        found = digest_rows(self._memories[kind], blocks, ready.layers, tails)
+        sealed = self._seal(kind, ready.id, blocks)
+        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
+
+    def _seal(self, kind: str, offer: str, blocks: Sequence[int]) -> Sealed:
+        return Sealed(self._keys.get(kind, b""), offer, blocks)
 
     def _expect(self, ready: Ready) -> None:
         offer, known, seconds = self._expected[ready.id]

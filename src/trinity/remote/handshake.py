@@ -19,7 +19,7 @@ import struct
 
 from trinity.errors import HandshakeError
 
-VERSION = 4
+VERSION = 5
 MAGIC = b"TRNY"
 NONCE = 32
 GREETING = len(MAGIC) + 3 + NONCE  # bytes: magic, version, flags, nonce
@@ -161,9 +161,19 @@ def _proof(secret: bytes, role: bytes, greetings: bytes) -> bytes:
 
 
 def _derive_key(secret: bytes, greetings: bytes, role: bytes) -> bytes:
-    """Return the key of what ``role`` sends: HKDF-SHA256 with one block of output."""
-    extracted = hmac.digest(hashlib.sha256(greetings).digest(), secret, "sha256")
-    return hmac.digest(extracted, b"trinity frames " + role + b"\x01", "sha256")
+    """Return the key of what ``role`` sends."""
+    return _expand(secret, greetings, b"trinity frames " + role)
+
+
+def derive_block_key(secret: bytes, pipeline: str) -> bytes:
+    """Return the key of digests of blocks in this session of a pipeline, the same for all its instances."""
+    return _expand(secret, pipeline.encode(), b"trinity blocks")
+
+
+def _expand(secret: bytes, salt: bytes, use: bytes) -> bytes:
+    """Return 32 bytes for one use: HKDF-SHA256 (RFC 5869) with one block of output, its salt hashed."""
+    extracted = hmac.digest(hashlib.sha256(salt).digest(), secret, "sha256")
+    return hmac.digest(extracted, use + b"\x01", "sha256")
 
 
 async def _verify(reader: asyncio.StreamReader, secret: bytes, role: bytes, greetings: bytes) -> None:

@@ -11,6 +11,7 @@ from trinity.errors import ConfigError, LayoutMismatch
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.handshake import derive_block_key
 from trinity.remote.wire import Layout, Setup
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, config_digest, load_instances
@@ -36,8 +37,11 @@ def check_model(setup: Setup) -> None:
         raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
 
 
-def make_instance_connector(setup: Setup) -> Connector:
-    """Make the connector that the front end describes. Raises ``ConfigError``, ``TransportUnavailable``."""
+def make_instance_connector(setup: Setup, secret: bytes) -> Connector:
+    """Make the connector that the front end describes; digests that leave the host get a key out of ``secret``.
+
+    Raises ``ConfigError``, ``TransportUnavailable``.
+    """
     routes = list(setup.routes.items())
     made: dict[str, Connector] = {}
     for kind, config in routes:
@@ -45,7 +49,9 @@ def make_instance_connector(setup: Setup) -> Connector:
         made[kind] = alike or Connector(
             config.transport, timeout_s=config.timeout_s, verify=config.verify, options=config.options
         )
-    return Connector(made)
+    whole = Connector(made)
+    whole.seal_digests(derive_block_key(secret, setup.pipeline))
+    return whole
 
 
 def _rules_of(setup: Setup) -> BatchRules:

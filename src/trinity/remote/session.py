@@ -124,7 +124,7 @@ class InstanceSession:
         self.hello = Hello(
             setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch, weights
         )
-        self.connector = make_instance_connector(setup)
+        self.connector = make_instance_connector(setup, self.secret)
         self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
         pools = self.connector.bind(setup.name, loaded.memory)
         up = self.host.announcement()

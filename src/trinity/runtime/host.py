@@ -207,7 +207,8 @@ class InstanceHost:
         self._lanes = self._make_lanes()
         self._mail = Mailbox(network.send_to_frontend)
         verified = {kind: loaded.memory[kind] for kind in network.connector.verified if kind in loaded.memory}
-        self._digests = Digests(verified) if verified else None
+        keys = {kind: network.connector.verification_key(kind) for kind in verified}
+        self._digests = Digests(verified, keys) if verified else None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_lanes(self) -> dict[str, Lane]:
