@@ -83,7 +83,7 @@ async def shake_hands(
     """
     mine = MAGIC + VERSION.to_bytes(2, "big") + bytes([VOUCHED * is_vouched(writer)]) + secrets.token_bytes(NONCE)
     binding = bind(writer)
-    left = REFUSED_TLS if binding else PEER_LEFT
+    left, theirs = REFUSED_TLS if binding else PEER_LEFT, b""
     try:
         writer.write(mine)
         theirs = await _read_greeting(reader)
@@ -101,13 +101,11 @@ async def shake_hands(
             raise HandshakeError(
                 f"the peer takes TLS alone, and this side speaks none: {GIVE_TLS}", "control"
             ) from error
+        if binding and not theirs:  # as when the server dropped it inside its own half of TLS
+            raise _untold(left) from error
         raise HandshakeError(left, "control") from error
-    except ssl.SSLError as error:
-        raise HandshakeError(f"{left} ({error})", "control") from error
     except OSError as error:
-        reset = CrowdedError(left, "control")
-        reset.told = False
-        raise reset from error
+        raise _untold(f"{left} ({error})" if isinstance(error, ssl.SSLError) else left) from error
     if mine[6] & theirs[6] & VOUCHED:
         return None
     return Seal(_derive_key(secret, both, ours)), Seal(_derive_key(secret, both, others))
@@ -126,6 +124,12 @@ def is_vouched(writer: asyncio.StreamWriter) -> bool:
     except (AttributeError, OSError):  # no such option on this system
         return False
     return PEER_CREDENTIALS.unpack(found)[1] in (os.geteuid(), 0)
+
+
+def _untold(text: str) -> CrowdedError:
+    error = CrowdedError(text, "control")
+    error.told = False
+    return error
 
 
 def bind(writer: asyncio.StreamWriter) -> bytes:
