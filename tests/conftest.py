@@ -6,6 +6,8 @@ import atexit
 import os
 import subprocess
 import sys
+from collections.abc import Generator
+from typing import Any
 
 # Before torch is imported by anything: two threads per process on a busy machine cost ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Escape what UTF-8 cannot say in what a test has logged: xdist's workers end where they cannot send it."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
