@@ -24,6 +24,7 @@ from trinity.errors.plain_values import (
 )
 
 DEFAULT_MAX_TOKENS = 256  # of a request and a checkpoint that say nothing
+_MOST_BANNED = 16_384  # token ids of all bad words together
 _MOST_TOKENS = (1 << 31) - 1  # counts and token ids; far beyond any context and vocabulary
 _MOST_TEXT = 1024  # characters of a name or a stop string
 _MOST_PROMPT = 1 << 26  # characters; a context's own limit is far below
@@ -299,6 +300,20 @@ def _stop_string(name: str, value: Any) -> str:
     return text
 
 
+def _bad_words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Read sequences, of a bounded length in all: they are read, and looked for, on the loop's thread."""
+    left = [_MOST_BANNED]
+
+    def read(each: str, sequence: Any) -> tuple[int, ...]:
+        ids = _sequence_of_ids(each, sequence)
+        left[0] -= len(ids)
+        if left[0] < 0:
+            raise Unfit(f"{name} has more than {_MOST_BANNED} token ids in all; give fewer")
+        return ids
+
+    return tuple_of(read, "sequences of token ids")(name, value)
+
+
 def _sequence_of_ids(name: str, value: Any) -> tuple[int, ...]:
     sequence = _TOKEN_IDS(name, value)
     if not sequence:
@@ -317,7 +332,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "min_tokens": whole_between(0, _MOST_TOKENS),
     "suppress_tokens": _TOKEN_IDS,
     "begin_suppress_tokens": _TOKEN_IDS,
-    "bad_words_ids": tuple_of(_sequence_of_ids, "sequences of token ids"),
+    "bad_words_ids": _bad_words,
     "forced_eos_token_id": _TOKEN_IDS,
     "stop": tuple_of(_stop_string, "non-empty strings"),
     "stop_token_ids": _TOKEN_IDS,

@@ -245,3 +245,21 @@ def test_a_sound_checkpoint_is_read() -> None:
     for name in ("llama", "llava"):
         load_everything(checkpoint(name))
         assert count_tensors(checkpoint(name)) > 10
+
+
+@pytest.mark.parametrize("value", [[[1]], 1.5, [1.5], ["x"], {"a": 1}, True], ids=str)
+def test_an_end_of_sequence_that_is_no_token(value: Any, tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path)
+    change(directory, {"eos_token_id": value}, "generation_config.json")
+    assert "eos_token_id" in refuse(directory)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xyz", "meta", "mps", "cpu:7", "xla", ""])
+def test_a_device_that_is_none(device: str) -> None:
+    with pytest.raises(TrinityError, match="device"):
+        load_model(checkpoint("llama"), "PD", device=device)
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(TrinityError, match="cannot be read"):
+        trinity.Pipeline("x" * 5000)

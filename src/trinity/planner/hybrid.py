@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.engines import DEFAULT_ENGINE, Engine
@@ -104,7 +106,7 @@ class HybridPlanner:
         model: ModelShape | str,
         slo: SLO | None,
         *,
-        instances: Whole | None = None,
+        instances: Annotated[Whole, Meta(le=65_536)] | None = None,
         device: Devices = "H100",
         engine: Engine = DEFAULT_ENGINE,
         cluster: Cluster | None = None,

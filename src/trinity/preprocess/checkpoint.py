@@ -42,8 +42,12 @@ _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio"
 
 def check_directory(model_dir: Path) -> None:
     """Raise ``ConfigError`` if the directory holds no checkpoint."""
-    if not (model_dir / "config.json").is_file():
-        missing = "has no config.json" if model_dir.is_dir() else "does not exist"
+    try:
+        found, folder = (model_dir / "config.json").is_file(), model_dir.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise ConfigError(f"model directory {show(str(model_dir))} cannot be read ({error.strerror})") from error
+    if not found:
+        missing = "has no config.json" if folder else "does not exist"
         raise ConfigError(
             f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
         )

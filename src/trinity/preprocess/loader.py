@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.image_sizes import guard_resizes
 from trinity.preprocess.model_types import check_config, explain_how_to_add
@@ -258,5 +259,8 @@ def _eos_ids(model_dir: Path, config: Any, tokenizer: Any) -> frozenset[int]:
     named = read_json(model_dir / "generation_config.json").get("eos_token_id")
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            found = ids if isinstance(ids, list | tuple | set | frozenset) else [ids]
+            if not all(type(each) is int for each in found):
+                raise ConfigError(f"eos_token_id of {str(model_dir)!r} is a token, or a list of them; got {show(ids)}")
+            return frozenset(found)
     return frozenset([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else frozenset()

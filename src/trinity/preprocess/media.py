@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Formats that Pillow decodes itself; others, such as EPS, would start other programs.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _GIVEN = "give a path, bytes, a PIL image or an array of shape [height, width, 3]"
-_CHANNELS = (1, 3, 4)
+_COLOURS, _WITH_ALPHA = (1, 3), 4  # channels: transformers knows the former alone, and looks for them first
 _lazy = tuple(threading.Lock() for _ in range(64))  # for images of others, which several requests may share
 
 
@@ -65,8 +65,14 @@ def size_of(picture: Picture) -> tuple[int, int]:
 
 
 def image_digest(picture: Picture) -> str:
-    """Hash the pixels of a picture, so that equal pixels from any file or array have equal digests."""
-    kind = str(picture.dtype) if isinstance(picture, np.ndarray) else picture.mode
+    """Hash the pixels of a picture, so that equal pixels from any file or array have equal digests.
+
+    With them all else that a processor reads of an image: its transparent colour, behind which one puts white.
+    """
+    if isinstance(picture, np.ndarray):
+        kind = str(picture.dtype)
+    else:
+        kind = f"{picture.mode} {picture.info.get('transparency')!r}"
     digest = hashlib.blake2b("{} {} {} ".format(kind, *size_of(picture)).encode(), digest_size=16)
     digest.update(picture.tobytes())
     return digest.hexdigest()
@@ -105,16 +111,32 @@ def _from_tensor(tensor: Any, limits: MediaLimits) -> Any:
 def _check_shape(array: Any, limits: MediaLimits) -> None:
     """Refuse shapes that are no picture, before a number of them is looked at."""
     shape = list(array.shape)
-    if not (len(shape) == 2 or (len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS))):
+    axis = _channel_axis(shape)
+    if axis is None:
         raise MediaProblem(
             f"is an array of {array.dtype} with shape {shape}; give [height, width, 3], [3, height, width] or, for "
             "grey, [height, width]"
         )
+    if len(shape) == 3 and shape[0] == _WITH_ALPHA and shape[2] in (*_COLOURS, _WITH_ALPHA):
+        raise MediaProblem(f"is an array of shape {shape}, with channels at either end; give a PIL image")
     if 0 in shape:
         raise MediaProblem(f"is an array of shape {shape}, which has no pixels")
-    sides = shape[1:] if shape[0] in _CHANNELS and len(shape) == 3 else shape[:2]
+    sides = shape[1:] if axis == 0 else shape[:2]
     if sides[0] * sides[1] > limits.max_pixels:
         raise MediaProblem(f"has shape {shape}; the limit max_pixels allows 1 to {limits.max_pixels} pixels")
+
+
+def _channel_axis(shape: Sequence[int]) -> int | None:
+    """Find the axis of channels as transformers does: the first of 1 or 3, then the last. 2 for grey, else None."""
+    if len(shape) == 2:
+        return 2
+    if len(shape) != 3:
+        return None
+    for counts in (_COLOURS, (_WITH_ALPHA,)):
+        for axis in (0, 2) if counts is _COLOURS else (2, 0):
+            if shape[axis] in counts:
+                return axis
+    return None
 
 
 def _from_array(given: Any, limits: MediaLimits) -> Picture:
@@ -125,7 +147,7 @@ def _from_array(given: Any, limits: MediaLimits) -> Picture:
     array = np.asarray(given)
     if array.dtype.kind not in "buif":
         raise MediaProblem(f"is an array of {array.dtype}, which are no pixels; {_GIVEN}")
-    if array.ndim == 3 and array.shape[0] in _CHANNELS:  # of both, transformers takes the first for the channels
+    if _channel_axis(array.shape) == 0:
         array = np.moveaxis(array, 0, -1)
     flat = array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array
     if array.dtype == np.uint8:
@@ -161,4 +183,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
         image = image.convert("RGBA")  # the same colours; Pillow warns of the direct way
-    return ImageOps.exif_transpose(image).convert("RGB")
+    upright = ImageOps.exif_transpose(image).convert("RGB")
+    # Processors may read more of an image than its pixels: nothing that ``image_digest`` does not cover is left.
+    upright.info = {key: value for key, value in upright.info.items() if key == "transparency"}
+    return upright

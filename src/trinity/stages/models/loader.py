@@ -67,7 +67,7 @@ def load_model(
     refuse_layers(adapter)
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
-    kind, place = _pick_dtype(dtype, config), torch.device(device)
+    kind, place = _pick_dtype(dtype, config), _pick_device(device)
     parts = {
         "vision": "E" in letters and adapter.multimodal,
         "language": bool(set(letters) & set("PD")),
@@ -92,6 +92,18 @@ def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
         return named
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _pick_device(device: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r} is none of torch's; give 'cpu' or 'cuda'") from error
+    if place.type not in ("cpu", "cuda") or (place.type == "cpu" and place.index):
+        raise ConfigError(f"device {device!r} does not serve; give 'cpu' or 'cuda'")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
+    return place
 
 
 def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool) -> Any:
