@@ -100,7 +100,7 @@ def test_caches_are_off_for_all_or_on_for_all_and_both_are_shown(
     [
         (["cpu", "nowhere"], "does not exist"),
         (["cpu", "{llava}", "--peer", "vllm"], "make bench-peers"),
-        (["serve", "{llava}", "--trace", "gone.jsonl", "--slo", "1,1", "--rates", "1"], "cannot read the trace"),
+        (["serve", "{llava}", "--trace", "gone.jsonl", "--slo", "1,1", "--rates", "1"], "cannot read gone.jsonl"),
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "1,1", "--rates", "0"], "requests a second"),
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "0,1", "--rates", "1"], "--slo"),
         (["serve", "{llava}", "--trace", "servegen-image-1h", "--slo", "1", "--rates", "1"], "--slo"),

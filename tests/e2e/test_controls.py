@@ -54,7 +54,7 @@ async def test_zeroed_kv_blocks_change_the_tokens(
 ) -> None:
     connector = zero_after_read("kv")
     found = await served(checkpoint(architecture), method, [_both(architecture)], connector=connector, pools=POOLS)
-    assert connector.reads["kv"] == 2
+    assert connector.reads["kv"] in (2, 3, 4), "two pulls, each of whole blocks and of the last one's rows"
     for request in found.outputs:
         tokens, right = found.tokens(request), expected[case_of(request)].token_ids[:OUTPUTS]
         assert tokens[0] == right[0], "the first token comes from the prefill instance"

@@ -41,7 +41,8 @@ def test_images_anywhere_and_any_number_of_times(architecture: str, method: str)
     waves = [_edges(), [copy_of(request, 2) for request in _edges()]]
     found = serve(checkpoint(architecture), method, waves, rules=BatchRules(token_budget=BUDGET), image_block_size=7)
     assert problems(found, expected) == {}
-    assert len(found.record.encodes()) == 2, "there are but two images"
+    looks = 2 if architecture == "llava_onevision" else 1  # alone in its prompt, an image is cut into tiles
+    assert len(found.record.encodes()) == 2 * looks, "there are but two images"
     for request in _edges():
         again, prompt = found.outputs[f"{request.request_id}#2"], found.works[request.request_id].prompt
         most = (len(prompt) - 1) // BLOCK * BLOCK

@@ -182,6 +182,7 @@ class InstanceSupervisor:
             self.members[command.name] = self._lives[command.name, command.epoch]
             self.members[command.name].post(Peers(()))
             if not self._all_up.done() and len(self.members) == len(self._setups):
+                self.members = {name: self.members[name] for name in self._setups}  # as they are placed
                 self._all_up.set_result(None)
         elif not self._all_up.done():
             client = self._lives[command.name, command.epoch]
