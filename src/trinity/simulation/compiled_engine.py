@@ -29,7 +29,7 @@ from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints,
 from trinity.traces.trace import SLO
 
 SPAN_SLACK = 1.1  # times the span of the arrivals, of which a load is at most
-SIMULATOR = 4  # version of the extension's interface that this file calls
+SIMULATOR = 5  # version of the extension's interface that this file calls
 ROLES = {"E": 1, "P": 2, "D": 4}
 BATCH_POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
@@ -107,8 +107,11 @@ class CompiledReplay:
 
 def why_unavailable() -> str:
     """Return the reason why the compiled engine is unavailable here; "" where it is there."""
-    if extension is None or getattr(extension, "SIMULATOR", 0) != SIMULATOR:
+    if extension is None:
         return "the extension is not built, or is of another version: `pip install` builds it where a compiler is found"
+    built = getattr(extension, "SIMULATOR", 0)
+    if built != SIMULATOR:
+        return f"the extension was built from other sources (simulator {built}, not {SIMULATOR}): install trinity again"
     return ""
 
 
