@@ -197,6 +197,24 @@ def random_cluster(
     return cluster
 
 
+def roomy_cluster(seed: int) -> VirtualCluster:
+    """One EPD instance with blocks for all: its steps encode, prefill and decode at once, as tight pools rarely let."""
+    draw = Random(seed + 5_000_000_029)
+    works = random_works(draw, 9)
+    settings = make_settings(
+        "EPD",
+        {kind: count * len(works) for kind, count in largest_need(works).items()},
+        rules=BatchRules(token_budget=draw.choice([16, 32]), image_budget=1),
+        image_block_size=MEDIA_BLOCK,
+        kv_block_size=KV_BLOCK,
+        depth=draw.choice([1, 2]),
+    )
+    cluster = VirtualCluster(settings, durations=Durations(step=lambda each, *_: each.uniform(0.0, 0.1)), seed=seed)
+    for work in works:
+        cluster.submit(work, draw.uniform(0.0, 0.5))
+    return cluster
+
+
 def small_prefill(settings: list[Settings], works: list[Work], more: int = 0) -> list[Settings]:
     """With KV blocks for the largest prompt, and so many more, where requests are prefilled and do not decode."""
     blocks = max(blocks_for(len(work.prompt), KV_BLOCK) for work in works) + more

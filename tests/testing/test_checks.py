@@ -13,6 +13,7 @@ from trinity.core.messages import (
     Commit,
     Encode,
     Finished,
+    Forget,
     Open,
     Prefill,
     Pull,
@@ -286,3 +287,19 @@ def test_bookkeeping_looks_for_what_is_left() -> None:
     core.handle(done(1), 0.0)
     with pytest.raises(AssertionError, match=r"E0 is quiet and still has .*tombstones.*outgoing.*blocks"):
         check_forgotten("E0", core.state)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_bookkeeping_sees_a_request_that_goes_on_after_its_forget(attempt: int) -> None:
+    """But a later attempt than the one to forget may go on."""
+    core = make_core("E0", peers="P0")
+    books = Bookkeeping({"E0": core}, FrontendCore(RoundRobin()))
+    for command in core.handle(Submit(work("r", "cat", 1, attempt=attempt)), 0.0):
+        books.command("E0", command)
+    books.event("E0", Forget("r"))
+    if attempt == 0:
+        with pytest.raises(AssertionError, match="E0 goes on with r, which it was told to forget"):
+            books.after_event("E0")
+        books.event("E0", Forget("r"))
+    core.handle(Forget("r"), 0.0)
+    books.after_event("E0")

@@ -15,7 +15,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, PeerDown, Pull, Pulled, Send, Step, Stepped, Value
+from trinity.core.messages import IMAGE, KV, Forget, PeerDown, Pull, Pulled, Send, Step, Stepped, Value
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
 from trinity.testing.shadow import Shadow
@@ -60,6 +60,7 @@ class Bookkeeping:
         self._steps: dict[tuple[str, str], list[Step]] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
         self._revoked: set[str] = set()
+        self._over: dict[str, Forget] = {}  # that an instance handles just now
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
@@ -67,6 +68,8 @@ class Bookkeeping:
             assert ended.id == event.id, f"{name}: step {event.id} overtook {ended.id} on lane {event.lane}"
         elif isinstance(event, Pulled):
             del self._pulls[name, event.offer, event.part]
+        elif isinstance(event, Forget):
+            self._over[name] = event
         elif isinstance(event, PeerDown) and name in self.cores:  # their next life may have been offered these as well
             leases = self.cores[name].state.outgoing.items()
             self._revoked.update(id for id, lease in leases if lease.target == event.name)
@@ -92,6 +95,9 @@ class Bookkeeping:
         if name in self.cores:
             check_state(self.cores[name].state)
             self._check_in_flight(name)
+            over = self._over.pop(name, None)
+            if over is not None:
+                _check_called_off(self.cores[name].state, over)
 
     def at_end(self) -> None:
         for name, core in self.cores.items():
@@ -262,6 +268,13 @@ def _check_pending(s: State) -> None:
             slot = s.requests[request].media[item]
             assert slot.blocks == pending.blocks, f"{request} waits for {content} in other blocks"
             assert not slot.ready, f"{request} waits for {content}, which it has"
+
+
+def _check_called_off(s: State, over: Forget) -> None:
+    """Check that a request that has ended everywhere ends here too: nobody reads what its steps would bring."""
+    state = s.requests.get(over.request)
+    going = state is not None and state.attempt <= over.attempt and state.ending is None
+    assert not going, f"{s.settings.name} goes on with {over.request}, which it was told to forget"
 
 
 def check_forgotten(name: str, s: State) -> None:
