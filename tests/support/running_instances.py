@@ -31,6 +31,7 @@ GREEDY = Sampling(ignore_eos=True)
 SECRET = "the secret of a pipeline and of its tests"
 POOLS = {"image": 16, "kv": 256}
 LIVENESS_S = 60.0
+OWN_FOLDER = re.compile(r"trinity-\w+/")  # of UCX's shared memory
 KIND = re.compile(r"/dev/shm/\w+_|[^:]*")  # of what a descriptor is: those of UCX have names of their own
 IDLE_SOCKETS = 3  # a loop's own pair, and the one that listens
 
@@ -81,7 +82,8 @@ def descriptors(process: int) -> list[str]:
     found = []
     for number in os.listdir(f"/proc/{process}/fd"):
         with suppress(OSError):
-            found.append(KIND.match(os.readlink(f"/proc/{process}/fd/{number}")).group())  # type: ignore[union-attr]
+            link = OWN_FOLDER.sub("", os.readlink(f"/proc/{process}/fd/{number}"))
+            found.append(KIND.match(link).group())  # type: ignore[union-attr]
     return sorted(found)
 
 

@@ -236,8 +236,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     asked = parser.parse_args(argv)
-    logging.getLogger("trinity").setLevel(logging.CRITICAL)
-    tally = asyncio.run(sweep(asked.strikes, asked.seed, asked.schemes))
+    logger = logging.getLogger("trinity")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        tally = asyncio.run(sweep(asked.strikes, asked.seed, asked.schemes))
+    finally:
+        logger.setLevel(level)  # a test runs this in its own process
     print(tally.report())
     print(f"recoveries over {RECOVERY_S} s without loading: {'; '.join(tally.slow) or 'none'}")
     return 1 if tally.wrong or tally.slow else 0
