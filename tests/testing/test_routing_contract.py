@@ -83,7 +83,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a name": (ByName, "which is none of"),
     "remembers": (Remembering, "it_chooses_among_the_peers: choose"),
     "trusts": (Trusting, "the policy raised KeyError"),
-    "sorts": (Sorting, "changed the list of peers"),
+    "sorts": (Sorting, "the policy raised AttributeError"),
     "makes one up": (Another, "which is none of"),
     "needs two": (NeedsTwo, "one_peer_is_enough: the policy raised IndexError"),
     "one for all": (lambda: ONE, "make a new object each time"),

@@ -32,7 +32,9 @@ def check_routing(make: MakePolicy) -> None:
         except AssertionError as error:
             raise AssertionError(f"{check.__name__}: {error}") from error
         except Exception as error:
-            raise AssertionError(f"{check.__name__}: the policy raised {error!r}") from error
+            cause = error.__cause__ or error  # the router says of any failure that it was a bad choice
+            said = str(cause) if isinstance(cause, AssertionError) else f"the policy raised {cause!r}"
+            raise AssertionError(f"{check.__name__}: {said}") from error
 
 
 class _Recorder:
