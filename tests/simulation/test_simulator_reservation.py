@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from trinity.costs.cluster import Cluster
+from trinity.costs.step_cost import get_device
 from trinity.errors import ConfigError, UnknownName
 from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Replay, Simulator
@@ -31,7 +32,8 @@ def together(count: int = 60, output: int = 30) -> Trace:
 
 def replayed(placement: str = "EPD", trace: Trace | None = None, **options: Any) -> Replay:
     size = {"EPD": 1, "EP+D": 2, "E+P+D": 3}[placement]
-    simulator = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of("H100", size), **options)
+    # of an eager engine: decodes pile up while steps are long
+    simulator = Simulator("llava-1.5-7b", SLO_, cluster=Cluster.of(get_device("H100", "eager"), size), **options)
     return simulator.replay(trace or together(), placement, record=True)
 
 
