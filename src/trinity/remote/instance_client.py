@@ -28,7 +28,7 @@ from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.request_faults import end_requests, requests_in, requests_of
+from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
 from trinity.remote.supervisor_messages import Event, Linked, Lost, Unlinked
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
@@ -199,7 +199,7 @@ class InstanceClient:
                 if self._loss:
                     break
                 self.last_heard = time.monotonic()
-                message = self._decode(frame)
+                message = decode_or_end(frame, self.name, self._watcher.send_to_frontend)
                 if isinstance(message, InstanceFailure):
                     why, self.problem = f"{message.error}: {message.message}", _to_error(message)
                 else:
@@ -211,17 +211,6 @@ class InstanceClient:
             self._loss = self._loss or why
             if not self._stopping:
                 self._report(Lost(self.name, self.setup.epoch, self._loss))
-
-    def _decode(self, frame: bytes) -> Value | None:
-        """Decode a message; one about a request that is none ends that request, any other raises ``HandshakeError``."""
-        try:
-            return decode(frame)
-        except HandshakeError as error:
-            requests = requests_in(frame)
-            if not requests:
-                raise
-            self._watcher.send_to_frontend([*end_requests(requests, error, (self.name,))])
-            return None
 
     def _take(self, message: Value | None) -> None:
         life = (self.name, self.setup.epoch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -20,7 +20,8 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.remote.wire import UnsendableMessage, encode
+from trinity.errors import HandshakeError
+from trinity.remote.wire import UnsendableMessage, decode, encode
 
 Attempt = tuple[str, int]  # a request's id and its attempt
 
@@ -60,6 +61,21 @@ def requests_in(frame: bytes) -> list[Attempt]:
     columns = [found.get(name) for name in ("requests", "attempts")]
     many = zip(*columns, strict=False) if all(isinstance(column, list) for column in columns) else ()
     return [(name, number) for name, number in (*one, *many) if isinstance(name, str) and isinstance(number, int)]
+
+
+def decode_or_end(frame: bytes, name: str, tell: Callable[[list[Value]], None]) -> Value | None:
+    """Decode a message; one that fails and is about requests ends these, by ``tell``, and gives None.
+
+    ``name``: the instance that may hold something of them. Raises ``HandshakeError`` for any other that fails.
+    """
+    try:
+        return decode(frame)
+    except HandshakeError as error:
+        requests = requests_in(frame)
+        if not requests:
+            raise
+        tell([*end_requests(requests, error, (name,))])
+        return None
 
 
 def end_requests(requests: Iterable[Attempt], error: Exception, route: Sequence[str]) -> list[Finished]:

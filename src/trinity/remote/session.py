@@ -25,7 +25,7 @@ from trinity.memory.weight_digests import known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.instance_setup import describe_layouts, load_instance, make_instance_connector
-from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
+from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
@@ -144,7 +144,7 @@ class InstanceSession:
         """Carry out messages of the front end until it stops the instance or is gone."""
         assert self.host is not None
         async for frame in channel:
-            message = self._decode(frame)
+            message = decode_or_end(frame, self.hello.name, self.send_to_frontend)
             if message is None:
                 continue
             if isinstance(message, StopInstance):
@@ -165,17 +165,6 @@ class InstanceSession:
                 self._drop_older(message.name, message.epoch + 1)
             else:
                 self.host.post(message)
-
-    def _decode(self, frame: bytes) -> Value | None:
-        """Decode a message; one about a request that is none ends that request, any other raises ``HandshakeError``."""
-        try:
-            return decode(frame)
-        except HandshakeError as error:
-            requests = requests_in(frame)
-            if not requests:
-                raise
-            self.send_to_frontend([*end_requests(requests, error, (self.hello.name,))])
-            return None
 
     async def _end(self) -> None:
         if self.host is not None:
@@ -268,7 +257,7 @@ class InstanceSession:
             async for frame in channel:
                 if self._peers.get(name) is not channel:
                     break  # it was dropped: its core has heard that this peer is lost, and nothing may follow that
-                message = self._decode(frame)
+                message = decode_or_end(frame, self.hello.name, self.send_to_frontend)
                 if message is not None:
                     host.post(message)
         except TransportError as error:
