@@ -40,12 +40,13 @@ def plain(value: Value) -> tuple[Any, ...] | None:
     return type(value).__name__, *sorted((name, repr(field)) for name, field in ordered.items())
 
 
-# Times are far above what a busy machine adds, so that both orders hang on the cores alone.
+# Times are far above what a busy machine adds, so that both orders hang on the cores alone. At a budget of 590 each
+# prompt ends in a step of its own: two that end in one are pulled at once, and either may come first.
 CASES = {
     "EPD": (LinearCost(step_s=0.1, encode_s=0.1), BatchRules(token_budget=400, image_budget=576)),
     "1E1P1D": (
         LinearCost(prefill_s=0.4 / 600, encode_s=0.1, decode_s=0.02),
-        BatchRules(token_budget=700, image_budget=576),
+        BatchRules(token_budget=590, image_budget=576),
     ),
 }
 Told = dict[str, list[Any]]
@@ -96,7 +97,7 @@ async def live(placement: str, cost: LinearCost, rules: BatchRules) -> Told:
 async def test_events_come_in_the_order_of_the_virtual_cluster(placement: str) -> None:
     cost, rules = CASES[placement]
     works = [EmulatedProcessor(MODEL).process(request).work for request in script(placement)]
-    for factor in (1, 4, 16, 64):  # where noise has disturbed the order, again and slower
+    for factor in (1, 4, 16):  # where noise has disturbed the order, again and slower
         wanted = virtual(placement, slowed(cost, factor), rules, works)
         found = await live(placement, slowed(cost, factor), rules)
         if found == wanted:

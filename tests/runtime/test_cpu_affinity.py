@@ -90,8 +90,8 @@ def test_lanes_share_one_core_or_have_as_many_each() -> None:
     [
         ({"cores": (0, 0)}, "each named once"),
         ({"cores": (-1,)}, "numbers of processors"),
-        ({"cores": (True,)}, "numbers of processors"),
-        ({"cores": ("0",)}, "numbers of processors"),
+        ({"cores": (True,)}, "cores is a tuple of a whole number"),
+        ({"cores": ("0",)}, "cores is a tuple of a whole number"),
         ({"cores": (0, 1, 2), "lanes": DUAL}, "2 lanes cannot share 3 cores"),
         ({"cores": (0,), "threads": 2}, "2 intra-op threads of a lane do not fit on 1 core"),
         ({"cores": (0, 1), "threads": 2, "lanes": DUAL}, "do not fit on 1 core"),
