@@ -174,6 +174,8 @@ class Connector:
         source, target = check_value("source", source, BlockMemory), check_value("target", target, BlockMemory)
         blocks, places = (tuple(check_value("blocks", each, Sequence[int])) for each in (blocks, places))
         kind, height, rows = source.kind, source.shape.shape[-2], check_value("rows", rows, int | None)
+        if source.closed or target.closed:
+            raise ClosedError(f"a pool of {kind} blocks is closed: the stage that it belongs to has ended")
         if target.kind != kind:
             raise ConfigError(f"{kind} blocks do not fit a pool of {target.kind} blocks")
         if rows is not None and -(-rows // height) != len(blocks):

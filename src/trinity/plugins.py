@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import ConfigError, UnknownName, describe_error
 
 
 def list_names(group: str, built_in: Iterable[str] = ()) -> list[str]:
@@ -22,7 +22,10 @@ def load_plugin(group: str, what: str, name: str, built_in: Iterable[str] = ()) 
     for entry in entry_points(group=group, name=name):
         try:
             return entry.load()
-        except Exception as error:  # other people's code
-            raise ConfigError(f"{what} {name!r} ({entry.value}) cannot be loaded: {error!r}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # other people's code, which may call sys.exit() as it is imported
+            why = describe_error(error)
+            raise ConfigError(f"{what} {name!r} ({entry.value}) cannot be loaded: {why}") from error
     hint = f"Other packages add theirs by the entry point {group}; or pass an object."
     raise UnknownName(what, name, list_names(group, built_in), hint)

@@ -20,7 +20,7 @@ from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.detokenizer import TextStream
 from trinity.request import Request
-from trinity.stages import IMAGE, EncodeStage
+from trinity.stages import IMAGE, KV, EncodeStage, LanguageStage
 
 LIVENESS_S = 60.0
 
@@ -198,6 +198,30 @@ async def test_a_stage_raises(error: BaseException) -> None:
     async with serving([Instance("E", stages=[make]), Instance("PD")]) as pipe:
         request = Request("<image>", images=[picture(99)], request_id="bad")  # nobody else encodes this one for it
         bad = asyncio.ensure_future(refused(pipe, request, type(error).__name__))
+        await good_ones(pipe)
+        assert isinstance(await bad, StageError)
+    nothing_left(pipe)
+
+
+class Beyond(LanguageStage):
+    """Samples an id of no token for every other request."""
+
+    token = 0
+
+    def forward(self, step: Step) -> dict[str, Sampled]:
+        found = super().forward(step)
+        return {name: Sampled(self.token) if name.startswith("bad") else each for name, each in found.items()}
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 1 << 40], ids=["the first", "the next", "far"])
+async def test_a_stage_samples_what_is_no_token(beyond: int) -> None:
+    def make(setup: Any) -> Any:
+        stage = Beyond(setup.model, setup.memory[KV], setup.memory[IMAGE])
+        stage.token = setup.model.config.get_text_config().vocab_size + beyond
+        return stage
+
+    async with serving([Instance("E"), Instance("PD", stages=[make])]) as pipe:
+        bad = asyncio.ensure_future(refused(pipe, TEXT.request(request_id="bad"), "Sampled.token must be an int from"))
         await good_ones(pipe)
         assert isinstance(await bad, StageError)
     nothing_left(pipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,12 @@ def test_a_registered_object_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plugins, "entry_points", lambda **wanted: [broken])
     with pytest.raises(ConfigError, match=r"routing policy 'broken' \(no_such_module:Thing\) cannot be loaded"):
         routing_policy("broken")
+
+
+def test_a_registered_module_that_exits_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaves_at_once.py").write_text("import sys\n\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("leaves", "leaves_at_once:Thing", "trinity.stages")
+    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: [entry])
+    with pytest.raises(ConfigError, match="cannot be loaded: SystemExit: no licence"):
+        find_stage_factory("leaves")

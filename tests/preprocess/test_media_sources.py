@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -19,6 +20,7 @@ import pytest
 from PIL import Image
 
 from trinity.errors import ConfigError
+from trinity.preprocess import media_sources
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
@@ -209,6 +211,34 @@ def test_a_server_that_drips_or_is_not_there_cannot_hold_a_thread(server: str) -
         assert time.monotonic() - began < 5
     with pytest.raises(MediaProblem, match="cannot be fetched"):
         read_image("http://127.0.0.1:1/a.png", OPEN)
+
+
+@pytest.mark.usefixtures("no_proxy")
+def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver is a stand-in: a server of names that is silent cannot be had here."""
+    answered, limits = threading.Event(), MediaLimits(allow_urls=True, url_timeout_s=0.2)
+    look_up, url = socket.getaddrinfo, "http://nobody.invalid/a.png"
+
+    def silent(host: str, *given: Any, **named: Any) -> Any:
+        if host == "nobody.invalid":
+            assert answered.wait(60)
+            raise OSError("no such name")
+        return look_up(host, *given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    try:
+        for _ in range(media_sources._MOST_LOOKUPS + 1):  # the last one finds all threads of look-ups taken
+            with pytest.raises(MediaProblem, match=r"url_timeout_s \(0\.2 s\)"):
+                read_image(url, limits)
+        lookups = [thread for thread in threading.enumerate() if thread.name == "trinity-lookup"]
+        assert len(lookups) == media_sources._MOST_LOOKUPS
+    finally:
+        answered.set()
+    for thread in lookups:
+        thread.join(60)
+    with pytest.raises(MediaProblem, match="cannot be fetched"):
+        read_image(url, limits)
+    assert np.array_equal(np.asarray(read_image(f"{server}/image", OPEN)), PIXELS)
 
 
 def test_a_server_that_drips_under_tls_cannot_hold_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

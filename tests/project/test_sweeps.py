@@ -52,8 +52,10 @@ def test_a_tie_is_no_excuse_but_at_the_token_itself(
     assert exactness.compare(served, wanted, apart) == found
 
 
-def test_chats_have_images_and_turns() -> None:
-    chats = [exactness.draw_chat(random.Random(seed), True) for seed in range(200)]
+def test_chats_have_images_and_turns(tmp_path: Path) -> None:
+    chats = [exactness.draw_chat(random.Random(seed), True, tmp_path) for seed in range(200)]
+    pictures = [part["image"] for chat in chats for m in chat.messages for part in m["content"] if "image" in part]
+    assert {getattr(each, "mode", "a file") for each in pictures} == {*exactness.MODES, "a file"}
     images = [sum(part["type"] == "image" for m in chat.messages for part in m["content"]) for chat in chats]
     assert {0, 1, 2, 3} <= set(images)
     assert {1, 3, 5} == {len(chat.messages) for chat in chats}

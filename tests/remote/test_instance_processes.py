@@ -15,6 +15,7 @@ import pytest
 import trinity
 from support import paths
 from support.checkpoint_files import checkpoint
+from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
@@ -149,7 +150,7 @@ async def test_one_of_two_is_killed_and_the_other_goes_on() -> None:
 async def test_a_frozen_instance_does_not_hold_a_deadline_up() -> None:
     async with pipeline("E+P+D") as pipe:
         process = pipe.processes["D0"].process
-        os.kill(process, signal.SIGSTOP)
+        freeze(process)
         request = Request("<image>?", images=PHOTOS[:1], max_tokens=32, sampling=GREEDY, deadline_s=0.5)
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(pipe.complete(request), LIVENESS_S)
@@ -162,7 +163,7 @@ async def test_a_lease_ends_a_request_whose_peer_says_nothing() -> None:
     """Long before supervision would kill the peer; it has no deadline of its own."""
     async with pipeline("E+P+D", transfers=TransferPolicy(lease_s=1.0)) as pipe:
         process = pipe.processes["D0"].process
-        os.kill(process, signal.SIGSTOP)
+        freeze(process)
         with pytest.raises(RequestError, match="D0"):
             await asyncio.wait_for(pipe.complete(requests()[1]), 20.0)
         os.kill(process, signal.SIGCONT)

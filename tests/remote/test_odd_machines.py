@@ -12,6 +12,7 @@ import time
 import pytest
 
 from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
+from support.freezing import freeze
 from support.paths import ROOT
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -77,7 +78,7 @@ def test_a_parent_that_stood_still_loses_nobody() -> None:
     with begin("shm", 3.0) as child:
         assert child.stdout is not None
         said = child.stdout.readline()
-        os.kill(child.pid, signal.SIGSTOP)
+        freeze(child.pid)
         time.sleep(5.0)
         os.kill(child.pid, signal.SIGCONT)
         assert (said, end(child)) == ("serving\n", "exact\n")

@@ -21,6 +21,7 @@ import trinity.remote.fork_client
 import trinity.remote.instance_processes
 from support import emulated_pipelines
 from support.checkpoint_files import checkpoint
+from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
 from trinity.emulation.model import EmulatedRequest
@@ -68,7 +69,7 @@ def gone(process: int) -> bool:
 async def test_a_frozen_instance_is_killed_and_started_again(launcher: Launcher, victim: str) -> None:
     async with three(silence_s=SILENCE_S) as pipe:
         process = pipe.processes[victim].process
-        os.kill(process, signal.SIGSTOP)
+        freeze(process)
         with pytest.raises(RequestError):  # without a deadline of its own
             await asyncio.wait_for(pipe.complete(request()), LIVENESS_S)
         assert (await recovered(pipe, request())).token_ids == wanted()
@@ -80,7 +81,7 @@ async def test_a_frozen_instance_is_killed_and_started_again(launcher: Launcher,
 async def test_a_frozen_one_that_was_started_by_hand_is_attached_again(launcher: Launcher) -> None:
     async with by_hand(launcher, tcp()) as (one,):
         async with pipeline(Instance("EP"), one.instance("D"), silence_s=SILENCE_S) as pipe:
-            os.kill(one.process, signal.SIGSTOP)
+            freeze(one.process)
             with pytest.raises(RequestError):
                 await asyncio.wait_for(pipe.complete(request()), LIVENESS_S)
             os.kill(one.process, signal.SIGCONT)
@@ -226,7 +227,7 @@ async def test_two_losses_close_together(gap_s: float) -> None:
 
 async def test_a_loss_while_another_is_frozen() -> None:
     async with emulated() as pipe, asyncio.timeout(LIVENESS_S / 2):
-        os.kill(pipe.processes["D0"].process, signal.SIGSTOP)
+        freeze(pipe.processes["D0"].process)
         os.kill(pipe.processes["E0"].process, signal.SIGKILL)
         await serves(pipe)
 
@@ -258,7 +259,7 @@ async def test_closing_does_not_wait_for_who_is_frozen(victims: tuple[str, ...])
         processes = {"launcher": launcher.pid} | {name: each.process for name, each in pipe.processes.items()}
         starts = {process: read_start(process) for process in processes.values()}
         for name in victims:
-            os.kill(processes[name], signal.SIGSTOP)
+            freeze(processes[name])
     assert all(has_ended(process, start) for process, start in starts.items())  # who reaps them is not our business
 
 

@@ -15,7 +15,7 @@ from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens
 from trinity.core.messages import Emit, Finished, Forget, Submit, Value
-from trinity.errors import ClosedError, ConfigError, IntegrityError, LayoutMismatch, OfferRefused, StageError
+from trinity.errors import ClosedError, ConfigError, IntegrityError, LayoutMismatch, OfferRefused
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.runtime.compose import LoadedStage
@@ -116,7 +116,7 @@ async def test_what_a_stage_does_not_serve_is_refused_by_name() -> None:
     async with prepared(ONE) as prompt, await load("D") as stage:
         with pytest.raises(ConfigError, match=r"load_stage\(model, 'E'\) serves E"):
             await stage.encode(prompt, [(0,)])
-        with pytest.raises(StageError):
+        with pytest.raises(ConfigError, match="nobody is not open"):
             await stage.decode("nobody")
         with pytest.raises(ConfigError, match="image"):
             stage.allocate("image", 1)
@@ -210,6 +210,64 @@ async def test_blocks_that_are_not_of_the_pool_or_not_taken_are_refused() -> Non
                 stage.allocate("kv", rows)  # type: ignore[arg-type]
 
 
+async def test_a_request_is_driven_as_it_can_be() -> None:
+    async with prepared(TEXT) as prompt, await load("PD") as stage:
+        work = prompt.work
+        last, most = len(work.prompt), work.max_tokens
+        with pytest.raises(ConfigError, match="not open"):
+            await stage.prefill(work)
+        with pytest.raises(ConfigError, match="KV blocks hold 4 tokens, and the prompt has"):
+            await stage.open(work, stage.allocate("kv", 1))
+        table = stage.allocate("kv", last + most)
+        await stage.open(work, table)
+        with pytest.raises(ConfigError, match="open already"):
+            await stage.open(work, table)
+        with pytest.raises(ConfigError, match="has no token yet"):
+            await stage.decode(work.request)
+        for start, end in ((0, last + 1), (last, last), (3, 2)):
+            with pytest.raises(ConfigError, match=f"none of a prompt of {last} tokens"):
+                await stage.prefill(work, start, end)
+        tokens = [await stage.prefill(work)]
+        with pytest.raises(ConfigError, match="name each once"):
+            await stage.decode(work.request, work.request)
+        while len(tokens) < most:
+            tokens += await stage.decode(work.request)
+        with pytest.raises(ConfigError, match=f"has its max_tokens, {most}"):
+            await stage.decode(work.request)
+        assert tokens == TEXT.tokens
+        await stage.close(work.request)
+        with pytest.raises(ConfigError, match="not open"):
+            await stage.decode(work.request)
+        await stage.open(work, table[: -(-last // 4)], tokens=[1])
+        for _ in range(-last % 4):
+            await stage.decode(work.request)
+        with pytest.raises(ConfigError, match=r"KV blocks of request .* hold"):
+            await stage.decode(work.request)
+    assert all(memory.closed for memory in stage.pools.values())
+    for call in (lambda: stage.allocate("kv", 1), lambda: stage.free("kv", table)):
+        with pytest.raises(ClosedError, match="load it again"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "work", object()], ids=["none", "a number", "a text", "an object"])
+async def test_values_of_other_types_are_refused_by_name(wrong: Any) -> None:
+    async with prepared(ONE) as prompt, await load("EPD") as stage:
+        await stage.open(prompt.work, stage.allocate("kv", len(prompt.work.prompt)))
+        said = []
+        for call in (
+            stage.encode(wrong, [(0,)]),
+            stage.open(wrong, [0]),
+            stage.open(prompt.work, [1], tokens=wrong),
+            stage.prefill(wrong),
+            stage.prefill(prompt.work, "a" if wrong is None else object()),  # type: ignore[arg-type]
+            stage.decode(prompt.work.request, 7 if isinstance(wrong, str) else wrong),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError) as caught:
+                await call
+            said.append(str(caught.value).split()[0])
+        assert said == ["prompt", "work", "tokens", "work", "start", "requests"]
+
+
 # ---------------------------------------------------------------- moving
 
 
@@ -229,6 +287,10 @@ async def test_a_move_carries_rows_and_nothing_else() -> None:
     assert record["bytes"] == 5 * source.block_bytes // 4
     assert (await connector.move(target, [0], source, [0]))["bytes"] == source.block_bytes
     assert torch.equal(source.tensor[0], target.tensor[0])
+    target.close()
+    for pools in ((source, target), (target, source)):
+        with pytest.raises(ClosedError, match="kv blocks is closed"):
+            await connector.move(pools[0], [0], pools[1], [0])
     await connector.aclose()
     with pytest.raises(ClosedError):
         await connector.move(source, [0], target, [0])

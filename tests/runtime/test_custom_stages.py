@@ -63,6 +63,10 @@ def fail(setup: StageSetup) -> Any:
     raise LookupError("no weights here")
 
 
+def leave(setup: StageSetup) -> Any:
+    raise SystemExit(3)
+
+
 def refuse(setup: StageSetup) -> Any:
     raise UnsupportedModel("only for cats")
 
@@ -75,8 +79,11 @@ def refuse(setup: StageSetup) -> Any:
         ("PD", [own("P")], "one stage with letters 'PD'"),
         ("EPD", [own("ED")], "one stage with letters 'PD'"),
         ("E", [lambda setup: None], "None is not a Stage"),
-        ("E", [lambda setup: SimpleNamespace(letters="E")], "needs letters, open, close and forward"),
-        ("E", [fail], r"failed: LookupError\('no weights here'\)"),
+        ("E", [lambda setup: SimpleNamespace(letters="E")], "needs letters .*, open, close and forward"),
+        ("E", [lambda setup: SimpleNamespace(letters=7, open=id, close=id, forward=id)], r"needs letters \(a text\)"),
+        ("E", [fail], "failed: LookupError: no weights here"),
+        ("E", [leave], "failed: SystemExit: 3"),
+        ("E", [lambda setup: [0] * (1 << 60)], "failed: MemoryError"),
         ("E", [refuse], "^only for cats"),
     ],
 )

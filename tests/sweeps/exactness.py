@@ -30,6 +30,7 @@ REQUESTS = 24  # of one pipeline
 PLACEMENTS = ("EPD", "2EPD", "EP+D", "ED+P", "PD+E", "1E1P1D", "2E1P2D", "2ED1P", "1E2PD", "1EP1ED1PD")
 TEXT_PLACEMENTS = ("PD", "2PD", "1P1D", "2P1D", "1P2D")
 WORDS = ("cats", "of", "a", "river", "says", "that", "nobody", "knows", "why", "green", "seven", "moons", "at", "night")
+MODES = ("RGB", "RGB", "RGBA", "LA", "L", "P", "I;16", "1", "CMYK")  # of a picture
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Chat:
-    """One request: ``messages`` with their images inside (PIL), and the tokens asked for."""
+    """One request: ``messages`` with their images inside (PIL's, or paths), and the tokens asked for."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -86,10 +87,36 @@ def draw_checkpoint(name: str, folder: Path, rng: random.Random) -> Path:
     return directory
 
 
-def draw_chat(rng: random.Random, multimodal: bool) -> Chat:
-    """Draw a chat of one to three turns, with up to three images in all."""
+def draw_image(rng: random.Random, folder: Path) -> Any:
+    """Draw a picture of a random mode and size: an image of PIL's, or a file of it, turned by its EXIF data or not.
+
+    Few seeds, so that pictures come again: with the same pixels, or with those and another transparency.
+    """
+    import numpy as np
     from PIL import Image
 
+    size, mode = (rng.choice((28, 56, 60, 97, 130)), rng.choice((28, 56, 75, 112))), rng.choice(MODES)
+    noise = np.random.default_rng(rng.randrange(3)).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
+    elif mode == "P":
+        image = Image.fromarray(noise[..., :3]).quantize(16)
+        image.info["transparency"] = rng.randrange(16)
+    else:
+        image = Image.fromarray(noise, "RGBA").convert(mode)
+    if mode in ("L", "RGB") and rng.random() < 0.3:
+        image.info["transparency"] = 5 if mode == "L" else tuple(map(int, noise[0, 0, :3]))
+    if rng.random() < 0.5:
+        return image
+    exif = Image.Exif()
+    exif[0x0112] = rng.randint(1, 8)  # orientation
+    path = folder / f"{rng.randrange(1 << 60)}.{'tiff' if mode == 'CMYK' else 'png'}"
+    image.save(path, exif=exif)
+    return str(path)
+
+
+def draw_chat(rng: random.Random, multimodal: bool, folder: Path) -> Chat:
+    """Draw a chat of one to three turns, with up to three images in all."""
     left = rng.choice((0, 1, 1, 2, 3)) if multimodal else 0
     messages: list[dict[str, Any]] = []
     for turn in range(rng.randint(1, 3)):
@@ -98,10 +125,7 @@ def draw_chat(rng: random.Random, multimodal: bool) -> Chat:
         parts: list[dict[str, Any]] = [{"type": "text", "text": _words(rng)}]
         for _ in range(rng.randint(0, left)):
             left -= 1
-            size = (rng.choice((28, 56, 60, 97, 130)), rng.choice((28, 56, 75, 112)))
-            parts.insert(
-                rng.randint(0, len(parts)), {"type": "image", "image": Image.effect_noise(size, 90).convert("RGB")}
-            )
+            parts.insert(rng.randint(0, len(parts)), {"type": "image", "image": draw_image(rng, folder)})
         messages.append({"role": "user", "content": parts})
     return Chat(messages, rng.randint(1, 20), rng.random() < 0.7, rng.random() * 0.3)
 
@@ -143,7 +167,7 @@ class Reference:
         import torch
 
         settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-        inputs = self.processor.apply_chat_template(chat.messages, **settings)
+        inputs = self.processor.apply_chat_template(list(map(_load_images, chat.messages)), **settings)
         more: dict[str, Any] = {"eos_token_id": None} if chat.ignore_eos else {}
         with torch.inference_mode():
             found = self.model.generate(
@@ -159,6 +183,17 @@ class Reference:
         best = logits.topk(2).values
         apart = ((best[:, 0] - best[:, 1]) / logits.std(dim=1)).tolist()
         return found.sequences[0, inputs["input_ids"].shape[1] :].tolist(), apart
+
+
+def _load_images(message: dict[str, Any]) -> dict[str, Any]:
+    """Give images of PIL's as files come to a processor: by ``load_image``, which drops their alpha.
+
+    A processor that gets an image of PIL's itself may put white behind it. trinity has one way for all sources.
+    """
+    from transformers.image_utils import load_image
+
+    parts = [{**part, "image": load_image(part["image"])} if "image" in part else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def draw_options(rng: random.Random, multimodal: bool, processes: bool) -> dict[str, Any]:
@@ -226,7 +261,7 @@ def sweep_once(name: str, seed: int, tally: Tally, processes: bool) -> None:
     try:
         multimodal = name in PROVEN
         directory = draw_checkpoint(name, folder, rng)
-        chats = [draw_chat(rng, multimodal) for _ in range(REQUESTS)]
+        chats = [draw_chat(rng, multimodal, folder) for _ in range(REQUESTS)]
         options = draw_options(rng, multimodal, processes)
         reference = Reference(directory, multimodal)
         outputs = asyncio.run(serve(directory, chats, options))

@@ -16,6 +16,7 @@ import torch
 
 from support import fake_cuda
 from support.fake_cuda import Fake
+from support.freezing import freeze
 from support.lender import EMPTY, LIVENESS_S, Lending, ends, holds, lending, lent, pool
 from trinity.connector import Connector
 from trinity.core.messages import Pull
@@ -142,7 +143,7 @@ async def test_a_frozen_source_ends_at_the_deadline(fake: Fake) -> None:
         connector.introduce("P0", {"kv": peer.descriptor})
         pull = Pull("P0:1", 0, "P0", "kv", "r", (1, 2), (3, 4))
         assert (await connector.pull("D0", pull)).failure is None
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         answer = await asyncio.wait_for(connector.pull("D0", pull), LIVENESS_S)
         assert answer.failure is not None
         assert answer.failure.fields["cause"] == "TransferTimeout"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.freezing import freeze
 from support.lender import EMPTY, LIVENESS_S, Lending, begun, ends, holds, lending, pool, ready, shuffled
 from support.paths import PYTHON_PATH
 from trinity.errors import PeerLost, TransferTimeout
@@ -77,7 +78,7 @@ async def test_nothing_is_written_after_a_timeout(scheme: str) -> None:
         transport, remote, memory = await attached(scheme, peer, LARGE, timeout_s=1.0)
         reading = asyncio.ensure_future(remote.read(shuffled(LARGE[0]), range(LARGE[0])))
         await begun(memory)
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         assert isinstance(await ends(reading), TransferTimeout)
         await unchanged_when_it_goes_on(peer, memory)
         assert await asyncio.wait_for(remote.read([5], [5]), LIVENESS_S) == LARGE[1], "it is read again when it is back"
@@ -90,7 +91,7 @@ async def test_nothing_is_written_after_a_cancel(scheme: str, monkeypatch: pytes
         transport, remote, memory = await attached(scheme, peer, LARGE)
         reading = asyncio.ensure_future(remote.read(shuffled(LARGE[0]), range(LARGE[0])))
         await begun(memory)
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         reading.cancel()
         assert isinstance(await ends(reading), asyncio.CancelledError)
         await unchanged_when_it_goes_on(peer, memory)

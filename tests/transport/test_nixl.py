@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from support.exact_pipelines import check_exact, tokens_of_the_model
+from support.freezing import freeze
 from support.lender import EMPTY, LIVENESS_S, Lending, begun, ends, lending, lent, pool, ready
 from trinity.connector import Connector
 from trinity.core.messages import Pull
@@ -147,7 +148,7 @@ async def test_nothing_is_written_after_a_timeout(tcp: None) -> None:
         transport, remote, memory = await attached(peer, LARGE, timeout_s=1.0)
         reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
         await begun(memory)
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         assert isinstance(await ends(reading), TransferTimeout)
         await unchanged_when_it_goes_on(peer, memory)
         await transport.aclose()
@@ -159,7 +160,7 @@ async def test_nothing_is_written_after_a_cancel(tcp: None, monkeypatch: pytest.
         transport, remote, memory = await attached(peer, LARGE)
         reading = asyncio.ensure_future(remote.read(range(LARGE[0]), range(LARGE[0])))
         await begun(memory)
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         began = time.monotonic()
         reading.cancel()
         assert isinstance(await ends(reading), asyncio.CancelledError)
@@ -194,7 +195,7 @@ async def test_a_frozen_peer_holds_nobody_else_up(tcp: None) -> None:
     async with lending("nixl", *SMALL) as frozen, lending("nixl", *SMALL) as other:
         transport, remote, memory = await attached(frozen, SMALL)
         second = await transport.attach(other.descriptor, memory)
-        frozen.process.send_signal(signal.SIGSTOP)
+        freeze(frozen.process.pid)
         waiting = asyncio.ensure_future(remote.read([0], [0]))
         for block in range(1, 9):
             await asyncio.wait_for(second.read([block], [block]), LIVENESS_S)
@@ -211,7 +212,7 @@ async def test_connector_reports_a_lost_peer_within_its_deadline(tcp: None) -> N
         connector.introduce("P0", {"kv": peer.descriptor})
         pull = Pull("P0:1", 0, "P0", "kv", "r", (1, 2), (3, 4))
         assert (await connector.pull("D0", pull)).failure is None
-        peer.process.send_signal(signal.SIGSTOP)
+        freeze(peer.process.pid)
         answer = await asyncio.wait_for(connector.pull("D0", pull), LIVENESS_S)
         assert answer.failure is not None
         assert answer.failure.fields["cause"] == "TransferTimeout"

@@ -141,6 +141,11 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of weights: none."""
         return 0
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.shape.vocabulary
+
     def words(self, kind: str) -> int:
         """Number of 64-bit words in one row (and layer) of a block."""
         return max(1, math.ceil(self.shape.row_bytes(kind) / self.scale / WORD))

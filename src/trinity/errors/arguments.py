@@ -152,16 +152,29 @@ def _nothing(value: Any) -> None:
         raise _Wrong
 
 
-def _bool(value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's own
-        return bool(value)
-    raise _Wrong
+def plain_bool(value: object) -> bool:
+    """Return True or False, numpy's too, as Python's own. Raises ``TypeError`` for anything else."""
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's is no subclass
+        raise TypeError
+    return bool(value)
+
+
+def plain_int(value: Any) -> int:
+    """Return a whole number of any size and type as Python's own. Raises ``TypeError``, for True and False as well."""
+    if isinstance(value, bool):
+        raise TypeError
+    return int(operator.index(value))
+
+
+def plain_str(value: object) -> str:
+    """Return a text as Python's own. Raises ``TypeError``, and ``UnicodeEncodeError`` for half a character."""
+    if not isinstance(value, str):
+        raise TypeError
+    return str.encode(value, "utf-8").decode()  # not the methods of a subclass
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, bool | float):
-        raise _Wrong
-    number = operator.index(value)
+    number = plain_int(value)
     if not -_INT64 <= number < _INT64:
         raise _Wrong
     return number
@@ -176,20 +189,13 @@ def _float(value: Any) -> float:
     return int(value) if isinstance(value, int) else number
 
 
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _Wrong
-    value.encode()  # raises for half of a surrogate pair, which no message could carry
-    return str.__str__(value)
-
-
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     type(None): _nothing,
     None: _nothing,
-    bool: _bool,
+    bool: plain_bool,
     int: _int,
     float: _float,
-    str: _str,
+    str: plain_str,
 }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-from trinity.errors.arguments import show
+from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
@@ -26,7 +25,7 @@ def read_text(name: str, value: Any, most: int) -> str:
     if str.__len__(value) > most:
         raise Unfit(f"{name} has {str.__len__(value)} characters; {most} are allowed")
     try:
-        return str.encode(value, "utf-8").decode()  # not the methods of a subclass
+        return plain_str(value)
     except UnicodeEncodeError as error:
         raise Unfit(f"{name} holds half a character (a lone surrogate, at {error.start}); repair the text") from None
 
@@ -41,9 +40,7 @@ def read_source(source: Any) -> Any:
 def read_count(name: str, value: Any) -> int:
     """Read a whole number of any size, numpy's too. Raises ``Unfit``, for True and False as well."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return int(operator.index(value))
+        return plain_int(value)
     except TypeError:
         raise Unfit(f"{name} must be a whole number, got {show(value)}") from None
 
@@ -74,9 +71,10 @@ def real_between(low: float, high: float) -> Reader[float]:
 
 def read_flag(name: str, value: Any) -> bool:
     """Read True or False, numpy's too. Raises ``Unfit``."""
-    if type(value).__name__ not in ("bool", "bool_"):  # numpy's is no subclass
-        raise Unfit(f"{name} must be True or False, got {show(value)}")
-    return bool(value)
+    try:
+        return plain_bool(value)
+    except TypeError:
+        raise Unfit(f"{name} must be True or False, got {show(value)}") from None
 
 
 def tuple_of(read: Reader[T], what: str) -> Reader[tuple[T, ...]]:

@@ -60,6 +60,7 @@ class BlockMemory:
     def __init__(self, shape: BlockShape, blocks: int, device: str = "cpu", *, shared: bool = False) -> None:
         self.shape, self.blocks, self.device = shape, blocks, device
         self.file: int | None = None
+        self.closed = False
         on_cpu = device.partition(":")[0] == "cpu"
         size = blocks * shape.block_bytes if on_cpu else 0
         self.generations_at = generations_at(size)
@@ -117,7 +118,8 @@ class BlockMemory:
         return np.frombuffer(mmap.mmap(self.file, size), dtype=np.uint8)
 
     def close(self) -> None:
-        """Close the memory file; may be called twice. Mappings last until nothing refers to them."""
+        """End the pool's use and close its memory file; may be called twice. Mappings last as long as they are used."""
+        self.closed = True
         if self.file is not None:
             self.file = None
             self._closing()

@@ -26,7 +26,10 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
       cut into tiles. Known from the image's header, before it is decoded.
     - ``max_processed_bytes`` (bytes, 4 GiB): what it makes of all images of one request, as numbers of 4 bytes.
     - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
-      together. It is looked at between images: what one image may cost is bounded by the limits above.
+      together. On threads it is looked at between images: what one image may cost is bounded by the limits above.
+    - ``processes`` (processes, 0): preprocess in so many processes of their own, which load tokenizer and processor
+      again. One that takes longer than ``preprocess_timeout_s``, or ends at a request, is killed and replaced: an image
+      or a chat template that never ends harms its own request alone. 0: on threads, which nothing can end.
     - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
       context limits it.
     - ``allow_paths`` (True): read files that a text among a request's images names. False refuses all; a tuple of
@@ -42,6 +45,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_processed_pixels: Whole = 32_000_000
     max_processed_bytes: Whole = 4 << 30
     preprocess_timeout_s: Positive = 60.0
+    processes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     max_prompt_tokens: Whole | None = None
     allow_paths: bool | tuple[Directory, ...] = True
     allow_urls: bool = False

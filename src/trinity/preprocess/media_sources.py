@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 from urllib import request
@@ -17,6 +18,8 @@ from trinity.errors import describe_error
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 _CHUNK = 1 << 16
+_MOST_LOOKUPS = 32
+_lookups = threading.BoundedSemaphore(_MOST_LOOKUPS)
 
 
 def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
@@ -145,7 +148,7 @@ class _Deadline:
     def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
         """Connect as ``socket.create_connection``, to any of the name's addresses, and within the time left to all."""
         problem: OSError = TimeoutError("no time is left")
-        for family, kind, protocol, _name, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _name, where in _look_up(address, self.left()):
             if self.left() <= 0:
                 break
             made = socket.socket(family, kind, protocol)
@@ -173,6 +176,32 @@ class _Deadline:
         ):
             opener.add_handler(handler)
         return opener
+
+
+def _look_up(address: tuple[str, int], seconds: float) -> list[Any]:
+    """Look a host's name up within ``seconds``. Raises ``OSError``.
+
+    Nothing interrupts the system's resolver, so it runs on a thread of its own, which a slow server of names may keep
+    for longer. There are at most ``_MOST_LOOKUPS`` of these threads.
+    """
+    found: Future[list[Any]] = Future()
+
+    def resolve() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+        finally:
+            _lookups.release()
+
+    if not _lookups.acquire(timeout=max(0.0, seconds)):
+        raise TimeoutError(f"{_MOST_LOOKUPS} other names are still being looked up")
+    try:
+        threading.Thread(target=resolve, name="trinity-lookup", daemon=True).start()
+    except RuntimeError as error:  # the system has no thread to give
+        _lookups.release()
+        raise OSError(str(error)) from error
+    return found.result(max(0.0, seconds))
 
 
 def _handler(kind: Any, connection: Any, opens: str, deadline: _Deadline) -> Any:

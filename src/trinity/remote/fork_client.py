@@ -20,7 +20,7 @@ from trinity.remote.tls import TLSConfig
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
 INSTANCE_STOP_S = 30.0  # for an instance to end
 LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is killed
-SILENT_S = 3.0  # for the launcher to take an order while it carries out no other
+SILENT_S = 2.0  # for the launcher to take an order while it carries out no other
 LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
 Answer = TypeVar("Answer")
 ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,6 +30,16 @@ from trinity.timeline import Timeline
 
 T = TypeVar("T")
 LANE = "joint"
+_TOKENS = tuple[Count, ...]
+
+
+@dataclass
+class _OpenRequest:
+    """An open request: its work, the rows that its KV blocks hold, and its tokens so far."""
+
+    work: Work
+    rows: int
+    outputs: int
 
 
 class LoadedStage:
@@ -46,6 +56,7 @@ class LoadedStage:
     def __init__(self, loaded: LoadedInstance) -> None:
         self.roles, self.pools, self.model = loaded.spec.roles, loaded.memory, loaded.model
         self._stages = loaded.stages
+        self._opened: dict[str, _OpenRequest] = {}
         self._free = {kind: list(range(memory.blocks)) for kind, memory in loaded.memory.items()}
         self._numbers = count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trinity-stage-{self.roles}")
@@ -77,6 +88,7 @@ class LoadedStage:
     async def encode(self, prompt: ProcessedRequest, blocks: Sequence[Sequence[int]]) -> None:
         """Encode the images of a prompt, each into its ``blocks`` of the image pool."""
         self._of("E")
+        prompt = check_value("prompt", prompt, ProcessedRequest)
         media = prompt.work.media
         if len(blocks) != len(media):
             raise ConfigError(f"the prompt has {len(media)} images: give blocks for each, not for {len(blocks)}")
@@ -90,26 +102,67 @@ class LoadedStage:
     async def open(
         self, work: Work, blocks: Sequence[int], *, images: Sequence[Sequence[int]] = (), tokens: Sequence[int] = ()
     ) -> None:
-        """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that."""
+        """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that.
+
+        Raises ``ConfigError`` for one that is open, and for blocks that do not hold its prompt.
+        """
+        stages, work, tokens = self._of("PD"), check_value("work", work, Work), check_value("tokens", tokens, _TOKENS)
+        if work.request in self._opened:
+            raise ConfigError(f"request {work.request} is open already: close it first")
         taken, features = self._check_blocks(KV, blocks), tuple(self._check_blocks(IMAGE, each) for each in images)
         opened = Open(work=work, blocks=taken, images=features, tokens=tuple(tokens))
-        for stage in self._of("PD"):
+        rows = len(taken) * self._pool(KV).shape.shape[-2]
+        if rows < len(work.prompt):
+            raise ConfigError(f"{len(taken)} KV blocks hold {rows} tokens, and the prompt has {len(work.prompt)}")
+        self._opened[work.request] = _OpenRequest(work, rows, len(tokens))
+        for stage in stages:
             await self._call(partial(stage.open, opened))
 
     async def prefill(self, work: Work, start: int = 0, end: int | None = None) -> int | None:
-        """Prefill positions [``start``, ``end``) of an open request; return its first token at the prompt's end."""
-        stop = len(work.prompt) if end is None else end
+        """Prefill positions [``start``, ``end``) of an open request; return its first token at the prompt's end.
+
+        Raises ``ConfigError`` for a request that is not open, and for positions outside of the prompt.
+        """
+        self._of("P")
+        work, start, end = (
+            check_value("work", work, Work),
+            check_value("start", start, Count),
+            check_value("end", end, Count | None),
+        )
+        opened, stop = self._find(work.request), len(work.prompt) if end is None else end
+        if not start < stop <= len(work.prompt):
+            raise ConfigError(f"positions {start} to {stop} are none of a prompt of {len(work.prompt)} tokens")
         last = stop == len(work.prompt)
         sampled = await self._step("P", prefills=(Prefill(work.request, start, stop - start, last),))
-        return sampled[work.request].token if last else None
+        if not last:
+            return None
+        opened.outputs = 1
+        return sampled[work.request].token
 
     async def decode(self, *requests: str) -> list[int]:
-        """Decode the next token of each of these open requests, in one step."""
-        sampled = await self._step("D", decodes=requests)
+        """Decode the next token of each of these open requests, in one step.
+
+        Raises ``ConfigError`` for a request that is not open or named twice, has no token yet or its ``max_tokens``,
+        or fills its KV blocks.
+        """
+        self._of("D")
+        requests = check_value("requests", requests, tuple[str, ...])
+        if len(set(requests)) < len(requests):
+            raise ConfigError(f"requests {', '.join(requests)}: name each once, since a step decodes one token of it")
+        opened = list(map(self._find_decoding, requests))
+        for each in opened:
+            each.outputs += 1
+        try:
+            sampled = await self._step("D", decodes=requests)
+        except Exception:  # but not a cancellation, behind which the step runs to its end
+            for each in opened:
+                each.outputs -= 1
+            raise
         return [sampled[request].token for request in requests]
 
     async def close(self, request: str) -> None:
         """Drop the state of an open request; its blocks stay taken until they are freed."""
+        self._opened.pop(check_value("request", request, str), None)
         for stage in self._of("PD"):
             await self._call(partial(stage.close, request))
 
@@ -127,12 +180,33 @@ class LoadedStage:
             raise ConfigError(f"the {kind} blocks {numbers} are not all in a pool of {most}")
         return numbers
 
+    def _find(self, request: str) -> _OpenRequest:
+        if request not in self._opened:
+            raise ConfigError(f"request {request} is not open here: open it first")
+        return self._opened[request]
+
+    def _find_decoding(self, request: str) -> _OpenRequest:
+        """Find a request whose next token can be decoded. Raises ``ConfigError``."""
+        found = self._find(request)
+        rows = len(found.work.prompt) + found.outputs
+        if not found.outputs:
+            raise ConfigError(f"request {request} has no token yet: prefill it, or open it with tokens=")
+        if found.outputs >= found.work.max_tokens:
+            raise ConfigError(f"request {request} has its max_tokens, {found.work.max_tokens}: close it")
+        if rows > found.rows:
+            raise ConfigError(f"the KV blocks of request {request} hold {found.rows} tokens, and it has {rows}")
+        return found
+
     def _pool(self, kind: str) -> BlockMemory:
+        if self._closed:
+            raise ClosedError("this stage is closed; load it again")
         if kind not in self.pools:
             raise ConfigError(f"a stage of {self.roles} has no {kind} blocks; it has {', '.join(self.pools)}")
         return self.pools[kind]
 
     def _of(self, letters: str) -> list[Stage]:
+        if self._closed:
+            raise ClosedError("this stage is closed; load it again")
         found = [stage for stage in self._stages if set(letters) & set(stage.letters)]
         if not found:
             raise ConfigError(f"this stage serves {self.roles}: load_stage(model, {letters[0]!r}) serves {letters[0]}")

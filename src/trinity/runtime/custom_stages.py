@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity.errors import ConfigError, TrinityError
+from trinity.errors import ConfigError, TrinityError, describe_error
+from trinity.errors.arguments import show
 from trinity.plugins import load_plugin
 from trinity.stages.base import GrowableStage, Stage
 
@@ -38,12 +39,12 @@ def make_custom_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
 def _make_stage(factory: StageFactory, setup: StageSetup) -> Stage:
     try:
         stage = factory(setup)
-    except TrinityError:
+    except (TrinityError, KeyboardInterrupt):
         raise
-    except Exception as error:  # user code raises anything
-        raise ConfigError(f"the stage factory {factory!r} failed: {error!r}") from error
-    if not isinstance(stage, Stage):
-        raise ConfigError(f"{stage!r:.200} is not a Stage: it needs letters, open, close and forward")
+    except BaseException as error:  # user code raises anything, and sys.exit() must not end a server
+        raise ConfigError(f"the stage factory {show(factory)} failed: {describe_error(error)}") from error
+    if not isinstance(stage, Stage) or not isinstance(stage.letters, str):
+        raise ConfigError(f"{show(stage)} is not a Stage: it needs letters (a text), open, close and forward")
     return stage
 
 

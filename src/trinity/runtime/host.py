@@ -228,6 +228,7 @@ class InstanceHost:
                 make_lane_stream(spec.device, lane),
                 self.loaded.settings.depth,
                 self._thread.decide,
+                self.loaded.model.vocabulary,
             )
             for lane, cores in zip(spec.lanes, split_cores(spec.cores, len(spec.lanes)), strict=True)
         }

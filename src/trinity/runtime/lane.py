@@ -21,7 +21,7 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 SAMPLED_ONLY = {Sampled}
-LARGEST_ID = (1 << 31) - 1  # of a token
+LARGEST_VOCABULARY = 1 << 31
 POLL_S = 0.0002  # between two polls of a launched step, while another may still be launched behind it
 
 
@@ -48,6 +48,7 @@ class Lane:
     - ``stream`` (none): its CUDA stream.
     - ``depth`` (steps, 1): launched steps in flight, as in vLLM's async scheduling.
     - ``decide`` (``post``): like ``post``, and has the core decide at once, on this thread.
+    - ``vocabulary`` (2**31): the model's tokens; a stage of someone's own that samples another id has failed.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Lane:
         stream: LaneStream | None = None,
         depth: int = 1,
         decide: Callable[[Value], None] | None = None,
+        vocabulary: int = LARGEST_VOCABULARY,
     ) -> None:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
@@ -71,7 +73,7 @@ class Lane:
         self._depth, self._flight = depth, deque[InFlightStep]()
         self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
-        self._decide = decide or post
+        self._decide, self._vocabulary = decide or post, vocabulary
         self._emulated = any(getattr(stage, "emulated", False) for stage in self.stages)
         self._launchable = [stage for stage in self.stages if isinstance(stage, LaunchableStage)]
         self._with_remarks: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
@@ -163,7 +165,7 @@ class Lane:
         """Answer the oldest launched step. If it failed, run it and all behind it again, one after the other."""
         first = self._flight.popleft()
         try:
-            sampled = check_complete(first.step, first.pending.wait() or {})
+            sampled = check_complete(first.step, first.pending.wait() or {}, self._vocabulary)
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
             again = [first, *self._flight]
@@ -239,7 +241,7 @@ class Lane:
         finally:
             if self._streams:
                 self._stream.settle()  # after a failure too: its blocks soon belong to another request
-        return check_complete(step, sampled)
+        return check_complete(step, sampled, self._vocabulary)
 
     def _run_alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
         """Run each request's rows alone: only those that fail alone have failed."""
@@ -263,22 +265,22 @@ def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     return sampled
 
 
-def check_tokens(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
-    """Check that tokens are plain ids, which any message can carry. Raises ``TypeError`` if not."""
+def check_tokens(sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
+    """Check that tokens are plain ids of the vocabulary. Raises ``TypeError`` if not."""
     tokens = [one.token for one in sampled.values()]
-    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= LARGEST_ID):
-        wrong = next(each for each in tokens if type(each) is not int or not 0 <= each <= LARGEST_ID)
+    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) < vocabulary):
+        wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocabulary)
         raise TypeError(
-            f"Sampled.token must be an int from 0 to {LARGEST_ID}, got {show(wrong)}; convert it with int()"
+            f"Sampled.token must be an int from 0 to {vocabulary - 1}, got {show(wrong)}; give an id of the vocabulary"
         )
     return sampled
 
 
-def check_complete(step: Step, sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+def check_complete(step: Step, sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
     """Check that each row that needs a token has one. Raises ``RuntimeError`` if not, ``TypeError`` as above."""
     if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == SAMPLED_ONLY:
-        return check_tokens(sampled)  # most steps
-    check_tokens(check_sampled(sampled))
+        return check_tokens(sampled, vocabulary)  # most steps
+    check_tokens(check_sampled(sampled), vocabulary)
     missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
     if missing:
         raise RuntimeError(f"Stage.forward() returned no token for {', '.join(sorted(missing))}")

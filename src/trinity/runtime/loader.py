@@ -23,6 +23,7 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance
 from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables
 from trinity.timeline import Timeline
@@ -95,6 +96,8 @@ def make_processor(
     """Make the model's request processor. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
         return EmulatedProcessor(model, limits=limits)
+    if limits is not None and limits.processes:
+        return KillableProcessor(model, limits=limits, ignore_generation_config=ignore)
     return RequestProcessor(model, limits=limits, ignore_generation_config=ignore)
 
 

@@ -68,6 +68,11 @@ class LoadedModel:
         return self.adapter.multimodal
 
     @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.adapter.text_config.vocab_size)
+
+    @property
     def media_token_ids(self) -> frozenset[int]:
         """Placeholder token ids; such a position within a media span takes a feature row."""
         return frozenset(self.adapter.media_tokens.values()) if self.multimodal else frozenset()

@@ -1,0 +1,185 @@
+"""Preprocessing in processes that are killed: equal to the threads', and what never ends harms its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trinity
+from support.checkpoint_files import checkpoint
+from support.pipeline_driver import ONE, TEXT, TWO, all_tokens
+from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.worker_processes import KillableProcessor
+from trinity.request import Request, Sampling
+
+LIVENESS_S = 120.0
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def expected() -> None:
+    all_tokens()
+
+
+def picture(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (56, 84, 3), dtype=np.uint8)
+
+
+def endless(directory: Path) -> Path:
+    """Copy a model whose chat template goes on for years, in loops that jinja's sandbox allows."""
+    shutil.copytree(checkpoint("llava"), directory)
+    (directory / "chat_template.jinja").write_text(ENDLESS + "{% endfor %}")
+    return directory
+
+
+@asynccontextmanager
+async def killable(model: Path, processes: int = 1, **limits: Any) -> AsyncIterator[KillableProcessor]:
+    made = await asyncio.to_thread(KillableProcessor, model, limits=MediaLimits(processes=processes, **limits))
+    try:
+        async with asyncio.timeout(LIVENESS_S):
+            yield made
+    finally:
+        await made.aclose()
+
+
+def pids(processor: KillableProcessor) -> list[int]:
+    return [each._process.pid for each in processor._workers if each._process is not None]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+async def test_equal_to_what_threads_make(name: str) -> None:
+    asked = [
+        Request("<image> and " * (number % 3) + "what", images=[picture(seed) for seed in range(number % 3)])
+        for number in range(6)
+    ]
+    asked = [trinity.Request(each.prompt, images=each.images, sampling=Sampling(seed=1)) for each in asked]
+    threads = await asyncio.to_thread(RequestProcessor, checkpoint(name))
+    async with killable(checkpoint(name), 2) as processes:
+        found = await asyncio.gather(*map(processes.aprocess, asked))
+        for request, one in zip(asked, found, strict=True):
+            other = await threads.aprocess(request)
+            assert (one.work, one.clipped, one.stop) == (other.work, other.clipped, other.stop)
+            assert len(one.inputs) == len(other.inputs) == len(request.images)
+            for mine, theirs in zip(one.inputs, other.inputs, strict=True):
+                assert mine.keys() == theirs.keys()
+                assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+        assert len(set(pids(processes))) == 2
+    await threads.aclose()
+
+
+class Local:
+    """An object that the process cannot make: it does not know this module."""
+
+
+async def test_errors_keep_their_type_their_text_and_their_request() -> None:
+    limits: dict[str, Any] = {"max_images": 2, "max_prompt_tokens": 50}
+    bad: list[tuple[Request, type[RequestError]]] = [
+        (Request("<image>", images=[b"no image"]), BadMedia),
+        (Request("<image>", images=[]), BadMedia),
+        (Request("long " * 200), RequestTooLarge),
+        (Request(messages=[{"role": "user", "content": 7}]), RequestError),
+        (Request("<image>", images=[Local()]), RequestError),
+        (Request("<image>", images=[lambda: None]), RequestError),
+    ]
+    threads = await asyncio.to_thread(RequestProcessor, checkpoint("llava"), limits=MediaLimits(**limits))
+    async with killable(checkpoint("llava"), **limits) as processes:
+        (pid,) = pids(processes)
+        for request, kind in bad:
+            with pytest.raises(kind) as caught:
+                await processes.aprocess(request)
+            assert type(caught.value) is kind
+            assert caught.value.request_id == request.request_id
+            if request is not bad[4][0] and request is not bad[5][0]:  # those are no image on a thread
+                with pytest.raises(kind) as other:
+                    await threads.aprocess(request)
+                assert str(caught.value) == str(other.value)
+        assert (await processes.aprocess(Request("good"))).work.prompt
+        assert pids(processes) == [pid], "none of them cost a process"
+    await threads.aclose()
+
+
+async def test_what_never_ends_is_killed_and_the_next_request_is_served(tmp_path: Path) -> None:
+    async with killable(endless(tmp_path / "m"), preprocess_timeout_s=1.0) as processes:
+        (first,) = pids(processes)
+        with pytest.raises(RequestError, match=r"longer than preprocess_timeout_s \(1 s\)") as caught:
+            await processes.aprocess(Request(messages=HELLO, request_id="mine"))
+        assert caught.value.request_id == "mine"
+    async with killable(endless(tmp_path / "n")) as processes:
+        (first,) = pids(processes)
+        waiting = asyncio.ensure_future(processes.aprocess(Request(messages=HELLO)))
+        await asyncio.sleep(0.3)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(RequestError, match="ended at it"):
+            await waiting
+        assert (await processes.aprocess(Request("good"))).work.prompt
+        (second,) = pids(processes)
+        assert second != first
+        waiting = asyncio.ensure_future(processes.aprocess(Request(messages=HELLO)))
+        await asyncio.sleep(0.3)
+        await processes.aclose()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            await processes.aprocess(Request("good"))
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+PARENT = """
+import os, sys
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.worker_processes import KillableProcessor
+made = KillableProcessor(sys.argv[1], limits=MediaLimits(processes=1))
+print(made._workers[0]._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_it_ends_with_its_parent() -> None:
+    command = [sys.executable, "-c", PARENT, str(checkpoint("llava"))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIVENESS_S, check=False)
+    assert done.returncode == -signal.SIGKILL
+    until = time.monotonic() + LIVENESS_S
+    while time.monotonic() < until:
+        try:
+            os.kill(int(done.stdout), 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{int(done.stdout)}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # ended, and nobody asks how
+        time.sleep(0.05)
+    raise AssertionError("it outlived its parent")
+
+
+async def test_a_pipeline_serves_with_them() -> None:
+    limits = MediaLimits(processes=1)
+    async with trinity.Pipeline(checkpoint("llava"), "E+PD", dtype="float32", limits=limits) as pipe:
+        assert isinstance(pipe.processor, KillableProcessor)
+        outputs = await asyncio.gather(*(pipe.complete(case.request()) for case in (TEXT, ONE, TWO)))
+        (pid,) = pids(pipe.processor)
+    assert [list(each.token_ids) for each in outputs] == [case.tokens for case in (TEXT, ONE, TWO)]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("processes", [-1, 65, 1.5, "2"])
+def test_a_wrong_number_is_refused(processes: Any) -> None:
+    with pytest.raises(ConfigError, match="processes"):
+        MediaLimits(processes=processes)
