@@ -130,7 +130,7 @@ class Served:
 
 
 def serve(model: Path, placement: Any, waves: Waves, **options: Any) -> Served:
-    """Serve ``waves`` on one pipeline in float32: each starts when every request before it has its first token.
+    """Serve ``waves`` on one pipeline in float32: each starts when every request before it decodes.
 
     Afterwards no block may be held and nothing remembered.
     """
@@ -162,8 +162,9 @@ async def served(model: Path, placement: Any, waves: Waves, **options: Any) -> S
 async def _read(pipe: Pipeline, request: Request, begun: asyncio.Event, found: Served) -> None:
     try:
         async with pipe.stream(request) as tokens:
-            async for _ in tokens:
-                begun.set()
+            async for token in tokens:
+                if token.index:  # the first one comes before its KV has moved to where it is decoded
+                    begun.set()
             assert tokens.processed is not None
             found.works[request.request_id] = tokens.processed.work
             found.outputs[request.request_id] = tokens.output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -15,12 +17,21 @@ from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_devi
 from trinity.errors import ConfigError
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
+from trinity.planner.search_config import SearchConfig
 from trinity.planner.search_space import simulator_options
 from trinity.simulation.screening_table import StandIn
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 
 Devices = str | Device | Mapping[str | Device, int]
+
+
+def check_option_names(options: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for a planner's option that no simulator has, and say where it belongs."""
+    elsewhere = {field.name for field in fields(SearchConfig)}
+    for name in sorted(options.keys() - inspect.signature(Simulator).parameters.keys()):
+        hint = f": it is a field of search=SearchConfig({name}=...)" if name in elsewhere else ""
+        raise TypeError(f"HybridPlanner() got an unexpected keyword argument {name!r}{hint}")
 
 
 def cluster_of(device: Devices, instances: int | None, **links: Any) -> Cluster:

@@ -27,7 +27,7 @@ from trinity.planner.evaluate import (
     make_candidate,
     verify_on_cores,
 )
-from trinity.planner.hardware import Devices, Hardware, cluster_of
+from trinity.planner.hardware import Devices, Hardware, check_option_names, cluster_of
 from trinity.planner.objectives import (
     ReplayScorer,
     offer_at_once,
@@ -121,6 +121,7 @@ class HybridPlanner:
         progress: Report | None = None,
         **options: Any,
     ) -> None:
+        check_option_names(options)
         self.model = get_model_shape(model) if isinstance(model, str) else model
         found = cluster_of(device, instances, engine=engine) if cluster is None else cluster
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
