@@ -1,19 +1,23 @@
 """A machine that misbehaves under a pipeline of processes: a parent that stands still, a clock that jumps, no shared
-memory, no more processes. Requests end right or typed, and nothing is left."""
+memory, a limit of memory, no more processes. Requests end right or typed, and nothing is left."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
+from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, check, serve
 from support.freezing import freeze
 from support.paths import ROOT
+from trinity.errors import RequestError, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.supervisor import ProcessConfig
@@ -108,8 +112,90 @@ async def test_a_wall_clock_that_jumps_changes_nothing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("connector", ["shm", "auto", "nixl"])
 def test_a_full_dev_shm(connector: str) -> None:
     """Pools are memory files of their own, and what needs /dev/shm says so."""
-    child = begin(
-        connector, 0.0, "unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"', "sh"
-    )
-    out = end(child)
+    out = end(begin(connector, 0.0, *SMALL))
     assert out.strip().splitlines()[-1] == "exact" or out.strip().splitlines()[-1].startswith("typed")
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of its own for memory, of either version, which ends with the test."""
+    for base in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        group = base / f"trinity-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / "memory.limit_in_bytes").exists() or (group / "memory.max").exists():
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("no control group of memory may be made here")
+
+
+def limit(group: Path, size: int) -> None:
+    old = group / "memory.limit_in_bytes"
+    (old if old.exists() else group / "memory.max").write_text(str(size))
+
+
+async def test_an_instance_that_its_control_group_kills(memory_group: Path) -> None:
+    """The kernel's own kill, in the middle of a copy or wherever it writes: typed, and started again outside of it."""
+    processes = ProcessConfig(silence_s=2.0)
+    async with Pipeline(
+        MODEL, "1E1P1D", hosting="process", connector="shm", cache=CacheConfig(pools=POOLS), processes=processes
+    ) as pipe:
+        check(await serve(pipe, requests := asked()), requests)
+        (memory_group / "cgroup.procs").write_text(str(pipe.processes["D0"].process))
+        limit(memory_group, 1 << 16)
+        failed: list[TrinityError] = []
+        until = time.monotonic() + LIVENESS_S
+        while not failed or pipe.processes["D0"].setup.epoch == 0:
+            assert time.monotonic() < until, "it lives on"
+            for outcome in await asyncio.gather(*map(pipe.complete, requests := asked()), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    assert isinstance(outcome, RequestError)
+                    failed.append(outcome)
+            await asyncio.sleep(0.05)
+        while time.monotonic() < until:
+            try:
+                check(await serve(pipe, requests := asked()), requests)
+                break
+            except TrinityError:
+                await asyncio.sleep(0.05)
+        assert any("D0" in str(each) for each in failed)
+    assert not (memory_group / "cgroup.procs").read_text()
+
+
+LARGE = """
+import asyncio, os, sys
+from pathlib import Path
+from support.emulated_pipelines import MODEL
+from trinity.errors import ConfigError
+from trinity.memory.cache_config import CacheConfig
+from trinity.pipeline import Pipeline
+
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+
+async def main(hosting):
+    async with Pipeline(MODEL, "1E1P1D", hosting=hosting, cache=CacheConfig(pools={"image": 12, "kv": 1 << 18})):
+        print("it started")
+
+for hosting in ("thread", "process"):
+    try:
+        asyncio.run(main(hosting))
+    except ConfigError as error:
+        print("typed", error)
+"""
+
+
+def test_pools_beyond_the_limit_of_a_control_group_are_refused(memory_group: Path) -> None:
+    """Before they are written: the kernel would kill the instance at its first requests."""
+    limit(memory_group, 600 << 20)
+    command = [sys.executable, "-c", LARGE, str(memory_group)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["typed", "typed"], lines
+    assert all("memory" in line or "bytes" in line for line in lines)
