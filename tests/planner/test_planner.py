@@ -392,13 +392,3 @@ def test_a_plan_is_a_plan() -> None:
 def test_more_instances_than_a_placement_can_have() -> None:
     with pytest.raises(ConfigError, match="instances is a whole number of at least 1 and of at most 65536"):
         planner(10**8)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("strategy", r"search=SearchConfig\(strategy=...\)"), ("strateg", "strateg")]
-)
-def test_an_option_that_is_not_the_planners_says_where_it_belongs(name: str, says: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"HybridPlanner\(\) got an unexpected keyword argument '{name}'.*{says}|{says}'"
-    ):
-        HybridPlanner("llava-1.5-7b", SLO(2.0, 0.08), instances=2, **{name: "bayesian"})
