@@ -24,12 +24,13 @@ from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 
 Devices = str | Device | Mapping[str | Device, int]
+_SIMULATED = inspect.signature(Simulator).parameters.keys()
 
 
 def check_option_names(options: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` for a planner's option that no simulator has, and say where it belongs."""
     elsewhere = {field.name for field in fields(SearchConfig)}
-    for name in sorted(options.keys() - inspect.signature(Simulator).parameters.keys()):
+    for name in sorted(options.keys() - _SIMULATED):
         hint = f": it is a field of search=SearchConfig({name}=...)" if name in elsewhere else ""
         raise TypeError(f"HybridPlanner() got an unexpected keyword argument {name!r}{hint}")
 
