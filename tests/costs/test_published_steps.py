@@ -1,12 +1,22 @@
 """Steps of the default costs beside published ones: NVIDIA AIConfigurator 0.12's measured operator tables.
 
 AIConfigurator (PyPI, ``aiconfigurator``) sums measured operators of vLLM 0.24 on H100, H200 and L40S, and of vLLM 0.14
-on A100. Of the 54 points that the costs were compared with, these 23 were written down; the others are not at hand
-here. They are facts of that package, in ms: decode steps and prefills of Llama-3.1-8B, and encodes of images of
-1024 x 768 pixels by the encoder of Qwen3-VL-8B.
+on A100. It estimates what it has no measurement of: norms, activations and embeddings, 2 to 11 % of a language step and
+18 to 27 % of an encode. The figures are facts of that package, in ms to four digits, of static steps on one device with
+16-bit weights and KV cache:
+
+- a decode: the mean step of 128 outputs after prompts of 1,024 tokens, so a context of 1,088 on average;
+- a prefill: prompts from their first token, without a prefix;
+- an encode: images of 1024 x 768 pixels, alone.
+
+They are the whole grid below, of Llama-3.1-8B and Qwen3-VL-8B: 65 points, none left out but encodes on an A100, for
+which the package has no table. The shares were fitted when 23 of these points were at hand, written down from a
+comparison of 54; the other 42 were added later, and the shares left as they were.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 
@@ -34,53 +44,76 @@ QWEN3_VL = ModelShape(
     image_tokens=768,
 )
 CONTEXT = 1088
-DECODES = {  # rows -> ms
-    "H100": {1: 6.2, 32: 8.4, 128: 13.1},
-    "H200": {1: 4.9, 32: 6.4, 128: 10.1},
-    "A100": {1: 11.9, 32: 15.7, 128: 25.2},
-    "L40S": {1: 22.0, 32: 31.8, 128: 54.4},
+ROWS = (1, 32, 128)
+PROMPTS = ((1, 1024), (1, 1792), (16, 1024), (16, 1792))  # prompts, tokens of each; 1,792: 1,024 and an image's 768
+IMAGES = (1, 4, 16)
+
+
+class Steps(NamedTuple):
+    """Published ms of a model's steps on a device, in the order of ``ROWS``, ``PROMPTS`` and ``IMAGES``."""
+
+    decodes: tuple[float, ...]
+    prefills: tuple[float, ...]
+    encodes: tuple[float, ...] = ()
+
+
+LLAMA_STEPS = {
+    "H100": Steps((6.183, 8.383, 13.07), (22.11, 38.71, 348.0, 604.5)),
+    "H200": Steps((4.863, 6.360, 10.11), (21.18, 38.13, 347.7, 620.9)),
+    "A100": Steps((11.87, 15.74, 25.20), (64.73, 109.8, 951.3, 1694)),
+    "L40S": Steps((21.98, 31.78, 54.37), (70.33, 128.2, 1272, 2236)),
 }
-PREFILLS: dict[str, dict[tuple[int, int], float]] = {  # (prompts, tokens of each) -> ms
-    "H100": {(1, 1024): 22.1, (16, 1024): 348},
-    "A100": {(16, 1024): 951},
-    "L40S": {(16, 1024): 1272, (16, 1792): 2238},
-}
-ENCODES = {  # images -> ms
-    "H100": {1: 9.4, 16: 136},
-    "H200": {1: 8.7, 16: 125},
-    "L40S": {1: 29.8, 16: 474},
+QWEN3_VL_STEPS = {
+    "H100": Steps((6.364, 8.809, 13.82), (21.75, 39.07, 344.5, 595.9), (9.404, 34.79, 136.0)),
+    "H200": Steps((5.072, 6.597, 10.86), (21.19, 38.40, 348.5, 633.3), (8.688, 32.93, 125.2)),
+    "A100": Steps((12.02, 16.57, 26.75), (65.27, 110.4, 945.3, 1687)),
+    "L40S": Steps((21.67, 32.23, 59.02), (71.50, 128.3, 1250, 2237), (29.75, 114.9, 474.1)),
 }
 NEAR = 0.2
 
 
 def ratios(engine: str) -> dict[str, float]:
     """Priced over published seconds, by point."""
+    return {
+        f"{device} {model.name} {point}": ratio
+        for model, published in ((LLAMA, LLAMA_STEPS), (QWEN3_VL, QWEN3_VL_STEPS))
+        for device, steps in published.items()
+        for point, ratio in ratios_of(Roofline(model=model, device=get_device(device, engine)), steps).items()
+    }
+
+
+def ratios_of(cost: Roofline, steps: Steps) -> dict[str, float]:
+    """Priced over published seconds of one model on one device, by point."""
     found: dict[str, float] = {}
-    for device in DEVICES:
-        here = get_device(device, engine)
-        text, vision = Roofline(model=LLAMA, device=here), Roofline(model=QWEN3_VL, device=here)
-        for rows, ms in DECODES.get(device, {}).items():
-            found[f"{device} decode {rows}"] = 1000 * text.at(rows, 0, 0, context=CONTEXT) / ms
-        for (prompts, tokens), ms in PREFILLS.get(device, {}).items():
-            seconds = text.at(0, prompts * tokens, 0, context=0, prefills=prompts)
-            found[f"{device} prefill {prompts} x {tokens}"] = 1000 * seconds / ms
-        for images, ms in ENCODES.get(device, {}).items():
-            seconds = vision.at(0, 0, 768 * images, context=0, image_tokens=768)
-            found[f"{device} encode {images}"] = 1000 * seconds / ms
+    for rows, ms in zip(ROWS, steps.decodes, strict=True):
+        found[f"decode {rows}"] = 1000 * cost.at(rows, 0, 0, context=CONTEXT) / ms
+    for (prompts, tokens), ms in zip(PROMPTS, steps.prefills, strict=True):
+        seconds = cost.at(0, prompts * tokens, 0, context=0, prefills=prompts)
+        found[f"prefill {prompts} x {tokens}"] = 1000 * seconds / ms
+    for images, ms in zip(IMAGES if steps.encodes else (), steps.encodes, strict=True):
+        found[f"encode {images}"] = 1000 * cost.at(0, 0, 768 * images, context=0, image_tokens=768) / ms
     return found
 
 
-def test_every_point_that_is_at_hand_is_within_a_fifth() -> None:
+def test_every_point_is_within_a_fifth() -> None:
+    """Asked for are 50 of 54 points, that is 61 of these 65; all 65 are near enough, so all are asserted."""
     found = ratios("graphs")
-    assert len(found) == 23
+    assert len(found) == 65
     assert {name: ratio for name, ratio in found.items() if abs(ratio - 1) > NEAR} == {}
 
 
+def test_the_farthest_points_are_short_prefills_on_an_l40s() -> None:
+    """One prompt of 1,024 tokens: the device reaches more of its peak there than with 16, the roofline as much."""
+    found = ratios("graphs")
+    far = {name: round(ratio, 2) for name, ratio in found.items() if abs(ratio - 1) > 0.11}
+    assert far == {"L40S llama-3.1-8b prefill 1 x 1024": 1.14, "L40S qwen3-vl-8b prefill 1 x 1024": 1.12}
+
+
 def test_an_eager_engine_is_priced_as_the_slower_one_that_it_is() -> None:
-    """The former default: 20 ms a pass, which made decode steps 1.3 to 5 times too slow."""
+    """The former default: 20 ms a pass, which made decode steps 1.25 to 5 times too slow."""
     found = ratios("eager")
     assert all(found[name] > ratio for name, ratio in ratios("graphs").items())
-    assert min(ratio for name, ratio in found.items() if "decode" in name) > 1.3
+    assert min(ratio for name, ratio in found.items() if "decode" in name) > 1.25
     assert ENGINES["eager"].pass_s == 0.02
     assert 1e-3 <= ENGINES["graphs"].pass_s <= 2e-3
 

@@ -18,7 +18,7 @@ class EngineOverhead(NamedTuple):
 
 ENGINES: Mapping[str, EngineOverhead] = {
     # Steps in CUDA graphs, as trinity runs them on a GPU: with 1 ms a pass the decode steps of NVIDIA's AIConfigurator
-    # (see ``trinity.costs.step_cost.DEVICES``) come out within 9 %.
+    # (see ``trinity.costs.step_cost.DEVICES``) come out within 11 %.
     "graphs": EngineOverhead(1e-3, 5e-6),
     # Kernels launched one by one: 20 ms a pass, as TriInfer measures (figure 3).
     "eager": EngineOverhead(0.02, 2e-5),
