@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from functools import cache
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, oracle, problems, serve
 from support.request_cases import TEXT, answers, ask, red
+from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Oracle
 
@@ -143,3 +147,39 @@ def test_tokens_and_logits_stay_right_to_the_end_of_the_context(architecture: st
     assert len(output.token_ids) == output.max_tokens == 2048 - output.prompt_tokens
     answer = oracle(architecture).answer(ask("long", TEXT, outputs=output.max_tokens))
     assert problems(found, {"long": answer}) == {}
+
+
+def _say_one_token(directory: Path) -> tuple[int, str]:
+    """Make a copy of llama that says one special token and nothing else; its id and text."""
+    shutil.copytree(checkpoint("llama"), directory)
+    auto: Any = transformers.AutoTokenizer
+    kept = auto.from_pretrained(directory).added_tokens_decoder
+    said = max(number for number, each in kept.items() if each.special)
+    size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    named = directory / "generation_config.json"
+    fields = {"eos_token_id": 3, "suppress_tokens": [each for each in range(size) if each != said]}
+    named.write_text(json.dumps({**json.loads(named.read_text()), **fields}))
+    return said, kept[said].content
+
+
+def _generate_until(directory: Path, strings: list[str]) -> list[int]:
+    auto: Any = transformers.AutoTokenizer
+    tokenizer, make = auto.from_pretrained(directory), transformers.AutoModelForCausalLM
+    model: Any = make.from_pretrained(directory, dtype=torch.float32)
+    inputs = tokenizer("hello", return_tensors="pt")
+    ended: dict[str, Any] = {"tokenizer": tokenizer, "stop_strings": strings, "max_new_tokens": 4, "pad_token_id": 0}
+    found: list[int] = model.generate(**inputs, **ended, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    return found
+
+
+async def test_a_stop_string_that_is_one_special_token_ends_as_in_generate(tmp_path: Path) -> None:
+    """Special tokens are not in the text. The oracle is ``generate(stop_strings=..., tokenizer=...)``."""
+    said, stop = await asyncio.to_thread(_say_one_token, tmp_path / "model")
+    async with Pipeline(tmp_path / "model", "PD", dtype="float32") as pipe:
+        for strings, reason in (([stop], "stop"), (["no", f" {stop}"], "length")):
+            sampling = Sampling(stop=tuple(strings), temperature=0.0)
+            output = await pipe.complete(Request("hello", sampling=sampling, max_tokens=4))
+            assert output.token_ids == await asyncio.to_thread(_generate_until, tmp_path / "model", strings)
+            assert output.finish_reason == reason
+        past = Sampling(stop=(stop,), temperature=0.0, ignore_eos=True)
+        assert (await pipe.complete(Request("hello", sampling=past, max_tokens=4))).token_ids == [said]

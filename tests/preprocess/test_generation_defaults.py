@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from support.checkpoint_files import checkpoint
@@ -109,7 +111,8 @@ BROKEN: dict[str, Any] = {
     "a penalty of 0": {"repetition_penalty": 0.0},
     "a penalty in words": {"repetition_penalty": "high"},
     "NaN": '{"temperature": NaN, "do_sample": true}',
-    "top_p of 2": {"top_p": 2.0},
+    "top_p of 2": {"do_sample": True, "top_p": 2.0},
+    "top_k of -1": {"do_sample": True, "top_k": -1},
     "half a token": {"suppress_tokens": [1.5]},
     "one token, no list": {"suppress_tokens": 5},
     "beyond the vocabulary": {"suppress_tokens": [10**6]},
@@ -121,7 +124,7 @@ BROKEN: dict[str, Any] = {
     "cold": {"do_sample": True, "temperature": 0.0},
     "ngram": {"no_repeat_ngram_size": -1},
     "an empty stop string": {"stop_strings": [""]},
-    "a huge number": f'{{"top_k": {10**400}}}',
+    "a huge number": f'{{"do_sample": true, "top_k": {10**400}}}',
     "nested": '{"sequence_bias": ' + "[" * 5000 + "]" * 5000 + "}",
 }
 
@@ -154,6 +157,29 @@ def test_what_is_ignored_must_be_fields(ignore: Any, tmp_path: Path) -> None:
 )
 def test_sampling_is_read_as_generate_reads_it(fields: dict[str, Any], meant: Sampling, tmp_path: Path) -> None:
     assert load_generation_defaults(folder_with(tmp_path, fields)).sampling == meant
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"top_k": -1, "top_p": 1.5, "min_p": -3, "temperature": -1.0}, Sampling.greedy()),
+        ({"do_sample": False, "top_p": 0.9, "top_k": -50}, Sampling.greedy(top_p=0.9)),
+        ({"do_sample": True, "top_p": 0.0, "top_k": 0}, Sampling.greedy(temperature=1.0, top_p=1e-9)),
+        ({"suppress_tokens": [-1], "begin_suppress_tokens": [4, -7]}, Sampling.greedy(begin_suppress_tokens=(4,))),
+    ],
+)
+def test_what_generate_does_not_read_is_no_reason_to_refuse(
+    fields: dict[str, Any], meant: Sampling, tmp_path: Path
+) -> None:
+    """``generate()`` itself takes each of these; it is run on the file beside what is read of it."""
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), directory)
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+    auto: Any = transformers.AutoModelForCausalLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        auto.from_pretrained(directory).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, pad_token_id=0)
+    assert load_generation_defaults(directory, vocabulary=300).sampling == meant
 
 
 def test_lengths() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +105,36 @@ def test_messages_take_the_models_chat_template(name: str, count: int) -> None:
     work = processor_of(name).process(Request(messages=messages, images=images)).work
     assert list(work.prompt) == expected(name, text, images, add_special_tokens=special)["input_ids"][0].tolist()
     assert len(work.media) == count
+
+
+@pytest.mark.parametrize("name", ["llama", "llava"])
+def test_of_several_named_templates_the_default_is_taken(name: str, tmp_path: Path) -> None:
+    """The oracle: the tokenizer's own ``apply_chat_template``, which says what it misses where none is the default."""
+    from transformers import AutoTokenizer
+
+    chat = [{"role": "user", "content": "hello"}]
+    for names in (("default", "tool_use"), ("rag", "tool_use")):
+        folder = tmp_path / names[0]
+        shutil.copytree(checkpoint(name), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        template = (folder / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").unlink()
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": each, "template": template.replace("USER", each)} for each in names]
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        processor = RequestProcessor(folder)
+        if "default" in names:
+            rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(rendered, add_special_tokens=name == "llava" and not rendered.startswith("<s>"))[
+                "input_ids"
+            ]
+            assert list(processor.process(Request(messages=chat)).work.prompt) == ids
+        else:
+            with pytest.raises(ValueError, match="no default"):
+                tokenizer.apply_chat_template(chat, tokenize=False)
+            with pytest.raises(RequestError, match="rag, tool_use, and none is the default"):
+                processor.process(Request(messages=chat))
+        processor.close()
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)

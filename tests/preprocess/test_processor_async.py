@@ -201,7 +201,11 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     shutil.copytree(checkpoint("llama"), model, ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [3, 9]}))
+    own = json.loads((model / "config.json").read_text())["eos_token_id"]
     assert RequestProcessor(model).eos_ids == {3, 9}
+    for ignored in (["eos_token_id"], True):
+        assert RequestProcessor(model, ignore_generation_config=ignored).eos_ids == {own}
+    assert RequestProcessor(model, ignore_generation_config=["top_k"]).eos_ids == {3, 9}
     (model / "generation_config.json").unlink()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 11}))

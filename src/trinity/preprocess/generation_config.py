@@ -22,6 +22,8 @@ _OWN_NAMES = {
     "stop": "stop_strings",
 }  # fields of Sampling that the file calls otherwise
 _LENGTHS = ("max_new_tokens", "max_length", "min_length")
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # read where something is drawn, and only there
+_LEAST_TOP_P = 1e-9  # leaves the most likely token, as 0 does in generate()
 _LIST_OF_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 FOLLOWED = frozenset({*(_OWN_NAMES.get(name, name) for name in PLAIN_GREEDY), *_LENGTHS, "do_sample", "eos_token_id"})
 """Fields that have their effect."""
@@ -216,13 +218,18 @@ def _make_defaults(fields: dict[str, Any], vocabulary: int | None) -> Generation
     """Build the defaults. Raises ``RequestError``, ``TypeError`` or ``ValueError`` for a value out of range."""
     given = {name: fields[file_name] for name in PLAIN_GREEDY if (file_name := _OWN_NAMES.get(name, name)) in fields}
     if fields.get("do_sample") is True:
+        given["top_p"] = given.get("top_p", 1.0) or _LEAST_TOP_P
         given.setdefault("top_k", 50)  # as generate() has it
         if not given.setdefault("temperature", 1.0):
             raise ValueError("do_sample with temperature 0")
-    else:
+    else:  # generate() reads none of these; a request that samples takes those that mean something
+        given = {name: value for name, value in given.items() if name not in _OF_SAMPLING or _can_be(name, value)}
         given["temperature"] = 0.0
     if isinstance(given.get("forced_eos_token_id"), int):
         given["forced_eos_token_id"] = [given["forced_eos_token_id"]]
+    for name in ("suppress_tokens", "begin_suppress_tokens"):  # -1 and the like are no tokens, and suppress none
+        if isinstance(given.get(name), list):
+            given[name] = [each for each in given[name] if not (type(each) is int and each < 0)]
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     sampling = check_sampling(Sampling.greedy(**given))
@@ -231,6 +238,14 @@ def _make_defaults(fields: dict[str, Any], vocabulary: int | None) -> Generation
     if "min_new_tokens" in fields:
         lengths.pop("min_length", None)  # the other goes before it
     return GenerationDefaults(sampling=sampling, **lengths)
+
+
+def _can_be(name: str, value: Any) -> bool:
+    try:
+        check_sampling(Sampling(**{name: value}))
+    except RequestError:
+        return False
+    return True
 
 
 def _whole(name: str, value: Any) -> int:

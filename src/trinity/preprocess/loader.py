@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
+    - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     """
 
     config: Any
@@ -85,10 +86,14 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     media_token_ids: frozenset[int]
     run_tokenizer: RunTokenizer
     atomic: bool = False
+    special_ids: dict[str, int] = {}
 
 
-def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
-    """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
+def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool = ()) -> LoadedProcessor:
+    """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``.
+
+    ``ignore`` (()): fields of the generation config that are not followed; True for all of them.
+    """
     config = read_config(model_dir)
     check_config(config)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
@@ -101,16 +106,27 @@ def load_tokenizer_and_processor(model_dir: Path) -> LoadedProcessor:
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
         processor = load_processor(model_dir, config, record_texts(tokenizer, last_call))
-    eos_ids = _eos_ids(model_dir, config, tokenizer)
+    eos_ids = _eos_ids(model_dir, config, tokenizer, ignore)
+    special_ids = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
     if processor is None:
         _check_text_only(config)
-        return LoadedProcessor(config, tokenizer, None, last_call, eos_ids, {}, frozenset(), run_tokenizer)
-    make_channels_contiguous(processor.image_processor)
-    guard_resizes(processor.image_processor, last_call)
-    text = IMAGE_TEXT.get(config.model_type, ImageText())
-    placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
+        placeholders, atomic, media_ids = {}, False, frozenset[int]()
+    else:
+        make_channels_contiguous(processor.image_processor)
+        guard_resizes(processor.image_processor, last_call)
+        text = IMAGE_TEXT.get(config.model_type, ImageText())
+        placeholders, atomic = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}, text.atomic
     return LoadedProcessor(
-        config, tokenizer, processor, last_call, eos_ids, placeholders, media_ids, run_tokenizer, text.atomic
+        config=config,
+        tokenizer=tokenizer,
+        processor=processor,
+        last_call=last_call,
+        eos_ids=eos_ids,
+        placeholders=placeholders,
+        media_token_ids=media_ids,
+        run_tokenizer=run_tokenizer,
+        atomic=atomic,
+        special_ids=special_ids,
     )
 
 
@@ -253,10 +269,11 @@ def _media_ids(config: Any) -> frozenset[int]:
     return frozenset(number for number in ids if isinstance(number, int))
 
 
-def _eos_ids(model_dir: Path, config: Any, tokenizer: Any) -> frozenset[int]:
+def _eos_ids(model_dir: Path, config: Any, tokenizer: Any, ignore: Collection[str] | bool) -> frozenset[int]:
     """Find the end-of-sequence ids as generate() does: generation config, else model config, else tokenizer."""
     text = config.get_text_config()
-    named = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    followed = ignore is not True and "eos_token_id" not in (ignore or ())
+    named = read_json(model_dir / "generation_config.json").get("eos_token_id") if followed else None
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
         if ids is not None:
             found = ids if isinstance(ids, list | tuple | set | frozenset) else [ids]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import reprlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +25,15 @@ from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_proces
 from trinity.preprocess.media import read_image, size_of
 from trinity.preprocess.media_items import ItemReader, MediaItem
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
-from trinity.preprocess.prompt import PromptProblem, PromptText, build_chat, split_at_markers, split_rendered_chat
+from trinity.preprocess.prompt import (
+    PromptProblem,
+    PromptText,
+    build_chat,
+    find_chat_template,
+    order_media,
+    split_at_markers,
+    split_rendered_chat,
+)
 from trinity.request import Media, Request, Sampling, check_request
 
 T = TypeVar("T")
@@ -102,7 +109,7 @@ class RequestProcessor:
         ignore_generation_config: Collection[str] | bool = (),
     ) -> None:
         self.limits = limits or MediaLimits()
-        self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir))
+        self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
         self._reader = ItemReader(self._loaded, self.limits)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
         self._closed = False
@@ -216,7 +223,7 @@ class RequestProcessor:
             raise RequestTooLarge(
                 f"the prompt's text has far more than the limit of {limit} tokens; shorten it", request.request_id
             )
-        return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *_order_media(text, media))
+        return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *order_media(text, media))
 
     def _check_media(self, request: Request, media: Sequence[Media]) -> None:
         for item in media:
@@ -241,9 +248,7 @@ class RequestProcessor:
         )
 
     def _render(self, chat: list[dict[str, Any]]) -> str:
-        template = getattr(self._loaded.processor, "chat_template", None) or self.tokenizer.chat_template
-        if not template:
-            raise PromptProblem("this model has no chat template; give prompt= instead of messages=", media=False)
+        template = find_chat_template(self._loaded.processor, self.tokenizer)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 chat, chat_template=template, tokenize=False, add_generation_prompt=True
@@ -289,7 +294,7 @@ class RequestProcessor:
             media=self._find_spans(request, ids, items),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, secrets.randbits(63)),
-            stop_ids=self._stop_ids(request),
+            stop_ids=self._stop_ids(sampling),
             deadline_s=request.deadline_s,
         )
         return ProcessedRequest(
@@ -367,27 +372,13 @@ class RequestProcessor:
             height=item.height,
         )
 
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        own = frozenset() if request.sampling.ignore_eos else self.eos_ids
-        return own | frozenset(request.sampling.stop_token_ids)
+    def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
+        own, special = frozenset() if sampling.ignore_eos else self.eos_ids, self._loaded.special_ids
+        return own.union(sampling.stop_token_ids, (special[text] for text in sampling.stop or () if text in special))
 
     def _prompt_limit(self) -> int:
         limit = self.limits.max_prompt_tokens
         return self.context_length - 1 if limit is None else min(limit, self.context_length - 1)
-
-
-def _order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media, ...], tuple[str, ...]]:
-    """Put media into the order of the text, and name each ("image 2 of 3") for error messages."""
-    waiting = {kind: iter([item for item in media if item.kind == kind]) for kind in text.kinds}
-    totals, seen = Counter(text.kinds), Counter[str]()
-    ordered, names = [], []
-    for kind in text.kinds:
-        item = next(waiting[kind])
-        seen[kind] += 1
-        shown = f" ({reprlib.repr(str(item.source))})" if isinstance(item.source, (str, Path)) else ""
-        ordered.append(item)
-        names.append(f"{kind} {seen[kind]} of {totals[kind]}{shown}")
-    return tuple(ordered), tuple(names)
 
 
 def _own_errors(request: str) -> AbstractContextManager[None]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from trinity.request import Media
 
 PROMPT_MEDIA_KINDS = ("image", "video", "audio")
 _MARKER = re.compile("<(image|video|audio)>")
@@ -46,6 +50,22 @@ class PromptText(msgspec.Struct, frozen=True):
     pieces: tuple[str, ...]
     kinds: tuple[str, ...]
     rendered: bool = False
+
+
+def find_chat_template(processor: Any, tokenizer: Any) -> str:
+    """Find a model's chat template, its processor's before its tokenizer's; of several named ones the default.
+
+    As transformers' ``get_chat_template`` without a name. Raises ``PromptProblem``.
+    """
+    found = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    if isinstance(found, Mapping):
+        if "default" not in found:
+            names = ", ".join(sorted(map(str, found)))
+            raise PromptProblem(f"this model has chat templates {names}, and none is the default", media=False)
+        found = found["default"]
+    if not found:
+        raise PromptProblem("this model has no chat template; give prompt= instead of messages=", media=False)
+    return str(found)
 
 
 def split_at_markers(prompt: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]) -> PromptText:
@@ -146,3 +166,17 @@ def _check_counts(found: Mapping[str, int], given: Mapping[str, int], message: s
         if wanted != have:
             said = message.format(wanted=wanted, kind=kind)
             raise PromptProblem(f"{have} {kind} item(s) given, but {said}; the numbers must be equal")
+
+
+def order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media, ...], tuple[str, ...]]:
+    """Put media into the order of the text, and name each ("image 2 of 3") for error messages."""
+    waiting = {kind: iter([item for item in media if item.kind == kind]) for kind in text.kinds}
+    totals, seen = Counter(text.kinds), Counter[str]()
+    ordered, names = [], []
+    for kind in text.kinds:
+        item = next(waiting[kind])
+        seen[kind] += 1
+        shown = f" ({reprlib.repr(str(item.source))})" if isinstance(item.source, (str, Path)) else ""
+        ordered.append(item)
+        names.append(f"{kind} {seen[kind]} of {totals[kind]}{shown}")
+    return tuple(ordered), tuple(names)
