@@ -14,8 +14,12 @@ from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Roofline
 from trinity.errors import ConfigError
+from trinity.placement import Placement
 from trinity.planner import HybridPlanner, Plan
-from trinity.planner.cliffs import CLIFF_LOSS, FACTORS, MOST_RIVALS
+from trinity.planner.candidates import Deployment
+from trinity.planner.cliffs import CLIFF_LOSS, FACTORS, MOST_RIVALS, score_after
+from trinity.planner.search import BoundedCandidate, SearchResult
+from trinity.planner.trials import step_of
 from trinity.simulation import compiled_engine
 from trinity.simulation.simulator import Simulator
 from trinity.traces import read_shipped, synthesise
@@ -129,6 +133,27 @@ def test_a_choice_on_a_cliff_gives_way_to_one_that_is_not() -> None:
     assert f"{over.placement} stands on a cliff: of " in found.explain()
     assert f"{found.best.placement} is preferred to it" in found.explain()
     assert len(lost) <= 1 + MOST_RIVALS
+
+
+@needs_twin
+def test_one_that_does_not_serve_the_rate_is_not_preferred() -> None:
+    """The rate that one placement of six instances alone serves: it was swapped for one that stayed 19 % below it."""
+    most = max(each.goodput["guard"] for each in _measured(cliff()))
+    found = cliff(objective="fewest_instances", rate=most / 1.005)
+    assert found.best.goodput["guard"] >= most / 1.005
+    said = f"No other of the leading candidates serves {most / 1.005:g} requests/s and is better then."
+    assert said in found.explain()
+
+
+def test_a_loss_of_goodput_leaves_a_cost_whole() -> None:
+    """At f - beta * cost, 100 that lose a fifth are 80 - 90; a loss of the score had them at 8, before 95 - 90."""
+    entry = BoundedCandidate(Deployment.of(Placement.parse("2EPD"), ("H100",) * 2), 1e9, 1e9)
+    found = SearchResult(entry, True, step_of(100.0), 1e9)
+    costed = found._replace(value=found.rate - 90)
+    assert score_after(costed, 0.2) == pytest.approx(0.8 * found.rate - 90)
+    assert score_after(found, 0.2) == pytest.approx(0.8 * found.rate)
+    cheap = found._replace(entry=entry._replace(worth=0.25))
+    assert score_after(cheap, 0.2) == pytest.approx(0.8 * cheap.score)
 
 
 @needs_twin

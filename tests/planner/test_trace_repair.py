@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from support.planner_options import planner_options
 from trinity.costs.model_shape import MODELS
 from trinity.errors import TraceError
-from trinity.planner import HybridPlanner
+from trinity.planner import HybridPlanner, SearchConfig
 from trinity.planner.trace_repair import leave_out_gaps, prepare_recorded
 from trinity.simulation import compiled_engine
 from trinity.traces import synthesise
@@ -68,6 +69,56 @@ def test_bursts_and_slow_poisson_traffic_have_no_pause() -> None:
             now += noise.expovariate(1 / mean)
             seconds.append(now)
         assert leave_out_gaps(at(*seconds))[1] == 0.0
+
+
+def draw_bursts(noise: random.Random, spread: float) -> tuple[list[float], float, int]:
+    """Draw bursts with pauses of 1 to 1 + ``spread`` hours: the time of each arrival, the sum of pauses, their number.
+
+    Times in seconds.
+    """
+    now, idle, seconds, bursts, mean = 0.0, 0.0, [], noise.randint(2, 60), noise.choice((0.01, 0.07, 1.0))
+    for burst in range(bursts):
+        for _ in range(noise.randint(2, 25)):
+            seconds.append(now)
+            now += noise.uniform(0.5, 1.5) * mean
+        now = seconds[-1] + (pause := 3600 * (1 + noise.uniform(0, spread)) if burst < bursts - 1 else 0.0)
+        idle += pause
+    return seconds, idle, bursts - 1
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
+def test_pauses_of_about_one_length_or_of_many_do_not_hide_one_another(spread: float) -> None:
+    """Hourly bursts of fewer than 20 requests kept all of their pauses, and their goodput fell by 2,000."""
+    for seed in range(40):
+        noise = random.Random(seed)
+        seconds, idle, count = draw_bursts(noise, spread)
+        usual = (seconds[-1] - idle) / (len(seconds) - 1 - count)
+        made, left = leave_out_gaps(at(*seconds))
+        assert left == pytest.approx(idle - count * usual), seed
+        assert made[-1].timestamp / 1000 == pytest.approx(usual * (len(seconds) - 1)), seed
+        assert max(b.timestamp - a.timestamp for a, b in pairwise(made)) <= 1501, seed
+
+
+def test_pauses_that_are_kept_are_said() -> None:
+    """Three batches, each at one instant: nothing tells a usual gap, and one of the two pauses alone was shortened."""
+    batches = at(*(second for second in (0.0, 3600.0, 9000.0) for _ in range(50)))
+    made = prepare_recorded(batches, LLAVA, 0.9)
+    assert sorted({row.timestamp for row in made.trace}) == [0.0, 3.6e6, 9e6]
+    (note,) = made.notes
+    assert note.startswith("Gaps of more than 60 s take 100% of the trace's time and were kept")
+    mixed = at(*(3600.0 * hour + second for hour in range(40) for second in ((0, 0.5) if hour % 2 else (0,))))
+    assert leave_out_gaps(mixed)[1] == 0.0, "a third of the gaps alone is short"
+    assert len(prepare_recorded(mixed, LLAVA, 0.9).notes) == 1
+
+
+def test_slow_traffic_has_no_note() -> None:
+    noise = random.Random(7)
+    for mean in (1.0, 30.0, 60.0, 200.0, 1000.0, 10_000.0):
+        now, seconds = 0.0, []
+        for _ in range(1000):
+            now += noise.expovariate(1 / mean)
+            seconds.append(now)
+        assert prepare_recorded(at(*seconds), LLAVA, 0.9).notes == (), mean
 
 
 @needs_twin
@@ -130,6 +181,47 @@ def test_where_they_are_few_they_are_counted_and_do_not_decide() -> None:
     (note,) = prepare_recorded(beyond(20), LLAVA, 0.9).notes
     assert note.startswith("20 of 400 requests (5.0%)")
     assert "no placement" not in note
+
+
+def few_and_idle(every: int) -> Trace:
+    """200 requests, each ``every``-th beyond the context, and an hour without any: idle for nine tenths of the time."""
+    rows = [TraceRow(timestamp=1000 * n, input_length=100 if n % every else 5000, output_length=5) for n in range(100)]
+    return Trace([*rows, *(row.request_at(row.timestamp + 3.6e6) for row in rows)])
+
+
+@pytest.mark.parametrize(
+    ("every", "share", "decides"),
+    [
+        (10, 0.95, True),
+        (10, 0.9, False),  # exactly as many as may be late
+        (10, 0.5, False),
+        (20, 0.95, False),
+        (5, 0.8, False),
+        (5, 0.81, True),
+        (10, None, False),  # no rate has to hold
+    ],
+)
+def test_the_verdict_is_that_of_the_trials_beside_idle_gaps(every: int, share: float | None, decides: bool) -> None:
+    idle, refused = prepare_recorded(few_and_idle(every), LLAVA, share).notes
+    assert idle.startswith("Idle gaps of")
+    assert ("no placement meets the SLO" in refused) == decides
+    if decides and share:
+        assert f"more than the {100 * (1 - share):.0f}% that may be late" in refused
+
+
+@needs_twin
+@pytest.mark.parametrize(
+    ("objective", "decides"), [("goodput", True), ("throughput", False), ("effective_throughput", False)]
+)
+def test_only_a_goodput_is_decided_by_requests_that_are_never_taken(objective: Any, decides: bool) -> None:
+    rows = [
+        TraceRow(timestamp=100.0 * n, input_length=100 if n % 5 else 5000, output_length=20) for n in range(500)
+    ]  # a fifth
+    slo = None if objective == "throughput" else SLO(2.0, 0.05)
+    search = SearchConfig(seeds=0, least_requests=100)
+    plan = HybridPlanner(LLAVA, slo, instances=1, objective=objective, search=search).plan(Trace(rows))
+    assert plan.met != decides
+    assert ("no placement meets the SLO" in plan.explain()) == decides
 
 
 def test_a_model_of_text_alone_says_so_of_a_trace_of_images() -> None:

@@ -23,11 +23,14 @@ LEADERS = 5  # candidates that may take the place of one on a cliff, beside the 
 MOST_RIVALS = 8  # that are replayed with longer steps
 
 
-def prefer_off_cliff(case: PlanningProblem, searched: StrategyResult, may_choose: bool) -> StrategyResult:
+def prefer_off_cliff(
+    case: PlanningProblem, searched: StrategyResult, may_choose: bool, needed: float = 0.0
+) -> StrategyResult:
     """Measure the best with longer steps; where it stands on a cliff, say so and put the next that does not first.
 
-    ``may_choose``: False leaves the choice as it is, and only says so. Another is preferred only where it serves more
-    with the longest steps. What cannot be replayed on the compiled engine is left as it is.
+    ``may_choose``: False leaves the choice as it is, and only says so. Another is preferred only where it scores more
+    with the longest steps, and reaches ``needed`` (requests/s) with steps as they are, if the best does. What cannot be
+    replayed on the compiled engine is left as it is.
     """
     best = searched.found[0]
     if not best.rate or not _is_compiled(case, best):
@@ -37,9 +40,11 @@ def prefer_off_cliff(case: PlanningProblem, searched: StrategyResult, may_choose
         return searched
     said = _describe(case, best, lost)
     ranked = _rank(case, searched) if may_choose else searched.found
-    rival = _find_sturdier(case, ranked, best) if may_choose else None
+    least = needed if best.rate >= needed else 0.0
+    rival = _find_sturdier(case, ranked, best, least) if may_choose else None
     if rival is None:
-        none = " No other of the leading candidates is better then." if may_choose else ""
+        serves = f"serves {least:g} requests/s and " if least else ""
+        none = f" No other of the leading candidates {serves}is better then." if may_choose else ""
         return searched._replace(found=ranked, notes=(*searched.notes, f"{said}{none}"))
     rest = [each for each in ranked if not is_same_deployment(each, rival)]
     chosen = f"{said} {rival.entry.deployment} is preferred to it, which keeps {_kept(case, rival)}."
@@ -88,8 +93,10 @@ def _rank(case: PlanningProblem, searched: StrategyResult) -> list[SearchResult]
     return [best, *ahead, *(each for each in searched.found if each.entry.deployment not in known)]
 
 
-def _find_sturdier(case: PlanningProblem, ranked: list[SearchResult], best: SearchResult) -> SearchResult | None:
-    searched = (each for each in ranked[1:] if each.exact)
+def _find_sturdier(
+    case: PlanningProblem, ranked: list[SearchResult], best: SearchResult, least: float
+) -> SearchResult | None:
+    searched = (each for each in ranked[1:] if each.exact and each.rate >= least)
     return next((each for each in islice(searched, MOST_RIVALS) if _is_sturdier(case, each, best)), None)
 
 
@@ -99,7 +106,12 @@ def _is_sturdier(case: PlanningProblem, each: SearchResult, best: SearchResult) 
     lost, worst = measure_lost(case, each), measure_lost(case, best)
     if lost is None or worst is None or lost > CLIFF_LOSS:
         return False
-    return each.score * (1 - lost) > best.score * (1 - worst)
+    return score_after(each, lost) > score_after(best, worst)
+
+
+def score_after(found: SearchResult, lost: float) -> float:
+    """Score a candidate that has lost this share of its goodput; what its score subtracts, as a cost, stays whole."""
+    return found.score - lost * found.rate * found.entry.worth
 
 
 def _describe(case: PlanningProblem, best: SearchResult, lost: float) -> str:

@@ -165,7 +165,7 @@ class HybridPlanner:
         if not len(trace):
             raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
         own = self.options
-        recorded = prepare_recorded(trace, self.model, self.asked.share)
+        recorded = prepare_recorded(trace, self.model, None if own.objective in REPLAYED else self.asked.share)
         with ProgressBar(own.progress) as progress:
             return plan_on_long_enough(
                 recorded,
@@ -195,7 +195,8 @@ class HybridPlanner:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
         searched = self._confirm(case, searched)
         if self.options.objective not in REPLAYED and not case.dear:
-            searched = prefer_off_cliff(case, searched, may_choose=self.options.search.strategy != "paper")
+            needed = self.options.rate or 0.0 if self.options.objective == "fewest_instances" else 0.0
+            searched = prefer_off_cliff(case, searched, self.options.search.strategy != "paper", needed)
         return self._write_plan(case, searched, drawn)
 
     def _search(self, case: PlanningProblem) -> StrategyResult:
