@@ -29,6 +29,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
 from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
+from trinity.transport.foreign import contain
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
@@ -201,12 +202,13 @@ class Connector:
 
     async def _read(self, instance: str, pull: Pull) -> dict[str, Any]:
         started, route = time.perf_counter(), self.routes[pull.kind]
+        scheme = route.transport.scheme
         try:
             async with asyncio.timeout(route.timeout_s):
                 remote = await self._remote(instance, pull.source, pull.kind)
                 ready = time.perf_counter()
                 reads = plan_reads(self._memories[instance, pull.kind], pull)
-                moved = sum(await gather_or_cancel(remote.read(*each) for each in reads))
+                moved = sum(await gather_or_cancel(contain(remote.read(*each), scheme) for each in reads))
                 await self._check_fresh(remote, instance, pull)
         except TimeoutError as error:
             text = f"a read of {len(pull.source_blocks)} blocks took more than {route.timeout_s} s"
@@ -225,7 +227,7 @@ class Connector:
 
     async def _check_fresh(self, remote: Remote, instance: str, pull: Pull) -> None:
         """Raise ``OfferRefused`` if the source took the blocks back: their bytes may have changed during the read."""
-        generation = await remote.generation(pull.source_blocks)
+        generation = await contain(remote.generation(pull.source_blocks), self._scheme(instance, pull))
         if generation > pull.generation:
             text = f"{pull.source} took its blocks back (generation {generation}, offered at {pull.generation})"
             raise OfferRefused(text, "stale", self._scheme(instance, pull), pull.source)
@@ -256,7 +258,7 @@ class Connector:
                 descriptor = self._descriptors.get((source, kind))
                 if descriptor is None:
                     raise PeerLost(f"{source} is gone, or has no {kind} blocks", transport.scheme, source)
-                remote = await transport.attach(descriptor, self._memories[instance, kind])
+                remote = await contain(transport.attach(descriptor, self._memories[instance, kind]), transport.scheme)
                 if self._descriptors.get((source, kind)) is not descriptor:
                     self._detach(remote)
                     raise PeerLost(f"{source} was lost while attaching to its pool", transport.scheme, source)
@@ -275,7 +277,7 @@ class Connector:
 
     async def _close(self, each: Remote | Transport) -> None:
         try:
-            await each.aclose()
+            await contain(each.aclose(), getattr(each, "scheme", ""))
         except Exception:
             logger.exception("%r could not be closed", each)
 

@@ -212,6 +212,7 @@ class Pipeline:
         They become ``cost``, for a planner. Weights are shared with instances of this process; ``counts`` are those of
         ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` if nothing can be measured here.
         """
+        self._check_open()
         await self.wait_idle()
         given = (self._serving_config, self.instances, self.processor, self.hosts)
         self.cost = tables = await asyncio.to_thread(loader.profile_copies, *given, path, **counts)

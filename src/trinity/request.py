@@ -225,7 +225,9 @@ def check_request(request: Request) -> Request:
         return msgspec.structs.replace(request, **_plain_fields(request))
     except Unfit as problem:
         raise RequestError(str(problem), _plain_name(request)) from None
-    except Exception as error:  # a value of a foreign type may raise anything when it is read
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a value of a foreign type may raise anything when it is read
         text = f"a field of the request cannot be read ({describe_error(error)})"
         raise RequestError(text, _plain_name(request)) from error
 

@@ -106,6 +106,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Token:
+        aiter(self)
         while not self._tokens:
             if self.done:
                 if self._error is not None:

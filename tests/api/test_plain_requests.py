@@ -226,3 +226,13 @@ def test_counts_of_an_emulated_request_may_be_numpys(changes: dict[str, Any]) ->
 
     work = EmulatedProcessor(MODEL).process(EmulatedRequest(max_tokens=2, **changes)).work
     assert decode(encode(Submit(work))) == Submit(work)
+
+
+def test_a_value_that_leaves_as_it_is_read_ends_its_request_alone() -> None:
+    class Leaves(list[Any]):
+        def __iter__(self) -> Any:
+            raise SystemExit(3)
+
+    with pytest.raises(RequestError, match="cannot be read") as caught:
+        check_request(Request("<image>", images=Leaves([1]), request_id="mine"))
+    assert caught.value.request_id == "mine"

@@ -125,6 +125,8 @@ async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
     options: dict[str, Any] = {"hosting": "process", "dtype": "float32", "pools": {"image": 8, "kv": 32}}
     async with Pipeline(checkpoint("llava"), "EP+D", **pipeline_options({**options, "image_block_size": 64})) as pipe:
         check(await pipe.profile(**FEW), "EPD")
+    with pytest.raises(ClosedError):
+        await pipe.profile(**FEW)
 
 
 async def test_what_cannot_be_measured_is_said() -> None:
