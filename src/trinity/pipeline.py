@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Medium, make_connector
 from trinity.core.frontend import MAX_WAITING_BYTES, Abort, Deliver, End, FrontendCore
-from trinity.core.messages import Failure, PeerDown, PeerLoad, Send, Submit, Tick, Value
+from trinity.core.messages import PeerDown, PeerLoad, Send, Submit, Tick, Value
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -37,7 +37,7 @@ from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request, check_request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHandle, InstanceHost
-from trinity.runtime.shielded_wait import wait_shielded
+from trinity.runtime.shielded_wait import run_to_end, wait_shielded
 from trinity.stream import Stream, make_late_failure, record_end, reduce_deadline
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
@@ -88,6 +88,7 @@ class Pipeline:
     _processor: RequestProcessor | None = None
     _timer: asyncio.TimerHandle | None = None
     _broken: BaseException | None = None
+    _starting: asyncio.Task[None] | None = None
     _closing: asyncio.Task[None] | None = None
 
     def __init__(
@@ -152,17 +153,27 @@ class Pipeline:
         return self._processor
 
     async def start(self) -> None:
-        """Load the weights, profile budgets for the SLO, if there is one, and start the instances."""
+        """Load the weights, profile budgets for the SLO, if there is one, and start the instances.
+
+        Raises ``ClosedError`` if the pipeline is closed meanwhile. A start that fails or is cancelled leaves nothing
+        behind: it returns only once what a thread of it loads is there, and closed.
+        """
         if self._state != "new":
             raise ClosedError("a pipeline starts once; make a new Pipeline")
-        self._state = "starting"
-        self.loop = asyncio.get_running_loop()
+        self._state, self.loop = "starting", asyncio.get_running_loop()
+        self._starting = asyncio.ensure_future(self._start())
         try:
-            await asyncio.to_thread(self._load_processor)
-            await (self._start_processes() if self.hosting == "process" else self._start_threads())
+            await asyncio.wait([self._starting])
+            if self._closing is not None:
+                raise ClosedError("the pipeline was closed while it started")
+            self._starting.result()
         except BaseException:
             await self.aclose()
             raise
+
+    async def _start(self) -> None:
+        await run_to_end(self._load_processor)
+        await (self._start_processes() if self.hosting == "process" else self._start_threads())
         for host in self._reached.values():
             self._frontend.handle(host.announcement(), time.monotonic())
         self._state = "running"
@@ -176,9 +187,7 @@ class Pipeline:
         self.placement.check(self._processor.multimodal)
 
     async def _start_threads(self) -> None:
-        loaded = await asyncio.to_thread(loader.load_instances, self._serving_config, self.instances, self._processor)
-        if self._state != "starting":
-            raise ClosedError("the pipeline was closed while it started")
+        loaded = await run_to_end(loader.load_instances, self._serving_config, self.instances, self._processor)
         self.hosts = loader.make_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
         self._reached.update(self.hosts)
         for host in self.hosts.values():
@@ -215,7 +224,7 @@ class Pipeline:
         self._check_open()
         await self.wait_idle()
         given = (self._serving_config, self.instances, self.processor, self.hosts)
-        self.cost = tables = await asyncio.to_thread(loader.profile_copies, *given, path, **counts)
+        self.cost = tables = await run_to_end(loader.profile_copies, *given, path, **counts)
         return tables
 
     def stream(self, request: Request) -> Stream:
@@ -292,8 +301,8 @@ class Pipeline:
         """Pass an event to the front end, on the loop's thread, and carry out its commands."""
         before = len(self._frontend.entries)
         for command in self._frontend.handle(event, time.monotonic()):
-            if isinstance(command, Deliver):
-                self._deliver(command)
+            if isinstance(command, Deliver) and command.request in self._streams:
+                self._streams[command.request].deliver(command)
             elif isinstance(command, End) and command.request in self._streams:
                 self._streams[command.request].end(command)
             elif isinstance(command, Send):
@@ -301,17 +310,6 @@ class Pipeline:
         self._arm()
         if len(self._frontend.entries) < before:
             self._departed.set()
-
-    def _deliver(self, command: Deliver) -> None:
-        stream = self._streams.get(command.request)
-        if stream is None:
-            return
-        try:
-            stream.deliver(command)
-        except Exception as error:  # a tokenizer may raise anything on a token id that a stage invented
-            text = f"token {command.sampled.token} cannot be decoded to text ({error!r})"
-            stream.end(End(command.request, "error", Failure("RequestError", text)))
-            self.post(Abort(command.request, "cancelled"))
 
     def _arm(self) -> None:
         due = self._frontend.next_timer()
@@ -374,10 +372,13 @@ class Pipeline:
         """
         if self._closing is None:
             self._state = "closed"
+            if self._starting is not None:
+                self._starting.cancel()  # at once: it starts nothing more
             self._closing = asyncio.ensure_future(self._close())
         await wait_shielded(self._closing)
 
     async def _close(self) -> None:
+        await asyncio.gather(*filter(None, [self._starting]), return_exceptions=True)
         if self.auto is not None:
             await self.auto.aclose()
         for stream in list(self._streams.values()):

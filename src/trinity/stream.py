@@ -132,7 +132,18 @@ class Stream:
             self._text = make_text(processed.stop)
 
     def deliver(self, event: Deliver) -> None:
-        """Take the next token. Text that may still change (part of a stop string or of a character) is held back."""
+        """Take the next token. Text that may still change (part of a stop string or of a character) is held back.
+
+        A token that cannot be decoded ends the request with an error.
+        """
+        try:
+            self._take(event)
+        except Exception as error:  # a tokenizer may raise anything on a token id that a stage invented
+            text = f"token {event.sampled.token} cannot be decoded to text ({error!r})"
+            self.end(End(event.request, "error", Failure("RequestError", text)))
+            self._host.post(Abort(event.request, "cancelled"))
+
+    def _take(self, event: Deliver) -> None:
         assert self._text is not None
         if self.done or self._text.stopped:
             return

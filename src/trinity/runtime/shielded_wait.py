@@ -1,9 +1,10 @@
-"""Waits for a future to its end even if the waiting caller is cancelled."""
+"""Waits for a future or a thread's work to its end even if the waiting caller is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import anyio
 
@@ -20,5 +21,12 @@ async def wait_shielded(future: asyncio.Future[T]) -> T:
             except asyncio.CancelledError as error:
                 cancelled = error
     if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # looked at: asyncio would log an error that nobody asked for
         raise cancelled
     return future.result()
+
+
+async def run_to_end(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Run a function on a thread, and wait for its end also if cancelled: nothing stops what a thread has begun."""
+    return await wait_shielded(asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named)))
