@@ -167,12 +167,15 @@ def test_another_tower_inside_a_known_type_is_refused(tower: str, tmp_path: Path
 
 
 def test_another_text_model_inside_a_known_type_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlavaConfig, MistralConfig
+    from transformers import LlavaConfig, MistralConfig, OlmoConfig
 
     assert find_adapter(LlavaConfig(vision_config={"model_type": "clip_vision_model"}))[1]
     assert not find_adapter(LlavaConfig(text_config=MistralConfig()))[1], "known alone, and not inside of LLaVA"
     monkeypatch.setattr(model_types, "registered", {"llava"})
-    assert find_adapter(LlavaConfig(text_config=MistralConfig()))[1], "its author answers for it"
+    assert find_adapter(LlavaConfig(text_config=MistralConfig()))[1], "known, and its author answers for the rest"
+    assert not find_adapter(LlavaConfig(text_config=OlmoConfig()))[1], "nobody has proven it"
+    register_adapter("olmo", ModelAdapter)
+    assert not find_adapter(OlmoConfig())[1], "a registered text model is checked like any other"
 
 
 def test_who_registers_an_adapter_answers_for_its_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ from support.emulated_pipelines import MODEL, POOLS
 from support.lender import ready
 from support.paths import ROOT
 from trinity.emulation.model import EmulatedRequest
+from trinity.errors import ConfigError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote import leftovers
@@ -84,11 +87,9 @@ def test_only_what_is_provably_nobodys_is_cleared(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
     (tmp_path / "trinity-link").symlink_to(elsewhere)
-    (tmp_path / "trinity-pointing").mkdir()
+    (tmp_path / "trinity-pointing").mkdir(0o700)
     (tmp_path / "trinity-pointing" / LOCK).symlink_to(elsewhere / "kept")
-    other = tmp_path / "other-1"
-    other.mkdir()
-    (other / LOCK).touch()
+    make_leftover(tmp_path, "other-1")
     assert clear_leftovers(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "elsewhere",
@@ -101,18 +102,54 @@ def test_only_what_is_provably_nobodys_is_cleared(tmp_path: Path) -> None:
     assert (elsewhere / "kept").exists()
 
 
+def make_leftover(parent: Path, name: str = "trinity-gone") -> Path:
+    """Leave a folder as a killed program does: trinity's own, its lock free."""
+    owned = OwnedFolder(parent)
+    os.close(owned._lock)
+    return owned.path.rename(parent / name)
+
+
+def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for index, (name, content, mode) in enumerate(
+        [("lock", "", 0o700), (LOCK, "", 0o700), (LOCK, "mine", 0o700), (LOCK, None, 0o755)]
+    ):
+        results = make_leftover(tmp_path / "other", f"trinity-results-{index}") if content is None else None
+        results = results or tmp_path / f"trinity-results-{index}"
+        results.mkdir(mode, exist_ok=True)
+        results.chmod(mode)
+        if content is not None:
+            (results / name).write_text(content)
+        (results / "paper.csv").write_text("years of work")
+    for parent in (tmp_path, tmp_path / "other"):
+        assert clear_leftovers(parent) == []
+    assert len(list(tmp_path.rglob("paper.csv"))) == 4
+    (tmp_path / "other" / "trinity-results-3").chmod(0o700)
+    assert clear_leftovers(tmp_path / "other") == [tmp_path / "other" / "trinity-results-3"], "the control"
+
+
+@pytest.mark.parametrize("fails", ["mkdtemp", "write"])
+def test_a_full_disk_is_a_typed_error_that_names_tmpdir(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((tempfile, "mkdtemp") if fails == "mkdtemp" else (os, "write")), full)
+    with pytest.raises(ConfigError, match=r"No space left on device; make room there, or set TMPDIR"):
+        OwnedFolder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_a_link_to_one_with_a_free_lock_is_left_alone(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / LOCK).touch()
+    target = make_leftover(tmp_path, "target")
     (tmp_path / "trinity-link").symlink_to(target)
     clear_leftovers(tmp_path)
     assert (target / LOCK).exists()
 
 
 def test_two_programs_that_clear_at_once_do_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trinity-gone").mkdir()
-    (tmp_path / "trinity-gone" / LOCK).touch()
+    make_leftover(tmp_path)
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [path / "trinity-gone", path / "trinity-gone"])
     assert clear_leftovers(tmp_path) == [tmp_path / "trinity-gone"]
 

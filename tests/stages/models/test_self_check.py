@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.ministral3 import modeling_ministral3
 
 from support.known_classes import declare_known, packs
-from support.text_models import ORIGINAL, build, generate, make_config, make_prompt, serve
+from support.text_models import ORIGINAL, SERVED, build, generate, make_config, make_prompt, serve
 from trinity.errors import UnsupportedModel
+from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.kernels import decoder_layers, fused_elementwise, linear
 from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.models import checks, load_model
+from trinity.stages.kernels.swaps import without_swaps
+from trinity.stages.models import LoadedModel, checks, load_model, registry
+from trinity.stages.models.float32_forward import in_float32
+
+SOON = ("gpt_oss", "mixtral")
 
 kernels = pytest.mark.skipif(
     not fused_elementwise.has_fused_kernels() or not packs(torch.float32), reason="no kernels, or oneDNN packs nothing"
@@ -74,6 +81,109 @@ def test_a_type_that_is_wrong_far_away_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(modeling_ministral3, "get_llama_4_attn_scale", scale)
     with pytest.raises(UnsupportedModel, match=r"'ministral3'.* through a paged cache its logits are [\d.]+ off"):
         load_model(build(tmp_path, "ministral3"), "PD", dtype="float32")
+
+
+def make_wrong(**altered: Any) -> type[TorchAttention]:
+    """Make an attention that multiplies queries, or the scale of its products, by a constant."""
+    query, scale = altered.get("query", 1.0), altered.get("scale", 1.0)
+
+    class Wrong(TorchAttention):
+        def attend(self, rows: Any, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: Any) -> Tensor:
+            changed = replace(params, scale=params.scale * scale)
+            return super().attend(rows, cache, (qkv[0] * query, *qkv[1:]), changed)
+
+    return Wrong
+
+
+@pytest.mark.parametrize("altered", [{"query": 1.1}, {"query": 1.05}, {"scale": 0.95}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_attention_that_is_slightly_wrong_is_refused_in_every_dtype(
+    dtype: str, altered: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(checks, "TorchAttention", make_wrong(**altered))
+    with pytest.raises(UnsupportedModel, match=r"'olmo'.* through a paged cache its logits are [\d.e-]+ off"):
+        load_model(build(tmp_path, "olmo"), "PD", dtype=dtype)
+    assert "kernels" not in caplog.text, "the model is refused without them: they are not to blame"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_epsilon_within_the_paged_path_is_refused(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, own = build(tmp_path, "olmo2"), LoadedModel.forward
+
+    def forward(model: LoadedModel, *given: Any) -> Tensor:
+        model.language.model.norm.variance_epsilon = 0.02
+        try:
+            return own(model, *given)
+        finally:
+            model.language.model.norm.variance_epsilon = model.adapter.text_config.rms_norm_eps
+
+    monkeypatch.setattr(LoadedModel, "forward", forward)
+    with pytest.raises(UnsupportedModel, match=r"through a paged cache its logits are"):
+        load_model(directory, "PD", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_fault_of_half_precision_alone_is_refused(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Coarse(TorchAttention):
+        def attend(self, rows: Any, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: Any) -> Tensor:
+            factor = 1.0 if cache.dtype == torch.float32 else 1.5
+            return super().attend(rows, cache, (qkv[0] * factor, *qkv[1:]), params)
+
+    monkeypatch.setattr(checks, "TorchAttention", Coarse)
+    with pytest.raises(UnsupportedModel, match=r"through a paged cache its logits are"):
+        load_model(build(tmp_path, "olmo"), "PD", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in SERVED]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_text_type_passes_in_half_precision(
+    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known types as well: the check may refuse no honest model."""
+    monkeypatch.setattr(registry, "_TEXT_MODELS", frozenset())
+    assert load_model(build(tmp_path, model_type), "PD", dtype=dtype).language.trinity_checked
+
+
+# ---------------------------------------------------------------- float32, module by module
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_forward_in_float32_is_that_of_a_copy(dtype: str, tmp_path: Path) -> None:
+    """A packed model, whose weights are not where they were, and one of tied embeddings and experts of its own."""
+    for name, fields in (("olmo", {"tie_word_embeddings": True}), ("gpt_oss", {}), ("gemma2", {})):
+        directory = build(tmp_path / name, name, **fields)
+        model = load_model(directory, "PD", dtype=dtype, packed=dtype == "float32").language
+        before = {key: (id(value), value.dtype) for key, value in model.state_dict(keep_vars=True).items()}
+        kinds = [type(each) for each in model.modules()]
+        copy = load_copy(directory, dtype)
+        ids = torch.tensor([make_prompt(20)])
+        with torch.inference_mode(), without_swaps(model), in_float32(model):
+            model.set_attn_implementation("eager")
+            found = model(input_ids=ids, use_cache=False).logits
+            assert torch.allclose(found, copy(input_ids=ids, use_cache=False).logits, atol=1e-4)
+            assert found.dtype == torch.float32
+        assert {key: (id(value), value.dtype) for key, value in model.state_dict(keep_vars=True).items()} == before
+        assert [type(each) for each in model.modules()] == kinds
+        assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def load_copy(directory: Path, dtype: str) -> Any:
+    kind: Any = AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="eager")
+    return model.float()
+
+
+def test_weights_are_back_after_a_forward_that_fails(tmp_path: Path) -> None:
+    model = load_model(build(tmp_path, "olmo"), "PD", dtype="bfloat16").language
+    with pytest.raises(RuntimeError, match="shapes"), in_float32(model), torch.inference_mode():
+        model.model.layers[0].mlp.up_proj(torch.zeros(3, 5))
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
 def test_prompts_begin_before_every_limit() -> None:

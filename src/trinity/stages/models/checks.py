@@ -16,6 +16,7 @@ from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
 from trinity.stages.kernels.swaps import drop_swaps, without_swaps
 from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 
@@ -23,6 +24,7 @@ logger = logging.getLogger("trinity")
 
 _LENGTH, _CUT, _MOST_STARTS = 23, 9, 10
 _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
+_NOISES = 4.0  # the largest honest ratio of 68 text types is 1.08
 _LENGTH_DEPENDENT_ROPE = "longrope"
 
 
@@ -52,39 +54,57 @@ def _rope_types(rope: dict[str, Any]) -> set[str]:
 def self_check(model: LoadedModel) -> None:
     """Compare prefill in chunks and a decode through the paged cache with the model's own forward, near and far.
 
-    The model's own forward runs without trinity's kernels, the paged cache without and with them; kernels that make a
-    difference are taken off, and the log says so. Raises ``UnsupportedModel`` if logits of a prompt differ by more than
-    1e-3 of the largest (more in half precision).
+    Both run in float32 whatever the model's dtype, with the same weights, converted module by module: there a factor of
+    1.01 shows that the noise of bfloat16 would hide. Logits may differ by 1e-3 of the largest. In half precision the
+    paged cache is then compared again in the model's dtype: its middle row may be four times as far from float32 as
+    any row of the model's own forward is. All this is without trinity's kernels; then they are held to the same, and
+    taken off, with a line in the log, if they are further off. Raises ``UnsupportedModel`` if the paged cache differs
+    without them.
     """
     named = f"{model.config.model_type!r} (text model {model.adapter.text_config.model_type!r})"
     try:
-        ids, starts = _prompt(model), _list_starts(model.adapter.text_config)
+        starts = _list_starts(model.adapter.text_config)
+        ids = _make_prompts(model, len(starts))
         with without_swaps(model.language) as swapped:
-            expected = _own_logits(model, ids, starts)
-            error = _compare(_paged_logits(model, ids, starts), expected)
-        slower = swapped and not _is_alike(_compare(_paged_logits(model, ids, starts), expected), model.dtype)
-        if slower:
+            error, allowed, exact = _compare_plain(model, ids, starts)
+        if error <= allowed and swapped and _error_of(_paged_logits(model, ids, starts), exact, model.dtype) > allowed:
             logger.warning("%s runs without kernels: through them its logits differ from its own", named)
             drop_swaps(model.language)
     except Exception as exc:
         raise UnsupportedModel(
-            f"{named} has no adapter, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
+            f"{named} is not known to be exact, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
         ) from exc
-    if not _is_alike(error, model.dtype):
+    if error > allowed:
         raise UnsupportedModel(
-            f"{named} has no adapter, and through a paged cache its logits are {error:.2g} off. {_advice()}"
+            f"{named} is not known to be exact, and through a paged cache its logits are {error:.2g} off. {_advice()}"
         )
 
 
-def _compare(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest of its row."""
+def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tuple[float, float, Tensor]:
+    """Compare without kernels: the error, the error that is allowed, and the model's own logits in float32."""
+    with in_float32(model.language):
+        exact = _own_logits(model, ids, starts)
+        error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
+    if error > _TOLERANCE or model.dtype == torch.float32:
+        return error, _TOLERANCE, exact
+    noise = float(_row_errors(_own_logits(model, ids, starts), exact).max())
+    error = _error_of(_paged_logits(model, ids, starts), exact, model.dtype)
+    return error, min(1.0, max(_TOLERANCE, _NOISES * noise)), exact  # noise is infinite beyond float16
+
+
+def _row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference of each row's logits, relative to the largest of the row: [3, starts]."""
     off, largest = (found - expected).abs().amax(-1), expected.abs().amax(-1).clamp(min=1.0)
-    return float((off / largest).nan_to_num(torch.inf).max())
+    return (off / largest).nan_to_num(torch.inf).view(3, -1)
 
 
-def _is_alike(error: float, dtype: torch.dtype) -> bool:
-    coarser = max(1.0, torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
-    return error < _TOLERANCE * float(coarser**0.5)
+def _error_of(found: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """Return the error that counts: of any row in float32, else of the middle row.
+
+    In half precision rounding may choose other experts for a few rows, which are then far off and not wrong.
+    """
+    errors = _row_errors(found, exact)
+    return float(errors.max() if dtype == torch.float32 else errors.median())
 
 
 def _list_starts(text: Any) -> list[int]:
@@ -99,10 +119,13 @@ def _advice() -> str:
     return f"Known: {', '.join(known_models())}. {HOW_TO_ADD}"
 
 
-def _prompt(model: LoadedModel) -> np.ndarray:
+def _make_prompts(model: LoadedModel, count: int) -> np.ndarray:
+    """Make prompts [count, 24]: each differs, lest rounding choose other experts in all of them at once."""
     vocabulary = int(model.adapter.text_config.vocab_size)
     allowed = np.setdiff1d(np.arange(vocabulary), list(model.media_token_ids))
-    return allowed[(np.arange(_LENGTH + 1) * 7919 + 13) % len(allowed)]
+    places = np.arange(count)[:, None] * 104_729 + np.arange(_LENGTH + 1) * 7919 + 13
+    found: np.ndarray = allowed[places % len(allowed)]
+    return found
 
 
 @torch.inference_mode()
@@ -110,25 +133,28 @@ def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tenso
     """Compute [3 * starts, vocabulary]: logits after each cut, for the prompt from each start."""
     set_attention(model.language, model.adapter, "eager")
     try:
-        given = torch.from_numpy(ids).to(model.device).expand(len(starts), -1)
-        places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(len(ids), device=model.device)
+        given = torch.from_numpy(ids).to(model.device)
+        places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
         logits: Tensor = model.language(input_ids=given, position_ids=places, use_cache=False).logits
     finally:
         set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()
 
 
-def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tensor:
+def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None = None) -> Tensor:
     shape, axes, backend = model.kv_shape(), model.adapter.axes, TorchAttention()
     height, count = shape.shape[3], len(starts)
-    kv = torch.zeros((1 + 3 * count, *shape.shape), dtype=shape.dtype, device=model.device)
+    kv = torch.zeros((1 + 3 * count, *shape.shape), dtype=dtype or shape.dtype, device=model.device)
     tables = 1 + np.arange(3 * count).reshape(3, count).T
     at, last = np.arange(_LENGTH + 1), np.full(count, _LENGTH)
     parts = [
-        [Chunk(ids[low:high], start + at[low:high], low, table) for start, table in zip(starts, tables, strict=True)]
+        [
+            Chunk(prompt[low:high], start + at[low:high], low, table)
+            for prompt, start, table in zip(ids, starts, tables, strict=True)
+        ]
         for low, high in _CUTS
     ]
-    decodes = Decodes(ids[last], np.array(starts) + last, last + 1, tables)
+    decodes = Decodes(ids[:, _LENGTH], np.array(starts) + last, last + 1, tables)
     steps = [*((NO_DECODES, chunks) for chunks in parts), (decodes, list[Chunk]())]
     batches = [build_batch(rows, chunks, height, axes, model.device) for rows, chunks in steps]
     return torch.cat([model.forward(batch, kv, None, backend) for batch in batches]).float()

@@ -43,9 +43,10 @@ def is_known_text(adapter: ModelAdapter) -> bool:
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
-    """Register ``adapter`` for ``model_type`` in this process; its models skip the self-check.
+    """Register ``adapter`` for ``model_type`` in this process.
 
-    Who registers one answers for its towers and text models: nothing of them is compared with ``generate()`` here.
+    Who registers one answers for its towers and for how its media are laid out: nothing of them is compared with
+    ``generate()`` here. Its text model passes the self-check at load, unless it is known to be exact.
     """
     _adapters[model_type] = adapter
     model_types.registered.add(model_type)
@@ -81,7 +82,7 @@ def find_adapter(config: Any) -> tuple[ModelAdapter, bool]:
 def _is_proven_text(model_type: str, text: str) -> bool:
     if model_type in PROVEN and model_type not in model_types.registered:
         return text == PROVEN[model_type].text
-    return text == model_type or text in _TEXT_MODELS
+    return text in _TEXT_MODELS
 
 
 def _from_entry_point(model_type: str) -> type[ModelAdapter] | None:
