@@ -46,7 +46,7 @@ def text(count: int = 250) -> Trace:
 
 
 def planner(instances: int = 3, slo: SLO | None = SLOW, **options: Any) -> HybridPlanner:
-    usual = {"seeds": 0, "least_requests": 250, "engine": "eager"}
+    usual = {"seeds": 0, "least_requests": 250, **({} if "cluster" in options else {"engine": "eager"})}
     return HybridPlanner(LLAVA, slo, instances=instances, **planner_options({**usual, **options}))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from trinity.planner.evaluate import count_late, find_busiest_stage, find_late_s
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.objectives import offer_at_once, score_effective_throughput, score_throughput
 from trinity.planner.progress import ProgressBar, is_display_watched
-from trinity.simulation.simulator import Replay
+from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces import synthesise
 from trinity.traces.goodput import RequestOutcome, score_outcomes
 from trinity.traces.trace import SLO, Trace, TraceRow
@@ -265,9 +267,52 @@ def test_a_pipe_sees_no_bar_a_terminal_and_a_notebook_do(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("strategy", r"a field of search=SearchConfig\(strategy="), ("strateg", "")]
+    ("name", "says"),
+    [("strategy", r"a field of search=SearchConfig\(strategy="), ("strateg", ""), ("step_factor", "longer_steps")],
 )
 def test_an_option_that_is_not_the_planners_says_where_it_belongs(name: str, says: str) -> None:
     asked: dict[str, Any] = {name: "bayesian"}
     with pytest.raises(TypeError, match=rf"HybridPlanner\(\) got an unexpected keyword argument '{name}'.*{says}"):
         HybridPlanner("llava-1.5-7b", SLO(2.0, 0.08), instances=2, **asked)
+
+
+ODD: tuple[Any, ...] = ("x", None, True, [1], {}, object(), float("nan"), -1, 10**400)
+TYPED = ("memory_share", "max_waiting", "interference", "depth", "ask", "lanes", "routing", "backend", "reservation")
+
+
+@pytest.mark.parametrize("name", [*TYPED, "rules", "budgets", "transfers"])
+def test_an_option_of_a_wrong_type_is_typed_from_both_doors(name: str) -> None:
+    """Each odd value is an option that works, or is refused by its name: none ends in Python's own exceptions."""
+    said: list[str] = []
+    for value in ODD:
+        asked: dict[str, Any] = {name: value}
+        with collected(said):
+            HybridPlanner(LLAVA, SECOND, instances=2, **asked)
+        with collected(said):
+            Simulator(LLAVA, SECOND, cluster=Cluster.of("H100", 2), **asked).check("1EP1D")
+    assert len(said) >= 8
+    assert all(name.split("_")[0] in each for each in said), said
+
+
+@contextmanager
+def collected(said: list[str]) -> Iterator[None]:
+    """Collect what a ``ConfigError`` says."""
+    try:
+        yield
+    except ConfigError as error:
+        said.append(str(error))
+
+
+@pytest.mark.parametrize("value", ["a", None, True, [1]])
+def test_a_step_factor_that_is_no_number_is_typed(value: Any) -> None:
+    with pytest.raises(ConfigError, match="step_factor is a number above 0"):
+        Simulator(LLAVA, SECOND, cluster=Cluster.of("H100", 1), step_factor=value)
+
+
+@pytest.mark.parametrize("beside", [{"device": "A100"}, {"engine": "eager"}, {"device": {"H100": 2}}])
+def test_a_cluster_has_its_devices_and_their_engine(beside: dict[str, Any]) -> None:
+    """They were ignored: a plan for an eager engine was one for graphs."""
+    with pytest.raises(ConfigError, match=r"not read beside cluster=.*leave them out"):
+        HybridPlanner(LLAVA, SECOND, cluster=Cluster.of("H100", 2), **beside)
+    own: dict[str, Any] = {"device": "H100", "engine": "graphs"}
+    assert HybridPlanner(LLAVA, SECOND, cluster=Cluster.of("H100", 2, engine="eager"), **own).hardware.kinds

@@ -17,6 +17,7 @@ from trinity.errors import ConfigError, TraceTooShort, UnknownName
 from trinity.planner import HybridPlanner, Plan
 from trinity.planner.algorithm2 import choose_placements, memory_bound
 from trinity.planner.hardware import Hardware, cluster_of
+from trinity.planner.prices import label_devices
 from trinity.planner.problem import GoodputCriterion, PlanningProblem
 from trinity.planner.resample import MOST_DRAWN, DrawnTrace, plan_on_long_enough
 from trinity.planner.search import search_above, search_to_end
@@ -84,6 +85,41 @@ def test_a_table_measured_on_a_cpu_is_not_labelled_h100() -> None:
     assert "H100" not in found.explain().splitlines()[0]
     assert "only the memory is that of H100" in found.explain()
     assert "Engine assumed on AMD EPYC x 1: measured (tables profiled)" in found.explain()
+
+
+def tables(device: str) -> CostTables:
+    curves = StepCost.from_samples({1: 0.01, 64: 0.03}, {1: 0.01, 1024: 0.1}, {576: 0.02, 5760: 0.1})
+    return CostTables(model="llava", device=device, dtype="float32", source="profiled", costs=((1, curves),))
+
+
+@needs_twin
+def test_candidates_bear_the_label_of_the_measurements_too() -> None:
+    """Of a fewest_instances plan the best alone was said to run on an H100."""
+    found = plan(cost=tables("AMD EPYC x 1"), instances=3, objective="fewest_instances", rate=0.5)
+    assert {name for each in found.candidates for name in each.devices} == {"AMD EPYC x 1"}
+    assert "on 1 x AMD EPYC x 1" in found.explain().splitlines()[0]
+    assert "H100" not in found.explain().splitlines()[0]
+
+
+@needs_twin
+def test_kinds_that_share_their_measurements_are_told_apart_and_priced_once() -> None:
+    found = plan(cost=tables("AMD EPYC x 1"), instances=None, cluster=Cluster.of(("H100", 1), ("L40S", 1)))
+    own = {f"AMD EPYC x 1 (memory of {name})" for name in ("H100", "L40S")}
+    assert set(found.devices) == own
+    assert {name for each in found.candidates for name in each.devices} == own
+    assert len({(each.placement, each.devices) for each in found.candidates}) == len(found.candidates)
+    for text in (found.explain(), str(found)):
+        assert text.count("Engine assumed on AMD EPYC x 1") == 1
+
+
+def test_labels_are_unique() -> None:
+    devices = {name: DEVICES[name] for name in ("H100", "L40S", "A100")}
+    here = {name: Roofline(model=LLAVA, device=each) for name, each in devices.items()}
+    assert label_devices(devices, here) == {name: name for name in devices}
+    assert label_devices(devices, {**here, "H100": tables("cpu")}) == {"H100": "cpu", "L40S": "L40S", "A100": "A100"}
+    borrowed = label_devices(devices, {**here, "H100": tables("L40S")})
+    assert borrowed == {"H100": "L40S (memory of H100)", "L40S": "L40S", "A100": "A100"}
+    assert len(set(label_devices(devices, dict.fromkeys(devices, tables("A100"))).values())) == 3
 
 
 # ---------------------------------------------------------------- Algorithm 2

@@ -74,6 +74,15 @@ def check_struct(struct: msgspec.Struct) -> None:
                 msgspec.structs.force_setattr(struct, name, value)
 
 
+def check_keywords(kind: type, given: Mapping[str, object]) -> dict[str, Any]:
+    """Return arguments that a constructor is to get later as its annotations have them; one without passes as it is.
+
+    Raises ``ConfigError``.
+    """
+    hints = _hints(vars(kind)["__init__"])
+    return {name: check_value(name, value, hints.get(name, Any)) for name, value in given.items()}
+
+
 def check_value(name: str, value: object, hint: Any) -> Any:
     """Return ``value`` as ``hint`` has it. Raises ``ConfigError`` if it is of another type or out of bounds."""
     try:

@@ -36,7 +36,7 @@ def make_candidate(case: PlanningProblem, found: SearchResult) -> Candidate:
     return Candidate(
         placement=str(deployment),
         method=deployment.method,
-        devices=deployment.devices if mixed else (),
+        devices=tuple(case.hardware.labels[name] for name in deployment.devices) if mixed else (),
         exact=found.exact,
         score=found.score if found.exact else None,
         goodput={rule: found.rate} if found.exact and (found.value is None or found.step is not None) else {},

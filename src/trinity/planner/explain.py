@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trinity.placement import Placement
-from trinity.planner.prices import describe_prices
+from trinity.planner.prices import list_prices
 
 if TYPE_CHECKING:
     from trinity.planner.plan import Candidate, Plan
@@ -77,7 +77,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"SLO: first token within {plan.slo.ttft:g} s, {plan.slo.tbt:g} s between tokens."
     trace = plan.trace
     yield f"Planned on {trace.requests:,} requests, {trace.image_share:.0%} of them with images."
-    yield from map(describe_prices, plan.priced)
+    yield from list_prices(plan.priced)
     if plan.met:
         yield from _compare_lines(plan)
         yield from _spread_lines(plan)

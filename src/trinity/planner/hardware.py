@@ -12,11 +12,14 @@ import msgspec
 
 from trinity.core.scheduler import BatchRules
 from trinity.costs.cluster import Cluster
+from trinity.costs.engines import DEFAULT_ENGINE, Engine
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_device
 from trinity.errors import ConfigError
+from trinity.errors.arguments import check_keywords
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
+from trinity.planner.prices import label_devices
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.search_space import simulator_options
 from trinity.simulation.screening_table import StandIn
@@ -24,15 +27,36 @@ from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO
 
 Devices = str | Device | Mapping[str | Device, int]
-_SIMULATED = inspect.signature(Simulator).parameters.keys()
+DEFAULT_DEVICE = "H100"
+_SIMULATED = inspect.signature(Simulator).parameters.keys() - {"step_factor"}
 
 
-def check_option_names(options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a planner's option that no simulator has, and say where it belongs."""
-    elsewhere = {field.name for field in fields(SearchConfig)}
+def check_simulator_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a planner's options of its simulators, each of its type.
+
+    Raises ``TypeError`` for one that no simulator has or a plan sets itself, and says where it belongs; ``ConfigError``
+    for a value of another type or out of bounds.
+    """
+    hints = {field.name: f": it is a field of search=SearchConfig({field.name}=...)" for field in fields(SearchConfig)}
+    hints["step_factor"] = ": a plan tries longer steps itself (Candidate.longer_steps); a Simulator takes it"
     for name in sorted(options.keys() - _SIMULATED):
-        hint = f": it is a field of search=SearchConfig({name}=...)" if name in elsewhere else ""
-        raise TypeError(f"HybridPlanner() got an unexpected keyword argument {name!r}{hint}")
+        raise TypeError(f"HybridPlanner() got an unexpected keyword argument {name!r}{hints.get(name, '')}")
+    return check_keywords(Simulator, options)
+
+
+def choose_cluster(cluster: Cluster | None, device: Devices, instances: int | None, engine: Engine) -> Cluster:
+    """Return the cluster that is given, or one of these devices, as ``cluster_of``.
+
+    Raises ``ConfigError`` for a device or an engine beside a cluster, whose devices have theirs.
+    """
+    if cluster is None:
+        return cluster_of(device, instances, engine=engine)
+    if (device, engine) != (DEFAULT_DEVICE, DEFAULT_ENGINE):
+        raise ConfigError(
+            f"device={device!r} and engine={engine!r} are not read beside cluster=, whose devices have their engine: "
+            'leave them out, and say Cluster.of("H100", 8, engine="eager")'
+        )
+    return cluster
 
 
 def cluster_of(device: Devices, instances: int | None, **links: Any) -> Cluster:
@@ -75,6 +99,7 @@ class Hardware:
             name: Kind.of(each, cost_for_device(each, model, cost), self.memory_share)
             for name, each in self.by_name.items()
         }
+        self.labels = label_devices(self.by_name, {name: kind.cost for name, kind in self.kinds.items()})
         self._simulators: dict[tuple[Any, ...], Simulator] = {}
         self._fitting: dict[tuple[str, str], str] = {}
 

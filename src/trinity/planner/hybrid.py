@@ -27,7 +27,7 @@ from trinity.planner.evaluate import (
     make_candidate,
     verify_on_cores,
 )
-from trinity.planner.hardware import Devices, Hardware, check_option_names, cluster_of
+from trinity.planner.hardware import DEFAULT_DEVICE, Devices, Hardware, check_simulator_options, choose_cluster
 from trinity.planner.objectives import (
     ReplayScorer,
     offer_at_once,
@@ -36,7 +36,7 @@ from trinity.planner.objectives import (
     search_by_replay,
 )
 from trinity.planner.plan import Candidate, Objective, Plan
-from trinity.planner.prices import iter_borrowed, name_measured, price_steps
+from trinity.planner.prices import iter_borrowed, price_steps
 from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
 from trinity.planner.progress import ProgressBar, Report
 from trinity.planner.race import reaches
@@ -81,7 +81,7 @@ class HybridPlanner:
     - ``instances`` (count, None) of ``device`` ("H100"): a name, a ``Device``, or counts of each by name.
     - ``engine`` ("graphs"): what runs the steps on devices given by name; "eager" launches each kernel by itself, with
       20 ms a pass in place of 1 ms (``trinity.costs.engines.ENGINES``).
-    - ``cluster`` (None): in place of these, devices with hosts and links.
+    - ``cluster`` (None): in place of these, devices with hosts and links. Device and engine are refused beside it.
     - ``cost`` (None): measured tables in place of the devices' rooflines, for all of them or by name.
     - ``objective`` ("goodput"): "goodput"; "goodput_per_cost", with any choice of the devices; "fewest_instances" that
       serve ``rate``; "throughput", all requests at once; "effective_throughput", tokens/s a device in time at ``rate``,
@@ -91,7 +91,7 @@ class HybridPlanner:
     - ``search`` (``SearchConfig()``): strategy, seeds, and what is done about short traces.
     - ``progress`` (None): called as ``progress(replays, what)``; None shows a bar in a terminal or notebook.
     - ``options``: those of ``trinity.simulation.simulator.Simulator``: rules, budgets, routing, lanes, interference,
-      transfers, memory_share, backend.
+      transfers, memory_share, backend; not ``step_factor``.
 
     Raises ``ConfigError`` (``UnknownName``) for what cannot be asked, and where the model fits no device.
 
@@ -107,7 +107,7 @@ class HybridPlanner:
         slo: SLO | None,
         *,
         instances: Annotated[Whole, Meta(le=65_536)] | None = None,
-        device: Devices = "H100",
+        device: Devices = DEFAULT_DEVICE,
         engine: Engine = DEFAULT_ENGINE,
         cluster: Cluster | None = None,
         cost: CostModel | Mapping[str, CostModel] | None = None,
@@ -121,9 +121,9 @@ class HybridPlanner:
         progress: Report | None = None,
         **options: Any,
     ) -> None:
-        check_option_names(options)
+        options = check_simulator_options(options)
         self.model = get_model_shape(model) if isinstance(model, str) else model
-        found = cluster_of(device, instances, engine=engine) if cluster is None else cluster
+        found = choose_cluster(cluster, device, instances, engine)
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
             raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")
         self.most = found.size if instances is None else min(instances, found.size)
@@ -360,7 +360,7 @@ class HybridPlanner:
             strategy=own.search.strategy,
             rule=self.asked.rule,
             slo=self.slo,
-            devices=tuple(name_measured(devices[name], costs[name]) for name in self._devices),
+            devices=tuple(self.hardware.labels[name] for name in self._devices),
             priced=tuple(price_steps(devices[name], costs[name], case.bounds.load) for name in devices),
             best=described,
             candidates=(described, *shown),

@@ -21,7 +21,7 @@ from trinity.planner.explain import (
     headline,
     is_same_candidate,
 )
-from trinity.planner.prices import PricedSteps, describe_prices
+from trinity.planner.prices import PricedSteps, list_prices
 from trinity.tables import Table, as_html, as_text
 from trinity.traces.goodput import RatePoint
 from trinity.traces.statistics import TraceStatistics
@@ -38,8 +38,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One placement and its figures.
 
     - ``placement``, ``method``: as text.
-    - ``devices``: names, one for each of ``Placement.parse(placement).instances()``, in that order; empty where they
-      are the plan's and all equal.
+    - ``devices``: names as in the plan's, one for each of ``Placement.parse(placement).instances()``, in that order;
+      empty where they are the plan's and all equal.
     - ``exact``: true if it was searched to the end. Otherwise ``score`` and ``goodput`` are empty.
     - ``score``: in the plan's objective, higher is better.
     - ``goodput`` (requests/s): by rule.
@@ -96,7 +96,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a planner.
 
-    - ``model``, ``objective``, ``strategy``, ``rule``, ``devices``: as the planner's.
+    - ``model``, ``objective``, ``strategy``, ``rule``: as the planner's.
+    - ``devices``: names, of what the steps were measured on where they were.
     - ``slo``: None where the objective has none.
     - ``best``: the candidate to run.
     - ``candidates``: the best, then the others by their scores; one that stands on a cliff may have a higher score than
@@ -199,7 +200,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def _lines(self) -> list[str]:
         more = len(self.candidates) - SHOWN
         lines = [f"{more} more candidates: plan.candidates"] if more > 0 else []
-        return [*lines, *map(describe_prices, self.priced), *(f"note: {note}" for note in self.notes)]
+        return [*lines, *list_prices(self.priced), *(f"note: {note}" for note in self.notes)]
 
     def __str__(self) -> str:
         return "\n".join([headline(self), as_text(self._table()), *self._lines()])

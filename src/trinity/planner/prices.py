@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -63,6 +64,24 @@ def name_engine(device: Device, cost: CostModel) -> tuple[str, str]:
 def name_measured(device: Device, cost: CostModel) -> str:
     """Name the device whose steps these are: that of the measurements, where there are some."""
     return cost.device if isinstance(cost, CostTables) else device.name
+
+
+def label_devices(devices: Mapping[str, Device], costs: Mapping[str, CostModel]) -> dict[str, str]:
+    """Label each kind of device as a plan prints it: by where its steps were measured, if they were, else by its name.
+
+    Kinds that would share a label are told apart by what is their own: "AMD EPYC (memory of H100)".
+    """
+    measured = {name: name_measured(device, costs[name]) for name, device in devices.items()}
+    kinds = Counter(measured.values())
+    return {
+        name: f"{label} (memory of {name})" if kinds[label] > 1 and label != name else label
+        for name, label in measured.items()
+    }
+
+
+def list_prices(priced: Iterable[PricedSteps]) -> list[str]:
+    """List the sentences on each kind of device, equal ones once."""
+    return list(dict.fromkeys(map(describe_prices, priced)))
 
 
 def describe_prices(priced: PricedSteps) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from typing import Annotated
 
 import msgspec
 
-from trinity.core.instance.settings import Reservation, check_depth, check_reservation
+from trinity.core.instance.settings import Reservation, check_depth
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
@@ -28,6 +29,7 @@ from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
 from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
@@ -74,6 +76,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         return {name: {stage: busy / span for stage, busy in each.items()} for name, each in self.busy_s.items()}
 
 
+@check_arguments
 class Simulator:
     """Replays traces on placements of one model on one cluster.
 
@@ -114,14 +117,14 @@ class Simulator:
         budgets: StepBudgets | Mapping[str, StepBudgets] | None = None,
         routing: str = "round_robin",
         lanes: Sequence[str] = ("joint",),
-        interference: float | None = None,
+        interference: Annotated[float, msgspec.Meta(ge=1)] | None = None,
         transfers: TransferPolicy | None = None,
-        memory_share: float = 0.9,
-        max_waiting: int = 1024,
+        memory_share: Share = 0.9,
+        max_waiting: Whole = 1024,
         reservation: Reservation = "full",
-        ask: int = 0,
+        ask: Count = 0,
         depth: int = 1,
-        step_factor: float = 1.0,
+        step_factor: Positive = 1.0,
         backend: str = "auto",
     ) -> None:
         self.model = get_model_shape(model) if isinstance(model, str) else model
@@ -141,18 +144,9 @@ class Simulator:
             raise UnknownName("backend", self.backend, SIMULATOR_BACKENDS)
         if self.lanes not in LANE_LAYOUTS:
             raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {self.lanes!r}")
-        if not 1 <= self.interference < inf:
+        if not 1 <= self.interference < inf:  # the costs' own
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"memory_share lies above 0 and at most at 1, got {self.memory_share!r}")
-        check_reservation(self.reservation)
         check_depth(self.depth)
-        if not 0 < self.step_factor < inf:
-            raise ConfigError(f"step_factor is a positive number, got {self.step_factor!r}")
-        if self.ask < 0:
-            raise ConfigError(f"ask is a number of tokens, got {self.ask}")
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting is at least 1, got {self.max_waiting}")
         self.informed = bool(getattr(routing_policy(self.routing), "informed", False))
 
     def check(self, placement: Placement | str) -> None:
