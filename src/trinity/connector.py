@@ -17,6 +17,7 @@ from trinity.core.transfers import gigabytes_a_second, should_cut
 from trinity.errors import (
     ClosedError,
     ConfigError,
+    LayoutMismatch,
     OfferRefused,
     PeerLost,
     TransferTimeout,
@@ -111,15 +112,21 @@ class Connector:
     def bind(self, instance: str, memories: Mapping[str, BlockMemory]) -> dict[str, bytes]:
         """Publish an instance's pools; return their descriptors by kind.
 
-        Raises ``ConfigError`` if another pipeline uses this connector.
+        Raises ``ConfigError`` if another pipeline uses this connector, and what a transport raises that cannot publish
+        a pool; none of them is bound then.
         """
+        self.check_unbound(instance)
+        published = {kind: self.routes[kind].transport.publish(memory) for kind, memory in memories.items()}
+        for kind, memory in memories.items():
+            self._memories[instance, kind] = memory
+            self._descriptors[instance, kind] = published[kind]
+        return published
+
+    def check_unbound(self, instance: str) -> None:
+        """Raise ``ConfigError`` if no instance of this name can be bound."""
         if self._closed or any(name == instance for name, _ in self._memories):
             text = f"is closed, or has an instance {instance}: a Connector serves one pipeline, make one for each, "
             raise ConfigError(f"the connector {text}and give each instance a name of its own")
-        for kind, memory in memories.items():
-            self._memories[instance, kind] = memory
-            self._descriptors[instance, kind] = self.routes[kind].transport.publish(memory)
-        return {kind: self._descriptors[instance, kind] for kind in memories}
 
     def introduce(self, peer: str, pools: Mapping[str, bytes]) -> None:
         """Add a peer in another process: the descriptors of its pools, by kind."""
@@ -168,7 +175,8 @@ class Connector:
 
         ``rows``: how many rows the blocks hold, so that the empty ones of the last block need not move; None: all.
         Returns the record of the move. Raises ``ConfigError`` for pools of two kinds or rows that these blocks do not
-        have, ``TransportError`` where the blocks did not arrive, and ``ClosedError``.
+        have, ``LayoutMismatch`` for blocks of two shapes or dtypes, ``TransportError`` where the blocks did not arrive,
+        and ``ClosedError``.
         """
         if self._closed:
             raise ClosedError("the connector is closed")
@@ -179,6 +187,8 @@ class Connector:
             raise ClosedError(f"a pool of {kind} blocks is closed: the stage that it belongs to has ended")
         if target.kind != kind:
             raise ConfigError(f"{kind} blocks do not fit a pool of {target.kind} blocks")
+        if str(source.shape) != str(target.shape):  # blocks of as many bytes would move and mean something else
+            raise LayoutMismatch(f"blocks of {_layout(source)} do not fit a pool of {_layout(target)}")
         if rows is not None and -(-rows // height) != len(blocks):
             raise ConfigError(f"{rows} rows are not in {len(blocks)} blocks of {height}")
         check_block_numbers(self.routes[kind].transport.scheme, "source", blocks, source.blocks)
@@ -280,6 +290,10 @@ class Connector:
             await contain(each.aclose(), getattr(each, "scheme", ""))
         except Exception:
             logger.exception("%r could not be closed", each)
+
+
+def _layout(memory: BlockMemory) -> str:
+    return f"{memory.shape.dtype} {list(memory.shape.shape)}"
 
 
 def make_routes(

@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
+import torch
+
 from trinity.connector import Connector
 from trinity.core.messages import Pull, Pulled
-from trinity.memory.block_memory import BlockMemory
+from trinity.errors import LayoutMismatch
+from trinity.memory.block_memory import BlockMemory, BlockShape
 
 
 class FakeRemote:
@@ -34,9 +38,13 @@ class FakeTransport:
         self.gate = asyncio.Event()
         self.gate.set()
         self.attached: list[bytes] = []
-        self.closed = 0
+        self.closed = self.published = 0
+        self.refusing = False
 
     def publish(self, memory: BlockMemory) -> bytes:
+        self.published += 1
+        if self.refusing and self.published % 2:  # the second of two pools
+            raise OSError("no room")
         return b"ours"
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> FakeRemote:
@@ -103,4 +111,29 @@ async def test_one_that_hangs_does_not_hold_up_the_others() -> None:
     transport.gate.set()
     assert (await hanging).failure is None
     assert (await other).failure is None
+    await made.aclose()
+
+
+@pytest.mark.parametrize("medium", ["inproc", "shm"])
+async def test_blocks_of_as_many_bytes_but_another_dtype_or_shape_do_not_move(medium: str) -> None:
+    made, shape = Connector(medium), (2, 2, 1, 4, 8)
+    source = BlockMemory(BlockShape("kv", shape, torch.float16), 4, shared=True)
+    for other in (BlockShape("kv", shape, torch.bfloat16), BlockShape("kv", (2, 2, 2, 4, 4), torch.float16)):
+        target = BlockMemory(other, 4, shared=True)
+        assert target.block_bytes == source.block_bytes
+        with pytest.raises(LayoutMismatch, match=r"float16.* \[2, 2, 1, 4, 8\]"):
+            await made.move(source, [0], target, [0])
+        target.close()
+    source.close()
+    await made.aclose()
+
+
+async def test_what_could_not_be_published_is_not_bound() -> None:
+    made, transport = await connector()
+    transport.refusing = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="no room"):
+            made.bind("D1", {"image": cast(BlockMemory, None), "kv": cast(BlockMemory, None)})
+    transport.refusing = False
+    assert made.bind("D1", {"kv": cast(BlockMemory, None)}) == {"kv": b"ours"}
     await made.aclose()

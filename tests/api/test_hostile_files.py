@@ -7,8 +7,10 @@ import errno
 import gzip
 import os
 import resource
+import stat
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,12 +213,95 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert said[3] == "['filler']", "nothing half written is left"
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     write_file(path, b"old")
     with pytest.raises(ConfigError, match="cannot write"):
         write_file(tmp_path / "no-such-folder" / "plan.json", b"new")
-    (tmp_path / f"plan.json.{os.getpid()}.part").mkdir()
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "none"))
     with pytest.raises(ConfigError, match="cannot write"):
         write_file(path, b"new")
     assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("path", ["", "/", ".", "a\0b", None, 3.5, "n" * 300, "half \ud800"], ids=repr)
+def test_a_name_that_is_none_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_file(path, b"x")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    write_file(tmp_path / ("n" * 255), b"x")
+    assert [len(name) for name in os.listdir(tmp_path)] == [255]
+
+
+def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    real, link, new = tmp_path / "folder" / "real.json", tmp_path / "link.json", tmp_path / "new.json"
+    real.write_bytes(b"old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    new.symlink_to("folder/made.json")
+    write_file(link, b"x")
+    write_file(new, b"y")
+    assert (link.is_symlink(), real.read_bytes(), real.stat().st_mode & 0o777) == (True, b"x", 0o640)
+    assert (new.is_symlink(), (tmp_path / "folder" / "made.json").read_bytes()) == (True, b"y")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link.json", "new.json"]
+
+
+def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+    """As root a rename would put a file in the place of a device, for every program."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="cannot write"):  # nobody reads: it would wait
+        write_file(pipe, b"x")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, b"content")
+    assert os.read(reader, 100) == b"content"
+    (tmp_path / "link").symlink_to(pipe)
+    write_file(tmp_path / "link", b"more")
+    assert os.read(reader, 100) == b"more"
+    os.close(reader)
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    done = subprocess.run([sys.executable, "-c", STDOUT], capture_output=True, check=True, env={**os.environ, **PATHS})
+    assert done.stdout == b"said"
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+PATHS = {"PYTHONPATH": str(ROOT / "src")}
+STDOUT = "from trinity.errors.files import write_file; write_file('/dev/stdout', b'said')"
+
+
+@pytest.mark.parametrize("padding", [b"", b"\0" * 3, b"\0" * 70_000])
+def test_each_member_of_gzip_is_read_once(padding: bytes) -> None:
+    """Bytes that are decompressed are counted: each was copied once for every member before it."""
+    parts = [os.urandom(size) for size in (0, 1, 700, 100_000, 3_000_000, 5)]
+    whole = b"".join(gzip.compress(part, 1) + padding for part in parts)
+    assert unzip(whole, "x") == b"".join(parts)
+    for cut in (len(whole) - len(padding) - 1, 5, 1_000_000):
+        with pytest.raises(ConfigError, match="cut off or damaged"):
+            unzip(whole[:cut], "x")
+
+
+def test_many_members_of_gzip_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, fed = zlib.decompressobj, [0]
+
+    class Counting:
+        def __init__(self, **named: Any) -> None:
+            self._real = make(**named)
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            fed[0] += len(data)
+            return self._real.decompress(data, most)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    content = gzip.compress(b"") * 5000
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    assert unzip(content, "x") == b""
+    assert fed[0] < 100 * len(content)

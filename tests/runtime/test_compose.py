@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -12,35 +11,18 @@ import torch
 
 import trinity
 from support.checkpoint_files import checkpoint
+from support.composition import SIZES, Wires, load, prepared
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens
-from trinity.core.messages import Emit, Finished, Forget, Submit, Value
+from trinity.core.messages import Emit, Finished, Forget, Submit
 from trinity.errors import ClosedError, ConfigError, IntegrityError, LayoutMismatch, OfferRefused
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.runtime.compose import LoadedStage
-from trinity.runtime.host import InstanceHost
 from trinity.testing.transports import WrappedTransport
-
-SIZES = trinity.CacheConfig(pools={"image": 8, "kv": 64}, image_block_size=10, kv_block_size=4)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def expected() -> None:
     all_tokens()
-
-
-@asynccontextmanager
-async def prepared(case: Case) -> AsyncIterator[ProcessedRequest]:
-    processor = await asyncio.to_thread(RequestProcessor, checkpoint("llava"))
-    try:
-        yield await processor.aprocess(case.request())
-    finally:
-        await asyncio.to_thread(processor.close)
-
-
-async def load(roles: str, **settings: Any) -> LoadedStage:
-    return await trinity.load_stage(checkpoint("llava"), roles, **{"dtype": "float32", "cache": SIZES, **settings})
 
 
 async def composed(case: Case, connector: trinity.Connector) -> tuple[list[int], list[dict[str, Any]]]:
@@ -334,27 +316,6 @@ async def test_blocks_that_arrive_altered_are_noticed() -> None:
 
 
 # ---------------------------------------------------------------- instances on a network of one's own
-
-
-class Wires:
-    """Carries messages between instances of this process, and keeps what they say to the front end."""
-
-    def __init__(self, connector: trinity.Connector) -> None:
-        self.loop, self.connector = asyncio.get_running_loop(), connector
-        self.hosts: dict[str, InstanceHost] = {}
-        self.said: asyncio.Queue[Value] = asyncio.Queue()
-        self.sent: list[tuple[str, str]] = []
-
-    def send_to_peer(self, name: str, message: Value) -> None:
-        self.sent.append((name, type(message).__name__))
-        self.hosts[name].post(message)
-
-    def send_to_frontend(self, messages: list[Value]) -> None:
-        for message in messages:
-            self.said.put_nowait(message)
-
-    def report_crash(self, name: str, error: BaseException) -> None:
-        raise AssertionError(f"{name} failed") from error
 
 
 @pytest.mark.parametrize("placement", [("E", "PD"), ("EP", "D"), ("E", "P", "D")], ids=str)

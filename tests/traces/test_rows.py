@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from trinity.traces import read_trace
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 GOOD: dict[str, Any] = {"timestamp": 5.0, "input_length": 40, "output_length": 3}
-NO_TIME = [math.nan, math.inf, -math.inf, -1.0, -5e-324, True, "1", None]
-NO_COUNT = [-1, 1.0, math.nan, True, "1", 2**41, 10**30]
+NO_TIME = [math.nan, math.inf, -math.inf, -1.0, -5e-324, True, "1", None, 10**400, np.float32(np.nan), np.int64(-1)]
+NO_COUNT = [-1, 1.0, math.nan, True, "1", 2**41, 10**30, np.int64(-1), np.float64(1)]
 BAD: list[tuple[str, Any]] = [
     *(("timestamp", each) for each in NO_TIME),
     *((name, each) for name in ("input_length", "output_length") for each in (*NO_COUNT, None)),
@@ -54,6 +55,31 @@ def test_mappings_and_files_refuse_it_too(name: str, value: Any, tmp_path: Path)
     for read in (Trace.load, lambda name: read_trace(name, "trinity")):
         with pytest.raises(TraceError, match="line 2"):
             read(path)
+
+
+def test_numbers_of_numpy_become_plain(tmp_path: Path) -> None:
+    """As in every other constructor; a row has to be written, and compared."""
+    times, lengths = ("timestamp", "ttft_s", "latency_s", "late_s"), ("input_length", "text_length", "max_tokens")
+    row = TraceRow(
+        **dict.fromkeys(times, np.float32(1.5)),
+        **dict.fromkeys(lengths, np.int64(4)),
+        output_length=np.uint8(3),
+        itl_s=[0.5, np.float64(0.25), np.float16(2)],
+        hash_ids=[3, np.int32(7)],
+        images=[TraceImage(width=np.int64(9), height=np.uint16(8), tokens=np.int8(7))],
+    )
+    plain = TraceRow(
+        **dict.fromkeys(times, 1.5),
+        **dict.fromkeys(lengths, 4),
+        output_length=3,
+        itl_s=[0.5, 0.25, 2.0],
+        hash_ids=[3, 7],
+        images=[TraceImage(width=9, height=8, tokens=7)],
+    )
+    assert row == plain
+    assert msgspec.json.encode(row) == msgspec.json.encode(plain)
+    assert TraceRow(**{**GOOD, "timestamp": np.int64(5)}).timestamp == 5
+    Trace([row, plain]).save(tmp_path / "rows.jsonl")
 
 
 def test_a_row_cannot_become_a_bad_one() -> None:

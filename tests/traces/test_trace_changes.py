@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,20 @@ def test_variation_by_hand() -> None:
     assert arrival_cv([0, 1, 2, 10, 20]) == pytest.approx(0.5)  # full bins of 3 and 1 arrivals
     assert arrival_cv([0, 10, 20, 30]) == 0
     assert arrival_cv([0, 19.9]) is None
+    assert arrival_cv([0, 1, 5, 40, 41]) == pytest.approx(math.sqrt(27) / 3)  # 3, 0, 0 and 0; the last is not full
+
+
+@pytest.mark.parametrize("last", [1e10, 1.7e12, 1e300, 1e308])
+def test_statistics_of_a_long_gap_cost_what_its_rows_cost(last: float) -> None:
+    """A row at 0 beside times since 1970, in ms: one bin of 170 million has an arrival, and the last is not full."""
+    rows = [TraceRow(timestamp=at, input_length=1, output_length=1) for at in (0.0, last)]
+    tracemalloc.start()
+    found = Trace(rows).statistics()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
+    bins = int(last / 1e4)
+    assert found.cv == pytest.approx(math.sqrt(bins - 1))
     assert arrival_cv([]) is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,7 +18,7 @@ from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.transfers import TransferPolicy
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError
-from trinity.errors.arguments import Count, check_value
+from trinity.errors.arguments import Count, check_value, show
 from trinity.instance import Instance, name_instances
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
@@ -31,15 +32,37 @@ from trinity.timeline import Timeline
 T = TypeVar("T")
 LANE = "joint"
 _TOKENS = tuple[Count, ...]
+_Blocks = Sequence[int]
 
 
 @dataclass
 class _OpenRequest:
-    """An open request: its work, the rows that its KV blocks hold, and its tokens so far."""
+    """An open request: its work and blocks, the rows that these hold and that are filled, and its tokens so far."""
 
     work: Work
+    blocks: tuple[int, ...]
+    images: tuple[tuple[int, ...], ...]
     rows: int
+    filled: int
     outputs: int
+
+    def uses(self, kind: str) -> set[int]:
+        """List the blocks that a step of it may still read; features are in the KV blocks once all is prefilled."""
+        if kind == KV:
+            return set(self.blocks)
+        return set() if self.filled == len(self.work.prompt) else {block for each in self.images for block in each}
+
+    def check_prefill(self, work: Work, start: int) -> None:
+        """Raise ``ConfigError`` if ``work`` cannot be prefilled from ``start``: it goes on where the last ended."""
+        name = f"request {work.request}"
+        if work != self.work:
+            raise ConfigError(f"{name} is open with other work: close it, and open it with this")
+        if self.outputs:
+            raise ConfigError(f"{name} has its first token: decode it, or close it and open it again")
+        if start > self.filled:
+            raise ConfigError(f"the KV blocks of {name} are filled up to {self.filled}: prefill it from there")
+        if len(self.images) < len(work.media):
+            raise ConfigError(f"{name} is open without its images: open it with images=")
 
 
 class LoadedStage:
@@ -79,23 +102,30 @@ class LoadedStage:
         return tuple(taken)
 
     def free(self, kind: str, blocks: Sequence[int]) -> None:
-        """Give back blocks that ``allocate`` returned. Raises ``ConfigError`` for others, and for those given back."""
-        given = self._check_blocks(kind, blocks)
+        """Give back blocks that ``allocate`` returned.
+
+        Raises ``ConfigError`` for others, for those given back, and for those that an open request still needs.
+        """
+        given = self._find_blocks(kind, blocks)
         if len(set(given)) < len(given) or set(given) & set(self._free[kind]):
             raise ConfigError(f"not all of the {kind} blocks {given} are taken: free each once")
+        self._check_unused(kind, given)
         self._free[kind] = sorted([*self._free[kind], *given])
 
     async def encode(self, prompt: ProcessedRequest, blocks: Sequence[Sequence[int]]) -> None:
-        """Encode the images of a prompt, each into its ``blocks`` of the image pool."""
+        """Encode the images of a prompt, each into its ``blocks`` of the image pool.
+
+        Raises ``ConfigError`` for blocks that are not taken, too few, named twice, or of an open request.
+        """
         self._of("E")
         prompt = check_value("prompt", prompt, ProcessedRequest)
-        media = prompt.work.media
-        if len(blocks) != len(media):
-            raise ConfigError(f"the prompt has {len(media)} images: give blocks for each, not for {len(blocks)}")
-        items = enumerate(zip(media, blocks, prompt.inputs, strict=True))
+        features = self._check_features(prompt.work, check_value("blocks", blocks, Sequence[_Blocks]))
+        written = [block for each in features for block in each]
+        _check_once(IMAGE, written)
+        self._check_unused(IMAGE, written)
+        items = enumerate(zip(prompt.work.media, features, prompt.inputs, strict=True))
         encodes = tuple(
-            Encode(prompt.work.request, item, span, self._check_blocks(IMAGE, places), inputs)
-            for item, (span, places, inputs) in items
+            Encode(prompt.work.request, item, span, places, inputs) for item, (span, places, inputs) in items
         )
         await self._step("E", encodes=encodes)
 
@@ -104,24 +134,35 @@ class LoadedStage:
     ) -> None:
         """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that.
 
-        Raises ``ConfigError`` for one that is open, and for blocks that do not hold its prompt.
+        Raises ``ConfigError`` for one that is open, for blocks that are not taken, of another open request or do not
+        hold its prompt or images, and for tokens that the model does not have.
         """
         stages, work, tokens = self._of("PD"), check_value("work", work, Work), check_value("tokens", tokens, _TOKENS)
         if work.request in self._opened:
             raise ConfigError(f"request {work.request} is open already: close it first")
-        taken, features = self._check_blocks(KV, blocks), tuple(self._check_blocks(IMAGE, each) for each in images)
+        self._check_tokens(work, tokens)
+        taken, images = self._check_blocks(KV, blocks), check_value("images", images, Sequence[_Blocks])
+        self._check_unused(KV, taken)
+        features = self._check_features(work, images) if images else ()
         opened = Open(work=work, blocks=taken, images=features, tokens=tuple(tokens))
         rows = len(taken) * self._pool(KV).shape.shape[-2]
         if rows < len(work.prompt):
             raise ConfigError(f"{len(taken)} KV blocks hold {rows} tokens, and the prompt has {len(work.prompt)}")
-        self._opened[work.request] = _OpenRequest(work, rows, len(tokens))
-        for stage in stages:
-            await self._call(partial(stage.open, opened))
+        filled = len(work.prompt) if tokens else 0
+        self._opened[work.request] = _OpenRequest(work, taken, features, rows, filled, len(tokens))
+        try:
+            for stage in stages:
+                await self._call(partial(stage.open, opened))
+        except BaseException:  # a cancellation too: some stages may have opened it
+            with suppress(ClosedError):
+                await self.close(work.request)
+            raise
 
     async def prefill(self, work: Work, start: int = 0, end: int | None = None) -> int | None:
         """Prefill positions [``start``, ``end``) of an open request; return its first token at the prompt's end.
 
-        Raises ``ConfigError`` for a request that is not open, and for positions outside of the prompt.
+        Raises ``ConfigError`` for a request that is not open, is open with other work or has a token, for positions
+        outside of the prompt, and for those behind some that are not prefilled.
         """
         self._of("P")
         work, start, end = (
@@ -132,8 +173,10 @@ class LoadedStage:
         opened, stop = self._find(work.request), len(work.prompt) if end is None else end
         if not start < stop <= len(work.prompt):
             raise ConfigError(f"positions {start} to {stop} are none of a prompt of {len(work.prompt)} tokens")
+        opened.check_prefill(work, start)
         last = stop == len(work.prompt)
         sampled = await self._step("P", prefills=(Prefill(work.request, start, stop - start, last),))
+        opened.filled = max(opened.filled, stop)
         if not last:
             return None
         opened.outputs = 1
@@ -174,6 +217,42 @@ class LoadedStage:
             memory.close()
 
     def _check_blocks(self, kind: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return blocks that are taken. Raises ``ConfigError`` for others, and for those that are named twice."""
+        numbers = self._find_blocks(kind, blocks)
+        _check_once(kind, numbers)
+        if set(numbers) & set(self._free[kind]):
+            raise ConfigError(f"not all of the {kind} blocks {numbers} are taken: allocate them first")
+        return numbers
+
+    def _check_unused(self, kind: str, blocks: Sequence[int]) -> None:
+        """Raise ``ConfigError`` if an open request may still read one of ``blocks``."""
+        for request, opened in self._opened.items():
+            if not opened.uses(kind).isdisjoint(blocks):
+                raise ConfigError(
+                    f"the {kind} blocks {tuple(blocks)} are in part those of request {request}, which is open: close it"
+                )
+
+    def _check_features(self, work: Work, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of each image. Raises ``ConfigError`` if they do not hold its features."""
+        if len(blocks) != len(work.media):
+            raise ConfigError(f"the prompt has {len(work.media)} images: give blocks for each, not for {len(blocks)}")
+        features = tuple(self._check_blocks(IMAGE, each) for each in blocks)
+        for span, places in zip(work.media, features, strict=True):
+            rows = len(places) * self._pool(IMAGE).shape.shape[-2]
+            if rows < span.tokens:
+                raise ConfigError(f"{len(places)} image blocks hold {rows} rows, and the image has {span.tokens}")
+        return features
+
+    def _check_tokens(self, work: Work, tokens: Sequence[int]) -> None:
+        """Raise ``ConfigError`` for token ids that the model does not have: a GPU's context would end at one."""
+        if isinstance(self.model, EmulatedModel):
+            return
+        most, beyond = self.model.vocabulary, self.model.media_token_ids
+        wrong = [each for each in (*work.prompt, *tokens) if type(each) is not int or not 0 <= each < most]
+        if not beyond.issuperset(wrong):
+            raise ConfigError(f"a token is a whole number below {most}, got {show(wrong)}")
+
+    def _find_blocks(self, kind: str, blocks: Sequence[int]) -> tuple[int, ...]:
         """Return block numbers of a pool. Raises ``ConfigError`` for those that it does not have."""
         numbers, most = tuple(check_value("blocks", blocks, Sequence[int])), self._pool(kind).blocks
         if not all(0 <= number < most for number in numbers):
@@ -267,12 +346,33 @@ async def start_instance(
     The others are those of ``load_stage``. Raises ``ConfigError``.
     """
     network, policy = check_value("network", network, Network), routing_policy(routing)
-    loaded = await _load(model, instance, dtype, device, cache, transfers)
-    host = InstanceHost(loaded, network, Timeline(), policy)
-    network.connector.bind(host.name, loaded.memory)
-    host.post(host.announcement())
-    host.start()
+    spec = _name_alone(instance)
+    network.connector.check_unbound(spec.name)  # before weights are read
+    loaded = await _load(model, spec, dtype, device, cache, transfers)
+    try:
+        host = InstanceHost(loaded, network, Timeline(), policy)
+        network.connector.bind(host.name, loaded.memory)
+        host.post(host.announcement())
+        host.start()
+    except BaseException:
+        for memory in loaded.memory.values():
+            memory.close()
+        raise
     return host
+
+
+def _name_alone(roles: str | Instance) -> Instance:
+    """Make an instance of its own, with a name. Raises ``ConfigError``."""
+    roles = check_value("roles", roles, str | Instance)
+    (spec,) = name_instances([Instance(roles) if isinstance(roles, str) else roles])
+    if spec.image_budget is not None or spec.address is not None:
+        raise ConfigError("image_budget= and address= are for instances of a Pipeline: leave them out here")
+    return spec
+
+
+def _check_once(kind: str, blocks: Sequence[int]) -> None:
+    if len(set(blocks)) < len(blocks):
+        raise ConfigError(f"{kind} blocks {tuple(blocks)}: name each once, since one holds one thing")
 
 
 async def _load(
@@ -283,15 +383,12 @@ async def _load(
     cache: CacheConfig | None,
     transfers: TransferPolicy | None = None,
 ) -> LoadedInstance:
-    model, roles = check_value("model", model, str | Path | EmulatedModel), check_value("roles", roles, str | Instance)
+    model, spec = check_value("model", model, str | Path | EmulatedModel), _name_alone(roles)
     cache, transfers = (
         check_value("cache", cache, CacheConfig | None),
         check_value("transfers", transfers, TransferPolicy | None),
     )
     dtype, device = check_value("dtype", dtype, str), check_value("device", device, str)
-    (spec,) = name_instances([Instance(roles) if isinstance(roles, str) else roles])
-    if spec.image_budget is not None or spec.address is not None:
-        raise ConfigError("image_budget= and address= are for instances of a Pipeline: leave them out here")
     config = loader.ServingConfig(loader.resolve_model(model), dtype, device, shared=True)
     config = replace(config, cache=cache or CacheConfig(), transfers=transfers or TransferPolicy())
     (loaded,) = await asyncio.to_thread(loader.load_instances, config, [spec], None)

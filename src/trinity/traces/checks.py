@@ -3,39 +3,87 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import force_setattr
 
 from trinity.errors import TraceError
+from trinity.errors.arguments import plain_int, show
 
 MOST_TOKENS = 1 << 40  # beyond what any model takes, and far from what an array holds
 
 
-def check_time(name: str, value: object) -> None:
-    """Raise unless ``value`` is a finite number of at least 0."""
-    if not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf):
-        raise TraceError(f"a row's {name} is a finite number of at least 0, got {value!r:.80}")
+def check_fields(row: Any, check: Callable[[str, Any], Any], *names: str, what: str = "") -> None:
+    """Replace fields of ``row`` by what ``check`` returns; ``what`` goes before their names in an error."""
+    for name in names:
+        given = getattr(row, name)
+        value = check(f"{what}{name}", given)
+        if value is not given:
+            force_setattr(row, name, value)
 
 
-def check_times(name: str, values: object) -> None:
-    """Raise unless ``values`` is a list of finite numbers of at least 0."""
-    for each in _items(name, values):
-        check_time(name, each)
+def check_time(name: str, value: Any) -> float:
+    """Return a finite number of at least 0, numpy's as Python's own. Raises for anything else."""
+    try:
+        number = value if type(value) is float else _plain_number(value)
+        if 0 <= number < math.inf:
+            return number
+    except (TypeError, ValueError, OverflowError):  # no number; or a whole one beyond any float
+        pass
+    raise TraceError(f"a row's {name} is a finite number of at least 0, got {show(value)[:80]}")
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise unless ``value`` is a whole number of at least 0 and at most ``MOST_TOKENS``."""
-    if type(value) is not int or not 0 <= value <= MOST_TOKENS:
-        raise TraceError(f"a row's {name} is a whole number of at least 0 and at most 2**40, got {value!r:.80}")
+def check_times(name: str, values: object) -> Sequence[float]:
+    """Return a list of finite numbers of at least 0. Raises for anything else."""
+    return _plain_items(_items(name, values), lambda each: check_time(name, each))
 
 
-def check_counts(name: str, values: object) -> None:
-    """Raise unless ``values`` is a list of whole numbers of at least 0."""
-    for each in _items(name, values):
-        if type(each) is not int or each < 0:
-            raise TraceError(f"a row's {name} are whole numbers of at least 0, got {each!r:.80}")
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number of at least 0 and at most ``MOST_TOKENS``, numpy's as Python's own. Raises for others."""
+    number = _plain_whole(value)
+    if number is None or not 0 <= number <= MOST_TOKENS:
+        raise TraceError(f"a row's {name} is a whole number of at least 0 and at most 2**40, got {show(value)[:80]}")
+    return number
 
 
-def _items(name: str, values: object) -> Sequence[object]:
+def check_counts(name: str, values: object) -> Sequence[int]:
+    """Return a list of whole numbers of at least 0. Raises for anything else."""
+
+    def check(value: Any) -> int:
+        number = _plain_whole(value)
+        if number is None or number < 0:
+            raise TraceError(f"a row's {name} are whole numbers of at least 0, got {show(value)[:80]}")
+        return number
+
+    return _plain_items(_items(name, values), check)
+
+
+def _plain_whole(value: Any) -> int | None:
+    if type(value) is int:
+        return value
+    try:
+        return plain_int(value)
+    except TypeError:
+        return None
+
+
+def _plain_number(value: Any) -> float:
+    """Return an int or a float. Raises ``TypeError``, ``ValueError`` or ``OverflowError``."""
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        raise TypeError
+    number = float(value)
+    return int(value) if isinstance(value, int) else number
+
+
+def _plain_items(values: Sequence[Any], check: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return the values as ``check`` has them, and themselves where it changes none."""
+    plain = [check(each) for each in values]
+    return values if all(map(operator.is_, plain, values)) else plain
+
+
+def _items(name: str, values: object) -> Sequence[Any]:
     if not isinstance(values, (list, tuple)):
-        raise TraceError(f"a row's {name} is a list, got {values!r:.80}")
+        raise TraceError(f"a row's {name} is a list, got {show(values)[:80]}")
     return values

@@ -114,6 +114,7 @@ def arrival_cv(seconds: Sequence[float], bin_s: float = BIN_S) -> float | None:
     if bins < _FEWEST_BINS:
         return None
     counts = Counter(int((each - seconds[0]) / bin_s) for each in seconds)
-    full = [counts[place] for place in range(bins)]
-    mean = math.fsum(full) / bins
-    return math.sqrt(math.fsum((count - mean) ** 2 for count in full) / bins) / mean if mean else None
+    full = [count for place, count in counts.items() if place < bins]  # the others are 0, however many they are
+    mean = sum(full) / bins
+    squares = math.fsum((count - mean) ** 2 for count in full) + (bins - len(full)) * mean * mean
+    return math.sqrt(squares / bins) / mean if mean else None

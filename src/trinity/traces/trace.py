@@ -15,7 +15,7 @@ import msgspec
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
 from trinity.errors.files import read_regular_file, unzip, write_file
-from trinity.traces.checks import check_count, check_counts, check_time, check_times
+from trinity.traces.checks import check_count, check_counts, check_fields, check_time, check_times
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
@@ -104,9 +104,8 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     content: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
-            if value is not None:
-                check_count(f"an image's {name}", value)
+        known = [name for name in ("width", "height", "tokens") if getattr(self, name) is not None]
+        check_fields(self, check_count, *known, what="an image's ")
         if self.content is not None and not isinstance(self.content, str):
             raise TraceError(f"an image's content is the text of a hash, got {self.content!r:.80}")
 
@@ -150,19 +149,16 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     late_s: Number | None = None
 
     def __post_init__(self) -> None:
-        check_time("timestamp", self.timestamp)
-        check_count("input_length", self.input_length)
-        check_count("output_length", self.output_length)
-        for name, value in (("text_length", self.text_length), ("max_tokens", self.max_tokens)):
-            if value is not None:
-                check_count(name, value)
+        check_fields(self, check_time, "timestamp")
+        check_fields(self, check_count, "input_length", "output_length")
+        lengths = (name for name in ("text_length", "max_tokens") if getattr(self, name) is not None)
+        check_fields(self, check_count, *lengths)
         if not isinstance(self.images, (list, tuple)) or not all(isinstance(each, TraceImage) for each in self.images):
             raise TraceError(f"a row's images are a list of TraceImage, got {self.images!r:.80}")
-        check_counts("hash_ids", self.hash_ids)
-        for name, seconds in (("ttft_s", self.ttft_s), ("latency_s", self.latency_s), ("late_s", self.late_s)):
-            if seconds is not None:
-                check_time(name, seconds)
-        check_times("itl_s", self.itl_s)
+        check_fields(self, check_counts, "hash_ids")
+        seconds = (name for name in ("ttft_s", "latency_s", "late_s") if getattr(self, name) is not None)
+        check_fields(self, check_time, *seconds)
+        check_fields(self, check_times, "itl_s")
 
     @property
     def is_cut_short(self) -> bool:
