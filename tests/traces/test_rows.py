@@ -59,18 +59,23 @@ def test_mappings_and_files_refuse_it_too(name: str, value: Any, tmp_path: Path)
 
 def test_numbers_of_numpy_become_plain(tmp_path: Path) -> None:
     """As in every other constructor; a row has to be written, and compared."""
-    times, lengths = ("timestamp", "ttft_s", "latency_s", "late_s"), ("input_length", "text_length", "max_tokens")
-    row = TraceRow(
-        **dict.fromkeys(times, np.float32(1.5)),
-        **dict.fromkeys(lengths, np.int64(4)),
-        output_length=np.uint8(3),
-        itl_s=[0.5, np.float64(0.25), np.float16(2)],
-        hash_ids=[3, np.int32(7)],
-        images=[TraceImage(width=np.int64(9), height=np.uint16(8), tokens=np.int8(7))],
-    )
+    given: dict[str, Any] = {
+        **dict.fromkeys(("timestamp", "ttft_s", "latency_s", "late_s"), np.float32(1.5)),
+        **dict.fromkeys(("input_length", "text_length", "max_tokens"), np.int64(4)),
+        "output_length": np.uint8(3),
+        "itl_s": [0.5, np.float64(0.25), np.float16(2)],
+        "hash_ids": [3, np.int32(7)],
+    }
+    sizes: dict[str, Any] = {"width": np.int64(9), "height": np.uint16(8), "tokens": np.int8(7)}
+    row = TraceRow(**given, images=[TraceImage(**sizes)])
     plain = TraceRow(
-        **dict.fromkeys(times, 1.5),
-        **dict.fromkeys(lengths, 4),
+        timestamp=1.5,
+        ttft_s=1.5,
+        latency_s=1.5,
+        late_s=1.5,
+        input_length=4,
+        text_length=4,
+        max_tokens=4,
         output_length=3,
         itl_s=[0.5, 0.25, 2.0],
         hash_ids=[3, 7],
