@@ -103,7 +103,12 @@ def arrays() -> dict[str, Any]:
         "tensor of floats": torch.from_numpy(first / 255),
         "tensor, channels last": torch.from_numpy(pixels),
         "tensor with a gradient": torch.from_numpy(first / 255).requires_grad_(),
+        "tensor of a class of one's own": torch.from_numpy(first).as_subclass(OwnTensor),
     }
+
+
+class OwnTensor(torch.Tensor):
+    """As torchvision's and other packages' are: of a module that is not torch's."""
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "internvl", "llava_onevision"])

@@ -79,7 +79,8 @@ def test_only_allowed_directories_are_read(tmp_path: Path) -> None:
         (folder / "a.png").write_bytes(PNG)
     (inside / "link.png").symlink_to(outside / "a.png")
     (outside / "link.png").symlink_to(inside / "a.png")
-    limits = MediaLimits(allow_paths=(str(inside),))
+    assert MediaLimits(allow_paths=(inside,)).allow_paths == (str(inside),)
+    limits = MediaLimits(allow_paths=(inside,))
     path: Path | str
     for path in (inside / "a.png", outside / "link.png", inside / ".." / "in" / "a.png"):
         assert np.array_equal(np.asarray(read_image(path, limits)), PIXELS)
@@ -111,6 +112,8 @@ def test_only_allowed_directories_are_read(tmp_path: Path) -> None:
         {"allow_urls": 1},
         {"allow_paths": "/tmp"},
         {"allow_paths": ("",)},
+        {"allow_paths": (3,)},
+        {"allow_paths": ("half \ud800",)},
         {"allow_paths": None},
     ],
 )
@@ -220,7 +223,7 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
     look_up, url = socket.getaddrinfo, "http://nobody.invalid/a.png"
 
     def silent(host: str, *given: Any, **named: Any) -> Any:
-        if host == "nobody.invalid":
+        if host == "nobody.invalid" and not named.get("flags"):  # whether it is an address is told without asking
             assert answered.wait(60)
             raise OSError("no such name")
         return look_up(host, *given, **named)
@@ -239,6 +242,65 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
     with pytest.raises(MediaProblem, match="cannot be fetched"):
         read_image(url, limits)
     assert np.array_equal(np.asarray(read_image(f"{server}/image", OPEN)), PIXELS)
+
+
+def addresses(*found: Any) -> Any:
+    """Stand in for the resolver, which here knows no name with several addresses; what is an address stays one."""
+    look_up = socket.getaddrinfo
+
+    def resolve(host: str, *given: Any, **named: Any) -> Any:
+        if host != "several.test" or named.get("flags"):
+            return look_up(host, *given, **named)
+        return list(found)
+
+    return resolve
+
+
+def tcp(where: tuple[str, int]) -> Any:
+    return (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where)
+
+
+@pytest.fixture
+def hole() -> Iterator[tuple[str, int]]:
+    """An address that answers nothing: a listener whose queue is full."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+        for each in waiting:
+            each.close()
+
+
+def test_a_name_is_reached_by_any_of_its_addresses(
+    server: str, hole: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``socket.create_connection``: a family that the system lacks, or an address that is silent, is not the end."""
+    monkeypatch.setenv("no_proxy", "several.test")
+    port = int(server.rpartition(":")[2])
+    here, absent = tcp(("127.0.0.1", port)), (12, socket.SOCK_STREAM, 6, "", ("x", port))  # 12 was DECnet
+    for first in ([absent], [tcp(hole)], [tcp(hole), absent, tcp(hole)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", addresses(*first, here))
+            picture = read_image(f"http://several.test:{port}/image", OPEN)
+        assert np.array_equal(np.asarray(picture), PIXELS)
+    for found, said in (([], "no address"), ([absent], "not supported"), ([tcp(hole)] * 3, r"url_timeout_s \(2 s\)")):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", addresses(*found))
+            with pytest.raises(MediaProblem, match=said):
+                read_image(f"http://several.test:{port}/image", OPEN)
+
+
+@pytest.mark.usefixtures("no_proxy")
+def test_an_address_needs_no_thread_to_be_looked_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_sources, "_lookups", threading.BoundedSemaphore(1))
+    assert media_sources._lookups.acquire(timeout=1)
+    assert np.array_equal(np.asarray(read_image(f"{server}/image", OPEN)), PIXELS)
+    with pytest.raises(MediaProblem, match="url_timeout_s"):
+        read_image("http://several.test/image", MediaLimits(allow_urls=True, url_timeout_s=0.2))
 
 
 def test_a_server_that_drips_under_tls_cannot_hold_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

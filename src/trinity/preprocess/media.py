@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -91,7 +92,8 @@ def _open(source: Any, limits: MediaLimits) -> Picture:
             return _from_bytes(fetch(source, limits))
         if isinstance(source, (str, os.PathLike)):
             return _from_bytes(read_file(source, limits))
-        if type(source).__module__.partition(".")[0] == "torch" and hasattr(source, "detach"):
+        torch: Any = sys.modules.get("torch")  # where nobody has imported it, this is none of its tensors
+        if torch is not None and isinstance(source, torch.Tensor):
             source = _from_tensor(source, limits)
         if hasattr(source, "__array_interface__") and hasattr(source, "ndim"):
             return _from_array(source, limits)

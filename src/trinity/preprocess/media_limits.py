@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -47,12 +48,14 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     preprocess_timeout_s: Positive = 60.0
     processes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     max_prompt_tokens: Whole | None = None
-    allow_paths: bool | tuple[Directory, ...] = True
+    allow_paths: bool | tuple[Directory | Path, ...] = True
     allow_urls: bool = False
     url_timeout_s: Positive = 10.0
 
     def __post_init__(self) -> None:
         check_struct(self)
+        if not isinstance(self.allow_paths, bool):
+            msgspec.structs.force_setattr(self, "allow_paths", tuple(map(str, self.allow_paths)))
 
 
 class MediaProblem(Exception):

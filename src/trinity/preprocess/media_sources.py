@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 _CHUNK = 1 << 16
 _MOST_LOOKUPS = 32
+_SHORTEST_S = 1e-3  # 0 would mean: do not wait at all
 _lookups = threading.BoundedSemaphore(_MOST_LOOKUPS)
 
 
@@ -146,20 +148,16 @@ class _Deadline:
             self._cut()
 
     def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
-        """Connect as ``socket.create_connection``, to any of the name's addresses, and within the time left to all."""
-        problem: OSError = TimeoutError("no time is left")
-        for family, kind, protocol, _name, where in _look_up(address, self.left()):
-            if self.left() <= 0:
-                break
-            made = socket.socket(family, kind, protocol)
+        """Connect as ``socket.create_connection``, to any of the name's addresses, each in its share of the time."""
+        found = _look_up(address, self.left())
+        problem = OSError(f"the name {address[0]} has no address")
+        for tried, (*kind, _name, where) in enumerate(found):
             try:
-                made.settimeout(self.left())
-                made.connect(where)
-            except OSError as exc:
-                made.close()
-                problem = exc
-            else:
+                made = _connect(kind, where, self.left() / (len(found) - tried))
+                made.settimeout(max(self.left(), _SHORTEST_S))
                 return made
+            except OSError as exc:  # also of a family that the system lacks
+                problem = exc
         raise problem
 
     def opener(self) -> Any:
@@ -178,12 +176,28 @@ class _Deadline:
         return opener
 
 
+def _connect(kind: Sequence[int], where: Any, seconds: float) -> socket.socket:
+    """Connect a socket of this family, type and protocol. Raises ``OSError``."""
+    if seconds <= 0:
+        raise TimeoutError("no time is left")
+    made = socket.socket(*kind)
+    try:
+        made.settimeout(seconds)
+        made.connect(where)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
 def _look_up(address: tuple[str, int], seconds: float) -> list[Any]:
     """Look a host's name up within ``seconds``. Raises ``OSError``.
 
     Nothing interrupts the system's resolver, so it runs on a thread of its own, which a slow server of names may keep
-    for longer. There are at most ``_MOST_LOOKUPS`` of these threads.
+    for longer. There are at most ``_MOST_LOOKUPS`` of these threads. An address needs none: nobody is asked for it.
     """
+    with suppress(OSError, UnicodeError):  # it is a name
+        return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     found: Future[list[Any]] = Future()
 
     def resolve() -> None:
