@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from bisect import bisect_left
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 
 from trinity import traces
 from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.traces.statistics import arrival_cv
+from trinity.traces import synthetic
+from trinity.traces.statistics import arrival_cv, arrival_rate
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 
@@ -253,6 +256,36 @@ def test_a_short_trace_can_be_drawn_from(trace: Trace) -> None:
     made = traces.resample(trace, 9)
     assert len(made) == 9
     assert seconds(made) == sorted(seconds(made))
+
+
+@pytest.mark.parametrize("pause", [1e4, 1e6, 1e9])
+def test_a_trace_of_long_pauses_costs_what_its_requests_do(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million empty stretches between two requests were drawn one by one. Its rate and its bursts stay."""
+    bursts = [pause * burst + 0.01 * n for burst in range(40) for n in range(5)]
+    trace, looks = trace_at(*bursts), 0
+
+    def count(*given: Any) -> int:
+        nonlocal looks
+        looks += 1
+        return bisect_left(*given)
+
+    monkeypatch.setattr(synthetic, "bisect_left", count)
+    made = traces.resample(trace, 4000, seed=3)
+    assert looks < 5 * len(made)
+    assert arrival_rate(seconds(made)) == pytest.approx(arrival_rate(seconds(trace)), rel=0.15)
+    apart = [later - sooner for sooner, later in pairwise(seconds(made))]
+    assert sum(gap < 0.011 for gap in apart) == pytest.approx(0.8 * len(apart), rel=0.05)
+    assert len(set(names(made))) >= 190, "all bursts but those at the ends, which few stretches hold"
+
+
+def test_a_sparse_and_a_dense_way_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trace, one way and the other: as many requests a second, as far apart."""
+    trace = trace_at(*(100.0 * n + 3 * (n % 3) for n in range(300)))
+    drawn = traces.resample(trace, 6000, seed=1)
+    monkeypatch.setattr(synthetic, "_EMPTY_STRETCHES", 1)
+    counted = traces.resample(trace, 6000, seed=1)
+    assert list(drawn) != list(counted)
+    assert arrival_rate(seconds(counted)) == pytest.approx(arrival_rate(seconds(drawn)), rel=0.1)
 
 
 def test_nothing_cannot_be_drawn_from() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -36,6 +36,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self!r}: sizes and shares must be positive, means at least 1 and spreads at least 0")
 
 
+_EMPTY_STRETCHES = 300  # in a row, before they are no longer drawn one by one
 _PHOTOS = ((1024, 768, 0.62), (768, 1024, 0.14), (1024, 683, 0.14), (1024, 1024, 0.10))
 _SMALL = ((640, 480, 0.40), (1024, 768, 0.25), (500, 375, 0.20), (300, 400, 0.15))
 _PHONE = ((1224, 1632, 0.45), (720, 1280, 0.30), (480, 640, 0.25))
@@ -135,14 +136,39 @@ def resample(trace: Trace, requests: int, *, rate: float | None = None, seed: in
         raise ConfigError(f"requests must be at least 1 and block_s positive, got {requests} and {block_s}")
     times, block, noise = [row.timestamp for row in rows], 1000 * block_s, random.Random(seed)
     drawn: list[TraceRow] = []
-    number = 0
-    while len(drawn) < requests:
-        start = noise.uniform(times[0], max(times[0], times[-1] - block))
+    for number, start in _draw_stretches(times, block, noise):
         for row in rows[bisect_left(times, start) : bisect_left(times, start + block)]:
             drawn.append(row.request_at(number * block + row.timestamp - start))
-        number += 1
+        if len(drawn) >= requests:
+            break
     made = Trace(drawn[:requests])
     return made if rate is None else made.scale(rate=rate)
+
+
+def _draw_stretches(times: Sequence[float], block: float, noise: random.Random) -> Iterator[tuple[int, float]]:
+    """Draw starts of stretches, each with its number, without end.
+
+    In a trace of long pauses, of which nearly every stretch is empty, the empty ones are counted and not drawn.
+    """
+    last = max(times[0], times[-1] - block)
+    number = empty = 0
+    while empty < _EMPTY_STRETCHES:
+        start = noise.uniform(times[0], last)
+        yield number, start
+        empty = 0 if bisect_left(times, start) < bisect_left(times, start + block) else empty + 1
+        number += 1
+    spans: list[tuple[float, float]] = []  # starts in (begin, end] find a request
+    for time in times:
+        begin = max(times[0], time - block, spans[-1][1] if spans else times[0])
+        spans.append((begin, max(begin, min(time, last))))
+    reach = list(accumulate(end - begin for begin, end in spans))
+    share = reach[-1] / (last - times[0])
+    while True:
+        number += int(math.log(1 - noise.random()) / math.log1p(-share))
+        within = (1 - noise.random()) * reach[-1]
+        at = bisect_left(reach, within)
+        yield number, spans[at][1] - (reach[at] - within)
+        number += 1
 
 
 def densify(trace: Trace, factor: float, *, seed: int = 0, stretch_s: float = 60.0, within_s: float = 900.0) -> Trace:
