@@ -135,6 +135,51 @@ def test_pickled_weights_are_sampled_throughout(tmp_path: Path) -> None:
     assert sample_digest(tmp_path) != before
 
 
+def listed(directory: Path) -> list[str]:
+    return [path.name for path in list_weight_files(directory)]
+
+
+def add_files(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).write_bytes(b"{}")
+
+
+def test_only_what_transformers_would_load_counts(checkpoint: Path) -> None:
+    """Optimizers, arguments of a training and copies in other formats change nothing, as the loader says itself."""
+    sample, whole = sample_digest(checkpoint), whole_digest(checkpoint)
+    add_files(checkpoint, "training_args.bin", "optimizer.bin", "pytorch_model.bin", "consolidated.safetensors")
+    add_files(checkpoint, "consolidated.safetensors.index.json", "pytorch_model.bin.index.json")
+    assert listed(checkpoint) == ["config.json", "model.safetensors"]
+    assert (sample_digest(checkpoint), whole_digest(checkpoint)) == (sample, whole)
+
+
+@pytest.mark.parametrize(("stem", "ending"), [("model", "safetensors"), ("pytorch_model", "bin")])
+def test_the_shards_of_an_index_count_and_no_others(stem: str, ending: str, tmp_path: Path) -> None:
+    shards = [f"{stem}-0000{number}-of-00002.{ending}" for number in (1, 2)]
+    add_files(tmp_path, "config.json", *shards, f"{stem}-00001-of-00009.{ending}", "scheduler.bin", "old.safetensors")
+    index = f"{stem}.{ending}.index.json"
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}))
+    assert listed(tmp_path) == sorted(["config.json", *shards, index])
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../a.bin"}}', "[" * 100_000]
+)
+def test_where_it_cannot_be_told_what_is_loaded_all_counts(index: str, tmp_path: Path) -> None:
+    add_files(tmp_path, "config.json", "model-00001-of-00001.safetensors", "other.bin")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert len(listed(tmp_path)) == 4
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert len(listed(tmp_path)) == 3
+    add_files(tmp_path, "model.safetensors")
+    assert listed(tmp_path) == ["config.json", "model.safetensors"]
+    (tmp_path / "config.json").write_text('{"transformers_weights": "other.bin"}')
+    assert len(listed(tmp_path)) == 4
+    (tmp_path / "config.json").write_text("{}")
+    add_files(tmp_path, "adapter_config.json")
+    assert len(listed(tmp_path)) == 4
+
+
 def test_a_missing_directory_is_a_config_error(tmp_path: Path) -> None:
     for ask in (sample_digest, whole_digest, known_whole_digest):
         with pytest.raises(ConfigError, match="does not exist"):

@@ -12,7 +12,7 @@ import pytest
 
 from support.lender import EMPTY, pool, ready
 from trinity.connector import Connector
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TransportUnavailable
 from trinity.transport import ucx_environment
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.nixl import transport as nixl_transport
@@ -59,6 +59,21 @@ def test_auto_hands_the_word_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(AutoTransport(trusted_network=True)._transport("nixl", memory), NixlTransport)
     assert isinstance(AutoTransport(trusted_network=True)._transport("ucx", memory), UcxTransport)
     assert "nixl" not in AutoHostTransport(trusted_network=True)._schemes
+
+
+@pytest.mark.usefixtures("no_libraries")
+async def test_auto_does_without_a_network_that_nobody_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools of one host need none; only where nothing else reaches the pool is it an error, with the way out."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    source, target = pool(*SIZE), pool(*SIZE)
+    transport = AutoTransport()
+    remote = await transport.attach(transport.publish(source), target)
+    assert remote.scheme == "inproc"
+    assert {name for name, why in transport._unavailable.items() if "trusted_network" in why} == {"nixl", "ucx"}
+    await transport.aclose()
+    far = AutoTransport({name: make for name, make in transport._schemes.items() if name in ("nixl", "ucx")})
+    with pytest.raises(TransportUnavailable, match=r"no transport reaches .*options=\{'trusted_network': True\}"):
+        far.publish(source)
 
 
 def test_the_loopback_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

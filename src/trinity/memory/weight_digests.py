@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from trinity.errors import ConfigError
 
@@ -36,10 +37,42 @@ _wholes: dict[FileKey, str] = {}
 
 
 def list_weight_files(directory: Path) -> list[Path]:
-    """List config and weights of a checkpoint, by name. Raises ``ConfigError`` if there is no such directory."""
+    """List config and weights of a checkpoint, by name: the files that transformers would load.
+
+    States of an optimizer and a second copy in another format do not count. Where it cannot be told which files are
+    loaded (names of their own in the config, an adapter, none of the usual names), all weights do. Raises
+    ``ConfigError`` if there is no such directory.
+    """
     if not directory.is_dir():
         raise ConfigError(f"the model directory {directory} does not exist; give a directory in transformers' layout")
-    return sorted({path for pattern in PATTERNS for path in directory.glob(pattern) if path.is_file()})
+    found = _list_loaded(directory) or [path for pattern in PATTERNS for path in directory.glob(pattern)]
+    return sorted({path for path in found if path.is_file()})
+
+
+def _list_loaded(directory: Path) -> list[Path]:
+    """List the config and one file, or an index with its shards; safetensors come before pickles. [] if unsure."""
+    config = directory / "config.json"
+    if (directory / "adapter_config.json").exists() or "transformers_weights" in _read_object(config):
+        return []
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return [config, directory / name]
+        if index.is_file():
+            shards = _read_object(index).get("weight_map")
+            named = {str(each) for each in shards.values()} if isinstance(shards, dict) else set()
+            plain = named and all(Path(each).name == each for each in named)
+            return [config, index, *(directory / each for each in named)] if plain else []
+    return []
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object of at most ``MAX_HEADER`` bytes; {} if it is none."""
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= MAX_HEADER:
+            found = json.loads(path.read_bytes())
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 def sample_digest(directory: Path) -> str:

@@ -11,10 +11,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND, IMAGE, KV, Close, Grow, Open, PeerUp, Pull, Revoke, Send, Step, Value
+from trinity.core.messages import (
+    FRONTEND,
+    IMAGE,
+    KV,
+    Close,
+    Grow,
+    Open,
+    PeerUp,
+    Pull,
+    Revoke,
+    Send,
+    Step,
+    Submit,
+    Value,
+)
 from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.costs.pool_sizes import check_available
@@ -185,6 +201,11 @@ def _make_stages(
     return own + make_built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
+def _drop_inputs(event: Value) -> Value:
+    """Return ``event`` without the pixels of a Submit: who keeps it would keep them beyond the request's end."""
+    return msgspec.structs.replace(event, inputs=()) if isinstance(event, Submit) and event.inputs else event
+
+
 class InstanceHost:
     """Runs a loaded instance with one thread for its core and one for each lane.
 
@@ -286,7 +307,7 @@ class InstanceHost:
         self._network.report_crash(self.name, error)
 
     def _handle(self, event: Value, now: float) -> None:
-        self.events.append(event)
+        self.events.append(_drop_inputs(event))
         if self._digests is not None:
             self._digests.observe(event)
         self._execute(self.core.handle(event, now))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from trinity.errors import HandshakeError, TransportUnavailable
+from trinity.errors import ConfigError, HandshakeError, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
@@ -54,8 +54,8 @@ class AutoTransport:
     - ``schemes`` (transports by name, best first; None: all of trinity's): those to choose from.
     - ``trusted_network`` (False): as ``NixlTransport`` has it, for those that leave the host.
 
-    A transport that cannot run here, or cannot reach this pool, is left out. Raises ``TransportUnavailable`` if none
-    remains.
+    A transport that cannot run here, may not (a network that nobody said to trust), or cannot reach this pool, is left
+    out. Raises ``TransportUnavailable``, with the reason of each, if none remains.
     """
 
     scheme = "auto"
@@ -134,7 +134,7 @@ class AutoHostTransport(AutoTransport):
 
 
 class _UnavailableRecorder:
-    """Suppresses ``TransportUnavailable`` in its ``with`` block, and records its text as ``reason``."""
+    """Suppresses ``TransportUnavailable`` and ``ConfigError`` in its ``with`` block; records the text as ``reason``."""
 
     def __init__(self, unavailable: dict[str, str], scheme: str) -> None:
         self._unavailable, self._scheme = unavailable, scheme
@@ -144,7 +144,7 @@ class _UnavailableRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, TransportUnavailable):
+        if isinstance(error, TransportUnavailable | ConfigError):
             self.reason = self._unavailable[self._scheme] = str(error)
             return True
         return False
