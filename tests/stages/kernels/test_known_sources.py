@@ -126,6 +126,69 @@ def test_what_a_decorator_closes_over_is_read(compiled: Callable[[str], dict[str
     assert fingerprint_function(two) == fingerprint_function(space["wrap"](2))
 
 
+HOLDERS = """
+from functools import partial
+class Call:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, x):
+        return x * {code}
+
+def helper(x, y=1):
+    return x * {code}
+
+TABLE = {value}
+
+def forward(self, x, *, by=TABLE):
+    return x * TABLE
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "other", "other_code"),
+    [
+        ("2", "1", "3", "1"),
+        ("(1, 2)", "1", "(1, 3)", "1"),
+        ("[1, [2]]", "1", "[1, [3]]", "1"),
+        ("{'a': (1,)}", "1", "{'a': (2,)}", "1"),
+        ("{'a': 1}", "1", "{'b': 1}", "1"),
+        ("{1, 2}", "1", "{1, 3}", "1"),
+        ("{'a': helper}", "1", "{'a': helper}", "2"),
+        ("partial(helper, 1)", "1", "partial(helper, 1)", "2"),
+        ("partial(helper, 1)", "1", "partial(helper, 2)", "1"),
+        ("partial(helper, y=1)", "1", "partial(helper, y=2)", "1"),
+        ("partial(len)", "1", "partial(sum)", "1"),
+        ("Call(1)", "1", "Call(1)", "2"),
+        ("Call(1)", "1", "Call(2)", "1"),
+    ],
+)
+@pytest.mark.parametrize("place", ["global", "default", "keyword"])
+def test_what_is_held_is_read(
+    value: str, code: str, other: str, other_code: str, place: str, compiled: Callable[[str], dict[str, Any]]
+) -> None:
+    def fingerprint(value: str, code: str) -> str | None:
+        made = compiled(HOLDERS.format(value=value, code=code))
+        function: FunctionType = made["forward"]
+        if place != "keyword":
+            function.__kwdefaults__ = None
+        if place == "default":
+            function.__defaults__ = (made["TABLE"],)
+        if place != "global":
+            del made["TABLE"]
+        return fingerprint_function(function)
+
+    assert fingerprint(value, code) == fingerprint(value, code) != fingerprint(other, other_code)
+    assert fingerprint(other, other_code) is not None
+
+
+def test_a_container_that_holds_itself_is_read_once(compiled: Callable[[str], dict[str, Any]]) -> None:
+    space = compiled("TABLE = [1]\nTABLE.append(TABLE)\n\ndef forward(self, x):\n    return TABLE\n")
+    before = fingerprint_function(space["forward"])
+    space["TABLE"][0] = 2
+    assert before is not None
+    assert fingerprint_function(space["forward"]) != before
+
+
 def test_what_has_no_source_has_no_fingerprint() -> None:
     assert fingerprint_function(len) is None
     assert fingerprint_text(len) is None

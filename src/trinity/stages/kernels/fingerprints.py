@@ -2,7 +2,8 @@
 
 Kernels may stand in for code that somebody has read; a fingerprint tells whether the code at hand is that code. It
 covers the syntax tree of a method, of the functions that it finds among its globals, of the methods of its class that
-it names, and of what decorators close over. Comments, docstrings, annotations and the layout do not count. What has no
+it names, and of what decorators close over; what plain containers and partials among these hold, and the ``__call__``
+of other objects. Comments, docstrings, annotations and the layout do not count. What has no
 source, or is no plain function, has no fingerprint.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ _CALLS = ("__call__", "__getattr__", "__getattribute__")  # what else runs when 
 _EVERYBODYS = {nn.Module, object}
 _PLUMBING = "transformers.modeling_layers"  # gradient checkpointing around a layer's own forward
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (tuple, list, dict, set, frozenset)
 _IGNORED_FIELDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"}
 _OUTSIDE = ("torch", "builtins", "typing", "collections", "functools", "math", "contextlib")
 
@@ -82,6 +84,10 @@ class _Reading:
             self._whole = False
             return
         self._lines += [source, *map(_describe, function.__defaults__ or ())]
+        for value in function.__defaults__ or ():
+            self._read_contents("", value)
+        for name, value in sorted((function.__kwdefaults__ or {}).items()):
+            self._read_value(name, value)
         for name in _names_of(function.__code__):
             if name in function.__globals__:
                 self._read_value(name, function.__globals__[name])
@@ -93,6 +99,39 @@ class _Reading:
         self._lines.append(f"{name}: {_describe(value)}")
         if isinstance(value, FunctionType) and not _is_outside(value):
             self.read(value)
+        self._read_contents(name, value)
+
+    def _read_contents(self, name: str, value: Any) -> None:
+        """Read what ``value`` holds, if it is a plain container or a partial, or the code that runs if it is called."""
+        if id(value) in self._seen:
+            return
+        if isinstance(value, BuiltinFunctionType):
+            self._lines.append(f"{value.__module__}.{value.__qualname__}")
+        elif type(value) in _CONTAINERS or isinstance(value, partial):
+            self._read_each(name, value, _list_contents(value))
+        elif type(call := _find_member(type(value), "__call__")) is FunctionType and _is_somebodys(value, call):
+            self._read_each(name, value, sorted(getattr(value, "__dict__", {}).items()))
+            self.read(call)
+
+    def _read_each(self, name: str, holder: Any, held: list[tuple[str, Any]]) -> None:
+        self._seen.add(id(holder))
+        for key, each in held:
+            self._read_value(f"{name}[{key}]", each)
+
+
+def _is_somebodys(value: Any, call: FunctionType) -> bool:
+    """Tell if ``value`` is an object whose class has a ``__call__`` of its own: no class and no module of torch."""
+    return not isinstance(value, type | nn.Module) and not _is_outside(call)
+
+
+def _list_contents(value: Any) -> list[tuple[str, Any]]:
+    """List what a container or a partial holds, sets in an order that is the same in each process."""
+    if isinstance(value, partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, dict):
+        return [(_describe(key), each) for key, each in value.items()]
+    held = sorted(value, key=_describe) if isinstance(value, set | frozenset) else value
+    return [(str(index), each) for index, each in enumerate(held)]
 
 
 def _find_member(kind: type[Any] | None, name: str) -> Any:
