@@ -230,3 +230,103 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         model_config.from_config({**LLAVA, "vision_config": {"hidden_size": 8}})
     with pytest.raises(UnsupportedModel, match="'new'"):
         model_config.from_config({**LLAVA, "model_type": "new"})
+
+
+# ---------------------------------------------------------------- what a checkpoint leaves out, and odd values
+
+SMALL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+TILED = {**SMALL, "image_size": 336, "patch_size": 14}
+QWEN2_5_VL = {
+    "hidden_size": 1280,
+    **{"depth": 32, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2},
+    **{"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": 3584},
+}
+
+
+def config_of(family: str, vision: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    return {**QWEN2_VL, "model_type": family, "vision_config": vision, **extra}
+
+
+@pytest.mark.parametrize("kind", [{}, {"model_type": "qwen2_5_vl"}, {"model_type": "qwen2_5_vl_vision"}])
+@pytest.mark.parametrize(
+    "left_out",
+    [("fullatt_block_indexes",), ("window_size",), ("window_size", "fullatt_block_indexes"), ("patch_size", "depth")],
+)
+def test_what_qwen2_5_vl_leaves_out_is_transformers_default(kind: dict[str, str], left_out: tuple[str, ...]) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = {name: value for name, value in QWEN2_5_VL.items() if name not in left_out}
+    own = transformers.Qwen2_5_VLConfig(vision_config=given).vision_config
+    shape = model_config.from_config(config_of("qwen2_5_vl", {**given, **kind}))
+    assert shape.vision is not None
+    assert shape.vision.layers.layers == own.depth
+    assert shape.vision.span == (own.window_size // own.patch_size) ** 2 == 64
+    assert shape.vision.full_layers == len(own.fullatt_block_indexes) == 4
+
+
+def test_a_window_is_whole_visual_tokens_and_full_layers_are_those_there_are() -> None:
+    def vision(**odd: Any) -> Any:
+        return model_config.from_config(config_of("qwen2_5_vl", {**QWEN2_5_VL, **odd})).vision
+
+    assert vision(window_size=139).span == 64, "the model floors to whole visual tokens"
+    assert vision(window_size=140).span == 100
+    assert vision(fullatt_block_indexes=[7, 7, 31, 32, -1]).full_layers == 2
+    assert vision(fullatt_block_indexes=[]).full_layers == 0
+
+
+WINDOWS: tuple[Any, ...] = ("x", [112], -5, 7, 0, True, {}, float("inf"), float("nan"))
+LISTED: tuple[Any, ...] = (7, "7", [7.5], [None], {"7": 1}, True)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"window_size": value} for value in WINDOWS),
+        *({"fullatt_block_indexes": value} for value in LISTED),
+        {"patch_size": 0},
+        {"patch_size": [None]},
+    ],
+)
+def test_odd_windows_are_typed(odd: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(odd))):
+        model_config.from_config(config_of("qwen2_5_vl", {**QWEN2_5_VL, **odd}))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (QWEN2_VL, {"min_pixels": 3136, "max_pixels": 10**6, "size": {"shortest_edge": 1, "longest_edge": 9}}),
+    "qwen2_5_vl": (config_of("qwen2_5_vl", QWEN2_5_VL), {"size": {"shortest_edge": 3136, "longest_edge": 10**6}}),
+    "llava": (LLAVA, {}),
+    "llava_next": (config_of("llava_next", TILED, image_grid_pinpoints=[[336, 672]], tie_word_embeddings=True), {}),
+    "internvl": (config_of("internvl", TILED, downsample_ratio=0.5), {"max_patches": 12}),
+    "gemma3": (
+        config_of("gemma3", TILED, mm_tokens_per_image=256),
+        {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4},
+    ),
+    "smolvlm": (config_of("smolvlm", TILED, scale_factor=2), {"size": {"longest_edge": 2048}}),
+    "text": ({"model_type": "llama", "num_key_value_heads": 8, "head_dim": 128, "dtype": "float32"}, {}),
+}
+ODD_NUMBERS: tuple[Any, ...] = (-1, 0, 0.3, 10**400, float("nan"), 1e300)
+ODD: tuple[Any, ...] = (None, "x", "12", True, *ODD_NUMBERS, [], [7], [[1, 1]], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_any_value_of_any_field_gives_a_shape_or_is_typed(family: str) -> None:
+    """Each field of each part takes each odd value: a shape whose images have tokens, or trinity's own error."""
+
+    def shape(config: Any, preprocessor: Any) -> ModelShape | None:
+        try:
+            return model_config.from_config(config, preprocessor)
+        except ConfigError:
+            return None
+
+    config, preprocessor = CONFIGS[family]
+    assert shape(config, preprocessor) is not None
+    for odd in ODD:
+        found = [shape({**config, name: odd}, preprocessor) for name in config]
+        found += [shape(config, {**preprocessor, name: odd}) for name in preprocessor]
+        for part in ("text_config", "vision_config"):
+            fields = config.get(part, {})
+            found += [shape({**config, part: {**fields, name: odd}}, preprocessor) for name in fields]
+        sizes = preprocessor.get("size", {})
+        found += [shape(config, {**preprocessor, "size": {**sizes, name: odd}}) for name in sizes]
+        for each in found:
+            assert each is None or each.vision is None or each.visual_tokens(1024, 768) > 0

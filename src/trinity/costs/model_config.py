@@ -22,6 +22,10 @@ _DEFAULTS: Mapping[str, ConfigFields] = {  # transformers' own defaults, which c
     "llama": {**_LLAMA, "vocab_size": 32_000},
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32_000},
     "qwen2_vl_vision": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "hidden_size": 3584},
+    "qwen2_5_vl_vision": {
+        **{"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14},
+        **{"spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31)},
+    },
     "clip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 32},
     "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 16},
 }
@@ -29,6 +33,8 @@ _HEADS = {"clip_vision_model": 12, "siglip_vision_model": 12}
 _PATCHES_PER_TOKEN = {"qwen2_vl": 4, "qwen2_5_vl": 4, "internvl": 4, "gemma3": 16}
 _PATCHES_OF_IMAGE = ("qwen2_vl", "qwen2_5_vl")  # encode each image at its own size, not in tiles of one
 _SPLIT = ("idefics3", "smolvlm")
+_LARGEST = 1e15  # of any size
+_MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
 
@@ -48,10 +54,10 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 
 def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, *, name: str = "model") -> ModelShape:
-    """Build the shape from the contents of both files; raises as ``read_model_shape`` does."""
-    text = _with_defaults(config.get("text_config") or config)
+    """Build the shape from the contents of both files; raises as ``read_model_shape`` does, for odd values too."""
+    text = _with_defaults(_part(config, "text_config") or config)
     language = _layer_shape(text, "language", gated=True)
-    vision = _vision_shape(config, text) if config.get("vision_config") else None
+    vision = _vision_shape(config, text) if _part(config, "vision_config") else None
     rule = _visual_token_rule(config, preprocessor or {}) if vision else visual_tokens.fixed_tokens
     return ModelShape(
         name=name,
@@ -62,7 +68,7 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
         image_tokens=rule(*_TYPICAL) if vision else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
-        context=int(text.get("max_position_embeddings") or 4096),
+        context=_optional(text, "language", "max_position_embeddings", 4096),
         source="config.json",
     )
 
@@ -85,25 +91,51 @@ def _size(fields: ConfigFields, part: str, *names: str) -> int:
     Raises ``ConfigError`` where none is, or it is below 1.
     """
     for name in names:
-        value = fields.get(name)
-        if isinstance(value, (int, float)) and value >= 1:
+        value: Any = fields.get(name)
+        if _is_number(value) and value >= 1:
             return int(value)
     raise ConfigError(
         f"the {part} model's configuration has no {' or '.join(names)}: it must be a number of at least 1"
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _optional(fields: ConfigFields, part: str, name: str, default: int) -> int:
+    """Get a size that may be left out, or be null or 0, for ``default``. Raises ``ConfigError`` for another value."""
+    value = fields.get(name)
+    return default if value is None or (_is_number(value) and not value) else _size(fields, part, name)
+
+
+def _ratio(fields: ConfigFields, part: str, name: str, default: float) -> float:
+    """Get a factor above 0 that may be left out. Raises ``ConfigError`` for another value."""
+    value = fields.get(name) or default
+    if not _is_number(value) or value <= 0:
+        raise ConfigError(f"the {part} model's configuration has no {name}: it must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _part(config: ConfigFields, name: str) -> ConfigFields:
+    """Get a part of a configuration; empty where it is left out. Raises ``ConfigError`` where it is no mapping."""
+    part = config.get(name) or {}
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"{name} of a model's configuration is a mapping of names to values, got {part!r:.80}")
+    return part
+
+
 def _layer_shape(fields: ConfigFields, part: str, *, gated: bool) -> LayerShape:
     width = _size(fields, part, "embed_dim", "hidden_size")
     heads = _size({**_default_heads(fields), **fields}, part, "num_attention_heads", "num_heads")
-    ratio = fields.get("mlp_ratio")
-    ffn = int(width * ratio) if ratio and "intermediate_size" not in fields else 0
+    ratio = fields.get("mlp_ratio") and "intermediate_size" not in fields
+    ffn = int(width * _ratio(fields, part, "mlp_ratio", 4)) if ratio else 0
     return LayerShape(
         layers=_size(fields, part, "num_hidden_layers", "depth"),
         width=width,
         heads=heads,
-        kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=int(fields.get("head_dim") or max(1, width // heads)),
+        kv_heads=_optional(fields, part, "num_key_value_heads", heads),
+        head_dim=_optional(fields, part, "head_dim", max(1, width // heads)),
         ffn=ffn or _size(fields, part, "intermediate_size"),
         gated=gated,
     )
@@ -116,12 +148,13 @@ def _default_heads(fields: ConfigFields) -> ConfigFields:
 
 def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
     family = str(config.get("model_type"))
-    fields = dict(_with_defaults(config["vision_config"]))
+    fields = dict(_vision_fields(config))
     if family.startswith("qwen2") and "num_hidden_layers" in fields:
         fields.pop("num_hidden_layers")  # a leftover of the checkpoint; the encoder is built from depth
     layers = _layer_shape(fields, "vision", gated=family == "qwen2_5_vl")
     width = _size(text, "language", "hidden_size")
-    patches = int(config.get("scale_factor") or 2) ** 2 if family in _SPLIT else _PATCHES_PER_TOKEN.get(family, 1)
+    split = family in _SPLIT
+    patches = _optional(config, family, "scale_factor", 2) ** 2 if split else _PATCHES_PER_TOKEN.get(family, 1)
     side = _side(fields, "image_size") // _side(fields, "patch_size") if "image_size" in fields else 0
     span = side * side or _window_patches(fields) or patches * _visual_token_rule(config, {})(*_TYPICAL)
     return VisionShape(
@@ -133,16 +166,34 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
     )
 
 
+def _vision_fields(config: ConfigFields) -> ConfigFields:
+    """Get the encoder's fields with transformers' defaults; the family names its kind where it does not itself."""
+    fields = _part(config, "vision_config")
+    usual = _DEFAULTS.get(f"{config.get('model_type')}_vision", {}) if config.get("model_type") == "qwen2_5_vl" else {}
+    return _with_defaults({**usual, **{name: value for name, value in fields.items() if value is not None}})
+
+
 def _window_patches(fields: ConfigFields) -> int:
-    """Count the patches of a window; 0 where the encoder has none."""
-    return (int(fields.get("window_size") or 0) // _side(fields, "patch_size")) ** 2 if "window_size" in fields else 0
+    """Count the patches of a window, which is whole visual tokens; 0 where the encoder has none."""
+    if "window_size" not in fields:
+        return 0
+    merge = _optional(fields, "vision", "spatial_merge_size", 2)
+    side = _size(fields, "vision", "window_size") // (merge * _side(fields, "patch_size")) * merge
+    if not side:
+        raise ConfigError(f"the vision model's window_size of {fields['window_size']} holds no visual token")
+    return side * side
 
 
 def _count_full_layers(fields: ConfigFields, layers: int) -> int:
     """Count the layers whose patches attend to all of their image."""
     if not _window_patches(fields):
         return layers
-    return len(fields.get("fullatt_block_indexes") or ())
+    listed = fields.get("fullatt_block_indexes", ())
+    if not isinstance(listed, list | tuple) or not all(type(each) is int for each in listed):
+        raise ConfigError(
+            f"fullatt_block_indexes of a vision model is a list of layers, as transformers reads it, got {listed!r:.80}"
+        )
+    return len({each for each in listed if 0 <= each < layers})
 
 
 def _projector(family: str, features: int, patches: int, width: int) -> int:
@@ -157,18 +208,18 @@ def _projector(family: str, features: int, patches: int, width: int) -> int:
 
 def _side(fields: ConfigFields, name: str) -> int:
     value = fields.get(name)
-    return int(value[0]) if isinstance(value, list) and value else _size(fields, "vision", name)
+    return _size({name: value[0] if isinstance(value, list | tuple) and value else value}, "vision", name)
 
 
 def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> VisualTokenRule:
-    family, vision = str(config.get("model_type")), _with_defaults(config["vision_config"])
+    family, vision = str(config.get("model_type")), _vision_fields(config)
     if family in ("qwen2_vl", "qwen2_5_vl"):
         return _smart_resize_rule(vision, preprocessor)
     if family == "gemma3":
-        crops = int(preprocessor.get("pan_and_scan_max_num_crops") or 0) if preprocessor.get("do_pan_and_scan") else 0
-        return partial(
-            visual_tokens.pan_and_scan_tokens, tokens=int(config.get("mm_tokens_per_image") or 256), crops=crops
-        )
+        scans = bool(preprocessor.get("do_pan_and_scan"))
+        crops = _optional(preprocessor, "image", "pan_and_scan_max_num_crops", 0) if scans else 0
+        tokens = _optional(config, family, "mm_tokens_per_image", 256)
+        return partial(visual_tokens.pan_and_scan_tokens, tokens=tokens, crops=crops)
     if family not in ("llava", "llava_next", "internvl", *_SPLIT):
         raise UnsupportedModel(
             f"the number of visual tokens of an image is unknown for {family!r} models; build a "
@@ -176,23 +227,38 @@ def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> Visu
         )
     tile, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     side = tile // patch
+    if not side:
+        raise ConfigError(f"the vision model's patch_size of {patch} is larger than its image_size of {tile}")
     if family == "llava":
         return partial(visual_tokens.fixed_tokens, tokens=side * side)
     if family == "llava_next":
-        grids = tuple(map(tuple, config.get("image_grid_pinpoints") or visual_tokens.LLAVA_NEXT_GRIDS))
-        return partial(visual_tokens.anyres_tokens, grids=grids, tile=tile, patch=patch)
+        return partial(visual_tokens.anyres_tokens, grids=_grids(config, tile), tile=tile, patch=patch)
     if family == "internvl":
-        tokens = int(side * side * float(config.get("downsample_ratio") or 0.5) ** 2)
-        most = int(preprocessor.get("max_patches") or 12)
+        tokens = int(side * side * _ratio(config, family, "downsample_ratio", 0.5) ** 2)
+        most = _optional(preprocessor, "image", "max_patches", 12)
+        if most > _MOST_TILES:
+            raise ConfigError(f"max_patches of a preprocessor is at most {_MOST_TILES}, got {most}")
         return partial(visual_tokens.tile_tokens, tile=tile, tokens=tokens, most=most)
-    tokens = max(1, side * side // int(config.get("scale_factor") or 2) ** 2)
-    longest = int((preprocessor.get("size") or {}).get("longest_edge") or 4 * tile)
+    tokens = max(1, side * side // _optional(config, family, "scale_factor", 2) ** 2)
+    longest = _optional(_part(preprocessor, "size"), "image", "longest_edge", 4 * tile)
     return partial(visual_tokens.split_tokens, longest=longest, tile=tile, tokens=tokens)
 
 
+def _grids(config: ConfigFields, tile: int) -> tuple[tuple[int, int], ...]:
+    """Get LLaVA-NeXT's resolutions. Raises ``ConfigError`` where they are no pairs of at least a tile's pixels."""
+    given = config.get("image_grid_pinpoints") or visual_tokens.LLAVA_NEXT_GRIDS
+    pair = isinstance(given, list | tuple) and all(isinstance(each, list | tuple) and len(each) == 2 for each in given)
+    if not pair or not all(type(edge) is int and tile <= edge <= _LARGEST for each in given for edge in each):
+        raise ConfigError(
+            f"image_grid_pinpoints of a model's configuration are pairs of at least {tile} pixels, got {given!r:.80}"
+        )
+    return tuple((height, width) for height, width in given)
+
+
 def _smart_resize_rule(vision: ConfigFields, preprocessor: ConfigFields) -> VisualTokenRule:
-    factor = int(vision.get("patch_size") or 14) * int(vision.get("spatial_merge_size") or 2)
-    size = preprocessor.get("size") or {}
-    least = preprocessor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    most = preprocessor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    return partial(visual_tokens.smart_resize_tokens, factor=factor, least=int(least), most=int(most))
+    patch = _side(vision, "patch_size") if vision.get("patch_size") else 14
+    factor = patch * _optional(vision, "vision", "spatial_merge_size", 2)
+    size = _part(preprocessor, "size")
+    least = _optional(preprocessor, "image", "min_pixels", _optional(size, "image", "shortest_edge", 56 * 56))
+    most = _optional(preprocessor, "image", "max_pixels", _optional(size, "image", "longest_edge", 28 * 28 * 1280))
+    return partial(visual_tokens.smart_resize_tokens, factor=factor, least=least, most=most)
