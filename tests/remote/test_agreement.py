@@ -92,7 +92,7 @@ async def test_weights_of_another_seed_are_refused_at_start(
 async def test_a_flipped_bit_is_found_while_it_serves(
     tmp_path: Path, theirs: Path, instance: Instance, launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a place that no sample reads: the one whose digest comes later is refused, and not let in again."""
+    """In a place that no sample reads: the younger is refused, and not let in again."""
     ours = shutil.copytree(theirs, tmp_path / "ours")
     assert any(_unseen(ours / "model.safetensors", at) for at in range(PADDING // 2, PADDING, 999))
     assert sample_digest(ours) == sample_digest(theirs)
@@ -104,7 +104,7 @@ async def test_a_flipped_bit_is_found_while_it_serves(
         async with asyncio.timeout(LIVENESS_S):
             with pytest.raises(TrinityError):
                 await pipe.complete(request(900))
-    assert "is refused; compare both directories: python -m trinity.check --weights MODEL" in caplog.text
+    assert "the younger is refused; compare both directories: python -m trinity.check --weights MODEL" in caplog.text
 
 
 def _unseen(weights: Path, at: int) -> bool:
@@ -120,13 +120,31 @@ def _unseen(weights: Path, at: int) -> bool:
 # ---------------------------------------------------------------- the parts
 
 
-def test_the_first_digest_is_that_of_the_pipeline(caplog: pytest.LogCaptureFixture) -> None:
+def test_lives_with_other_digests_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     weights = WeightsAgreement()
     for name, digest in (("E0", ""), ("P0", "a" * 64), ("E0", "a" * 64), ("P0", ""), ("P0", "a" * 64)):
-        weights.check(name, digest)
-    with pytest.raises(LayoutMismatch, match=r"the weights of D0 .* are not those of P0"):
-        weights.check("D0", "b" * 64)
-    assert "D0 is refused" in caplog.text
+        assert weights.compare(name, 0, digest) is None
+    found = weights.compare("D0", 7, "b" * 64)
+    assert found is not None
+    assert found[:2] == ("P0", 0)
+    assert "the weights of D0" in found.why
+    assert "the younger is refused" in caplog.text
+    found = weights.compare("E0", 0, "a" * 64)
+    assert found is not None
+    assert found[:2] == ("D0", 7)  # whoever told first: the core knows who is younger
+
+
+def test_a_digest_that_nobody_holds_any_more_binds_nobody() -> None:
+    weights = WeightsAgreement()
+    for life in (("P0", 0), ("D0", 3)):
+        assert weights.compare(*life, "a" * 64) is None
+    weights.forget("P0", 0)
+    weights.forget("D0", 2)  # of a former life
+    assert weights.compare("P0", 1, "b" * 64) is not None
+    weights.forget("P0", 1)
+    weights.forget("D0", 3)
+    assert weights.compare("P0", 2, "b" * 64) is None
+    assert weights.compare("D0", 4, "a" * 64) is not None
 
 
 def test_peers_with_other_digests_refuse_each_other() -> None:

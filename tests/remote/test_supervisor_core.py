@@ -131,7 +131,7 @@ def test_a_newcomer_waits_no_longer_for_one_that_is_silent_and_meets_it_later() 
         [
             (9.3, Linked("E", 1, "D", 0), []),
             (11.1, Quiet("D", 0, SUSPECT_S), []),
-            (11.2, Quiet("D", 0, SUSPECT_S + 0.1), [Suspect("D", 0, True), Up("E", 1)]),
+            (11.2, Quiet("D", 0, SUSPECT_S + 0.1), [Suspect("D", 0, True), Up("E", 1), Suspect("D", 0, True)]),
             (11.3, Quiet("D", 0, SUSPECT_S + 0.2), []),
             (13.0, Quiet("D", 0, 0.1), [Suspect("D", 0, False)]),
             (13.1, Linked("D", 0, "E", 1), []),

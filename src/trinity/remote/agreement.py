@@ -1,8 +1,8 @@
 """Agreement of a pipeline's instances: on layouts and model when they meet, on every byte of weights while they serve.
 
 Sampled pages, which every instance shows at its start, tell two checkpoints apart unless they differ in single bytes.
-The whole is read by a thread of the lowest priority, and the front end compares the digests: an instance whose digest
-comes later and differs is refused.
+The whole is read by a thread of the lowest priority, and the front end compares the digests: of two that differ the
+younger instance is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from trinity.errors import LayoutMismatch
 from trinity.memory.weight_digests import whole_digest
@@ -23,21 +24,35 @@ logger = logging.getLogger("trinity")
 LOWEST_PRIORITY = 19
 
 
+class Dispute(NamedTuple):
+    """Another life with other weights: its name and epoch, and what to say of it."""
+
+    name: str
+    epoch: int
+    why: str
+
+
 class WeightsAgreement:
-    """Digest of the weights that a pipeline serves: that of the instance which told its own first."""
+    """Digests of the weights that a pipeline serves, by the lives of instances that hold them: all are equal."""
 
     def __init__(self) -> None:
-        self._first = self._digest = ""
+        self._held: dict[tuple[str, int], str] = {}
 
-    def check(self, name: str, digest: str) -> None:
-        """Raise ``LayoutMismatch`` if this instance's weights are not those of the others; "" is not known yet."""
-        if digest and not self._digest:
-            self._first, self._digest = name, digest
-        if digest and digest != self._digest:
-            text = f"the weights of {name} (digest {digest}) are not those of {self._first} ({self._digest})"
-            hint = "compare both directories: python -m trinity.check --weights MODEL"
-            logger.error("%s: %s is refused; %s", text, name, hint)
-            raise LayoutMismatch(f"{text}; {hint}")
+    def compare(self, name: str, epoch: int, digest: str) -> Dispute | None:
+        """Take a life's digest, "" where it is not known yet; return one that holds other weights."""
+        if digest:
+            self._held[name, epoch] = digest
+        for (other, its_epoch), held in self._held.items():
+            if digest and digest != held:
+                text = f"the weights of {name} (digest {digest}) are not those of {other} ({held})"
+                hint = "compare both directories: python -m trinity.check --weights MODEL"
+                logger.error("%s: the younger is refused; %s", text, hint)
+                return Dispute(other, its_epoch, f"{text}; {hint}")
+        return None
+
+    def forget(self, name: str, epoch: int) -> None:
+        """Take note that a life has ended: once nobody holds them, a pipeline may serve other weights."""
+        self._held.pop((name, epoch), None)
 
 
 def check_layouts(mine: Hello, theirs: Hello) -> None:

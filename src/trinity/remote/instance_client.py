@@ -29,7 +29,7 @@ from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
-from trinity.remote.supervisor_messages import Event, Linked, Lost, Unlinked
+from trinity.remote.supervisor_messages import Event, Linked, Lost, Refused, Unlinked
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
@@ -121,7 +121,9 @@ class InstanceClient:
             raise _to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
-        self._weights.check(self.name, answer.hello.weights)
+        dispute = self._weights.compare(self.name, self.setup.epoch, answer.hello.weights)
+        if dispute is not None:
+            raise LayoutMismatch(dispute.why)
         self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as the pipeline reaches it
         self.last_heard = time.monotonic()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
@@ -156,6 +158,7 @@ class InstanceClient:
         """Hear nothing more of it: nobody may hear a word of it after its loss."""
         self._stopping = True
         self._loss = self._loss or "it was ended"
+        self._weights.forget(self.name, self.setup.epoch)
         if self._channel is not None:
             self._channel.abort()
 
@@ -219,7 +222,8 @@ class InstanceClient:
                 self._report(Linked(*life, message.peer, message.epoch))
             else:
                 self.problem = _to_error(message.why)
-                self._report(Lost(*life, message.why.message))
+                peer, for_good = (message.peer, message.epoch), message.why.error == LayoutMismatch.__name__
+                self._report(Refused(*life, message.why.message, *peer, for_good))
         elif isinstance(message, LinkEnded):
             self._report(Unlinked(*life, message.peer, message.epoch))
         elif isinstance(message, WeightsDigest):
@@ -233,12 +237,11 @@ class InstanceClient:
             self._unheard.append(message)
 
     def _compare_weights(self, digest: str) -> None:
-        """End the instance if it serves other weights than those before it: its tokens are those of another model."""
-        try:
-            self._weights.check(self.name, digest)
-        except LayoutMismatch as error:
-            self.problem = error
-            self._report(Lost(self.name, self.setup.epoch, str(error)))
+        """End this instance or a younger one where their weights differ: its tokens are those of another model."""
+        dispute = self._weights.compare(self.name, self.setup.epoch, digest)
+        if dispute is not None:
+            self.problem = LayoutMismatch(dispute.why)
+            self._report(Refused(self.name, self.setup.epoch, dispute.why, dispute.name, dispute.epoch))
 
 
 async def _connect_by_hand(address: Address, secret: bytes, tls: TLSConfig | None) -> Channel:

@@ -187,7 +187,8 @@ class InstanceSupervisor:
         elif not self._all_up.done():
             client = self._lives[command.name, command.epoch]
             text = f"instance {command.name} was lost: {command.why}"
-            self._all_up.set_exception(client.problem or PeerLost(text, "control", command.name))
+            problems = [each.problem for each in (client, *self._lives.values()) if each.problem is not None]
+            self._all_up.set_exception([*problems, PeerLost(text, "control", command.name)][0])
         first = isinstance(command, Up) and not command.epoch
         if not first or self._watched:
             told = (command, self._lives[command.name, command.epoch])

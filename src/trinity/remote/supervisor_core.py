@@ -5,8 +5,10 @@ event                   commands
 ======================  ============================================================================================
 ``Begin``               ``Launch`` of every instance, ``StartLauncher`` first where one is started by the pipeline
 ``Loaded``              ``Introduce`` it and each that has loaded to each other
-``Linked``              ``Up`` once it is linked to every other that has loaded and speaks
-``Unlinked``            none; after ``RELINK_S`` with both still there the younger counts as lost
+``Linked``              ``Up`` once it is linked to every other that has loaded and speaks; then ``Suspect`` of who is not
+``Unlinked``            none; after ``RELINK_S`` with both still there the younger counts as lost; the elder where
+                        ``MOST_UNMET`` lives in a row could not reach it
+``Refused``             the same as ``Lost`` for the younger of the two, which counts as one that did not come up
 ``Lost``                ``Fence`` it, ``Separate`` the others from it, ``Down``; ``Up`` of whoever waited for it
 ``Ended``               none; ``Launch`` of the next life after a pause
 ``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
@@ -48,6 +50,7 @@ from trinity.remote.supervisor_messages import (
     Loaded,
     Lost,
     Quiet,
+    Refused,
     Retire,
     Separate,
     StartLauncher,
@@ -67,6 +70,7 @@ MAX_DOUBLINGS = 30
 LONGEST_AWAY_S = 30.0  # of one that did not come up
 LONGEST_BY_HAND_S = 5.0  # of one that somebody else starts
 PARTIES = 2  # to a link
+MOST_UNMET = 3  # lives that could not reach an elder, before it is the elder that is at fault
 STEADY_S = 30.0  # up for so long, it is as good as one that was never lost
 
 
@@ -99,6 +103,7 @@ class Member:
     due: float = inf  # of its next start
     losses: int = 0
     failures: int = 0  # in a row to come up
+    unmet: int = 0  # younger lives in a row that could not reach it
     suspected: bool = False
     why: str = ""
     pause: float = 0.0
@@ -127,7 +132,7 @@ class SupervisorCore:
 
     def handle(self, event: Event | Tick, now: float) -> list[Event]:
         self._out = []
-        if isinstance(event, (Loaded, Linked, Unlinked, Lost, Ended, Quiet)):
+        if isinstance(event, (Loaded, Linked, Unlinked, Refused, Lost, Ended, Quiet)):
             member = self.members[event.name]
             if member.epoch == event.epoch:
                 OF_A_LIFE[type(event)](self, member, event, now)
@@ -154,7 +159,7 @@ class SupervisorCore:
     # ------------------------------------------------------------ a life
 
     def _start(self, member: Member) -> None:
-        member.phase, member.due, member.suspected = LifePhase.LOADING, inf, False
+        member.phase, member.due, member.suspected, member.unmet = LifePhase.LOADING, inf, False, 0
         member.epoch += 1
         if not member.by_hand and not self.launcher:
             self.launcher = next(self._launchers)
@@ -176,12 +181,12 @@ class SupervisorCore:
         return [each for each in self.members.values() if each.phase in PRESENT and each is not member]
 
     def _linked(self, member: Member, event: Linked, now: float) -> None:
-        pair = self._pair(member, event)
-        if pair is not None:
+        pair, other = self._pair(member, event), self.members.get(event.peer)
+        if pair is not None and other is not None:
             pair.said.add(member.name)
             if len(pair.said) == PARTIES:
-                pair.due = inf
-            for each in (member, self.members[event.peer]):
+                pair.due, member.unmet, other.unmet = inf, 0, 0
+            for each in (member, other):
                 self._check_up(each, now)
 
     def _unlinked(self, member: Member, event: Unlinked, now: float) -> None:
@@ -189,7 +194,14 @@ class SupervisorCore:
         if pair is not None:
             pair.due = min(pair.due, now + RELINK_S)
 
-    def _pair(self, member: Member, event: Linked | Unlinked) -> Pair | None:
+    def _refused(self, member: Member, event: Refused, now: float) -> None:
+        """Lose the newcomer of two that do not belong together: whoever says so, the other has served before."""
+        if self._pair(member, event) is not None:
+            younger, elder = self._by_age(member, self.members[event.peer])
+            at_fault = younger if event.for_good else self._blame(younger, elder)
+            self._lose(at_fault, event.why, now, refused=at_fault is younger)
+
+    def _pair(self, member: Member, event: Linked | Unlinked | Refused) -> Pair | None:
         """Find the link that is spoken of, unless one of its ends is another life by now."""
         other = self.members.get(event.peer)
         same = other is not None and other.epoch == event.peer_epoch
@@ -200,6 +212,9 @@ class SupervisorCore:
         if member.phase is LifePhase.MEETING and all(self._has_met(member, other) for other in self._others(member)):
             member.phase, member.since = LifePhase.UP, now
             self._out.append(Up(member.name, member.epoch))
+            for each in (member, *self._others(member)):  # what was said before it came up it has not heard, nor others
+                if each.suspected:
+                    self._out.append(Suspect(each.name, each.epoch, True))
 
     def _has_met(self, member: Member, other: Member) -> bool:
         return other.suspected or len(self._pairs[_key(member, other)].said) == PARTIES
@@ -210,8 +225,8 @@ class SupervisorCore:
         if member.phase in ALIVE:
             self._lose(member, event.why, now)
 
-    def _lose(self, member: Member, why: str, now: float) -> None:
-        came_up = member.phase is LifePhase.UP
+    def _lose(self, member: Member, why: str, now: float, refused: bool = False) -> None:
+        came_up = member.phase is LifePhase.UP and not refused
         member.losses = 1 if came_up and now - member.since >= STEADY_S else member.losses + 1
         member.failures = 0 if came_up else member.failures + 1
         longest = LONGEST_BY_HAND_S if member.by_hand else LONGEST_BACKOFF_S if came_up else LONGEST_AWAY_S
@@ -278,8 +293,17 @@ class SupervisorCore:
         if one.suspected or two.suspected:
             pair.due = now + (RELINK_S if len(pair.said) == PARTIES else MEET_S)
             return
-        younger, other = (one, two) if one.born > two.born else (two, one)
-        self._lose(younger, f"it and {other.name} could not reach each other", now)
+        younger, elder = self._by_age(one, two)
+        at_fault = self._blame(younger, elder)
+        self._lose(at_fault, f"it and {(elder if at_fault is younger else younger).name} could not reach each other", now)
+
+    def _by_age(self, one: Member, two: Member) -> tuple[Member, Member]:
+        return (one, two) if one.born > two.born else (two, one)
+
+    def _blame(self, younger: Member, elder: Member) -> Member:
+        """Tell which of two that cannot reach each other goes: the elder once nobody has reached it several times."""
+        elder.unmet += 1
+        return elder if elder.unmet >= MOST_UNMET else younger
 
     def _retire(self, event: Retire | CloseAll, now: float) -> None:
         self.closing = True
@@ -312,6 +336,7 @@ OF_A_LIFE: dict[type[Event], Callable[[SupervisorCore, Member, Any, float], None
     Loaded: SupervisorCore._loaded,
     Linked: SupervisorCore._linked,
     Unlinked: SupervisorCore._unlinked,
+    Refused: SupervisorCore._refused,
     Lost: SupervisorCore._lost,
     Ended: SupervisorCore._ended,
     Quiet: SupervisorCore._quiet,

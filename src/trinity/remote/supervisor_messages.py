@@ -73,6 +73,20 @@ class Lost(Event, frozen=True):
     why: str
 
 
+class Refused(Event, frozen=True):
+    """It says that it and a peer cannot work together.
+
+    ``for_good``: no later life of the younger can either, as it loads other weights or layouts.
+    """
+
+    name: str
+    epoch: int
+    why: str
+    peer: str
+    peer_epoch: int
+    for_good: bool = True
+
+
 class Ended(Event, frozen=True):
     """Its process is gone for certain."""
 
@@ -132,7 +146,7 @@ class Launch(Event, frozen=True):
 
 
 class Introduce(Event, frozen=True):
-    """Have ``name`` connect to a peer; answered by Linked or Lost."""
+    """Have ``name`` connect to a peer; answered by Linked or Refused."""
 
     name: str
     epoch: int
