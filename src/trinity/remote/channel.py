@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trinity.errors import ConfigError, HandshakeError, IntegrityError, PeerLost, TransportError
-from trinity.remote.handshake import TAG, CrowdedError, Seals, shake_hands
+from trinity.errors import ConfigError, IntegrityError, PeerLost, TransportError
+from trinity.remote.handshake import TAG, BrokenHandshake, CrowdedError, Seals, shake_hands
 from trinity.remote.tls import TLSConfig, open_tls
 
 logger = logging.getLogger("trinity")
@@ -188,7 +188,8 @@ async def connect(
 ) -> Channel:
     """Connect, authenticate both sides and exchange hellos; over TCP in TLS where ``tls`` is given.
 
-    Raises ``HandshakeError``, ``PeerLost``, and ``ConfigError`` for files of ``tls`` that cannot be read.
+    Raises ``HandshakeError`` (``BrokenHandshake`` where another try may succeed), ``PeerLost``, and ``ConfigError`` for
+    files of ``tls`` that cannot be read.
 
     A listener with too many connections drops some before their proof: these try again while there is time.
     """
@@ -205,7 +206,7 @@ async def connect(
                     await asyncio.sleep(random.uniform(0, CROWDED_S))
     except TimeoutError as error:
         why = "has no room for a handshake: too many connect at once" if told else "did not answer"
-        raise HandshakeError(f"{address} {why} within {timeout_s} s", "control", str(address)) from error
+        raise BrokenHandshake(f"{address} {why} within {timeout_s} s", "control", str(address)) from error
     except OSError as error:
         raise PeerLost(f"{address} cannot be reached: {error}", "control", str(address)) from error
 
@@ -231,11 +232,11 @@ async def _open(address: Address, tls: TLSConfig | None) -> tuple[asyncio.Stream
 async def exchange_hellos(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: Seals, hello: bytes
 ) -> Channel:
-    """Make a channel of an authenticated connection; both sides say hello. Raises ``HandshakeError``."""
+    """Make a channel of an authenticated connection; both sides say hello. Raises ``BrokenHandshake``."""
     channel = Channel(reader, writer, seals, MAX_HELLO)
     channel.send(hello)
     try:
         channel.hello, channel.limit = await channel.receive(), MAX_MESSAGE
     except PeerLost as error:
-        raise HandshakeError(f"the peer left before its hello: {error}", "control") from error
+        raise BrokenHandshake(f"the peer left before its hello: {error}", "control") from error
     return channel

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -17,10 +19,12 @@ from trinity.errors import ConfigError, PeerLost
 from trinity.remote.channel import Address
 from trinity.remote.tls import TLSConfig
 
+logger = logging.getLogger("trinity")
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
 INSTANCE_STOP_S = 30.0  # for an instance to end
 LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is killed
-SILENT_S = 2.0  # for the launcher to take an order while it carries out no other
+SILENT_S = 2.0  # for the launcher to take an order, from its last word on, while it carries out no other
+TAKEN_POLL_S = 0.05  # at least, between two looks at a launcher that is at work
 LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
 Answer = TypeVar("Answer")
 ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended
@@ -34,7 +38,7 @@ class Launcher:
     """The fork server's process. A pipeline starts its own, or shares the one of ``kept_launcher``.
 
     - ``torch`` (True): import torch and the stages once, which takes seconds; emulated instances need neither.
-    - ``ended``: done once its process has ended. ``silent``: it takes no orders.
+    - ``ended``: done once its process has ended. ``silent``: it takes no orders, and is given no more.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -51,6 +55,7 @@ class Launcher:
         self._ready = concurrent.futures.Future[None]()
         self._untaken: dict[str, concurrent.futures.Future[None]] = {}
         self._at_work: set[str] = set()
+        self._last_word = time.monotonic()
         self._started: dict[str, concurrent.futures.Future[ForkedProcess]] = {}
         self._exits: dict[int, concurrent.futures.Future[int]] = {}
         self._lock = threading.Lock()
@@ -71,9 +76,10 @@ class Launcher:
 
         ``once``: it serves one pipeline and ends; else one after another, as if started by hand. ``shared``: the folder
         for what UCX keeps in shared memory, which stays if its process is killed at the wrong moment. ``tls``: for its
-        channels over TCP. Raises ``ConfigError`` if the launcher has ended, ``LauncherSilent`` if it takes no orders.
+        channels over TCP. Raises ``ConfigError`` if the launcher has ended or cannot
+        fork, ``LauncherSilent`` if it takes no orders.
         """
-        await _within(self._ready, "was not ready")
+        await self._within(self._ready, "was not ready")
         mark = os.urandom(8).hex()
         order: dict[str, Any] = {
             "id": mark,
@@ -88,22 +94,44 @@ class Launcher:
         try:
             self._write(order)
             await self._until_taken(taken)
-            process, exit_code = await _within(started, "forked no instance")
+            process, exit_code = await self._within(started, "forked no instance")
         except BaseException:
             started.add_done_callback(_kill)  # nobody else would end it
             raise
         return process, asyncio.wrap_future(exit_code)
 
     async def _until_taken(self, taken: concurrent.futures.Future[None]) -> None:
-        """Wait until an order is taken. Raises ``LauncherSilent`` if it is not, and no other is carried out."""
+        """Wait until an order is taken. Raises ``LauncherSilent`` if it is not, and no other is carried out.
+
+        One that was given up may be at work still: it has as long as an instance may need to start.
+        """
+        began = time.monotonic()
+        latest = began + INSTANCE_START_S
         while True:
+            due = max(began, self._last_word) + SILENT_S
             try:
-                return await asyncio.wait_for(_shielded(taken), SILENT_S)
+                async with asyncio.timeout(min(max(due - time.monotonic(), TAKEN_POLL_S), SILENT_S)):
+                    return await _shielded(taken)
             except TimeoutError as error:
-                if not self._at_work:
+                now = time.monotonic()
+                spoke = now < max(began, self._last_word) + SILENT_S
+                if self.silent or now > latest or not (self._at_work or spoke):
                     self.silent = True
-                    text = f"the launcher of instance processes has taken no order for {SILENT_S} s"
+                    text = f"the launcher of instance processes has taken no order for {now - began:.1f} s"
                     raise LauncherSilent(text, "control") from error
+
+    async def _within(self, answer: concurrent.futures.Future[Answer], late: str) -> Answer:
+        """Await an answer without cancelling it: others may wait for it too. Raises ``LauncherSilent``.
+
+        By a timeout of asyncio's own: Python 3.11's ``wait_for`` swallows a cancel that comes with the answer.
+        """
+        try:
+            async with asyncio.timeout(INSTANCE_START_S):
+                return await _shielded(answer)
+        except TimeoutError as error:
+            self.silent = True
+            text = f"the launcher of instance processes {late} within {INSTANCE_START_S} s"
+            raise LauncherSilent(text, "control") from error
 
     def _write(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -117,18 +145,11 @@ class Launcher:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            answer: dict[str, Any] = json.loads(line)
-            if "ready" in answer:
-                self._ready.set_result(None)
-            elif "taken" in answer:
-                self._at_work.add(answer["taken"])
-                self._untaken.pop(answer["taken"]).set_result(None)
-            elif "id" in answer:
-                self._at_work.discard(answer["id"])
-                exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
-                self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
-            elif "exited" in answer:
-                self._exits.pop(answer["exited"]).set_result(answer["status"])
+            self._last_word = time.monotonic()
+            try:
+                self._hear(json.loads(line))
+            except (ValueError, KeyError, TypeError):  # printed by what it imports before it speaks
+                logger.warning("the launcher of instance processes printed %r", line)
         lost = ConfigError(LAUNCHER_ENDED)
         if not self._ready.done():
             self._ready.set_exception(lost)
@@ -139,6 +160,23 @@ class Launcher:
         for exited in self._exits.values():  # its children die with it
             exited.set_result(-signal.SIGKILL)
         self.ended.set_result(None)
+
+    def _hear(self, answer: dict[str, Any]) -> None:
+        if "ready" in answer:
+            self._ready.set_result(None)
+        elif "taken" in answer:
+            self._at_work.add(answer["taken"])
+            self._untaken.pop(answer["taken"]).set_result(None)
+        elif "error" in answer:
+            self._at_work.discard(answer["id"])
+            text = f"the launcher of instance processes cannot fork another: {answer['error']}"
+            self._started.pop(answer["id"]).set_exception(ConfigError(text))
+        elif "id" in answer:
+            self._at_work.discard(answer["id"])
+            exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
+            self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
+        elif "exited" in answer:
+            self._exits.pop(answer["exited"]).set_result(answer["status"])
 
     def close(self) -> None:
         """End the launcher and every instance that it forked. Blocks; calling it twice does no harm."""
@@ -153,15 +191,6 @@ class Launcher:
             self._process.wait()
         self._reader.join()
         self._process.stdout.close()
-
-
-async def _within(answer: concurrent.futures.Future[Answer], late: str) -> Answer:
-    """Await an answer of the launcher without cancelling it: others may wait for it too. Raises ``PeerLost``."""
-    try:
-        return await asyncio.wait_for(_shielded(answer), INSTANCE_START_S)
-    except TimeoutError as error:
-        text = f"the launcher of instance processes {late} within {INSTANCE_START_S} s"
-        raise LauncherSilent(text, "control") from error
 
 
 def _shielded(answer: concurrent.futures.Future[Answer]) -> asyncio.Future[Answer]:

@@ -1,8 +1,8 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
 Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared", "tls"} on stdin forks an instance; on stdout
-are {"ready"}, {"taken"} (an order's id), {"id", "process"} and {"exited", "status"}. It ends when stdin ends, and its
-children with it.
+are {"ready"}, {"taken"} (an order's id), {"id", "process"} or {"id", "error"}, and {"exited", "status"}. Whatever else
+writes to stdout finds stderr there. It ends when stdin ends, and its children with it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ PR_SET_PDEATHSIG = 1
 PACED_MODULES = ("trinity.remote.server",)
 MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
 _preloaded: set[str] = set()
+_answers = 1  # descriptor of the answers
 
 
 def main() -> None:
     """Fork an instance for every order on stdin, and report those that end, until stdin ends."""
+    keep_answers()
     preload(PACED_MODULES if "--paced" in sys.argv else MODEL_MODULES)
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
@@ -51,7 +54,16 @@ def main() -> None:
                 order = json.loads(line)
                 write_message({"taken": order["id"]})
                 preload_model(order["model"])
-                children.add(fork_instance(order))
+                process = fork_instance(order)
+                if process:
+                    children.add(process)
+
+
+def keep_answers() -> None:
+    """Have the answers to ourselves: what modules print, and what C libraries do, goes to stderr."""
+    global _answers
+    _answers = os.dup(1)
+    os.dup2(2, 1)
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -72,8 +84,8 @@ def preload_model(directory: str) -> None:
 
 
 def write_message(message: dict[str, Any]) -> None:
-    """Write one JSON line to stdout."""
-    os.write(1, json.dumps(message).encode() + b"\n")
+    """Write one JSON line to what stdout was."""
+    os.write(_answers, json.dumps(message).encode() + b"\n")
 
 
 def reap_children(children: set[int]) -> None:
@@ -94,19 +106,24 @@ def end_all(children: set[int]) -> None:
 
 
 def fork_instance(order: dict[str, Any]) -> int:
-    """Fork an instance as ordered and return its process number; the child never returns."""
-    launcher, process = os.getpid(), os.fork()
+    """Fork an instance as ordered and return its process number, 0 if that fails; the child never returns."""
+    launcher = os.getpid()
+    try:
+        process = os.fork()
+    except OSError as error:  # no memory, or too many processes: this order's fault alone
+        write_message({"id": order["id"], "error": str(error)})
+        return 0
     if process:
         write_message({"id": order["id"], "process": process})
         return process
     code = 1
     try:
+        os.close(_answers)
         die_with_parent(launcher)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        os.dup2(2, 1)
         if order.get("shared"):
             os.environ.setdefault("UCX_POSIX_DIR", order["shared"])
         from trinity.remote.server import serve_instance
@@ -114,6 +131,8 @@ def fork_instance(order: dict[str, Any]) -> int:
 
         tls = TLSConfig(*order["tls"]) if order.get("tls") else None
         code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"], tls=tls)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

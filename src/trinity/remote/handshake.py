@@ -35,7 +35,11 @@ REFUSED_TLS = f"{PEER_LEFT}, or it does not accept this side's certificate: its 
 PEER_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-class CrowdedError(HandshakeError):
+class BrokenHandshake(HandshakeError):
+    """The connection ended before both sides had shown who they are, as when the peer dies: another try may succeed."""
+
+
+class CrowdedError(BrokenHandshake):
     """The server dropped this connection before its proof, because too many waited: try again.
 
     ``told`` is False where it only looks so: the connection was reset, and with it the server's last word may be lost.
@@ -79,7 +83,7 @@ async def shake_hands(
 ) -> Seals:
     """Exchange greetings and proofs, the client's proof first; return the seals of the frames that follow.
 
-    Raises ``HandshakeError``, and ``CrowdedError`` if the server had no room.
+    Raises ``HandshakeError``, ``BrokenHandshake`` if the peer left, and ``CrowdedError`` if the server had no room.
     """
     mine = MAGIC + VERSION.to_bytes(2, "big") + bytes([VOUCHED * is_vouched(writer)]) + secrets.token_bytes(NONCE)
     binding = bind(writer)
@@ -103,7 +107,7 @@ async def shake_hands(
             ) from error
         if binding and not theirs:  # as when the server dropped it inside its own half of TLS
             raise _untold(left) from error
-        raise HandshakeError(left, "control") from error
+        raise BrokenHandshake(left, "control") from error
     except OSError as error:
         raise _untold(f"{left} ({error})" if isinstance(error, ssl.SSLError) else left) from error
     if mine[6] & theirs[6] & VOUCHED:

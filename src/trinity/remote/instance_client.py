@@ -167,15 +167,16 @@ class InstanceClient:
 
         An instance that was started by hand loses its channel, and then drops all its work for this pipeline.
         """
-        self.cut()
-        self._kill()
+        self.kill()
         while self.process and not self._has_ended():  # by the system's word: its launcher may be frozen
             await asyncio.sleep(END_POLL_S)
 
     def _has_ended(self) -> bool:
         return has_ended(self.process, self._born) if os.path.isdir(PROC) else self.exit_code.done()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Hear nothing more of it, and end its process if there is one by now."""
+        self.cut()
         with suppress(ProcessLookupError):
             if self.process and not self._has_ended():
                 os.kill(self.process, signal.SIGKILL)

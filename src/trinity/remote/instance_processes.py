@@ -48,6 +48,7 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 WATCH_S = 0.5  # between two looks at who is silent
+FENCE_AGAIN_S = 1.0  # after an error of the system
 CLOSE_S = 60.0  # for the steps of cancelled requests to end
 
 
@@ -86,6 +87,7 @@ class InstanceSupervisor:
         self._told: dict[str, tuple[str, int]] = {}  # state and epoch of each that ``on_change`` knows
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: list[asyncio.Task[None]] = []  # of launchers
         self._all_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
@@ -122,7 +124,10 @@ class InstanceSupervisor:
         try:
             while self._events:
                 for command in self.core.handle(self._events.popleft(), time.monotonic()):
-                    self._carry_out(command)
+                    try:
+                        self._carry_out(command)
+                    except Exception:
+                        self._give_up(command)
         finally:
             self._handling = False
         self._arm()
@@ -136,6 +141,14 @@ class InstanceSupervisor:
         loop = asyncio.get_running_loop()
         self._timer = None if wait is None else loop.call_later(wait, self._handle, Tick())
 
+    def _give_up(self, command: Event) -> None:
+        """Lose the life whose command raised: those behind it are carried out all the same."""
+        logger.exception("%s was not carried out", command)
+        if isinstance(command, (Launch, Introduce, Separate, Up)):
+            self._events.append(Lost(command.name, command.epoch, f"{type(command).__name__} failed: see the log"))
+        elif isinstance(command, StartLauncher):
+            self._events.append(LauncherGone(command.number))
+
     def _carry_out(self, command: Event) -> None:
         if isinstance(command, Launch):
             life = (command.name, command.epoch)
@@ -147,10 +160,12 @@ class InstanceSupervisor:
         elif isinstance(command, StartLauncher):
             self._start_launcher(command.number)
         elif isinstance(command, EndLauncher):
-            self._run(self._end_launcher(command.number))
+            ending = asyncio.get_running_loop().create_task(self._end_launcher(command.number))
+            self._endings.append(ending)  # never cancelled: its thread would be left behind
         elif isinstance(command, Fence):
-            self._lives[command.name, command.epoch].cut()
             self._run(self._fence((command.name, command.epoch)))
+            if (command.name, command.epoch) in self._lives:  # its Launch may have failed
+                self._lives[command.name, command.epoch].cut()
         elif isinstance(command, Introduce):
             peer = self._lives[command.peer, command.peer_epoch].started
             self._post(command.name, command.epoch, Peers((peer,) if peer is not None else ()))
@@ -255,6 +270,10 @@ class InstanceSupervisor:
         except (TrinityError, OSError) as error:
             client.problem = error if isinstance(error, TrinityError) else ConfigError(f"instance {name}: {error}")
             self._handle(Lost(name, epoch, str(error)))
+        except Exception as error:
+            logger.exception("instance %s could not be started", name)
+            client.problem = ConfigError(f"instance {name} could not be started: {error!r}")
+            self._handle(Lost(name, epoch, str(client.problem)))
         else:
             self._handle(Loaded(name, epoch))
 
@@ -273,16 +292,23 @@ class InstanceSupervisor:
         await client.attach(address, self._secret)
 
     async def _fence(self, life: tuple[str, int]) -> None:
-        """Make sure that a life has ended, however long that takes."""
-        launch = self._launches.pop(life, None)
+        """Make sure that a life has ended, however long that takes: it is killed before its launch is waited for."""
+        launch, client = self._launches.pop(life, None), self._lives.get(life)
         if launch is not None:
             launch.cancel()
-            await asyncio.gather(launch, return_exceptions=True)
-        client = self._lives.get(life)
-        if client is not None:
-            await client.fence()
-            if self.members.get(client.name) is not client:
-                self._lives.pop(life, None)
+        ended = client is None
+        while client is not None and not ended:
+            try:
+                client.kill()
+                if launch is not None:
+                    await asyncio.gather(launch, return_exceptions=True)
+                await client.fence()
+                ended = True
+            except Exception:
+                logger.exception("the end of %s is not certain", life[0])
+                await asyncio.sleep(FENCE_AGAIN_S)
+        if client is not None and self.members.get(client.name) is not client:
+            self._lives.pop(life, None)
         self._handle(Ended(*life))
 
     async def _watch_silence(self) -> None:
@@ -292,10 +318,13 @@ class InstanceSupervisor:
             began = time.monotonic()
             await asyncio.sleep(pause)
             late = time.monotonic() - began - pause  # the loop itself was blocked: their messages wait to be read
-            for (name, epoch), client in list(self._lives.items()):
+            for life, client in list(self._lives.items()):
                 if client.last_heard is not None and (client.alive or client.started is None):
                     client.last_heard += late if late > pause else 0.0
-                    self._handle(Quiet(name, epoch, time.monotonic() - client.last_heard))
+                    try:
+                        self._handle(Quiet(*life, time.monotonic() - client.last_heard))
+                    except Exception:
+                        logger.exception("the silence of %s was not told", life[0])
 
     # ------------------------------------------------------------ the end
 
@@ -323,7 +352,7 @@ class InstanceSupervisor:
         finally:
             for task in list(self._tasks):
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, *self._endings, return_exceptions=True)
             for number in list(self._launchers):
                 await self._end_launcher(number)
             self._folder.remove()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import weakref
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -24,6 +25,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.weight_digests import known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.handshake import BrokenHandshake
 from trinity.remote.instance_setup import describe_layouts, load_instance, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
@@ -213,17 +215,19 @@ class InstanceSession:
         _send(frontend, encode(ConnectReport(name, epoch)))
 
     async def _reach(self, peer: InstanceInfo) -> None:
-        """Connect to a peer, again and again where it is only slow or gone: the front end says when to give up."""
+        """Connect to a peer, again and again: the front end says when to give up, and which of the two is at fault.
+
+        Raises ``HandshakeError`` for what no other try mends: another version, a wrong proof, TLS on one side alone.
+        """
         while True:
             try:
                 where, hello = Address.parse(peer.address), encode(Hello("instance"))
                 channel = await connect(where, self.secret, hello, tls=self.tls)
                 break
-            except PeerLost:
+            except (PeerLost, HandshakeError) as error:
+                if not _may_pass(error):
+                    raise HandshakeError(str(error), "control", peer.address) from error
                 await asyncio.sleep(RETRY_S)
-            except HandshakeError as error:
-                if not isinstance(error.__cause__, TimeoutError):
-                    raise
         channel.send(encode(self.hello))
         self._start(self._serve_peer(channel, peer.up.name, peer.up.epoch))
 
@@ -326,6 +330,13 @@ def _send(channel: Channel, frame: bytes) -> None:
         except TransportError as error:
             logger.warning("a control channel is closed, a message could not be sent: %s", error)
             channel.abort()
+
+
+def _may_pass(error: TransportError) -> bool:
+    """Tell if another try to connect may succeed: the peer died or was busy, and did not show that the two differ."""
+    if isinstance(error.__cause__, ssl.SSLError):
+        return isinstance(error.__cause__, ssl.SSLEOFError)
+    return isinstance(error, (PeerLost, BrokenHandshake))
 
 
 async def _beat(channel: Channel) -> None:

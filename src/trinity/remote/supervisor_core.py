@@ -5,7 +5,7 @@ event                   commands
 ======================  ============================================================================================
 ``Begin``               ``Launch`` of every instance, ``StartLauncher`` first where one is started by the pipeline
 ``Loaded``              ``Introduce`` it and each that has loaded to each other
-``Linked``              ``Up`` once it is linked to every other that has loaded and speaks; then ``Suspect`` of who is not
+``Linked``              ``Up`` once it is linked to every other that has loaded and speaks; then ``Suspect`` of others
 ``Unlinked``            none; after ``RELINK_S`` with both still there the younger counts as lost; the elder where
                         ``MOST_UNMET`` lives in a row could not reach it
 ``Refused``             the same as ``Lost`` for the younger of the two, which counts as one that did not come up
@@ -295,7 +295,8 @@ class SupervisorCore:
             return
         younger, elder = self._by_age(one, two)
         at_fault = self._blame(younger, elder)
-        self._lose(at_fault, f"it and {(elder if at_fault is younger else younger).name} could not reach each other", now)
+        other = elder if at_fault is younger else younger
+        self._lose(at_fault, f"it and {other.name} could not reach each other", now)
 
     def _by_age(self, one: Member, two: Member) -> tuple[Member, Member]:
         return (one, two) if one.born > two.born else (two, one)
