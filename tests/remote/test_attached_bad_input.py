@@ -107,8 +107,8 @@ async def test_the_model_is_not_there(launcher: Launcher, tmp_path: Path) -> Non
 async def answered(address: Address, setup: Setup) -> dict[str, str]:
     channel = await connect(address, SECRET.encode(), encode(Hello(FRONTEND)))
     channel.send(encode(setup))
-    answer = {"type": "StillLoading"}
-    while answer["type"] == "StillLoading":
+    answer = {"type": "StillBusy"}
+    while answer["type"] == "StillBusy":
         answer = msgspec.msgpack.decode(await channel.receive())
     await channel.aclose()
     return answer

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -65,14 +65,15 @@ def digest_rows(
     layers: tuple[int, int] | None,
     tails: Mapping[int, int],
     sealed: Sealed | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """Compute a digest of each block, or of its ``layers`` [first, end).
 
     ``tails``: rows that count, of blocks that are not full, by place in ``blocks``. A digest of rows is one of the
-    digests of their pieces. ``sealed``: with a key, digests are BLAKE2b under it.
+    digests of their pieces. ``sealed``: with a key, digests are BLAKE2b under it, and ``advance`` is called after each.
     """
     if sealed is not None and sealed.key:
-        return _seal_rows(memory, blocks, layers, tails, sealed)
+        return _seal_rows(memory, blocks, layers, tails, sealed, advance)
     found = compute_digests(memory.pool, blocks, layer_byte_range(memory, layers))
     for place, tail in tails.items():
         rows = tail_byte_range(memory, layers, tail)
@@ -88,6 +89,7 @@ def _seal_rows(
     layers: tuple[int, int] | None,
     tails: Mapping[int, int],
     sealed: Sealed,
+    advance: Callable[[], None],
 ) -> list[int]:
     """Compute keyed digests of the same rows. Those of a pool on a GPU are copied to the host, block by block."""
     pool = view_units(memory.pool, memory.block_bytes)
@@ -103,6 +105,7 @@ def _seal_rows(
         keyed = hashlib.blake2b(which, key=sealed.key, digest_size=DIGEST_BYTES)
         keyed.update(np.ascontiguousarray(filled).reshape(-1).data)
         found.append(int.from_bytes(keyed.digest(), "little", signed=True))
+        advance()
     return found
 
 
@@ -136,6 +139,7 @@ class Digests:
 
     def __init__(self, memories: Mapping[str, BlockMemory], keys: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self._memories, self._keys = memories, keys
+        self.computed = 0  # keyed digests, so that others can see that their computation goes on
         self._offered: dict[str, tuple[str, str, tuple[Part, ...]]] = {}  # target, kind, parts
         self._expected: dict[str, tuple[Offer, dict[PieceKey, int], float]] = {}
         self._fetched: dict[str, Fetched] = {}
@@ -171,7 +175,7 @@ class Digests:
             started = time.perf_counter()
             tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
             sealed = self._seal(IMAGE, message.id.rpartition("/")[0], message.blocks)
-            found = digest_rows(self._memories[IMAGE], message.blocks, None, tails, sealed)
+            found = digest_rows(self._memories[IMAGE], message.blocks, None, tails, sealed, self._advance)
             return replace(message, digests=tuple(found), digest_s=time.perf_counter() - started)
         elif isinstance(message, Release):
             self._expected.pop(message.id, None)
@@ -200,8 +204,11 @@ class Digests:
         _, kind, parts = self._offered[ready.id]
         blocks, tails = _list_blocks(parts, ready)
         sealed = self._seal(kind, ready.id, blocks)
-        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed)
+        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed, self._advance)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
+
+    def _advance(self) -> None:
+        self.computed += 1
 
     def _seal(self, kind: str, offer: str, blocks: Sequence[int]) -> Sealed:
         return Sealed(self._keys.get(kind, b""), offer, blocks)

@@ -39,7 +39,7 @@ from trinity.remote.wire import (
     LinkEnded,
     Setup,
     Slices,
-    StillLoading,
+    StillBusy,
     StopInstance,
     WeightsDigest,
     decode,
@@ -113,8 +113,8 @@ class InstanceClient:
         else:
             self._channel = channel = await _connect_by_hand(address, secret, tls)
         channel.send(encode(self.setup))
-        answer: Value = StillLoading()
-        while isinstance(answer, StillLoading):
+        answer: Value = StillBusy()
+        while isinstance(answer, StillBusy):
             self.last_heard = time.monotonic()
             answer = decode(await channel.receive())
         if isinstance(answer, InstanceFailure):
@@ -232,6 +232,8 @@ class InstanceClient:
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
+        elif isinstance(message, StillBusy):
+            pass  # it was heard
         elif message is not None and self._watched:
             self._watcher.send_to_frontend([message])
         elif message is not None:

@@ -39,7 +39,7 @@ from trinity.remote.wire import (
     Peers,
     Setup,
     Slices,
-    StillLoading,
+    StillBusy,
     StopInstance,
     UnsendableMessage,
     WeightsDigest,
@@ -51,7 +51,7 @@ from trinity.runtime.host import InstanceHost
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-LOADING_BEAT_S = 1.0  # while the model is loaded
+BUSY_BEAT_S = 1.0  # while the model is loaded, or the core computes digests
 RETRY_S = 0.1  # between two attempts to reach a peer
 REPORT_BACKLOG = 1 << 20  # bytes that the front end has not read
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
@@ -133,6 +133,7 @@ class InstanceSession:
         self.host.post(up)
         self.host.start()
         channel.send(encode(InstanceInfo(up, self.hello, pools, self._address)))
+        self._start(_beat_while_digesting(channel, self.host))
         self._unread = Path(setup.model) if not weights and setup.paced is None else None
         await self._follow(channel)
 
@@ -342,8 +343,21 @@ def _may_pass(error: TransportError) -> bool:
 async def _beat(channel: Channel) -> None:
     """Say that the instance lives while a thread of it loads."""
     while True:
-        await asyncio.sleep(LOADING_BEAT_S)
-        _send(channel, encode(StillLoading()))
+        await asyncio.sleep(BUSY_BEAT_S)
+        _send(channel, encode(StillBusy()))
+
+
+async def _beat_while_digesting(channel: Channel, host: InstanceHost) -> None:
+    """Speak for a core that computes digests, and says nothing meanwhile, for as long as it goes on.
+
+    One that hangs in a digest is spoken for no more.
+    """
+    seen = 0
+    while True:
+        await asyncio.sleep(BUSY_BEAT_S)
+        if host.blocks_digested != seen:
+            seen = host.blocks_digested
+            _send(channel, encode(StillBusy()))
 
 
 async def _give_up(channel: Channel, why: InstanceFailure) -> None:

@@ -193,8 +193,11 @@ class LinkEnded(Value, frozen=True):
     epoch: int
 
 
-class StillLoading(Value, frozen=True):
-    """Instance to front end, every second until its InstanceInfo: it is neither frozen nor cut off."""
+class StillBusy(Value, frozen=True):
+    """Instance to front end: it is neither frozen nor cut off.
+
+    Every second while it loads, and while its core computes digests, as long as one after another is done.
+    """
 
 
 class DropPeer(Value, frozen=True):
@@ -284,7 +287,7 @@ ControlMessage = (
     | Setup
     | Slices
     | InstanceInfo
-    | StillLoading
+    | StillBusy
     | StopInstance
     | Submit
     | WeightsDigest

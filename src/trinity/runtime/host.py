@@ -290,6 +290,11 @@ class InstanceHost:
         """CPU time of the lanes, in seconds."""
         return sum(lane.cpu_s for lane in self._lanes.values())
 
+    @property
+    def blocks_digested(self) -> int:
+        """Digests that the core's thread has computed so far: it grows while that thread does nothing else."""
+        return 0 if self._digests is None else self._digests.computed
+
     def _stop_lanes(self) -> None:
         for lane in self._lanes.values():
             lane.stop()
