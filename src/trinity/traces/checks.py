@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,13 @@ from trinity.errors.arguments import plain_int, show
 MOST_TOKENS = 1 << 40  # beyond what any model takes, and far from what an array holds
 
 
-def check_fields(row: Any, check: Callable[[str, Any], Any], *names: str, what: str = "") -> None:
-    """Replace fields of ``row`` by what ``check`` returns; ``what`` goes before their names in an error."""
+def check_fields(row: Any, check: Callable[[str, Any], Any], *names: str, optional: bool = False) -> None:
+    """Replace fields of ``row`` by what ``check`` returns; those that are None stay it where they are ``optional``."""
     for name in names:
         given = getattr(row, name)
-        value = check(f"{what}{name}", given)
+        if given is None and optional:
+            continue
+        value = check(name, given)
         if value is not given:
             force_setattr(row, name, value)
 
@@ -37,7 +38,10 @@ def check_time(name: str, value: Any) -> float:
 
 def check_times(name: str, values: object) -> Sequence[float]:
     """Return a list of finite numbers of at least 0. Raises for anything else."""
-    return _plain_items(_items(name, values), lambda each: check_time(name, each))
+    given = _items(name, values)
+    if all(type(each) is float and 0 <= each < math.inf for each in given):
+        return given
+    return [check_time(name, each) for each in given]
 
 
 def check_count(name: str, value: Any) -> int:
@@ -50,14 +54,16 @@ def check_count(name: str, value: Any) -> int:
 
 def check_counts(name: str, values: object) -> Sequence[int]:
     """Return a list of whole numbers of at least 0. Raises for anything else."""
-
-    def check(value: Any) -> int:
-        number = _plain_whole(value)
+    given = _items(name, values)
+    if all(type(each) is int and each >= 0 for each in given):
+        return given
+    plain = []
+    for each in given:
+        number = _plain_whole(each)
         if number is None or number < 0:
-            raise TraceError(f"a row's {name} are whole numbers of at least 0, got {show(value)[:80]}")
-        return number
-
-    return _plain_items(_items(name, values), check)
+            raise TraceError(f"a row's {name} are whole numbers of at least 0, got {show(each)[:80]}")
+        plain.append(number)
+    return plain
 
 
 def _plain_whole(value: Any) -> int | None:
@@ -75,12 +81,6 @@ def _plain_number(value: Any) -> float:
         raise TypeError
     number = float(value)
     return int(value) if isinstance(value, int) else number
-
-
-def _plain_items(values: Sequence[Any], check: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return the values as ``check`` has them, and themselves where it changes none."""
-    plain = [check(each) for each in values]
-    return values if all(map(operator.is_, plain, values)) else plain
 
 
 def _items(name: str, values: object) -> Sequence[Any]:

@@ -104,8 +104,9 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     content: str | None = None
 
     def __post_init__(self) -> None:
-        known = [name for name in ("width", "height", "tokens") if getattr(self, name) is not None]
-        check_fields(self, check_count, *known, what="an image's ")
+        for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
+            if value is not None and (plain := check_count(f"an image's {name}", value)) is not value:
+                msgspec.structs.force_setattr(self, name, plain)
         if self.content is not None and not isinstance(self.content, str):
             raise TraceError(f"an image's content is the text of a hash, got {self.content!r:.80}")
 
@@ -151,13 +152,11 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     def __post_init__(self) -> None:
         check_fields(self, check_time, "timestamp")
         check_fields(self, check_count, "input_length", "output_length")
-        lengths = (name for name in ("text_length", "max_tokens") if getattr(self, name) is not None)
-        check_fields(self, check_count, *lengths)
+        check_fields(self, check_count, "text_length", "max_tokens", optional=True)
         if not isinstance(self.images, (list, tuple)) or not all(isinstance(each, TraceImage) for each in self.images):
             raise TraceError(f"a row's images are a list of TraceImage, got {self.images!r:.80}")
         check_fields(self, check_counts, "hash_ids")
-        seconds = (name for name in ("ttft_s", "latency_s", "late_s") if getattr(self, name) is not None)
-        check_fields(self, check_time, *seconds)
+        check_fields(self, check_time, "ttft_s", "latency_s", "late_s", optional=True)
         check_fields(self, check_times, "itl_s")
 
     @property
