@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trinity.errors import describe_error
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.media_sources import check_bytes, fetch, read_file
 
 if TYPE_CHECKING:
@@ -79,28 +80,66 @@ def image_digest(picture: Picture) -> str:
     return digest.hexdigest()
 
 
-def _open(source: Any, limits: MediaLimits) -> Picture:
+def make_plain(source: Any, limits: MediaLimits, check: Callable[[int, int], None]) -> Any:
+    """Turn a source into one of the same picture, digest included, that another process can be sent.
+
+    That is text, a path, bytes, a plain array, or an image that nobody else has: a PIL image is checked and decoded as
+    ``read_image`` does, which explains the arguments. Raises ``MediaProblem``.
+    """
     from PIL import Image
 
+    return read_image(source, limits, check) if isinstance(source, Image.Image) else _guard(_simplify, source, limits)
+
+
+def _guard(read: Callable[[Any, MediaLimits], Any], source: Any, limits: MediaLimits) -> Any:
     try:
-        if isinstance(source, Image.Image):
-            return source
-        if isinstance(source, (bytes, bytearray, memoryview)):
-            check_bytes(memoryview(source).nbytes, limits)
-            return _from_bytes(bytes(source))
-        if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
-            return _from_bytes(fetch(source, limits))
-        if isinstance(source, (str, os.PathLike)):
-            return _from_bytes(read_file(source, limits))
-        torch: Any = sys.modules.get("torch")  # where nobody has imported it, this is none of its tensors
-        if torch is not None and isinstance(source, torch.Tensor):
-            source = _from_tensor(source, limits)
-        if hasattr(source, "__array_interface__") and hasattr(source, "ndim"):
-            return _from_array(source, limits)
-    except MediaProblem:
+        return read(source, limits)
+    except (MediaProblem, TooManyTokens):
         raise
     except Exception as exc:  # an object of somebody's own may raise anything
         raise MediaProblem(f"cannot be read ({describe_error(exc, 200)}); {_GIVEN}") from exc
+
+
+def _open(source: Any, limits: MediaLimits) -> Picture:
+    picture: Picture = _guard(_open_plain, source, limits)
+    return picture
+
+
+def _open_plain(source: Any, limits: MediaLimits) -> Picture:
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    plain = _simplify(source, limits)
+    if isinstance(plain, bytes):
+        return _from_bytes(plain)
+    if isinstance(plain, np.ndarray):
+        return _from_array(plain)
+    if isinstance(plain, str) and plain[:8].lower().startswith(("http://", "https://")):
+        return _from_bytes(fetch(plain, limits))
+    return _from_bytes(read_file(plain, limits))
+
+
+def _simplify(source: Any, limits: MediaLimits) -> bytes | str | Path | np.ndarray:
+    """Make text, a path, bytes or an array of whatever class it is of, once its size is known to be allowed."""
+    if isinstance(source, (MediaProblem, TooManyTokens)):  # found by the process that sent the request
+        raise source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        check_bytes(memoryview(source).nbytes, limits)
+        return bytes(source)
+    if isinstance(source, str):
+        return str.__str__(source)
+    if isinstance(source, os.PathLike):
+        return Path(os.fsdecode(os.fspath(source)))
+    torch: Any = sys.modules.get("torch")  # where nobody has imported it, this is none of its tensors
+    if torch is not None and isinstance(source, torch.Tensor):
+        source = _from_tensor(source, limits)
+    if hasattr(source, "__array_interface__") and hasattr(source, "ndim"):
+        _check_shape(source, limits)
+        array = np.asarray(source)
+        if array.dtype.kind not in "buif":
+            raise MediaProblem(f"is an array of {array.dtype}, which are no pixels; {_GIVEN}")
+        return array
     raise MediaProblem(f"is a {type(source).__name__}; {_GIVEN}")
 
 
@@ -141,14 +180,10 @@ def _channel_axis(shape: Sequence[int]) -> int | None:
     return None
 
 
-def _from_array(given: Any, limits: MediaLimits) -> Picture:
+def _from_array(array: np.ndarray) -> Picture:
     """Make a PIL image of uint8, or of one channel of 16 bits; of any other numbers an array [3, H, W]."""
     from PIL import Image
 
-    _check_shape(given, limits)
-    array = np.asarray(given)
-    if array.dtype.kind not in "buif":
-        raise MediaProblem(f"is an array of {array.dtype}, which are no pixels; {_GIVEN}")
     if _channel_axis(array.shape) == 0:
         array = np.moveaxis(array, 0, -1)
     flat = array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array

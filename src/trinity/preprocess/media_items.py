@@ -65,13 +65,15 @@ class ItemReader:
     - ``loaded``: the processor.
     - ``limits`` (``MediaLimits()``): ``max_processed_pixels`` is what the processor may make of an image.
 
+    ``fingerprint`` hashes all but the pixels that decides features; "" for a text-only model.
+
     Raises ``UnsupportedModel`` if the processor fails on a plain image.
     """
 
     def __init__(self, loaded: LoadedProcessor, limits: MediaLimits | None = None) -> None:
         self._loaded = loaded
         self._most_pixels = (limits or MediaLimits()).max_processed_pixels
-        self._fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
+        self.fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
         self._fillers: dict[int, str] = {}  # expansion of the small image, by the number of images in the prompt
         self._most_told = 1 if loaded.processor is None else self._find_most_told()
 
@@ -107,7 +109,7 @@ class ItemReader:
             raise MediaProblem(
                 "the model's processor makes no visual token of it: it is too small, give a larger image"
             )
-        content = f"{image_digest(image)}-{self._fingerprint}" + (f"-{company}" if company > 1 else "")
+        content = f"{image_digest(image)}-{self.fingerprint}" + (f"-{company}" if company > 1 else "")
         return MediaItem("image", text, tokens, inputs, content, _position_inputs(inputs), *size_of(image))
 
     def _call(self, images: Sequence[Picture]) -> _Made:

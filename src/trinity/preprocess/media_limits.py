@@ -29,8 +29,9 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
       together. On threads it is looked at between images: what one image may cost is bounded by the limits above.
     - ``processes`` (processes, 0): preprocess in so many processes of their own, which load tokenizer and processor
-      again. One that takes longer than ``preprocess_timeout_s``, or ends at a request, is killed and replaced: an image
-      or a chat template that never ends harms its own request alone. 0: on threads, which nothing can end.
+      again. One that takes longer than ``preprocess_timeout_s``, ends at a request, or is still at one a second after
+      its caller has left is killed and replaced: an image or a chat template that never ends harms its own request
+      alone. PIL images are decoded before they are sent. 0: on threads, which nothing can end.
     - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
       context limits it.
     - ``allow_paths`` (True): read files that a text among a request's images names. False refuses all; a tuple of

@@ -1,0 +1,234 @@
+"""Sources of every kind through preprocessing processes: the pixels, the digest and the errors of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from support.checkpoint_files import checkpoint
+from trinity.errors import RequestError
+from trinity.preprocess.media import image_digest, make_plain, read_image
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.worker_processes import KillableProcessor
+from trinity.request import Media, Request, Sampling
+
+LIVENESS_S = 120.0
+ORIENTATION = 274  # EXIF tag
+
+
+def noise(height: int = 56, width: int = 84, channels: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (height, width, channels), dtype=np.uint8)
+
+
+def plain() -> Image.Image:
+    return Image.fromarray(noise())
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def turned(kind: str) -> Image.Image:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    return opened(saved(plain(), kind, exif=exif))
+
+
+def turned_in_memory() -> Image.Image:
+    image = plain()
+    image.getexif()[ORIENTATION] = 6
+    return image
+
+
+def with_info(image: Image.Image, transparency: Any) -> Image.Image:
+    image.info["transparency"] = transparency
+    return image
+
+
+class Tensor(torch.Tensor):
+    pass
+
+
+class Array(np.ndarray):
+    pass
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Named:
+    """A path of somebody's own class."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def sources(folder: Path) -> dict[str, Callable[[], Any]]:
+    png = saved(plain(), "PNG")
+    path = folder / "a.png"
+    path.write_bytes(png)
+    return {
+        "bytes": lambda: png,
+        "bytearray": lambda: bytearray(png),
+        "memoryview": lambda: memoryview(png),
+        "path": lambda: path,
+        "text": lambda: Text(path),
+        "own path": lambda: Named(path),
+        "lazy": lambda: opened(png),
+        "RGB with a transparent colour": lambda: with_info(plain(), (1, 2, 3)),
+        "RGBA": lambda: Image.fromarray(noise(channels=4)),
+        "LA": lambda: plain().convert("LA"),
+        "L": lambda: plain().convert("L"),
+        "P": lambda: plain().convert("P"),
+        "P, one transparent": lambda: with_info(plain().convert("P"), 3),
+        "P, all transparent": lambda: with_info(plain().convert("P"), bytes(range(256))),
+        "P of RGBA": lambda: Image.fromarray(noise(channels=4)).quantize(16),
+        "PA": lambda: plain().convert("P").convert("PA"),
+        "I;16": lambda: Image.fromarray(noise()[:, :, 0].astype(np.uint16) * 200),
+        "I": lambda: Image.fromarray(noise()[:, :, 0].astype(np.int32)),
+        "F": lambda: Image.fromarray(noise()[:, :, 0].astype(np.float32)),
+        "1": lambda: plain().convert("1"),
+        "CMYK": lambda: plain().convert("CMYK"),
+        "YCbCr": lambda: plain().convert("YCbCr"),
+        "JPEG, turned": lambda: turned("JPEG"),
+        "TIFF, turned": lambda: turned("TIFF"),
+        "PNG, turned": lambda: turned("PNG"),
+        "turned in memory": turned_in_memory,
+        "GIF": lambda: opened(saved(plain(), "GIF", save_all=True, append_images=[Image.fromarray(noise(seed=1))])),
+        "array": noise,
+        "array of floats": lambda: noise().astype(np.float64) / 255,
+        "array of 16 bits": lambda: noise()[:, :, 0].astype(np.uint16),
+        "grey array": lambda: noise()[:, :, 0],
+        "read-only array": lambda: np.frombuffer(noise().tobytes(), np.uint8).reshape(56, 84, 3),
+        "array of a class": lambda: noise().view(Array),
+        "mapped array": lambda: np.memmap(folder / "m", dtype=np.uint8, mode="w+", shape=(56, 84, 3)),
+        "tensor": lambda: torch.from_numpy(noise()).permute(2, 0, 1),
+        "tensor with a gradient": lambda: torch.from_numpy(noise()).float().requires_grad_() * 1.0,
+        "tensor of a class": lambda: torch.from_numpy(noise()).as_subclass(Tensor),
+        "tensor of bfloat16": lambda: torch.from_numpy(noise()).bfloat16(),
+    }
+
+
+def refused(folder: Path) -> dict[str, Callable[[], Any]]:
+    png = saved(plain(), "PNG")
+    return {
+        "broken": lambda: opened(png[: len(png) // 2]),
+        "no picture": lambda: np.array([object()]),
+        "objects": lambda: np.full((9, 9, 3), None),
+        "complex": lambda: np.zeros((9, 9, 3), complex),
+        "wrong shape": lambda: torch.zeros(3, 3, 3, 3),
+        "too many bytes": lambda: bytes(2_000_001),
+        "too many pixels": lambda: Image.new("L", (3000, 3000)),
+        "no such file": lambda: folder / "none.png",
+        "an error": lambda: MediaProblem("is made up"),
+    }
+
+
+async def answer(processor: RequestProcessor, *given: Any) -> tuple[Any, ...]:
+    request = Request("<image> x" * len(given), images=given, sampling=Sampling(seed=1), request_id="one")
+    try:
+        made = await processor.aprocess(request)
+    except RequestError as error:
+        return type(error), str(error)
+    inputs = [(name, torch.as_tensor(value).tolist()) for each in made.inputs for name, value in each.items()]
+    return made.work, inputs
+
+
+async def test_each_source_is_what_it_is_on_threads(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"max_pixels": 2_500_000, "max_image_bytes": 2_000_000, "max_images": 2}
+    limits = MediaLimits(**small)
+    model = await asyncio.to_thread(checkpoint, "llava")
+    threads = await asyncio.to_thread(RequestProcessor, model, limits=limits)
+    processes = await asyncio.to_thread(KillableProcessor, model, limits=MediaLimits(processes=1, **small))
+    different: list[Any] = []
+    errors: list[str] = []
+    try:
+        async with asyncio.timeout(LIVENESS_S):
+            (pid,) = [each._process.pid for each in processes._workers if each._process is not None]
+            for name, make in {**sources(tmp_path), **refused(tmp_path)}.items():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of read-only arrays, by torch
+                    one, other = await answer(threads, make()), await answer(processes, make())
+                errors += [name] if isinstance(one[0], type) else []
+                if repr(one) != repr(other):
+                    different.append((name, one[:1], other[:1]))
+            assert not different
+            assert errors == list(refused(tmp_path))
+            one, other = [await answer(each, *[noise()] * 3) for each in (threads, processes)]
+            assert one == other
+            await never_decoded(processes)
+            await shared(processes)
+            assert [each._process.pid for each in processes._workers if each._process] == [pid]
+    finally:
+        await processes.aclose()
+        await threads.aclose()
+
+
+async def never_decoded(processes: KillableProcessor) -> None:
+    """What is refused for its size has cost nothing, here or there."""
+    large = opened(saved(Image.new("L", (3000, 3000)), "PNG"))
+    with pytest.raises(RequestError, match="max_pixels"):
+        await processes.aprocess(Request("<image>", images=[large]))
+    assert getattr(large, "_im", None) is None
+    with pytest.raises(RequestError, match="max_images"):
+        await processes.aprocess(Request("<image>" * 3, images=[large] * 3))
+    with pytest.raises(RequestError, match="takes no media of kind 'video'"):
+        await processes.aprocess(Request("x", media=[Media("video", large)]))
+
+
+async def shared(processes: KillableProcessor) -> None:
+    """One image, opened and not yet read, in two requests at a time: each gets its pixels."""
+    data = saved(Image.fromarray(noise(700, 700)), "PNG")
+    expected = (await processes.aprocess(Request("<image>", images=[data]))).work.media
+    for _ in range(3):
+        image = opened(data)
+        made = await asyncio.gather(*(processes.aprocess(Request("<image>", images=[image])) for _ in range(3)))
+        assert [each.work.media for each in made] == [expected] * 3
+
+
+def test_what_is_sent_is_plain_and_the_same_picture(tmp_path: Path) -> None:
+    limits = MediaLimits(max_pixels=10_000)
+    for name, make in sources(tmp_path).items():
+        sent = make_plain(make(), limits, lambda *_: None)
+        assert type(sent) in (bytes, str, type(tmp_path), np.ndarray, Image.Image), name
+        assert image_digest(read_image(sent, limits)) == image_digest(read_image(make(), limits)), name
+
+
+@pytest.mark.parametrize("problem", [MediaProblem("too large"), TooManyTokens("too many")])
+def test_a_problem_in_place_of_an_image_is_raised_where_it_is_read(problem: Exception) -> None:
+    with pytest.raises(type(problem), match=str(problem)):
+        read_image(problem, MediaLimits())
+
+
+def test_a_size_is_checked_before_an_array_is_copied() -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("it was copied")
+
+    class Large:
+        shape, ndim, dtype, __array__ = (9000, 9000, 3), 3, np.uint8, never
+        __array_interface__: Any = ()
+
+    with pytest.raises(MediaProblem, match="max_pixels"):
+        make_plain(Large(), MediaLimits(), never)
+    assert os.fspath(Named(Path("x"))) == "x"
