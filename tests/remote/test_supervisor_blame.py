@@ -122,6 +122,16 @@ def test_an_elder_that_others_reach_is_not_blamed() -> None:
         assert Up("B", core.members["B"].epoch) in come_up(core, "B", core.members["B"].epoch, b)
 
 
+def test_one_that_reaches_nobody_blames_no_elder() -> None:
+    core = core_of("ABC")
+    now = restart(core, "A", 9.0)
+    for epoch in range(1, 3 * MOST_UNMET):
+        core.handle(Loaded("A", epoch), now)
+        now += MEET_S
+        assert core.handle(Tick(), now)[0] == Fence("A", epoch)
+        now = begin_again(core, "A", now)
+
+
 def test_one_that_cannot_go_on_with_an_elder_counts_as_one_that_could_not_reach_it() -> None:
     core = core_of("ED")
     now = restart(core, "E", 9.0)

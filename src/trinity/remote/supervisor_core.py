@@ -303,7 +303,8 @@ class SupervisorCore:
 
     def _blame(self, younger: Member, elder: Member) -> Member:
         """Tell which of two that cannot reach each other goes: the elder once nobody has reached it several times."""
-        elder.unmet += 1
+        unmet = [other for other in self._others(younger) if len(self._pairs[_key(younger, other)].said) < PARTIES]
+        elder.unmet += len(unmet) <= 1  # who reaches several others no more is at fault itself
         return elder if elder.unmet >= MOST_UNMET else younger
 
     def _retire(self, event: Retire | CloseAll, now: float) -> None:
