@@ -54,6 +54,11 @@ def only(processor: KillableProcessor) -> int:
     return each._process.pid
 
 
+def another_runs(processor: KillableProcessor, pid: int) -> bool:
+    process = processor._workers[0]._process
+    return process is not None and process.pid != pid
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -88,7 +93,7 @@ async def left(made: KillableProcessor) -> None:
         async with asyncio.timeout(0.3):
             await made.aprocess(Request(messages=HELLO))
     assert await asyncio.to_thread(wait_until, lambda: gone(first), 30.0), "it is still at a request that nobody wants"
-    assert await asyncio.to_thread(wait_until, lambda: made._workers[0].running, 30.0)
+    assert await asyncio.to_thread(wait_until, lambda: another_runs(made, first), 30.0)
     second = only(made)
     assert (await made.aprocess(Request("good"))).work.prompt
     assert only(made) == second != first

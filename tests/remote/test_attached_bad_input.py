@@ -127,7 +127,7 @@ async def test_instances_that_differ(
     launcher: Launcher, differs: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if "model" in differs:
-        differs = {"model": str(longer_weights(tmp_path))}
+        differs = {"model": str(other_weights(tmp_path))}
 
     def different(*given: Any) -> list[Setup]:
         first, *others = make_setups(*given)
@@ -143,11 +143,15 @@ async def test_instances_that_differ(
         await one.settled([each for each in one.descriptors() if each != "/memfd"])
 
 
-def longer_weights(folder: Path) -> Path:
-    """The same checkpoint but for the length of a file of weights."""
+def other_weights(folder: Path) -> Path:
+    """The same checkpoint but for its last weights."""
     copy = folder / "other"
     shutil.copytree(checkpoint("llava"), copy)
-    shutil.copy(copy / "model.safetensors", copy / "model-more.safetensors")
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        last = file.read(8)
+        file.seek(-8, os.SEEK_END)
+        file.write(last[4:] + last[:4])
     return copy
 
 

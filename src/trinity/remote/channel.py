@@ -23,7 +23,7 @@ from trinity.remote.tls import TLSConfig, open_tls
 logger = logging.getLogger("trinity")
 SECRET_VARIABLE = "TRINITY_SECRET"  # environment variable that holds the pipeline's secret
 SHORTEST_SECRET = 32  # characters
-MAX_FRAME = 1 << 20  # bytes: a longer message goes in several, so that neither side's loop stands still for one
+MAX_FRAME = 1 << 20  # bytes: a longer message goes in several, so that a reader stands still for one alone
 MAX_MESSAGE = 2 << 30  # bytes: the pixels of a request are the largest payload
 MAX_HELLO = 1 << 20
 MORE = 1 << 31  # of a frame's header: the message goes on in the next frame
@@ -89,7 +89,7 @@ class Channel:
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, payload: bytes) -> None:
-        """Queue one message without blocking.
+        """Queue one message without blocking. All its frames are tagged and queued at once: 3 ms a MiB of the caller.
 
         Raises ``PeerLost`` if the peer is gone, ``TransportError`` if the message is too long: nothing of it is sent.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from trinity.errors import ConfigError, HandshakeError, TransportUnavailable
+from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
@@ -144,7 +144,7 @@ class _UnavailableRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, TransportUnavailable | ConfigError):
+        if isinstance(error, TransportUnavailable | ConfigError) and not isinstance(error, LayoutMismatch):
             self.reason = self._unavailable[self._scheme] = str(error)
             return True
         return False
