@@ -62,7 +62,7 @@ def pids(processor: KillableProcessor) -> list[int]:
     return [each._process.pid for each in processor._workers if each._process is not None]
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 async def test_equal_to_what_threads_make(name: str) -> None:
     asked = [
         Request("<image> and " * (number % 3) + "what", images=[picture(seed) for seed in range(number % 3)])
@@ -154,6 +154,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent() -> None:
     command = [sys.executable, "-c", PARENT, str(checkpoint("llava"))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIVENESS_S, check=False)
