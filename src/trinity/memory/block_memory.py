@@ -77,7 +77,12 @@ class BlockMemory:
 
         dtype = self.shape.dtype
         if self.raw is None:
-            return torch.zeros((self.blocks, *self.shape.shape), dtype=dtype, device=self.device)
+            try:
+                return torch.zeros((self.blocks, *self.shape.shape), dtype=dtype, device=self.device)
+            except torch.OutOfMemoryError as error:
+                size = self.blocks * self.block_bytes
+                hint = "others may use it too: give pools= or memory_bytes=, or another device="
+                raise ConfigError(f"{self.device} cannot hold a pool of {size:,} bytes ({error}); {hint}") from error
         return torch.from_numpy(self.raw.reshape(-1)).view(dtype).view(self.blocks, *self.shape.shape)
 
     @property

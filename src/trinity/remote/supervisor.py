@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from trinity.connector import Connector
+from trinity.costs.device_memory import group_by_device
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError
 from trinity.errors.arguments import check_arguments
@@ -23,7 +24,7 @@ from trinity.remote.supervisor_messages import (
 )
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import RouteConfig, Setup
-from trinity.runtime.loader import ServingConfig, config_digest
+from trinity.runtime.loader import ServingConfig, config_digest, describe_tenant
 from trinity.transport.auto import pick_scheme
 
 logger = logging.getLogger("trinity")
@@ -69,8 +70,24 @@ def make_setups(
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
     routes = make_route_configs(connector, [each.address for each in instances])
-    setups = [make_setup(each, deployment, connector, routing) for each in instances]
-    return [msgspec.structs.replace(each, pipeline=pipeline, config=config, routes=routes) for each in setups]
+    tenants = [describe_tenant(each, deployment.cache) for each in instances]
+    sharers = group_by_device((_machine(each.address), each.device or deployment.device) for each in instances)
+    return [
+        msgspec.structs.replace(
+            make_setup(each, deployment, connector, routing),
+            pipeline=pipeline,
+            config=config,
+            routes=routes,
+            beside=tuple(tenants[other] for other in others),
+        )
+        for each, others in zip(instances, sharers, strict=True)
+    ]
+
+
+def _machine(address: str | None) -> str:
+    """Name the machine where an instance runs, "" for this one; addresses that differ are taken for machines."""
+    host = Address.parse(address).host if address is not None else ""
+    return "" if host == "localhost" or host.startswith("127.") or host == "::1" else host
 
 
 def make_route_configs(connector: Connector, addresses: Sequence[str | None]) -> dict[str, RouteConfig]:
@@ -91,7 +108,7 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
             "its entry point trinity.stages, or use hosting='thread'"
         )
     rules = spec.rules or deployment.rules
-    pools: Mapping[str, int] | None = spec.pools if spec.pools is not None else deployment.cache.pools
+    tenant = describe_tenant(spec, deployment.cache)
     return Setup(
         name=spec.name,
         epoch=0,
@@ -111,8 +128,8 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
         cores=spec.cores,
         image_block_size=deployment.cache.image_block_size,
         kv_block_size=deployment.cache.kv_block_size,
-        pools=dict(pools) if pools is not None else None,
-        memory_bytes=spec.memory_bytes or deployment.cache.memory_bytes,
+        pools=tenant.pools,
+        memory_bytes=tenant.memory_bytes,
         prefix_cache=spec.prefix_cache,
         image_cache=spec.image_cache,
         reservation=spec.reservation,

@@ -32,6 +32,7 @@ from trinity.core.messages import (
 from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
+from trinity.costs.device_memory import DeviceTenant
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import HandshakeError, TransportError
@@ -92,7 +93,7 @@ class Setup(Value, frozen=True, kw_only=True):
 
     ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
     this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
-    checkpoint's config.json.
+    checkpoint's config.json. ``beside``: the pipeline's other instances on the same device.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Setup(Value, frozen=True, kw_only=True):
     stages: tuple[str, ...] = ()
     transfers: TransferPolicy = TransferPolicy()
     paced: EmulatedModel | None = None
+    beside: tuple[DeviceTenant, ...] = ()
 
 
 class InstanceInfo(Value, frozen=True):

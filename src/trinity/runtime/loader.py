@@ -13,6 +13,7 @@ from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
+from trinity.costs.device_memory import POOL_SHARE, DeviceTenant, free_when_loaded, group_by_device, share_of_pools
 from trinity.costs.pool_sizes import available_memory, size_pools
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import EmulatedModel
@@ -53,6 +54,7 @@ class ServingConfig:
     - ``observe`` (None): called with the logits before sampling.
     - ``transfers``: when blocks start to move.
     - ``shared`` (False): pools in memory files, which other processes can map.
+    - ``beside`` (()): instances in processes of their own that share the device of this one's.
     """
 
     model: Path | EmulatedModel
@@ -65,6 +67,7 @@ class ServingConfig:
     observe: Callable[..., None] | None = None
     transfers: TransferPolicy = DEFAULT_TRANSFERS
     shared: bool = False
+    beside: tuple[DeviceTenant, ...] = ()
 
 
 def config_digest(model: Path | EmulatedModel) -> str:
@@ -106,10 +109,9 @@ def load_instances(
 ) -> list[LoadedInstance]:
     """Load the weights of each instance's roles, allocate pools, search budgets. Blocks: run it on a thread."""
     loaded: list[LoadedInstance] = []
-    for spec in instances:
-        spec = _complete_spec(config, spec, instances)
-        model = _get_model(config, spec)
-        pools = _choose_pools(config, spec, model, len(instances))
+    specs = [_complete_spec(config, spec, instances) for spec in instances]
+    models = [_get_model(config, spec) for spec in specs]
+    for spec, model, pools in zip(specs, models, choose_pools(config, specs, models), strict=True):
         blocks = (config.cache.image_block_size, config.cache.kv_block_size)
         instance = build_instance(spec, model, pools, config.rules, blocks, config.observe, config.shared)
         rules = _make_rules(config, instance, processor)
@@ -145,18 +147,20 @@ def profile_copies(
         raise ConfigError(
             f"a cost table describes one device of this machine, but {why}; profile each device by itself"
         )
-    copies = [_build_copy(config, _complete_spec(config, spec, instances), hosts, len(instances)) for spec in instances]
+    specs = [_complete_spec(config, spec, instances) for spec in instances]
+    models = [hosts[spec.name].loaded.model if spec.name in hosts else _get_model(config, spec) for spec in specs]
+    pools = choose_pools(config, specs, models)
+    copies = [_build_copy(config, *each) for each in zip(specs, models, pools, strict=True)]
     tables = profile_tables(copies, processor, **counts)
     if path is not None:
         tables.save(path)
     return tables
 
 
-def _build_copy(config: ServingConfig, spec: Instance, hosts: Mapping[str, InstanceHost], count: int) -> LoadedInstance:
-    model = hosts[spec.name].loaded.model if spec.name in hosts else _get_model(config, spec)
-    pools = {
-        kind: min(blocks, PROBE_BLOCKS[kind]) for kind, blocks in _choose_pools(config, spec, model, count).items()
-    }
+def _build_copy(
+    config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel, pools: Mapping[str, int]
+) -> LoadedInstance:
+    pools = {kind: min(blocks, PROBE_BLOCKS[kind]) for kind, blocks in pools.items()}
     return build_instance(
         spec, model, pools, config.rules, (config.cache.image_block_size, config.cache.kv_block_size), None
     )
@@ -202,31 +206,85 @@ def make_hosts(
     return hosts
 
 
-def _choose_pools(
-    config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel, instances: int
+def choose_pools(
+    config: ServingConfig, specs: Sequence[Instance], models: Sequence[LoadedModel | EmulatedModel]
+) -> list[dict[str, int]]:
+    """Choose the blocks of each kind for instances whose weights are loaded, before any pool of theirs is allocated.
+
+    As the user set them, for a memory budget, or for a share of their device's memory.
+    """
+    tenants = [describe_tenant(spec, config.cache) for spec in specs]
+    sharers = group_by_device(("", spec.device or config.device) for spec in specs)
+    chosen = []
+    for spec, model, tenant, others in zip(specs, models, tenants, sharers, strict=True):
+        beside = [(tenants[other], models[other].weight_bytes) for other in others]
+        chosen.append(_choose_sizes(config, spec, model, tenant, beside))
+    return chosen
+
+
+def describe_tenant(spec: Instance, cache: CacheConfig) -> DeviceTenant:
+    """Describe an instance to those that share its device: what it has set itself, else what the pipeline has."""
+    if spec.pools is not None or spec.memory_bytes is not None:
+        return DeviceTenant(spec.roles, None if spec.pools is None else dict(spec.pools), spec.memory_bytes)
+    return DeviceTenant(spec.roles, None if cache.pools is None else dict(cache.pools), cache.memory_bytes)
+
+
+def _choose_sizes(
+    config: ServingConfig,
+    spec: Instance,
+    model: LoadedModel | EmulatedModel,
+    tenant: DeviceTenant,
+    beside: Sequence[tuple[DeviceTenant, int]],
 ) -> dict[str, int]:
-    """Choose the blocks of each kind: as the user set them, for a memory budget, or for a share of free memory."""
-    pools = spec.pools if spec.pools is not None else config.cache.pools if spec.memory_bytes is None else None
-    if pools is not None:
-        return dict(pools)
-    shapes = block_shapes(spec.roles, model, config.cache.image_block_size, config.cache.kv_block_size)
-    bytes_of = {kind: shape.block_bytes for kind, shape in shapes.items()}
-    memory = spec.memory_bytes or config.cache.memory_bytes
-    if memory is None:
-        memory = model.weight_bytes + _default_cache_bytes(spec.device or "cpu", instances)
-        sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
-        return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
-    return size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+    """``beside``: the other instances of this process on the same device, with the bytes of their weights."""
+    if tenant.pools is not None:
+        return dict(tenant.pools)
+    bytes_of = _block_bytes(config, model, spec.roles)
+    memory = tenant.memory_bytes
+    if memory is not None:
+        return size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+    memory = model.weight_bytes + _default_pool_bytes(config, spec, model, beside)
+    sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+    return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
 
 
-def _default_cache_bytes(device: str, instances: int) -> int:
-    """Return the default size of an instance's pools, in bytes; the weights are loaded already."""
-    if device == "cpu":
-        return min(DEFAULT_CACHE_BYTES, available_memory() // 8 // instances)
+def _block_bytes(config: ServingConfig, model: LoadedModel | EmulatedModel, roles: str) -> dict[str, int]:
+    shapes = block_shapes(roles, model, config.cache.image_block_size, config.cache.kv_block_size)
+    return {kind: shape.block_bytes for kind, shape in shapes.items()}
+
+
+def _default_pool_bytes(
+    config: ServingConfig,
+    spec: Instance,
+    model: LoadedModel | EmulatedModel,
+    beside: Sequence[tuple[DeviceTenant, int]],
+) -> int:
+    """Return the default size of an instance's pools, in bytes; the weights of this process are loaded already."""
+    device, count = spec.device or "cpu", 1 + len(beside) + len(config.beside)
+    if device.partition(":")[0] == "cpu":
+        return min(DEFAULT_CACHE_BYTES, available_memory() // 8 // count)
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
-    return free * 8 // 10 // instances
+    free, total = torch.cuda.mem_get_info(device)
+    apart = [(each, _count_weights(config, each.roles)) for each in config.beside]
+    most = int(free * POOL_SHARE)  # of what others, in this pipeline or not, have left
+    if apart:
+        free = free_when_loaded(total, (model.weight_bytes, *(weights for _, weights in apart)))
+    given = [
+        (each.roles, each.fixed_bytes(weights, _block_bytes(config, model, each.roles)))
+        for each, weights in (*beside, *apart)
+    ]
+    others = [roles for roles, fixed in given if fixed is None]
+    return min(most, share_of_pools(free, spec.roles, others, sum(fixed or 0 for _, fixed in given)))
+
+
+def _count_weights(config: ServingConfig, roles: str) -> int:
+    """Count the bytes of weights that another process holds for these roles."""
+    if isinstance(config.model, EmulatedModel):
+        return 0
+    from trinity.stages.models.loader import count_weight_bytes
+
+    return count_weight_bytes(config.model, roles, dtype=config.dtype)
 
 
 def _make_rules(config: ServingConfig, instance: LoadedInstance, processor: RequestProcessor | None) -> BatchRules:

@@ -82,6 +82,25 @@ def load_model(
     return model
 
 
+def count_weight_bytes(model_dir: str | Path, letters: str, *, dtype: torch.dtype | str | None = None) -> int:
+    """Count the bytes of the weights that ``load_model`` holds on a GPU for these roles, from the config alone.
+
+    Raises ``ConfigError`` and ``UnsupportedModel`` as ``load_model`` does.
+    """
+    directory = Path(model_dir)
+    config = read_config(directory)
+    adapter, _ = find_adapter(config)
+    names = ["vision"] * ("E" in letters and adapter.multimodal) + ["language"] * bool(set(letters) & set("PD"))
+    kind, whole, total = _pick_dtype(dtype, config), find_model_class(config), 0
+    register_attention()
+    for name in names:
+        with _lock, _quiet(), torch.device("meta"):
+            part = _partial_class(whole, adapter, name)._from_config(read_config(directory), dtype=kind)
+        _fit_part(part, adapter, name)
+        total += sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
+    return total
+
+
 def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -155,13 +174,18 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
+    _fit_part(model, adapter, name)
+    return model
+
+
+def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
+    """Have the part use paged attention, and leave out what no output depends on."""
     if name == "language":
         set_attention(model, adapter, PAGED_ATTENTION)
         if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):
         drop_unused_layers(model.base_model.vision_tower, adapter.vision_states)
-    return model
 
 
 def find_model_class(config: Any) -> Any:

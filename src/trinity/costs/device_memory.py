@@ -1,0 +1,63 @@
+"""Memory of a device, divided among the instances that share it: weights first, then pools by role.
+
+Every process computes the same division from the same tenants, however far the others have loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from trinity.core.messages import Value
+
+POOL_SHARE = 0.8  # of a GPU's memory beside weights; the rest is for activations, graphs and fragments
+CONTEXT_BYTES = 512 << 20  # of each process on a GPU: its context, and the workspaces of its libraries
+DECODES, PREFILLS, ENCODES = 1.0, 0.5, 0.1  # of the memory for pools: blocks of P and E are free once they have moved
+
+
+class DeviceTenant(Value, frozen=True):
+    """An instance on a device, as those that share it know it.
+
+    roles: letters of its stages.
+    pools (blocks by kind, None), memory_bytes (bytes, None): as its user has set them; None: by default.
+    """
+
+    roles: str
+    pools: dict[str, int] | None = None
+    memory_bytes: int | None = None
+
+    def fixed_bytes(self, weight_bytes: int, block_bytes: Mapping[str, int]) -> int | None:
+        """Bytes of pools that the user has set, for weights and blocks of these roles' sizes; None: by default."""
+        if self.pools is not None:
+            return sum(self.pools.get(kind, 0) * size for kind, size in block_bytes.items())
+        return None if self.memory_bytes is None else max(0, self.memory_bytes - weight_bytes)
+
+
+def pool_weight(roles: str) -> float:
+    """Weigh an instance's pools: decoding is where requests stay."""
+    return DECODES if "D" in roles else PREFILLS if "P" in roles else ENCODES
+
+
+def share_of_pools(free_bytes: int, roles: str, others: Iterable[str], fixed_bytes: int = 0) -> int:
+    """Compute the bytes of a GPU that the pools of an instance get by default.
+
+    free_bytes (bytes): free once the weights of all are loaded.
+    roles: the instance's.
+    others: roles of the other instances there whose pools are sized by default too.
+    fixed_bytes (bytes, 0): pools on the device that are set otherwise.
+    """
+    weight = pool_weight(roles)
+    return max(0, int((free_bytes * POOL_SHARE - fixed_bytes) * weight / (weight + sum(map(pool_weight, others)))))
+
+
+def free_when_loaded(total_bytes: int, weight_bytes: Iterable[int]) -> int:
+    """Compute the bytes of a GPU that are free once every process there has its context and these weights."""
+    return total_bytes - sum(weights + CONTEXT_BYTES for weights in weight_bytes)
+
+
+def group_by_device(places: Iterable[tuple[str, str]]) -> list[list[int]]:
+    """List for each instance those that share its device, itself left out, by number.
+
+    places: machine and device of each; "cuda" is the first GPU.
+    """
+    keys = [(machine, "cuda:0" if device == "cuda" else device) for machine, device in places]
+    return [[other for other, key in enumerate(keys) if key == own and other != n] for n, own in enumerate(keys)]

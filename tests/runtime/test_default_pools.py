@@ -1,0 +1,230 @@
+"""Default pools of instances that share a GPU: a stand-in for its memory, and weights of LLaVA-1.5-7B's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.checkpoint_files import checkpoint
+from trinity.connector import Connector
+from trinity.costs.device_memory import CONTEXT_BYTES
+from trinity.errors import ConfigError
+from trinity.instance import Instance, name_instances
+from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.cache_config import CacheConfig
+from trinity.preprocess.checkpoint import read_config
+from trinity.remote.instance_setup import load_instance
+from trinity.remote.supervisor import make_setups
+from trinity.remote.wire import Setup, decode, encode
+from trinity.runtime import loader
+from trinity.runtime.host import block_shapes
+from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.loader import count_weight_bytes, load_model
+from trinity.stages.models.registry import find_adapter
+from trinity.testing.checkpoints_llava import llava_7b
+
+GIB = 1 << 30
+TOTAL = 139 * GIB
+
+
+@cache
+def count_once(directory: Path, letters: str) -> int:
+    return count_weight_bytes(directory, letters, dtype="bfloat16")
+
+
+class Weighed(LoadedModel):
+    """A model with the config of its checkpoint and the bytes of its weights, but no weights."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return count_once(self.directory, self.letters)
+
+
+@dataclass
+class Gpu:
+    """Stand-in for the GPUs of a machine: ``used`` bytes on each; ``made`` has the bytes of each instance's pools."""
+
+    used: dict[str, int]
+    made: dict[str, int]
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        return TOTAL - self.used.get(device, 0), TOTAL
+
+    def build(self, spec: Instance, model: LoadedModel, pools: Any, _rules: Any, blocks: Any, *_: Any) -> Any:
+        shapes = block_shapes(spec.roles, model, *blocks)
+        self.made[spec.name] = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
+        return SimpleNamespace(spec=spec, model=model, settings=Empty())
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Settings that nobody reads."""
+
+    rules: Any = None
+    transfers: Any = None
+    lease_s: float = 0.0
+    epoch: int = 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, recipe = tmp_path_factory.mktemp("llava-7b"), llava_7b()
+    recipe.config.architectures = [recipe.model_class.__name__]
+    recipe.config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu({}, {})
+
+    def get_model(config: ServingConfig, spec: Instance) -> Weighed:
+        assert isinstance(config.model, Path)
+        adapter, _ = find_adapter(read_config(config.model))
+        return Weighed(config.model, spec.roles, None, adapter, torch.bfloat16, torch.device("cuda"), "")
+
+    monkeypatch.setattr(loader, "DEFAULT_BLOCKS", 1 << 30)
+    monkeypatch.setattr(loader, "_count_weights", lambda config, roles: count_once(config.model, roles))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", made.mem_get_info)
+    monkeypatch.setattr(loader, "_get_model", get_model)
+    monkeypatch.setattr(loader, "build_instance", made.build)
+    return made
+
+
+def setups(model: Path, instances: Sequence[Instance], cache: CacheConfig | None = None) -> list[Setup]:
+    config = ServingConfig(model, "bfloat16", "cuda", cache=cache or CacheConfig())
+    sent = make_setups(name_instances(instances), config, Connector("shm"), "round_robin")
+    return [message for each in sent if isinstance(message := decode(encode(each)), Setup)]
+
+
+def load_each(gpu: Gpu, asked: Sequence[Setup], model: Path) -> int:
+    """Have each process size its pools when no other has loaded yet; returns the bytes that all take in the end."""
+    taken = 0
+    for setup in asked:
+        weights = count_once(model, setup.roles) + CONTEXT_BYTES
+        gpu.used = {"cuda": weights}
+        load_instance(setup)
+        taken += weights + gpu.made[setup.name]
+    return taken
+
+
+@pytest.mark.parametrize(
+    "placement", [("E", "P", "D"), ("EPD", "EPD"), ("EP", "D", "D"), ("E", "E", "PD"), ("P",) * 3 + ("D",) * 3]
+)
+def test_processes_on_one_gpu_fit_into_it(gpu: Gpu, model: Path, placement: tuple[str, ...]) -> None:
+    taken = load_each(gpu, setups(model, [Instance(roles) for roles in placement]), model)
+    assert 0.75 * TOTAL < taken <= TOTAL
+
+
+def test_one_that_starts_again_takes_what_it_had(gpu: Gpu, model: Path) -> None:
+    asked = setups(model, [Instance("E"), Instance("P"), Instance("D")])
+    taken = load_each(gpu, asked, model)
+    first = dict(gpu.made)
+    for setup in asked:
+        gpu.used = {"cuda": taken - first[setup.name]}  # the others have all of theirs, this one has its weights
+        load_instance(setup)
+    assert gpu.made == first
+
+
+def test_what_another_program_holds_is_left_to_it(gpu: Gpu, model: Path) -> None:
+    first, *_ = setups(model, [Instance("D"), Instance("E")])
+    gpu.used = {"cuda": TOTAL - 10 * GIB}
+    load_instance(first)
+    assert gpu.made["D0"] <= 8 * GIB
+
+
+def test_pools_and_memory_that_are_set_are_taken_off(gpu: Gpu, model: Path) -> None:
+    alone = setups(model, [Instance("PD", "last")])
+    load_each(gpu, alone, model)
+    most = gpu.made["last"]
+    fixed = [Instance("E", pools={"image": 2048}), Instance("D", memory_bytes=60 * GIB), Instance("PD", "last")]
+    load_each(gpu, setups(model, fixed), model)
+    assert gpu.made["last"] < min(most, TOTAL - 60 * GIB - 2048 * 576 * 8192 - 14 * GIB)
+
+
+def test_processes_elsewhere_take_nothing(gpu: Gpu, model: Path) -> None:
+    def shares(*where: dict[str, Any]) -> int:
+        others = [Instance("PD", **each) for each in where]
+        first, *_ = setups(model, [Instance("PD", "first"), *others])
+        return len(first.beside)
+
+    assert shares({"device": "cuda:0"}, {"device": "cuda:1"}) == 1
+    assert shares({"address": "tcp:127.0.0.1:7000"}, {"address": "unix:/tmp/one"}) == 2
+    assert shares({"address": "tcp:other:7000"}, {"address": "tcp:localhost:7000"}) == 1
+
+
+def test_the_memory_of_an_instance_goes_before_the_pipelines_pools(gpu: Gpu, model: Path) -> None:
+    """As in threads; a process was sent both, and took the pools."""
+    (setup,) = setups(model, [Instance("PD", memory_bytes=20 * GIB)], CacheConfig(pools={"image": 1, "kv": 1}))
+    assert (setup.pools, setup.memory_bytes) == (None, 20 * GIB)
+
+
+# ------------------------------------------------------------ instances in threads
+
+
+def in_threads(gpu: Gpu, model: Path, *instances: Instance) -> dict[str, int]:
+    config = ServingConfig(model, "bfloat16", "cuda:0")
+    gpu.used = {"cuda:0": 14 * GIB, "cuda:1": 14 * GIB}
+    load_instances(config, name_instances(instances), None)
+    return gpu.made
+
+
+def test_threads_divide_by_role(gpu: Gpu, model: Path) -> None:
+    made = in_threads(gpu, model, Instance("E"), Instance("P"), Instance("D"))
+    assert made["E0"] < made["P0"] < made["D0"]
+    assert sum(made.values()) <= 0.8 * (TOTAL - 14 * GIB)
+
+
+def test_threads_divide_among_those_of_their_own_gpu(gpu: Gpu, model: Path) -> None:
+    apart = [Instance("D", device=f"cuda:{number}") for number in (0, 1)]
+    made = in_threads(gpu, model, *apart)
+    assert made["D0"] == made["D1"] == pytest.approx(0.8 * (TOTAL - 14 * GIB), rel=0.01)
+
+
+def test_pools_that_are_set_are_not_for_the_others(gpu: Gpu, model: Path) -> None:
+    made = in_threads(gpu, model, Instance("D", pools={"kv": 10_000}), Instance("D"))
+    assert made["D0"] == 10_000 * 8 * (1 << 20)
+    assert made["D1"] <= 0.8 * (TOTAL - 14 * GIB) - made["D0"]
+
+
+# ------------------------------------------------------------ on a CPU; weights; no memory
+
+
+def test_processes_on_a_cpu_divide_its_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_memory", lambda: 8 << 20)
+    config = replace(ServingConfig(checkpoint("llava"), "float32"), device="cpu")
+    found = []
+    for count in (1, 4):
+        asked = make_setups(name_instances([Instance("PD")] * count), config, Connector("shm"), "round_robin")
+        loaded = load_instance(asked[0])
+        found.append(sum(memory.blocks * memory.block_bytes for memory in loaded.memory.values()))
+        for memory in loaded.memory.values():
+            memory.close()
+    assert found[0] <= 1 << 20
+    assert found[1] <= found[0] // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "letters"),
+    [(name, letters) for name in ("llava", "qwen2_vl", "gemma3") for letters in ("E", "D", "EPD")] + [("llama", "PD")],
+)
+def test_weights_are_counted_without_loading_them(name: str, letters: str) -> None:
+    counted = count_weight_bytes(checkpoint(name), letters, dtype="bfloat16")
+    assert counted == load_model(checkpoint(name), letters, dtype="bfloat16").weight_bytes
+
+
+def test_a_gpu_without_room_for_a_pool_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ConfigError, match=r"cuda:0 cannot hold a pool of 1,024 bytes .*pools= or memory_bytes="):
+        BlockMemory(BlockShape("kv", (64,), torch.float32), 4, "cuda:0")
