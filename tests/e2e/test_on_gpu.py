@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from support.checkpoint_files import checkpoint
+from support.sampler_rows import SamplerRow, batch
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.core.messages import ResolvedSampling
 from trinity.request import Sampling
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
-from trinity.stages.sampler import SamplerRow, sample
+from trinity.stages.sampler import sample
 
 DEVICE = "cuda"
 pytestmark = [
@@ -73,5 +74,5 @@ def test_samples_are_those_of_the_cpu() -> None:
     cuts = ((1.0, 0), (0.9, 50))
     ways = [ResolvedSampling(temperature=1.0, seed=n, top_p=p, top_k=k) for n in range(16) for p, k in cuts]
     rows = [SamplerRow(way, index, ids) for index, way in enumerate([*ways, *ways])]
-    there = [one.token for one in sample(logits.to(DEVICE), rows)]
-    assert there == [one.token for one in sample(logits, rows)]
+    there = [one.token for one in sample(logits.to(DEVICE), batch(rows, torch.device(DEVICE)))]
+    assert there == [one.token for one in sample(logits, batch(rows))]

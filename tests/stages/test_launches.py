@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,15 +15,14 @@ from support.language_stage import PROMPT, Solo, work
 from support.operator_tape import StaticTorch, every_operator_is_torchs, graphs
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
-from trinity.core.messages import IMAGE, KV, Prefill, ResolvedSampling, Step, Work
+from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.errors import StageError
 from trinity.request import Sampling
-from trinity.stages import decode_graphs
+from trinity.stages import decode_graphs, language
 from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep
 from trinity.stages.base import LaunchableStage, PendingStep, StageSetup
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
-from trinity.stages.sampler import SamplerRow, can_sample_on_device, sample, sample_on_device
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 WAYS: list[dict[str, Any]] = [
@@ -30,6 +30,12 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 40},
     {"temperature": 1.0, "seed": 5, "min_p": 0.02},
+]
+LOOKING_BACK: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2, "temperature": 1.0, "seed": 6},
+    {"bad_words_ids": tuple((token, other) for token in range(0, 250, 5) for other in range(0, 250, 7)), "logprobs": 1},
+    {"min_tokens": 5, "suppress_tokens": tuple(range(0, 250, 3))},
 ]
 
 
@@ -99,7 +105,8 @@ def test_the_host_knows_none_of_them_meanwhile() -> None:
     first = solo.stage.launch_on_device(Step(0, "joint", prefills=(chunk(each),)))
     second = solo.stage.launch_on_device(Step(1, "joint", decodes=(each.request,)))
     row = solo.stage._requests.find(each.request)
-    assert (row.token_count, int(solo.stage._requests.token[row.slot])) == (len(each.prompt) + 2, -1)
+    table = solo.stage._requests
+    assert (int(table.length[row.slot]), int(table.token[row.slot])) == (len(each.prompt) + 1, -1)
     assert isinstance(first, LaunchedStep)
     assert first.ready()
     tokens = [pending.wait()[each.request].token for pending in (first, second)]
@@ -120,11 +127,58 @@ def test_dropped_steps_leave_nothing() -> None:
     assert tokens == alone(works, 6)
 
 
-def test_rows_that_need_the_host_run_at_once() -> None:
-    """A penalty looks at what was said: launches before it are settled first, and read later all the same."""
-    works = asked({"repetition_penalty": 1.5}, {"logprobs": 2})
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rows_that_look_back_are_launched_too(depth: int) -> None:
+    """What they look at stays on the device: prompts, and the tokens that nobody has read."""
+    works = asked(*LOOKING_BACK)
     solo = silent()
+    assert launched(solo, works, depth) == alone(works)
+    names = tuple(each.request for each in works)
+    pending = [solo.stage.launch_on_device(Step(20 + at, "joint", decodes=names)) for at in range(2)]
+    assert [type(each) for each in pending] == [LaunchedStep] * 2
+    found = [{name: one.token for name, one in each.wait().items()} for each in pending]
+    assert found == [{name: tokens[at] for name, tokens in alone(works, 12).items()} for at in (11, 12)]
+
+
+def test_their_texts_follow_steps_that_ran_at_once_and_slots_that_changed_hands() -> None:
+    """What a step says at once, a device hears of at the next launch; a text of another request is not looked at."""
+    solo, works = silent(), asked(*LOOKING_BACK)[-3:]
+    tokens = launched(solo, works, 2, steps=3)
+    names = tuple(each.request for each in works)
+    pending = solo.stage.launch_on_device(Step(9, "joint", decodes=names))
+    pending.drop()
+    for step in range(4):
+        found = solo.step(decodes=names) if step % 2 else solo.stage.launch_on_device(Step(9, "joint", decodes=names))
+        for name, one in (found if isinstance(found, dict) else found.wait()).items():
+            tokens[name].append(one.token)
+    assert tokens == alone(works, 7)
+    for name in names:
+        solo.stage.close(name)
+    other = [work(f"n{n}", PROMPT[n:], **way) for n, way in enumerate(LOOKING_BACK)]
+    assert launched(solo, other, 2) == alone(other)
+
+
+def test_logprobs_come_with_the_tokens() -> None:
+    solo, each = silent(), work("r", PROMPT, logprobs=3, repetition_penalty=1.2)
+    solo.open(each)
+    pending = solo.stage.launch_on_device(Step(0, "joint", prefills=(chunk(each),)))
+    found = [pending.wait()["r"], solo.stage.launch_on_device(Step(1, "joint", decodes=("r",))).wait()["r"]]
+    other = Solo()
+    other.open(each)
+    wanted = [other.step(chunk(each))["r"], other.step(decodes=("r",))["r"]]
+    assert [(one.token, [token for token, _ in one.top or ()]) for one in found] == [
+        (one.token, [token for token, _ in one.top or ()]) for one in wanted
+    ]
+    for one, same in zip(found, wanted, strict=True):
+        assert one.logprob == pytest.approx(same.logprob, abs=1e-5)
+        assert [value for _, value in one.top or ()] == pytest.approx([value for _, value in same.top or ()], abs=1e-5)
+
+
+def test_requests_beyond_the_slots_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device keeps tokens of so many: launches before are settled first, and read later all the same."""
+    works, solo = asked(), silent()
     assert launched(solo, works, 3) == alone(works)
+    monkeypatch.setattr(language, "MOST_SLOTS", 2)
     names = tuple(each.request for each in works)
     first = solo.stage.launch_on_device(Step(20, "joint", decodes=names[:2]))
     second = solo.stage.launch_on_device(Step(21, "joint", decodes=names))
@@ -142,19 +196,20 @@ def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
     launched(solo, works, 1, steps=1)
     names = tuple(each.request for each in works)
     row = solo.stage._requests.find("r0")
-    held, kept = row.token_count, solo.pool.memory.tensor[row.table[0]].clone()
+    held, kept = int(solo.stage._requests.length[row.slot]), solo.pool.memory.tensor[row.table[0]].clone()
     solo.pool.memory.tensor[row.table[0]] = torch.nan
     first = solo.stage.launch_on_device(Step(1, "joint", decodes=names))
     second = solo.stage.launch_on_device(Step(2, "joint", decodes=names))
     with pytest.raises(StageError, match="row 0 of the logits holds NaN"):
         first.wait()
     third = Step(3, "joint", prefills=(Prefill("r9", 0, 3, True),))
-    solo.open(work("r9", PROMPT[:3], repetition_penalty=1.5))
+    solo.open(work("r9", PROMPT[:3]))
+    solo.stage.observe = solo._observe
     with pytest.raises(StageError, match="an earlier step has failed"):
         solo.stage.launch_on_device(third)
     second.drop()
     first.drop()
-    assert (row.token_count, solo.stage._requests.steps_in_flight) == (held, 0)
+    assert (int(solo.stage._requests.length[row.slot]), solo.stage._requests.steps_in_flight) == (held, 0)
     solo.pool.memory.tensor[row.table[0]] = kept
     solo.stage.close("r9")
     found = solo.step(decodes=names)
@@ -164,28 +219,23 @@ def test_logits_without_a_largest_are_told_when_they_are_read() -> None:
 def test_a_token_that_is_none_is_never_looked_up() -> None:
     tokens = DeviceTokens(torch.device("cpu"))
     slots = torch.tensor([4, 2])
-    tokens.store(slots.numpy(), torch.tensor([-1, 9]))
+    tokens.store(slots, torch.tensor([-1, 9]))
     assert tokens.fill_unknown(torch.tensor([-1, -1]), slots).tolist() == [0, 9]
     assert tokens.fill_unknown(torch.tensor([5, -1]), slots).tolist() == [5, 9]
 
 
-def test_draws_on_the_device_are_those_of_sample() -> None:
-    logits = torch.randn(24, 300, generator=torch.Generator().manual_seed(1)) * 4
-    logits[5] = torch.nan
-    ways = [ResolvedSampling(**WAYS[n % 4]) for n in range(24)]
-    rows = [SamplerRow(way, n, torch.arange(3).numpy()) for n, way in enumerate(ways)]
-    found = sample_on_device(logits, rows).tolist()
-    assert found[5] == -1
-    sound = [n for n in range(24) if n != 5]
-    assert [found[n] for n in sound] == [one.token for one in sample(logits[sound], [rows[n] for n in sound])]
-    assert [
-        can_sample_on_device(each)
-        for each in (ResolvedSampling(), ResolvedSampling(repetition_penalty=1.1), ResolvedSampling(logprobs=0))
-    ] == [
-        True,
-        False,
-        False,
-    ]
+def test_texts_grow_with_slots_and_tokens() -> None:
+    kept = DeviceTokens(torch.device("cpu"))
+    kept.write_text(2, 0, np.array([4, 5, 6]))
+    slot, length = torch.tensor([[2]]), torch.tensor([[3]])
+    for at in range(3, 9):
+        kept.extend_texts(slot, length, at, torch.tensor([at * 10]))
+        length = length + 1
+    kept.write_text(5, 1, np.array([7]))
+    texts = kept.select_texts(slot, length, 9)
+    assert texts.ids.tolist() == [[4, 5, 6, 30, 40, 50, 60, 70, 80]]
+    assert (texts.newest(2).tolist(), texts.newest(11).tolist()[0][:3]) == ([[70, 80]], [-1, -1, 4])
+    assert kept.texts.shape == (8, 16)
 
 
 class OnDevice(LanguageStage):

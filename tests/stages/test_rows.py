@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.bare_table import bare_table
 from trinity.core.messages import Open, ResolvedSampling, Sampled, Work
 from trinity.errors import StageError
-from trinity.stages.models import RotaryPositions
 from trinity.stages.request_table import RequestTable
 
 BLOCK, BLOCKS = 4, 8
-
-
-class Bare:
-    """A model that a row table needs nothing of."""
-
-    media_token_ids: ClassVar[frozenset[int]] = frozenset()
-    language = None
-
-    class adapter:
-        whole_media = False
-
-        @staticmethod
-        def positions(*_: Any) -> RotaryPositions:
-            return RotaryPositions(None, 0)
 
 
 def opened(name: str, length: int, **sampling: Any) -> Open:
@@ -38,8 +24,7 @@ def opened(name: str, length: int, **sampling: Any) -> Open:
 
 
 def table() -> RequestTable:
-    made: Any = RequestTable(Bare(), BLOCK, 1)  # type: ignore[arg-type]
-    return made  # type: ignore[no-any-return]
+    return bare_table(BLOCK)
 
 
 def told(rows: RequestTable, names: tuple[str, ...]) -> list[Any]:
@@ -79,8 +64,8 @@ def test_a_batch_picked_before_is_as_one_picked_now(ops: list[tuple[str, int]]) 
             for rows in (kept, fresh):
                 ordered, _ = rows.select_decodes(names)
                 rows.commit(ordered, [Sampled(int(row.request) + at) for row in ordered])
-    assert {row.request: row.token_count for row in kept.rows.values()} == {
-        row.request: row.token_count for row in fresh.rows.values()
+    assert {row.request: int(kept.length[row.slot]) for row in kept.rows.values()} == {
+        row.request: int(fresh.length[row.slot]) for row in fresh.rows.values()
     }
 
 
@@ -103,9 +88,9 @@ def test_a_sampler_that_looks_back_sees_all_tokens_and_one_that_does_not_keeps_n
     for token in (8, 9):
         ordered, _ = rows.select_decodes(("0", "1"))
         rows.commit(ordered, [Sampled(token)] * 2)
-    back, plain = rows.rows["0"].sampler(), rows.rows["1"]
-    assert back.ids.tolist() == [0, 1, 7, 8, 9]
-    assert back.index == plain.index == 3
+    back, plain = rows.rows["0"], rows.rows["1"]
+    assert rows.text(back).tolist() == [0, 1, 7, 8, 9]
+    assert rows.indexes(np.array([back.slot, plain.slot])).tolist() == [3, 3]
     assert np.array_equal(plain.ids[5:], np.zeros_like(plain.ids[5:]))
 
 

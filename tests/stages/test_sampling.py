@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,16 +22,33 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from support.sampler_rows import NO_IDS, SamplerRow, batch, row
 from trinity.core.messages import ResolvedSampling, Sampled
 from trinity.errors import StageError
-from trinity.stages import sampler as module
-from trinity.stages.sampler import SamplerRow, _argmax, sample, truncate, warp
-
-NO_IDS = np.zeros(0, dtype=np.int64)
+from trinity.stages import noise, sampler
+from trinity.stages.sampler import draw, sample_greedy
 
 
-def row(index: int = 0, ids: np.ndarray = NO_IDS, **fields: Any) -> SamplerRow:
-    return SamplerRow(ResolvedSampling(**fields), index, ids)
+def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """As it is on a CPU, where the host looks; on a device, where it does not, it must be the same."""
+    found = sampler.sample(logits, batch(rows))
+    drawn = draw(logits, batch(rows))
+    assert drawn.read(drawn.flatten()) == found
+    return found
+
+
+def warp(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
+    return sampler.warp(logits, batch(seeded(rows)))
+
+
+def truncate(scores: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
+    found = sampler.truncate(scores, batch(seeded(rows)), looks=True)
+    assert torch.equal(sampler.truncate(scores, batch(seeded(rows))), found)
+    return found
+
+
+def seeded(rows: Sequence[SamplerRow]) -> list[SamplerRow]:
+    return [replace(each, sampling=structs.replace(each.sampling, seed=0)) for each in rows]
 
 
 def tokens(chosen: list[Sampled]) -> list[int]:
@@ -60,7 +80,7 @@ def test_greedy_takes_one_copy_from_the_device(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: Any) -> Any:
         raise AssertionError("the fast path must not build scores")
 
-    monkeypatch.setattr(module, "warp", refuse)
+    monkeypatch.setattr(sampler, "warp", refuse)
     assert len(sample(random_logits(4, 50), [row(i) for i in range(4)])) == 4
 
 
@@ -215,11 +235,11 @@ def test_no_more_logprobs_than_tokens_and_none_unasked() -> None:
 
 
 def test_noise_is_splitmix64() -> None:
-    assert module._scramble(module._STRIDE) == 0xE220A8397B1DCDAF  # published: seed 0, first output
-    first, last = (0xE220A8397B1DCDAF >> 12), module._scramble(module._STRIDE * 1000) >> 12
-    noise = module._gumbel_noise(torch.tensor([0, 0]), torch.tensor([0, 999]))
+    assert noise.scramble(noise._STRIDE) == 0xE220A8397B1DCDAF  # published: seed 0, first output
+    first, last = (0xE220A8397B1DCDAF >> 12), noise.scramble(noise._STRIDE * 1000) >> 12
+    found = noise.make_gumbel_noise(torch.tensor([0, 0]), torch.tensor([0, 999]))
     expected = [-math.log(-math.log((bits + 0.5) * 2.0**-52)) for bits in (first, last)]
-    assert noise.tolist() == pytest.approx(expected, rel=1e-14)
+    assert found.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_noise_stays_finite_at_both_ends() -> None:
@@ -301,7 +321,8 @@ def test_parts_of_a_large_batch_join_in_order(monkeypatch: pytest.MonkeyPatch) -
     logits = random_logits(7, 100)
     rows = [row(i, seed=i, temperature=1.0) for i in range(7)]
     whole = sample(logits, rows)
-    monkeypatch.setattr(module, "_ELEMENTS", {"cpu": 200})
+    monkeypatch.setattr(sampler, "_CACHED_ELEMENTS", 200)
+    monkeypatch.setattr(sampler, "_MOST_ELEMENTS", 300)
     assert sample(logits, rows) == whole
 
 
@@ -368,5 +389,5 @@ def test_the_largest_token_is_torchs_own_the_first_of_those_that_tie(dtype: torc
 
 def test_two_doubles_that_are_one_float_are_told_apart() -> None:
     scores = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
-    assert _argmax(scores) == [1]
-    assert _argmax(scores.float()) == [0]
+    assert tokens(sample_greedy(scores)) == [1]
+    assert tokens(sample_greedy(scores.float())) == [0]

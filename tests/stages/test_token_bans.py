@@ -20,10 +20,12 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from support.sampler_rows import SamplerRow, batch
 from trinity.core.messages import ResolvedSampling, Work
 from trinity.errors import StageError
-from trinity.stages.sampler import SamplerRow, can_sample_on_device, sample, warp
-from trinity.stages.token_bans import find_banned, make_bans
+from trinity.stages import token_bans
+from trinity.stages.sampler import sample, warp
+from trinity.stages.token_bans import make_bans
 
 VOCABULARY = 24
 tokens = st.integers(0, VOCABULARY - 1)
@@ -74,16 +76,16 @@ def processed(work: Work, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=250)
 @given(st.lists(works, min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_a_batch_is_what_transformers_makes_of_each_row(batch: list[Work], random: Any) -> None:
+def test_a_batch_is_what_transformers_makes_of_each_row(asked: list[Work], random: Any) -> None:
     rows, wanted = [], []
-    logits = torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(random.randrange(999)))
-    for work, scores in zip(batch, logits, strict=True):
+    logits = torch.randn(len(asked), VOCABULARY, generator=torch.Generator().manual_seed(random.randrange(999)))
+    for work, scores in zip(asked, logits, strict=True):
         index = random.randrange(work.max_tokens)
         ids = [*work.prompt, *(random.randrange(6) for _ in range(index))]
         wanted.append(processed(work, ids, scores))
         rows.append(SamplerRow(work.sampling, index, np.array(ids), make_bans(work)))
     before = logits.clone()
-    assert torch.equal(warp(logits, rows), torch.stack(wanted))
+    assert torch.equal(warp(logits, batch(rows)), torch.stack(wanted))
     assert torch.equal(logits, before), "the model's logits are the observer's too"
 
 
@@ -91,23 +93,35 @@ def test_ids_beyond_the_logits_are_passed_over() -> None:
     """Placeholders may have ids that no logit has."""
     rules = ResolvedSampling(no_repeat_ngram_size=1, suppress_tokens=(99,), forced_eos_token_id=(98, 3))
     work = Work(request="r", prompt=(1, 500), max_tokens=3, sampling=rules)
-    bans = make_bans(work)
-    assert find_banned(bans, np.array([1, 500]), 0, 10).banned.tolist() == [1]
-    forced = find_banned(bans, np.array([1, 500, 1, 1]), 2, 10).forced
-    assert forced is not None
-    assert forced.tolist() == [3]
+    rows = [
+        SamplerRow(rules, index, np.array(ids), make_bans(work)) for index, ids in ((0, [1, 500]), (2, [1, 500, 1, 1]))
+    ]
+    free, forced = warp(torch.ones(2, 10), batch(rows))
+    assert torch.isinf(free).nonzero().flatten().tolist() == [1]
+    assert (forced == 0).nonzero().flatten().tolist() == torch.isfinite(forced).nonzero().flatten().tolist() == [3]
+
+
+def test_long_runs_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_bans, "_MOST_ELEMENTS", 40)
+    rules = ResolvedSampling(no_repeat_ngram_size=9)
+    work = Work(request="r", prompt=(1,), sampling=rules)
+    ids = np.array([*range(12), 20, *range(2, 10)])
+    (found,) = warp(torch.zeros(1, VOCABULARY), batch([SamplerRow(rules, 0, ids, make_bans(work))]))
+    assert torch.isinf(found).nonzero().flatten().tolist() == [10]
 
 
 def test_a_row_without_any_token_left_fails_and_says_why() -> None:
     work = Work(request="r", prompt=(1,), sampling=ResolvedSampling(suppress_tokens=tuple(range(8))))
     row = SamplerRow(work.sampling, 0, np.array([1]), make_bans(work))
     with pytest.raises(StageError, match="not every token is suppressed"):
-        sample(torch.zeros(1, 8), [row])
+        sample(torch.zeros(1, 8), batch([row]))
 
 
-def test_rules_are_made_where_there_are_some_and_keep_rows_off_the_device() -> None:
+def test_rules_are_made_where_there_are_some() -> None:
     assert make_bans(Work(request="r", prompt=(1,))) is None
-    for rule in ({"min_tokens": 1}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": (1,)}, {"bad_words_ids": ((1,),)}):
+    looking = ({"no_repeat_ngram_size": 2}, {"bad_words_ids": ((1, 2), (3,))})
+    for rule in ({"min_tokens": 1}, {"suppress_tokens": (1,)}, {"bad_words_ids": ((1,),)}, *looking):
         sampling = ResolvedSampling(**rule)  # type: ignore[arg-type]
-        assert make_bans(Work(request="r", prompt=(1,), sampling=sampling)) is not None
-        assert not can_sample_on_device(sampling)
+        bans = make_bans(Work(request="r", prompt=(1,), sampling=sampling))
+        assert bans is not None
+        assert bans.looks_back is (rule in looking)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, LaunchedStep
+from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, LaunchedStep, draw_next
 from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
@@ -23,7 +24,9 @@ from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.models import LoadedModel
 from trinity.stages.request_table import OpenRequest, RequestTable
-from trinity.stages.sampler import can_sample_on_device, sample, sample_greedy, sample_on_device
+from trinity.stages.sampler import sample, sample_greedy
+from trinity.stages.sampler_rows import LOOKS_BACK
+from trinity.stages.token_bans import Texts
 from trinity.stages.uploads import upload
 
 LogitsObserver = Callable[[str, int, Tensor], None]
@@ -31,12 +34,13 @@ LogitsObserver = Callable[[str, int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of one step: ``sampled`` get a token, ``requests`` are the ids of all."""
+    """Rows of one step: ``sampled``, of these ``slots``, get a token; ``requests`` are the ids of all."""
 
     decodes: Decodes
     chunks: list[Chunk]
     sampled: list[OpenRequest]
-    requests: set[str]
+    slots: np.ndarray
+    requests: AbstractSet[str]
 
 
 class LanguageStage:
@@ -117,7 +121,7 @@ class LanguageStage:
         # Earlier suspects stay: a chunk may succeed after one that left NaN.
         suspects = rows.requests - self._requests.suspects
         self._requests.suspects |= suspects
-        sampled = self._sample_rows(rows.sampled, self._logits(rows, step.group))
+        sampled = self._sample_rows(rows, self._logits(rows, step.group))
         self._requests.suspects -= suspects
         return sampled
 
@@ -125,40 +129,41 @@ class LanguageStage:
     def launch_on_device(self, step: Step) -> PendingStep:
         """Launch a step (``LaunchableStage.launch``, which this stage has only on a GPU).
 
-        The step runs at once if the host must know tokens to sample the next ones, or if logits are observed.
+        The step runs at once if logits are observed, or for requests beyond those whose tokens the device keeps.
         """
         while self._flight and self._flight[0].is_over:
             self._flight.popleft()
         rows = self._collect_rows(step)
-        near = all(row.slot < MOST_SLOTS and can_sample_on_device(row.opening.work.sampling) for row in rows.sampled)
+        near = not len(rows.slots) or rows.slots.max() < MOST_SLOTS
         if not near or self.observe is not None or not rows.requests:
             for each in self._flight:
                 each.settle()
             if not all(each.is_over for each in self._flight):
                 raise StageError("an earlier step has failed, and this one needs its tokens")
             return FinishedStep(self.forward(step))
-        suspects = rows.requests - self._requests.suspects
-        self._requests.suspects |= suspects
-        logits = self._logits(rows, 0)
-        tokens = sample_on_device(logits, [row.sampler() for row in rows.sampled])
-        self._tokens.store(np.array([row.slot for row in rows.sampled], dtype=np.int64), tokens)
-        launch = LaunchedStep(self._requests, rows.sampled, tokens, suspects)
+        table = self._requests
+        suspects = rows.requests - table.suspects
+        table.suspects |= suspects
+        drawn = draw_next(self._logits(rows, 0), table, rows.sampled, rows.slots, self._tokens)
+        launch = LaunchedStep(table, rows.sampled, rows.slots, drawn, suspects)
         self._flight.append(launch)
         return launch
 
     def _collect_rows(self, step: Step) -> StepRows:
         """Collect this stage's rows of the step. Raises ``StageError`` if one cannot run."""
-        decoded, decodes = list[OpenRequest](), NO_DECODES
+        table = self._requests
+        decoded, decodes, slots = list[OpenRequest](), NO_DECODES, NO_DECODES.slots
+        requests: AbstractSet[str] = frozenset()
         if step.decodes and "D" in self.letters:
-            decoded, decodes = self._requests.select_decodes(step.decodes)
-        prefills = step.prefills if "P" in self.letters else ()
-        filled = [self._requests.find(prefill.request) for prefill in prefills]
-        chunks = [row.chunk(prefill) for row, prefill in zip(filled, prefills, strict=True)]
-        sampled = decoded
-        if filled:
-            sampled = decoded + [row for row, chunk in zip(filled, chunks, strict=True) if chunk.needs_logits]
-        requests = {*step.decodes, *(row.request for row in filled)} if decoded else {row.request for row in filled}
-        return StepRows(decodes, chunks, sampled, requests)
+            decoded, decodes = table.select_decodes(step.decodes)
+            slots, requests = decodes.slots, table.members()
+        if not step.prefills or "P" not in self.letters:  # most steps
+            return StepRows(decodes, [], decoded, slots, requests)
+        filled = [table.find(prefill.request) for prefill in step.prefills]
+        chunks = [row.chunk(prefill) for row, prefill in zip(filled, step.prefills, strict=True)]
+        ended = [row for row, chunk in zip(filled, chunks, strict=True) if chunk.needs_logits]
+        slots = np.concatenate((slots, table.slots_of(ended)))
+        return StepRows(decodes, chunks, decoded + ended, slots, requests | {row.request for row in filled})
 
     def _logits(self, rows: StepRows, group: int) -> Tensor:
         logits = None if self._graphs is None or rows.chunks else self._graphs.run(rows.decodes)
@@ -182,15 +187,19 @@ class LanguageStage:
         return logits
 
     @torch.inference_mode()
-    def _sample_rows(self, sampled_rows: Sequence[OpenRequest], logits: Tensor) -> dict[str, Sampled]:
-        if not sampled_rows:
+    def _sample_rows(self, rows: StepRows, logits: Tensor) -> dict[str, Sampled]:
+        if not rows.sampled:
             return {}
-        if all(row.fixed_sampler is not None for row in sampled_rows):
-            sampled = sample_greedy(logits)
+        table = self._requests
+        if table.samplers["needs"][rows.slots].any():
+            batch = table.batch_samplers(rows.sampled, rows.slots, logits.device)
+            texts = [table.text(rows.sampled[at]) for at in batch.find(LOOKS_BACK).tolist()]
+            sampled = sample(logits, replace(batch, texts=Texts.of(texts, logits.device) if texts else None))
         else:
-            sampled = sample(logits, [row.sampler() for row in sampled_rows])
+            sampled = sample_greedy(logits)
         if self.observe is not None:
-            for row, scores in zip(sampled_rows, logits, strict=True):
-                self.observe(row.request, row.index, scores)
-        self._requests.commit(sampled_rows, sampled)
-        return {row.request: one for row, one in zip(sampled_rows, sampled, strict=True)}
+            indexes = table.indexes(rows.slots).tolist()
+            for row, index, scores in zip(rows.sampled, indexes, logits, strict=True):
+                self.observe(row.request, index, scores)
+        table.commit(rows.sampled, sampled)
+        return {row.request: one for row, one in zip(rows.sampled, sampled, strict=True)}

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from trinity.core.messages import Open, Prefill, Sampled
 from trinity.errors import StageError
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.models import LoadedModel, RotaryPositions
 from trinity.stages.models.base import MEDIA_KINDS
-from trinity.stages.sampler import SamplerRow
+from trinity.stages.sampler_rows import BANS, LOOKS_BACK, SAMPLER, SamplerBatch, describe_sampler, make_batch
 from trinity.stages.token_bans import TokenBans, make_bans
 
 _NO_IDS = np.empty(0, dtype=np.int64)
@@ -25,13 +26,12 @@ class OpenRequest:
 
     - ``opening``: the message that opened it.
     - ``slot``: its index in the arrays of ``RequestTable``.
-    - ``ids``: prompt and, if its sampler needs them, outputs; ``token_count`` of them are valid.
+    - ``ids``: prompt and, if its sampler looks back, the outputs that the host knows.
     - ``input_ids``: the prompt's ids with 0 in place of placeholders.
     - ``rope``: rotary positions.
     - ``table``: block table.
     - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
     - ``groups``: see ``ChunkRows``; None if all rows are causal.
-    - ``fixed_sampler``: its sampler row if that depends on nothing said so far.
     - ``bans``: tokens that it may not take; None for no such rule.
     - ``suspect``: set on closing if its last step failed.
     """
@@ -40,37 +40,20 @@ class OpenRequest:
     request: str
     slot: int
     ids: np.ndarray
-    token_count: int
     input_ids: np.ndarray
     rope: RotaryPositions
     table: np.ndarray
     feature_at: np.ndarray
     feature_rows: np.ndarray
     groups: np.ndarray | None
-    fixed_sampler: SamplerRow | None
     bans: TokenBans | None = None
     suspect: bool = False
 
-    @property
-    def index(self) -> int:
-        """Index of the next output token."""
-        return self.token_count - len(self.opening.work.prompt)
-
-    def sampler(self) -> SamplerRow:
-        if self.fixed_sampler is not None:
-            return self.fixed_sampler
-        return SamplerRow(self.opening.work.sampling, self.index, self.ids[: self.token_count], self.bans)
-
-    def append(self, token: int) -> None:
-        self.set_token(token, self.token_count)
-        self.token_count += 1
-
     def set_token(self, token: int, place: int) -> None:
-        """Store the token at this position of the text, if the sampler needs it."""
-        if self.fixed_sampler is None:
-            if place == len(self.ids):
-                self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
-            self.ids[place] = token
+        """Store the token at this position of the text."""
+        if place == len(self.ids):
+            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
+        self.ids[place] = token
 
     def chunk(self, asked: Prefill) -> Chunk:
         """Build the chunk's host arrays.
@@ -117,6 +100,7 @@ class DecodeSelection:
     """Decode rows of one step: ``requests`` as the step names them, ``rows`` and ``slots`` in the batch's order."""
 
     requests: Sequence[str]
+    members: frozenset[str]
     rows: list[OpenRequest]
     slots: np.ndarray
 
@@ -128,6 +112,7 @@ class RequestTable:
     - ``block_rows``, ``image_rows``: rows of a KV block and of an image block.
     - ``rows``: open requests by id; ``free``: free slots.
     - ``tables``: block tables, each padded with its own last block.
+    - ``samplers``: ``SAMPLER`` rows; ``prompt``: tokens of prompts; ``stored``: tokens of a text on the device.
     - ``suspects``: requests whose step has not succeeded yet.
     - ``selection``: decode rows of the last step, since the next one mostly decodes the same.
     """
@@ -144,6 +129,9 @@ class RequestTable:
     steps_in_flight: int = 0  # unread steps
     capacity: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions that its blocks can hold
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
+    samplers: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=SAMPLER))
+    prompt: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    stored: np.ndarray = field(default_factory=lambda: _NO_IDS)
     suspects: set[str] = field(default_factory=set)
     selection: DecodeSelection | None = None
 
@@ -154,6 +142,7 @@ class RequestTable:
             raise StageError("opened twice: close the request first", work.request)
         table = np.array(opening.blocks, dtype=np.int64)
         row = self._row(opening, table)
+        sampler = describe_sampler(work.sampling, row.bans)
         if not self.free:
             self._grow()
         slot = row.slot = self.free.pop()
@@ -162,7 +151,10 @@ class RequestTable:
         self.tables[slot, : len(table)] = table
         self.capacity[slot] = len(table) * self.block_rows
         self.delta[slot] = row.rope.delta
-        self.length[slot] = row.token_count - 1
+        self.length[slot] = len(work.prompt) + len(opening.tokens) - 1
+        self.prompt[slot], self.stored[slot] = len(work.prompt), 0
+        self.samplers[slot] = sampler
+        self.samplers["slot"][slot] = slot
         self.token[slot] = opening.tokens[-1] if opening.tokens and not opening.again else _NO_TOKEN
         self.rows[work.request] = row
 
@@ -214,49 +206,71 @@ class RequestTable:
         rope = lengths - 1 + self.delta[slots]
         return selection.rows, Decodes(ids, rope, lengths, self.tables[slots, :blocks], slots)
 
+    def members(self) -> frozenset[str]:
+        """Return the requests that were selected last."""
+        return frozenset() if self.selection is None else self.selection.members
+
     def _select(self, requests: Sequence[str]) -> DecodeSelection:
         rows = [self.find(request) for request in requests]
         slots = _slots(rows)
         order = np.argsort(self.length[slots], kind="stable")
-        return DecodeSelection(requests, [rows[i] for i in order.tolist()], slots[order])
+        return DecodeSelection(requests, frozenset(requests), [rows[i] for i in order.tolist()], slots[order])
+
+    def text(self, row: OpenRequest) -> np.ndarray:
+        """Return the prompt and outputs of a request whose sampler looks back and that is in no unread step."""
+        return row.ids[: self.length[row.slot] + 1]
+
+    def indexes(self, slots: np.ndarray) -> np.ndarray:
+        """Return the index of the next output token of each slot's request."""
+        found: np.ndarray = self.length[slots] + 1 - self.prompt[slots]
+        return found
+
+    def batch_samplers(self, rows: Sequence[OpenRequest], slots: np.ndarray, device: torch.device) -> SamplerBatch:
+        """Make the sampler batch of the next token of each of ``rows``, without texts."""
+        given = self.samplers[slots]
+        given["length"] = self.length[slots] + 1
+        indexes = self.indexes(slots)
+        banned = np.flatnonzero(given["needs"] & BANS).tolist()
+        bans = [(at, found, int(indexes[at])) for at in banned if (found := rows[at].bans) is not None]
+        return make_batch(given, indexes, bans, device)
 
     def commit(self, rows: Sequence[OpenRequest], sampled: Sequence[Sampled]) -> None:
         """Record one sampled token for each of ``rows``."""
-        selection = self.selection
-        slots = selection.slots if selection is not None and selection.rows is rows else _slots(rows)
-        tokens = [one.token for one in sampled]
-        self.token[slots] = tokens
+        slots = self.slots_of(rows)
         self.length[slots] += 1
-        for row, token in zip(rows, tokens, strict=True):
-            row.append(token)
+        self._set_tokens(rows, slots, self.length[slots], [one.token for one in sampled])
 
-    def begin_step(self, rows: Sequence[OpenRequest]) -> None:
-        """Count a launched step: each of ``rows`` is longer by one token that the host does not know yet."""
-        slots = _slots(rows)
+    def begin_step(self, slots: np.ndarray) -> None:
+        """Count a launched step: each of its rows is longer by one token that the host does not know yet."""
         self.in_flight[slots] += 1
         self.length[slots] += 1
         self.steps_in_flight += 1
-        for row in rows:
-            row.token_count += 1
 
-    def end_step(self, rows: Sequence[OpenRequest], tokens: Sequence[int]) -> None:
+    def end_step(self, rows: Sequence[OpenRequest], slots: np.ndarray, sampled: Sequence[Sampled]) -> None:
         """Record the tokens of the oldest launched step of ``rows``."""
-        slots = _slots(rows)
-        self.token[slots] = tokens
-        places = [row.token_count - int(flown) for row, flown in zip(rows, self.in_flight[slots], strict=True)]
-        for row, token, place in zip(rows, tokens, places, strict=True):
-            row.set_token(token, place)
-        self.in_flight[slots] -= 1
+        flown = self.in_flight[slots] - 1
+        self._set_tokens(rows, slots, self.length[slots] - flown, [one.token for one in sampled])
+        self.in_flight[slots] = flown
         self.steps_in_flight -= 1
 
-    def undo_step(self, rows: Sequence[OpenRequest]) -> None:
-        """Forget the youngest launched step of ``rows``."""
-        slots = _slots(rows)
+    def undo_step(self, slots: np.ndarray) -> None:
+        """Forget the youngest launched step of these rows."""
         self.in_flight[slots] -= 1
         self.length[slots] -= 1
+        self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
         self.steps_in_flight -= 1
-        for row in rows:
-            row.token_count -= 1
+
+    def slots_of(self, rows: Sequence[OpenRequest]) -> np.ndarray:
+        """Return the slots of these rows."""
+        selection = self.selection
+        return selection.slots if selection is not None and selection.rows is rows else _slots(rows)
+
+    def _set_tokens(
+        self, rows: Sequence[OpenRequest], slots: np.ndarray, places: np.ndarray, tokens: Sequence[int]
+    ) -> None:
+        self.token[slots] = tokens
+        for at in np.flatnonzero(self.samplers["needs"][slots] & LOOKS_BACK).tolist():
+            rows[at].set_token(tokens[at], int(places[at]))
 
     def _row(self, opening: Open, table: np.ndarray) -> OpenRequest:
         work = opening.work
@@ -267,20 +281,17 @@ class RequestTable:
         prompt = given[: len(work.prompt)]
         groups = _number_runs(at, len(given)) if self.model.adapter.whole_media and len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
-        plain = work.sampling.is_greedy and not work.sampling.needs_history and work.sampling.logprobs is None
         return OpenRequest(
             opening=opening,
             request=work.request,
             slot=-1,
             ids=np.concatenate((given, np.zeros(work.max_tokens, dtype=np.int64))),
-            token_count=len(given),
             input_ids=fed,
             rope=positions,
             table=table,
             feature_at=at,
             feature_rows=self._feature_rows(opening, item),
             groups=groups,
-            fixed_sampler=SamplerRow(work.sampling, 0, _NO_IDS) if plain else None,
             bans=make_bans(work),
         )
 
@@ -310,8 +321,9 @@ class RequestTable:
     def _grow(self) -> None:
         old = len(self.token)
         more = max(8, old)
-        for name in ("token", "length", "delta", "capacity", "in_flight"):
-            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, dtype=np.int64))))
+        for name in ("token", "length", "delta", "capacity", "in_flight", "samplers", "prompt", "stored"):
+            held = getattr(self, name)
+            setattr(self, name, np.concatenate((held, np.zeros(more, dtype=held.dtype))))
         self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))
 

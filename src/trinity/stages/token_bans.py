@@ -1,18 +1,55 @@
 """Token bans: which tokens the next one may not be, as transformers' logits processors decide it, for rows of a batch.
 
-transformers' own classes take a tensor of the whole vocabulary for each request and step. Here each row yields the few
-token ids concerned, and one write covers the batch; tests hold the two equal.
+transformers' own classes take a tensor of the whole vocabulary for each request and step, and look at it on the host.
+Here the host lists what holds whatever the text is, and the device, which alone may know the newest tokens, finds what
+follows from the text; tests hold both equal. The scores have a spare column at the end, for ids that ban nothing.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trinity.core.messages import Work
+from trinity.stages.uploads import upload
 
-_NONE = np.empty(0, dtype=np.int64)
+_MOST_ELEMENTS = 1 << 24  # comparisons of tokens at once; bounds the memory of long runs in long texts
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Prompt and outputs of k rows on the device: ``ids`` (int64 [k, width]) and ``lengths`` (int64 [k, 1])."""
+
+    ids: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[np.ndarray], device: torch.device) -> Texts:
+        """Take texts that the host knows."""
+        lengths = np.array([[len(ids)] for ids in texts], dtype=np.int64)
+        whole = np.zeros((len(texts), max(1, int(lengths.max()))), dtype=np.int64)
+        for row, ids in zip(whole, texts, strict=True):
+            row[: len(ids)] = ids
+        return cls(upload(whole, device), upload(lengths, device))
+
+    def part(self, start: int, end: int) -> Texts:
+        """Return rows [start, end)."""
+        return Texts(self.ids[start:end], self.lengths[start:end])
+
+    def newest(self, count: int) -> Tensor:
+        """Return the last ``count`` ids of each row; -1 in place of those before its first."""
+        places = self.lengths - count + torch.arange(count, device=self.ids.device)
+        return torch.where(places < 0, -1, self.ids.gather(1, places.clamp(min=0)))
+
+    def tokens(self, vocabulary: int) -> Tensor:
+        """Return the ids that are tokens, and ``vocabulary`` for all else."""
+        real = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths
+        return torch.where(real, keep_tokens(self.ids, vocabulary), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +58,7 @@ class TokenBans:
 
     - ``suppressed``, ``first``: token ids banned at every output and at the first.
     - ``early``, ``min_tokens``: token ids that would end the output, banned before it has ``min_tokens`` tokens.
-    - ``sequences``: arrays [n, length] of banned sequences of tokens, one for each length.
+    - ``words``, ``sequences``: banned token ids, and arrays [n, length] of banned sequences, one for each length.
     - ``ngram``: no run of so many tokens may occur twice; 0 is off.
     - ``last``, ``forced``: at output index ``last`` only the token ids ``forced`` are left; none for no such rule.
     """
@@ -30,18 +67,30 @@ class TokenBans:
     first: np.ndarray
     early: np.ndarray
     min_tokens: int
+    words: np.ndarray
     sequences: tuple[np.ndarray, ...]
     ngram: int
     last: int
     forced: np.ndarray
 
+    @property
+    def looks_back(self) -> bool:
+        """True if something is banned by the text."""
+        return bool(self.ngram or self.sequences)
 
-@dataclass(frozen=True, slots=True)
-class FoundBans:
-    """Rules for one output token: ``banned`` ids (some may occur twice), and ``forced`` ids, None for no force."""
+    def forces(self, index: int) -> bool:
+        """Tell if output ``index`` must be one of ``forced``."""
+        return index == self.last and len(self.forced) > 0
 
-    banned: np.ndarray
-    forced: np.ndarray | None = None
+    def fixed(self, index: int) -> np.ndarray:
+        """Return the token ids that output ``index`` may not be, whatever the text.
+
+        A forced token replaces every ban but ``suppressed`` and ``first``: transformers applies these after it.
+        """
+        found = [self.suppressed, self.first] if index == 0 else [self.suppressed]
+        if not self.forces(index):
+            found += [self.words, self.early] if index < self.min_tokens else [self.words]
+        return np.concatenate(found)
 
 
 def make_bans(work: Work) -> TokenBans | None:
@@ -53,60 +102,101 @@ def make_bans(work: Work) -> TokenBans | None:
     if not sampling.bans_tokens:
         return None
     words = [word for word in sampling.bad_words_ids if not (len(word) == 1 and word[0] in work.stop_ids)]
+    sizes = sorted({len(word) for word in words} - {1})
     return TokenBans(
         suppressed=_ids(sampling.suppress_tokens),
         first=_ids(sampling.begin_suppress_tokens),
         early=_ids(sorted(work.stop_ids)),
         min_tokens=sampling.min_tokens,
-        sequences=tuple(_ids([word for word in words if len(word) == size]) for size in sorted(set(map(len, words)))),
+        words=_ids([word[0] for word in words if len(word) == 1]),
+        sequences=tuple(_ids([word for word in words if len(word) == size]) for size in sizes),
         ngram=sampling.no_repeat_ngram_size,
         last=work.max_tokens - 1,
         forced=_ids(sampling.forced_eos_token_id),
     )
 
 
-def find_banned(bans: TokenBans | None, ids: np.ndarray, index: int, vocabulary: int) -> FoundBans:
-    """Find what holds for output ``index`` after ``ids`` (prompt and outputs, int64); ids in [0, vocabulary) alone.
+def ban_tokens(
+    scores: Tensor, rules: Sequence[tuple[int, TokenBans, int]], back: np.ndarray, texts: Texts | None
+) -> None:
+    """Make -inf, in place, of the tokens that rows may not take; of a forced row's tokens 0, of all others -inf.
 
-    A forced token replaces every ban but ``suppressed`` and ``first``: transformers applies these after it.
+    - ``scores``: float32 [n, vocabulary + 1], the last column spare.
+    - ``rules``: the number of each row that has some, its rules and the index of its output.
+    - ``back``, ``texts``: numbers of the rows whose texts these are.
     """
-    if bans is None:
-        return FoundBans(_NONE)
-    found = [bans.suppressed]
-    if index == 0:
-        found.append(bans.first)
-    if index == bans.last and len(bans.forced):
-        return FoundBans(_within(found, vocabulary), _within([bans.forced], vocabulary))
-    if index < bans.min_tokens:
-        found.append(bans.early)
-    found += [_completions(sequences, ids) for sequences in bans.sequences]
-    if bans.ngram:
-        found.append(_repeats(ids, bans.ngram))
-    return FoundBans(_within(found, vocabulary))
+    width, flat = scores.shape[1], scores.view(-1)
+    forced = [(row, bans) for row, bans, index in rules if bans.forces(index)]
+    if forced:
+        scores.index_fill_(0, upload(np.array([row for row, _ in forced]), scores.device), -torch.inf)
+        _fill(flat, [_places(row, bans.forced, width) for row, bans in forced], 0.0)
+    _fill(flat, [_places(row, bans.fixed(index), width) for row, bans, index in rules], -torch.inf)
+    free = [(row, bans) for row, bans, index in rules if bans.looks_back and not bans.forces(index)]
+    if free and texts is not None:
+        at = {row: number for number, row in enumerate(back.tolist())}
+        looking = [(row, at[row], bans) for row, bans in free]
+        for places in (*_complete(looking, texts, width), *_repeat(looking, texts, width)):
+            flat.index_fill_(0, places, -torch.inf)
 
 
-def _completions(sequences: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the last token of each sequence whose other tokens are the newest of ``ids``."""
-    before = sequences.shape[1] - 1
-    if before > len(ids):
-        return _NONE
-    found: np.ndarray = sequences[(sequences[:, :-1] == ids[len(ids) - before :]).all(axis=1), -1]
+def keep_tokens(ids: Tensor, vocabulary: int) -> Tensor:
+    """Return ``vocabulary``, a spare column, in place of ids that no logit has."""
+    return torch.where((ids >= 0) & (ids < vocabulary), ids, vocabulary)
+
+
+def _places(row: int, ids: np.ndarray, width: int) -> np.ndarray:
+    found: np.ndarray = ids[(ids >= 0) & (ids < width - 1)] + row * width
     return found
 
 
-def _repeats(ids: np.ndarray, size: int) -> np.ndarray:
-    """Return the tokens with which a run of ``size`` tokens would occur again."""
-    if len(ids) < size:
-        return _NONE
-    runs = np.lib.stride_tricks.sliding_window_view(ids, size)
-    newest = ids[len(ids) - size + 1 :]
-    found: np.ndarray = runs[(runs[:, :-1] == newest).all(axis=1), -1]
-    return found
+def _fill(flat: Tensor, places: Sequence[np.ndarray], value: float) -> None:
+    joined = np.concatenate(places) if places else np.empty(0, dtype=np.int64)
+    if len(joined):
+        flat.index_fill_(0, upload(joined, flat.device), value)
 
 
-def _within(parts: list[np.ndarray], vocabulary: int) -> np.ndarray:
-    ids = np.concatenate(parts)
-    return ids[(ids >= 0) & (ids < vocabulary)]
+_Looking = Sequence[tuple[int, int, TokenBans]]  # number of the row in the batch and in the texts, its rules
+
+
+def _complete(looking: _Looking, texts: Texts, width: int) -> list[Tensor]:
+    """Return the places of tokens that would complete a banned sequence, one tensor for each length of sequences."""
+    found = defaultdict[int, list[np.ndarray]](list)
+    for row, text, bans in looking:
+        for each in bans.sequences:
+            told = np.broadcast_to(np.array([row, text]), (len(each), 2))
+            found[each.shape[1]].append(np.concatenate((told, each), axis=1))
+    return [_complete_one(upload(np.concatenate(each), texts.ids.device), texts, width) for each in found.values()]
+
+
+def _complete_one(sequences: Tensor, texts: Texts, width: int) -> Tensor:
+    """``sequences`` ([m, 2 + length]): the row in the batch, that in the texts, and the tokens."""
+    before = texts.newest(sequences.shape[1] - 3).index_select(0, sequences[:, 1])
+    fits = (sequences[:, 2:-1] == before).all(dim=1)
+    last = torch.where(fits, keep_tokens(sequences[:, -1], width - 1), width - 1)
+    return sequences[:, 0] * width + last
+
+
+def _repeat(looking: _Looking, texts: Texts, width: int) -> list[Tensor]:
+    """Return the places of tokens with which a run would occur again, one tensor for each length of runs."""
+    found = defaultdict[int, list[tuple[int, int]]](list)
+    for row, text, bans in looking:
+        if 0 < bans.ngram <= texts.ids.shape[1]:
+            found[bans.ngram].append((row, text))
+    return [_repeat_one(upload(np.array(at), texts.ids.device), texts, size, width) for size, at in found.items()]
+
+
+def _repeat_one(at: Tensor, texts: Texts, size: int, width: int) -> Tensor:
+    """``at`` ([m, 2]): the row in the batch and that in the texts."""
+    own = Texts(texts.ids.index_select(0, at[:, 1]), texts.lengths.index_select(0, at[:, 1]))
+    runs, newest = own.ids.unfold(1, size, 1), own.newest(size - 1)[:, None]
+    count = runs.shape[1]
+    fits = torch.arange(size, size + count, device=at.device) <= own.lengths
+    step = max(1, _MOST_ELEMENTS // (len(at) * count))
+    for first in range(0, size - 1, step):
+        end = min(first + step, size - 1)
+        fits = fits & (runs[:, :, first:end] == newest[:, :, first:end]).all(dim=2)
+    last = torch.where(fits, keep_tokens(own.ids[:, size - 1 :], width - 1), width - 1)
+    return (at[:, :1] * width + last).view(-1)
 
 
 def _ids(values: object) -> np.ndarray:

@@ -14,6 +14,6 @@ def upload(values: np.ndarray | Tensor, device: torch.device, dtype: torch.dtype
     the caller may change ``values``.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
-    if device.type != "cuda" or tensor.is_cuda:
+    if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device, dtype)
     return tensor.to(dtype).pin_memory().to(device, non_blocking=True)

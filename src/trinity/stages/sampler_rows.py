@@ -1,0 +1,110 @@
+"""Sampler rows: what the requests of a batch ask of the sampler, as one array that goes to a device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.core.messages import ResolvedSampling
+from trinity.stages.noise import hash_seed, make_keys
+from trinity.stages.token_bans import Texts, TokenBans
+from trinity.stages.uploads import upload
+
+DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS = (1 << bit for bit in range(8))
+TRUNCATES = TOP_K | TOP_P | MIN_P
+_COLDEST = 1e-6  # below it float32 scores overflow; well above it the draw already is the largest logit
+_WHOLE = ("needs", "top_k", "logprobs", "slot", "length", "key")
+_REAL = ("divisor", "penalty", "tail", "min_p")
+SAMPLER = np.dtype([(name, "<i8") for name in _WHOLE[:-1]] + [("key", "<u8")] + [(name, "<f8") for name in _REAL])
+"""One row, 64-bit numbers alone.
+
+- ``needs``: what there is to be done for it, bits of ``DRAWS`` to ``LOGPROBS``; 0 for a greedy row of its logits alone.
+- ``top_k``, ``logprobs``, ``min_p``: as in ``ResolvedSampling``; ``tail``: 1 - top_p.
+- ``slot``, ``length``: its slot in a ``RequestTable``, and the tokens that its text has.
+- ``key``: hash of its seed, and in a batch of its seed and the index of its output.
+- ``divisor``, ``penalty``: of its logits.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerBatch:
+    """Settings of the n rows of a batch.
+
+    - ``given`` (``SAMPLER`` [n]), ``columns`` (int64 [n, 10], on the device): the same numbers.
+    - ``bans``: the number of each row that has bans, these, and the index of its output.
+    - ``texts``: of the rows that look back, in their order; None if none does.
+    """
+
+    given: np.ndarray
+    columns: Tensor
+    bans: Sequence[tuple[int, TokenBans, int]] = ()
+    texts: Texts | None = None
+
+    def find(self, need: int) -> np.ndarray:
+        """Return the numbers of the rows that need any of these."""
+        return np.flatnonzero(self.given["needs"] & need)
+
+    def column(self, name: str) -> Tensor:
+        """Return a field of all rows on the device, [n, 1]."""
+        at = (*_WHOLE, *_REAL).index(name)
+        found = self.columns.narrow(1, at, 1)
+        return found if at < len(_WHOLE) else found.view(torch.float64)
+
+    def select(self, rows: np.ndarray, at: Tensor) -> SamplerBatch:
+        """Select rows, whose bans and texts have been looked at; ``at`` is ``rows`` on the device."""
+        return SamplerBatch(self.given[rows], self.columns.index_select(0, at))
+
+    def part(self, start: int, end: int) -> SamplerBatch:
+        """Return rows [start, end)."""
+        back, texts = np.flatnonzero(self.given["needs"][:end] & LOOKS_BACK), None
+        if self.texts is not None and len(back) and back[-1] >= start:
+            texts = self.texts.part(int(np.searchsorted(back, start)), len(back))
+        bans = [(row - start, bans, index) for row, bans, index in self.bans if start <= row < end]
+        return SamplerBatch(self.given[start:end], self.columns[start:end], bans, texts)
+
+
+def describe_sampler(sampling: ResolvedSampling, bans: TokenBans | None = None) -> np.ndarray:
+    """Describe a request's sampling as a ``SAMPLER`` [], its slot, length and output index left out.
+
+    Raises ``ValueError`` if it draws and has no seed.
+    """
+    if not sampling.is_greedy and sampling.seed is None:
+        raise ValueError("a row that samples needs a seed: set sampling.seed when the request is submitted")
+    made = np.zeros((), dtype=SAMPLER)
+    made["needs"], made["key"] = _list_needs(sampling, bans), hash_seed(sampling.seed or 0)
+    made["top_k"], made["logprobs"] = min(sampling.top_k, 1 << 62), sampling.logprobs or 0
+    made["divisor"] = 1.0 if sampling.is_greedy else max(sampling.temperature, _COLDEST)
+    made["penalty"], made["tail"], made["min_p"] = sampling.repetition_penalty, 1.0 - sampling.top_p, sampling.min_p
+    return made
+
+
+def _list_needs(sampling: ResolvedSampling, bans: TokenBans | None) -> int:
+    draws = not sampling.is_greedy
+    needs = {
+        DRAWS: draws,
+        WARMS: sampling.temperature not in (0.0, 1.0),
+        TOP_K: draws and sampling.top_k > 0,
+        TOP_P: draws and sampling.top_p != 1.0,
+        MIN_P: draws and sampling.min_p != 0.0,
+        LOOKS_BACK: sampling.repetition_penalty != 1.0 or (bans is not None and bans.looks_back),
+        BANS: bans is not None,
+        LOGPROBS: sampling.logprobs is not None,
+    }
+    return sum(bit for bit, needed in needs.items() if needed)
+
+
+def make_batch(
+    given: np.ndarray,
+    indexes: np.ndarray,
+    bans: Sequence[tuple[int, TokenBans, int]],
+    device: torch.device,
+    texts: Texts | None = None,
+) -> SamplerBatch:
+    """Make the batch of the rows ``given``, whose keys become those of the outputs of these indexes (int64 [n])."""
+    given["key"] = make_keys(given["key"], indexes)
+    columns = upload(given.view(np.int64).reshape(len(given), len(_WHOLE) + len(_REAL)), device)
+    return SamplerBatch(given, columns, bans, texts)
