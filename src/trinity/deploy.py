@@ -15,6 +15,7 @@ from trinity.placement import Placement
 from trinity.planner import Plan
 
 SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
+PLANNED_DEPTH = 1  # of a plan whose search left the depth alone
 SEARCHED_RULES = ("order", "policy")
 BATCH_LIMITS = ("tokens", "mixed_tokens", "images")
 PLAN_SETTINGS = (*SEARCHED_RULES, *BATCH_LIMITS, "routing", "reservation", "depth")
@@ -29,7 +30,7 @@ class InstanceOptions(TypedDict, total=False):
     image_cache: bool
     reservation: Reservation
     attention: str
-    depth: int
+    depth: int | None
     pack: bool | None
     token_budget: int | None
     image_budget: int | None
@@ -65,8 +66,8 @@ def make_instances(
 
 
 def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[str, Any]:
-    """Select a plan's settings for an instance of these roles."""
-    found = {name: knobs[name] for name in ("reservation", "depth") if name in knobs}
+    """Select a plan's settings for an instance of these roles. It is served at the depth that it was simulated at."""
+    found = {"depth": PLANNED_DEPTH, **{name: knobs[name] for name in ("reservation", "depth") if name in knobs}}
     if not limited:
         tokens = knobs.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED_LIMIT)
         images = knobs.get("images", SEARCHED_LIMIT) if "E" in roles else SEARCHED_LIMIT

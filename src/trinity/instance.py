@@ -41,8 +41,9 @@ class Instance:
       ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
     - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
       ``trinity.stages.attention.backends``.
-    - ``depth`` (1): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so
-      that the lane never waits for the core; a request that a stop token ends is over one step later.
+    - ``depth`` (None): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so
+      that the lane never waits for the core; a request that a stop token ends is over one step later. None: 2 on a GPU,
+      which computes while the host decides, and 1 on a CPU.
     - ``pack`` (None): give linear layers on a CPU a copy of their weights in oneDNN's order, which makes decode steps
       faster and serves this process alone. None: where an instance of the process decodes.
     - ``token_budget`` (tokens, None): prefill tokens and decodes in one step, and so requests that decode at once.
@@ -67,7 +68,7 @@ class Instance:
     reservation: Reservation = "full"
     address: str | None = None
     attention: str = AUTO
-    depth: int = 1
+    depth: int | None = None
     pack: bool | None = None
     token_budget: int | None = None
     image_budget: int | None = None
@@ -81,8 +82,14 @@ class Instance:
             raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # with one kind of work there is nothing to run beside it
-        check_depth(self.depth)
+        check_depth(self.steps_in_flight)
         self.cores = check_core_numbers(self.cores, len(self.lanes), self.threads)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps in flight on a lane of an instance whose device is known."""
+        on_gpu = (self.device or "cpu").startswith("cuda")
+        return (2 if on_gpu else 1) if self.depth is None else self.depth
 
     @property
     def group(self) -> Group:

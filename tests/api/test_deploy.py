@@ -24,6 +24,7 @@ from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.supervisor import make_setup
+from trinity.runtime import loader
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.traces.trace import SLO
 
@@ -61,6 +62,8 @@ def test_what_is_not_said_is_the_plans_and_else_the_instances_own() -> None:
     epd, pd = make_instances(PLAN, {})
     assert (epd.token_budget, epd.image_budget, pd.token_budget, pd.image_budget) == (7, 5, 7, None)
     assert make_instances("EPD", {}) == [Instance("EPD", "EPD0")]
+    unsaid = plan(best=msgspec.structs.replace(BEST, placement="1PD", settings={}))
+    assert [each.depth for each in make_instances(unsaid, {}) + make_instances(unsaid, {"depth": 2})] == [1, 2]
     (limited, _) = make_instances(PLAN, {}, limited=True)
     assert (limited.token_budget, limited.image_budget) == (None, None)
 
@@ -136,3 +139,14 @@ def test_a_process_is_told_of_both() -> None:
         Instance("EPD", "EPD0", token_budget=7, image_budget=3), deployment, Connector("shm"), "round_robin"
     )
     assert (setup.most_tokens, setup.most_images) == (7, 3)
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cpu", 1), ("cuda:0", 2)])
+def test_as_many_steps_are_in_flight_as_the_device_takes(device: str, steps: int) -> None:
+    """The pipeline's device is the instance's where it has none, here and in a process of its own."""
+    config = ServingConfig(QUICK, device=device, cache=CacheConfig(pools=POOLS))
+    assert loader._complete_spec(config, Instance("EPD"), []).steps_in_flight == steps
+    setup = make_setup(Instance("EPD", "EPD0"), config, Connector("shm"), "round_robin")
+    assert Instance(setup.roles, depth=setup.depth, device=setup.device).steps_in_flight == steps
+    (loaded,) = load_instances(config, [Instance("EPD", "EPD0", device="cpu", depth=steps)], None)
+    assert loaded.settings.depth == steps

@@ -79,6 +79,14 @@ def test_steps_were_decided_ahead_and_rows_ran_for_nothing(found: Served) -> Non
     assert wasted >= 2  # of those that stopped, all but the first token's where P hands on
 
 
+@pytest.mark.parametrize(
+    ("device", "depth", "steps"),
+    [(None, None, 1), ("cpu", None, 1), ("cuda:1", None, 2), ("cuda", 1, 1), ("cpu", 2, 2)],
+)
+def test_a_gpu_has_two_steps_in_flight_unless_told(device: str | None, depth: int | None, steps: int) -> None:
+    assert Instance("PD", device=device, depth=depth).steps_in_flight == steps
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 def test_other_depths_are_refused(depth: int) -> None:
     with pytest.raises(ConfigError, match=f"depth is 1 or 2 steps in flight on a lane, got {depth}"):

@@ -118,7 +118,7 @@ class Setup(Value, frozen=True, kw_only=True):
     reservation: Reservation = "full"
     attention: str = "auto"
     pack: bool | None = None
-    depth: int = 1
+    depth: int | None = None
     most_tokens: int | None = None
     most_images: int | None = None
     slo: SLO | None = None

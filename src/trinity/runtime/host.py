@@ -172,7 +172,7 @@ def build_instance(
         pools={kind: each.blocks for kind, each in memory.items()},
         rules=rules,
         lanes=spec.lanes,
-        depth=spec.depth,
+        depth=spec.steps_in_flight,
         image_block_size=image_block_size,
         kv_block_size=kv_block_size,
         image_cache=spec.image_cache,
