@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-exact test-load kills test-gpu check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo plan test test-all test-exact test-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -56,9 +56,12 @@ test-load: $(STAMP)
 kills: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/kills.py $(ARGS)
 
-# On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs.
+# On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs. `gpu-bundle` packs, here, what it may lack.
 test-gpu:
-	PYTHONPATH=src $(ONE_THREAD) HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -m gpu $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(ONE_THREAD) HF_HUB_OFFLINE=1 $(PYTHON) tools/gpu_tests.py $(ARGS)
+
+gpu-bundle: $(STAMP)
+	$(PY) tools/gpu_bundle.py $(ARGS)
 
 check: $(STAMP) style types layers sizes writers aims
 

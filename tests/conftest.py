@@ -13,25 +13,38 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from support import gpu
+
 # Before triton is imported, which transformers may do: without a GPU its kernels run in its interpreter.
-if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/proc/driver/nvidia"):
+if not gpu.has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 
+from support import no_hypothesis
 from support.leak_guard import LeakGuard
 from support.loop_guard import LoopGuard
 
-# A slow example says that the machine is busy, no more: time is pytest-timeout's business.
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "ci", derandomize=True, print_blob=True, deadline=None, database=None, suppress_health_check=SLOW
-)
-settings.register_profile(
-    "thorough", max_examples=1000, print_blob=True, deadline=None, suppress_health_check=SLOW, phases=list(Phase)
-)
-settings.load_profile("ci")
+try:
+    from hypothesis import HealthCheck, Phase, settings
+except ModuleNotFoundError:  # a foreign machine with a GPU
+    no_hypothesis.install()
+else:
+    # A slow example says that the machine is busy, no more: time is pytest-timeout's business.
+    SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile(
+        "ci", derandomize=True, print_blob=True, deadline=None, database=None, suppress_health_check=SLOW
+    )
+    settings.register_profile(
+        "thorough",
+        max_examples=1000,
+        print_blob=True,
+        deadline=None,
+        suppress_health_check=SLOW,
+        phases=list(Phase),
+    )
+    settings.load_profile("ci")
 
 
 @atexit.register  # before any other, so it runs after them
@@ -52,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make contexts before the guards look for the first time: a test that is first on a GPU leaves nothing behind."""
+    if any(item.get_closest_marker("gpu") for item in session.items) and gpu.has_gpu():
+        gpu.open_contexts()
 
 
 @pytest.hookimpl(wrapper=True)

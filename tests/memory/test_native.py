@@ -284,7 +284,8 @@ def test_a_wrong_digest_is_refused(kind: str, blocks: list[int], within: tuple[i
         native._tensor_digests(torch.from_numpy(pool(3, 16)), np.array(blocks), within)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: copies and digests on it")
 @pytest.mark.parametrize("within", [None, (16, 4096), (8, 24), (3, 5)])
 def test_a_gpu_does_the_same(within: tuple[int, int] | None) -> None:
     source, target = pool(64, 1 << 16), pool(64, 1 << 16, 1)
