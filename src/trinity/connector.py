@@ -28,6 +28,7 @@ from trinity.errors import (
 from trinity.errors.arguments import Positive, check_arguments, check_value
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
+from trinity.memory.devices import wait_for_default_stream
 from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
 from trinity.transport.foreign import contain
@@ -174,6 +175,7 @@ class Connector:
         """Move blocks from one pool of this process to another: ``blocks[i]`` of ``source`` into ``places[i]``.
 
         ``rows``: how many rows the blocks hold, so that the empty ones of the last block need not move; None: all.
+        On a GPU it waits for the default stream; whoever has written on another one waits for that first.
         Returns the record of the move. Raises ``ConfigError`` for pools of two kinds or rows that these blocks do not
         have, ``LayoutMismatch`` for blocks of two shapes or dtypes, ``TransportError`` where the blocks did not arrive,
         and ``ClosedError``.
@@ -192,6 +194,8 @@ class Connector:
         if rows is not None and -(-rows // height) != len(blocks):
             raise ConfigError(f"{rows} rows are not in {len(blocks)} blocks of {height}")
         check_block_numbers(self.routes[kind].transport.scheme, "source", blocks, source.blocks)
+        for gpu in {source.gpu, target.gpu} - {None}:
+            await asyncio.to_thread(wait_for_default_stream, gpu)
         ours, theirs = self._name_pool(target), self._name_pool(source)
         pull = Pull("", 0, theirs, kind, "", blocks, places, source.generation(blocks), tail=(rows or 0) % height)
         if self.routes[kind].verifies:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from support.checkpoint_files import checkpoint
+from support.lazy_cuda import replace_cuda
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.core.scheduler import TBT_SHARE, TTFT_SHARE, BatchRules
 from trinity.costs.budgets import MAX_DECODE_ROWS, BudgetCache, StepBudgets
@@ -155,14 +156,15 @@ def test_a_probe_runs_at_the_context_that_is_asked_for() -> None:
 
 
 def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    cuda, seen = replace_cuda(monkeypatch), list[str]()
 
     class Noting(Recorder):
+        def open(self, request: Open) -> None:
+            cuda.launch(lambda: seen.append("what was queued before"), 1)
+
         def forward(self, step: Step) -> None:
             seen.append("forward")
+            cuda.launch(lambda: seen.append("its kernels"), 1)
 
     instance: Any = SimpleNamespace(
         spec=Instance("PD", device="cuda:1"),
@@ -172,7 +174,7 @@ def test_a_gpu_has_done_its_work_when_the_clock_is_read(monkeypatch: pytest.Monk
     )
     nothing: Any = SimpleNamespace(multimodal=False, context_length=1000)
     Probe(instance, nothing).decode(1, 8)
-    assert seen == ["cuda:1", "forward", "cuda:1"]
+    assert seen == ["what was queued before", "forward", "its kernels"]
 
 
 def test_slo_sets_the_bound_by_role_and_budgets_by_hand_win(

@@ -48,6 +48,10 @@ class Fake:
     def forget(self) -> None:
         self.lib.fake_forget()
 
+    def contexts(self) -> int:
+        """How many contexts this thread has made current and not given up."""
+        return int(self.lib.fake_current())
+
     def opens(self) -> int:
         return int(self.lib.fake_opens())
 

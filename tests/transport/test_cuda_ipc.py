@@ -79,15 +79,39 @@ async def test_blocks_and_pieces_of_another_process(fake: Fake) -> None:
         await transport.aclose()
 
 
-async def test_copies_wait_for_what_the_source_was_given(fake: Fake) -> None:
+async def test_copies_wait_for_nothing_and_are_done_on_return(fake: Fake) -> None:
+    """What was offered is written, and nothing that is queued here writes to what was reserved (decision 0048)."""
     async with source(fake) as peer:
         transport, memory = fake.transport(), fake.pool(*SIZE)
         remote = await transport.attach(peer.descriptor, memory)
         fake.forget()
-        before = (await peer.calls()).count("cuEventRecord")
+        before = await peer.calls()
         await remote.read([1, 3], [1, 3])
-        assert fake.calls() == ["cuStreamWaitEvent", *["cuMemcpyDtoDAsync_v2"] * 2, "cuStreamSynchronize"]
-        assert (await peer.calls()).count("cuEventRecord") == before + 1, "the source records it for every read"
+        assert fake.calls() == [*["cuMemcpyDtoDAsync_v2"] * 2, "cuStreamSynchronize"]
+        assert await peer.calls() == before, "the source's device has nothing to do"
+        await transport.aclose()
+
+
+async def test_no_thread_is_left_on_another_device(fake: Fake) -> None:
+    """The loop's thread serves instances of several; the stand-in refuses calls while no context is current."""
+    async with source(fake) as peer:
+        transport, memory = fake.transport(), fake.pool(*SIZE)
+        transport.publish(memory)
+        remote = await transport.attach(peer.descriptor, memory)
+        await remote.read([1, 3], [1, 3])
+        assert {await asyncio.to_thread(fake.contexts) for _ in range(8)} == {0}
+        await transport.aclose()
+        assert fake.contexts() == 0
+
+
+async def test_a_call_that_fails_leaves_the_device_too(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with source(fake) as peer:
+        transport = fake.transport()
+        monkeypatch.setenv("FAKE_CUDA_FAIL", "cuStreamCreate:719")
+        with pytest.raises(PeerLost):
+            await transport.attach(peer.descriptor, fake.pool(*SIZE))
+        assert fake.contexts() == 0
+        monkeypatch.delenv("FAKE_CUDA_FAIL")
         await transport.aclose()
 
 
@@ -182,7 +206,6 @@ async def test_a_wrong_secret_gets_no_answer(fake: Fake) -> None:
 ERRORS: dict[str, type[TransportError]] = {
     "cuIpcOpenMemHandle_v2:1": HandshakeError,
     "cuIpcOpenMemHandle_v2:2": TransportUnavailable,
-    "cuIpcOpenEventHandle:400": HandshakeError,
     "cuStreamCreate:719": PeerLost,
 }
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trinity.errors import ConfigError
+from trinity.memory.devices import wait_for_default_stream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +70,7 @@ class BlockMemory:
         self.generations = raw[self.generations_at :].view("int64")
         self.raw = raw[:size].reshape(blocks, shape.block_bytes) if on_cpu else None
         if not on_cpu:
-            _ = self.tensor  # allocate now, so that a lack of memory fails at start
+            wait_for_default_stream(self.tensor.device)  # its zeros are there: who writes into it may know no stream
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -89,6 +90,11 @@ class BlockMemory:
     def pool(self) -> np.ndarray | torch.Tensor:
         """Memory for block copies and digests: numpy on a CPU, a torch tensor only on a GPU."""
         return self.tensor if self.raw is None else self.raw
+
+    @property
+    def gpu(self) -> int | None:
+        """Ordinal of the GPU that holds the blocks; None for memory of the host."""
+        return self.tensor.get_device() if self.raw is None else None
 
     @property
     def kind(self) -> str:

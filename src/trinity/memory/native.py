@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity.errors import ConfigError
+from trinity.memory.devices import use_copy_stream
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,8 @@ def copy_blocks(
     if len(targets) != len(sources):
         raise ConfigError(f"{len(sources)} source blocks for {len(targets)} target blocks: one of each is needed")
     if _on_device(target) or _on_device(source):
-        return _copy_tensors(_tensor(target), _tensor(source), targets, sources, within)
+        with use_copy_stream(_tensor(source).device, _tensor(target).device):
+            return _copy_tensors(_tensor(target), _tensor(source), targets, sources, within)
     target_rows, source_rows = _rows(target), _rows(source)
     offset, length = _piece(within, _block_bytes(target_rows, source_rows))
     if not target_rows.flags.writeable:
@@ -107,7 +109,8 @@ def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list
     """
     numbers = _numbers(blocks)
     if _on_device(source):
-        return _tensor_digests(_bytes(_tensor(source)), numbers, within)
+        with use_copy_stream(_tensor(source).device):
+            return _tensor_digests(_bytes(_tensor(source)), numbers, within)
     rows = _rows(source)
     offset, length = _piece(within, rows.shape[1])
     if extension is None:

@@ -24,6 +24,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.runtime import loader
+from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network
 from trinity.runtime.shielded_wait import wait_shielded
 from trinity.stages.base import Stage
@@ -82,7 +83,8 @@ class LoadedStage:
         self._opened: dict[str, _OpenRequest] = {}
         self._free = {kind: list(range(memory.blocks)) for kind, memory in loaded.memory.items()}
         self._numbers = count(1)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trinity-stage-{self.roles}")
+        self._stream = make_lane_stream(loaded.spec.device, LANE, self.roles)
+        self._thread = ThreadPoolExecutor(1, f"trinity-stage-{self.roles}", self._stream.__enter__)
         self._closed = False
 
     async def __aenter__(self) -> LoadedStage:
@@ -300,7 +302,7 @@ class LoadedStage:
         """Run on the stage's thread, to the end even if the caller is cancelled: memory must not be freed under it."""
         if self._closed:
             raise ClosedError("this stage is closed; load it again")
-        return await wait_shielded(asyncio.wrap_future(self._thread.submit(call)))
+        return await wait_shielded(asyncio.wrap_future(self._thread.submit(self._stream.run, call)))
 
 
 async def load_stage(

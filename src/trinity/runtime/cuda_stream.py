@@ -1,11 +1,15 @@
-"""Gives each of two lanes on one GPU a CUDA stream of its own, and waits for it before others read its results."""
+"""Gives each lane on a GPU a CUDA stream of its own, and waits for it before others read its results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-URGENT, PATIENT = -1, 0  # CUDA's stream priorities: the lower number runs first when both have kernels ready
+from trinity.memory.devices import PATIENT, URGENT, gpu_number, use_device
+
+T = TypeVar("T")
 
 
 class LaneStream:
@@ -20,54 +24,85 @@ class LaneStream:
         """Do nothing: there is no stream to leave."""
 
     def begin(self) -> None:
-        """Prepare for a step: it runs after all that others have queued on the device so far."""
+        """Prepare for a step: it runs on this stream, after all that the default stream has so far."""
+
+    def mark(self) -> Callable[[], None]:
+        """Mark the end of what is queued so far; the call that it returns waits until the device has run it."""
+        return _do_nothing
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Call ``work`` as a step of its own, and wait until the device has run what it queued."""
+        self.begin()
+        try:
+            return work()
+        finally:
+            self.settle()
 
     def settle(self) -> None:
         """Wait after a step until the device has run what this thread queued."""
+        self.mark()()
 
 
 class CudaLaneStream(LaneStream):
-    """A CUDA stream of this thread's own.
+    """A CUDA stream of this thread's own, whose device is the thread's current one.
 
-    - ``device``: "cuda", "cuda:0", ...
-    - ``urgent``: at the higher priority, for the language lane (TriInfer 4.2: TBT before encodes).
-    - ``cuda`` (``torch.cuda``): replaced in tests.
+    - ``device``: "cuda" (the first GPU), "cuda:0", ...
+    - ``urgent``: at the higher priority, for lanes that decode (TriInfer 4.2: TBT before encodes).
 
-    Streams of torch do not wait for the default stream, on which weights are loaded and blocks copied within a process.
-    So a step begins behind what is queued there, without the host waiting. It has ended when the host has seen the
-    event at its end. Only then does the core hear of it, so that the other lane, a transfer, or the next owner of its
-    blocks finds them written.
+    Streams of torch do not wait for the default stream, on which weights are loaded and pools are made. So a step
+    begins behind what is queued there, without the host waiting. It has ended when the host has seen the event at its
+    end. Only then does the core hear of it, so that the other lane, a transfer, or the next owner of its blocks finds
+    them written (decision 0048).
     """
 
-    def __init__(self, device: str, urgent: bool, cuda: Any = None) -> None:
-        if cuda is None:
-            import torch
-
-            cuda = torch.cuda
-        self._cuda, self._device, self._priority = cuda, device, URGENT if urgent else PATIENT
+    def __init__(self, device: str, urgent: bool) -> None:
+        self.number, self.urgent = gpu_number(device) or 0, urgent
+        self._idle: list[Any] = []  # events that nobody waits for
 
     def __enter__(self) -> Self:
-        self._stream = self._cuda.Stream(self._device, priority=self._priority)
-        self._ended = self._cuda.Event(blocking=True)  # a lane that waits does not spin on a core
-        self._scope = self._cuda.stream(self._stream)
-        self._scope.__enter__()
+        from torch import cuda
+
+        with ExitStack() as scope:
+            scope.enter_context(use_device(self.number))
+            priority = URGENT if self.urgent else PATIENT
+            self._stream: Any = cuda.Stream(self.number, priority=priority)  # type: ignore[no-untyped-call]
+            scope.enter_context(cuda.stream(self._stream))
+            self._scope = scope.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scope.__exit__(kind, error, trace)
+        self._scope.close()
 
     def begin(self) -> None:
-        self._stream.wait_stream(self._cuda.default_stream(self._device))
+        from torch import cuda
 
-    def settle(self) -> None:
-        self._ended.record(self._stream)
-        self._ended.synchronize()
+        cuda.set_stream(self._stream)  # the device too: whatever the last step has left as current
+        self._stream.wait_stream(cuda.default_stream(self.number))
+
+    def mark(self) -> Callable[[], None]:
+        from torch import cuda
+
+        ended = self._idle.pop() if self._idle else cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        ended.record(self._stream)
+
+        def wait() -> None:
+            ended.synchronize()  # blocking: a lane that waits does not spin on a core
+            self._idle.append(ended)
+
+        return wait
 
 
-def make_lane_stream(device: str | None, lane: str) -> LaneStream:
-    """Make a CUDA stream for each of two lanes on a GPU. A single lane uses the default stream."""
-    if lane == "joint" or not (device or "cpu").startswith("cuda"):
+def make_lane_stream(device: str | None, lane: str, roles: str = "") -> LaneStream:
+    """Make a CUDA stream for a lane on a GPU; one that decodes is urgent. A lane on a CPU needs none.
+
+    ``roles``: the letters that its instance serves; of a joint lane they tell if it decodes.
+    """
+    if gpu_number(device) is None:
         return LaneStream()
-    return CudaLaneStream(device or "cuda", urgent=lane == "language")
+    return CudaLaneStream(str(device), lane == "language" or (lane == "joint" and "D" in roles))
+
+
+def _do_nothing() -> None:
+    """Do nothing: a CPU has done its work when a call returns."""

@@ -39,6 +39,7 @@ from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
 from trinity.instance import Instance, split_cores
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.devices import use_device
 from trinity.memory.digests import Digests
 from trinity.runtime.core_thread import CoreThread, StopCore
 from trinity.runtime.cpu_affinity import check_cores
@@ -164,8 +165,9 @@ def build_instance(
     if device == "cpu":
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
-    memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
-    loaded = LoadedInstance(spec, model, memory, _make_stages(spec, model, memory, observe))
+    with use_device(device):
+        memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
+        loaded = LoadedInstance(spec, model, memory, _make_stages(spec, model, memory, observe))
     loaded.settings = Settings(
         name=spec.name,
         roles=spec.roles,
@@ -246,7 +248,7 @@ class InstanceHost:
                 self._timeline,
                 0 if isinstance(self.loaded.model, EmulatedModel) else spec.threads,
                 cores,
-                make_lane_stream(spec.device, lane),
+                make_lane_stream(spec.device, lane, spec.roles),
                 self.loaded.settings.depth,
                 self._thread.decide,
                 self.loaded.model.vocabulary,

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -16,7 +17,7 @@ from trinity.errors import describe_error
 from trinity.errors.arguments import show
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
-from trinity.stages.base import GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
+from trinity.stages.base import CleanableStage, GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -27,11 +28,15 @@ POLL_S = 0.0002  # between two polls of a launched step, while another may still
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that a stage has launched (at ``since``) and whose tokens have not been read."""
+    """A step that a stage has launched (at ``since``) and whose tokens have not been read.
+
+    ``settle`` waits until the device has run all that the launch queued.
+    """
 
     step: Step
     pending: PendingStep
     since: float
+    settle: Callable[[], None]
 
 
 class Lane:
@@ -45,7 +50,7 @@ class Lane:
     - ``threads`` (threads, 1): intra-op threads of torch; 0 if no stage uses torch, which is then not imported.
     - ``cores`` (any): processors for the thread and for the OpenMP threads of its operators, which inherit them: the
       first operator that it runs creates these.
-    - ``stream`` (none): its CUDA stream.
+    - ``stream`` (none): its CUDA stream. The core hears of a step once the device has run all that the step queued.
     - ``depth`` (steps, 1): launched steps in flight, as in vLLM's async scheduling.
     - ``decide`` (``post``): like ``post``, and has the core decide at once, on this thread.
     - ``vocabulary`` (2**31): the model's tokens; a stage of someone's own that samples another id has failed.
@@ -153,7 +158,8 @@ class Lane:
         if launching is not None and not step.group:
             try:
                 self._stream.begin()
-                self._flight.append(InFlightStep(step, launching.launch(only), time.perf_counter()))
+                pending, since = launching.launch(only), time.perf_counter()
+                self._flight.append(InFlightStep(step, pending, since, self._stream.mark()))
                 return True
             except BaseException:  # run as any other step, it shows which request is at fault
                 logger.exception("step %d of %s could not be launched", step.id, self.name)
@@ -166,6 +172,7 @@ class Lane:
         first = self._flight.popleft()
         try:
             sampled = check_complete(first.step, first.pending.wait() or {}, self._vocabulary)
+            first.settle()
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
             again = [first, *self._flight]
@@ -254,7 +261,17 @@ class Lane:
             except BaseException as error:
                 text = f"{_title(rows)} on {self.instance} raised {describe_error(error)}"
                 failed[request] = Failure("StageError", text, {"stage": _letters(rows)})
+        self._clean(failed)
         return sampled, failed
+
+    def _clean(self, failed: Collection[str]) -> None:
+        """Have stages clear what was left in blocks before the core hears of it: they soon belong to others."""
+        for stage in self.stages:
+            if isinstance(stage, CleanableStage):
+                try:
+                    self._stream.run(partial(stage.clean, failed))
+                except BaseException:
+                    logger.exception("stage %s of %s could not clean up", stage.letters, self.instance)
 
 
 def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:

@@ -21,6 +21,7 @@ from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
+from trinity.memory.devices import use_device
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -178,7 +179,8 @@ def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedM
     from trinity.stages.models import load_model
 
     device, packed = spec.device or "cpu", bool(spec.pack)
-    return load_model(config.model, spec.roles, dtype=config.dtype, device=device, packed=packed)
+    with use_device(device):
+        return load_model(config.model, spec.roles, dtype=config.dtype, device=device, packed=packed)
 
 
 def import_model_classes(model: Path) -> None:

@@ -33,7 +33,6 @@ from trinity.errors import TrinityWarning
 from trinity.instance import Instance
 from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
-from trinity.runtime.cuda_stream import LaneStream
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
 from trinity.stages.base import Stage
@@ -259,18 +258,7 @@ class Probe:
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
         stage = next(stage for stage in self.loaded.stages if letter in stage.letters)
-        return self._threads.run(
-            letter, lambda stream: _time_step(stage, step, opened, partial(self._synchronize, stream))
-        )
-
-    def _synchronize(self, stream: LaneStream) -> None:
-        """Wait until the device has run what was queued: a GPU's stages return before that."""
-        device = self.loaded.spec.device or "cpu"
-        if self.dual or not device.startswith("cuda"):  # each of two lanes waits for its own kernels
-            return stream.settle()
-        import torch
-
-        torch.cuda.synchronize(device)
+        return self._threads.run(letter, lambda stream: _time_step(stage, step, opened, stream.settle))
 
 
 def _time_step(stage: Stage, step: Step, opened: list[Open], settled: Callable[[], None]) -> float:

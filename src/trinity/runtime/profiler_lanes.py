@@ -35,7 +35,8 @@ class LaneThreads:
     def run(self, letter: str, work: Callable[[LaneStream], T]) -> T:
         """Call ``work(stream)`` on the thread of the lane that runs this stage, and wait for its result."""
         lane = next(lane for lane in self._pools if letter in LANE_STAGES[lane])
-        return self._pools[lane].submit(work, self._streams[lane]).result()
+        stream = self._streams[lane]
+        return self._pools[lane].submit(stream.run, partial(work, stream)).result()
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trinity.stages.attention.interface import ChunkRows as ChunkRows
     from trinity.stages.attention.interface import PagedRows as PagedRows
     from trinity.stages.attention.interface import SplitAttention as SplitAttention
+    from trinity.stages.base import CleanableStage as CleanableStage
     from trinity.stages.base import GrowableStage as GrowableStage
     from trinity.stages.base import LaunchableStage as LaunchableStage
     from trinity.stages.base import LayerReporter as LayerReporter
@@ -37,7 +38,7 @@ _HOMES = {
     "core.messages": ["IMAGE", "KV", "Encode", "Grow", "Open", "Prefill", "Sampled", "Step"],
     "stages.attention.interface": ["AttentionBackend", "AttentionParams", "ChunkRows", "PagedRows", "SplitAttention"],
     "stages.base": [
-        *("GrowableStage", "LaunchableStage", "LayerReporter", "PendingStep"),
+        *("CleanableStage", "GrowableStage", "LaunchableStage", "LayerReporter", "PendingStep"),
         *("Stage", "StageFactory", "StageSetup"),
     ],
     "stages.encode": ["EncodeStage"],

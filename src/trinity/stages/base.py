@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -22,8 +22,8 @@ class Stage(Protocol):
     and decodes of one step as one ragged batch. All calls come from the lane's thread, one at a time.
 
     Optional members: ``on_layers`` to report KV layer by layer (``LayerReporter``), ``grow`` for requests that get
-    blocks as they decode (``GrowableStage``), and ``launch`` to begin a step without waiting for its end
-    (``LaunchableStage``).
+    blocks as they decode (``GrowableStage``), ``clean`` for what a failed step has left in blocks (``CleanableStage``),
+    and ``launch`` to begin a step without waiting for its end (``LaunchableStage``).
     """
 
     letters: str
@@ -60,6 +60,19 @@ class GrowableStage(Protocol):
 
     def grow(self, more: Grow) -> None:
         """Append blocks to the block tables of open requests; ignore requests that are not open."""
+        ...
+
+
+@runtime_checkable
+class CleanableStage(Protocol):
+    """Stage whose failed steps may leave blocks with values that harm their next owner, such as NaN."""
+
+    def clean(self, failed: Collection[str]) -> None:
+        """Clear what a step has left in the blocks of its requests that ``failed`` alone; others were written again.
+
+        Called before the core hears of the step. After that the blocks may be somebody else's, and nothing but the step
+        of their next owner, or a transfer, may write to them. No step is in flight.
+        """
         ...
 
 

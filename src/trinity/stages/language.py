@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -101,14 +101,24 @@ class LanguageStage:
         for request, blocks in more.blocks.items():
             self._requests.grow(request, blocks)
 
-    @torch.inference_mode()
+    def clean(self, failed: Collection[str]) -> None:
+        """See ``CleanableStage.clean``."""
+        for row in filter(None, map(self._requests.rows.get, failed)):
+            self._zero_spoilt(row)
+        self._requests.suspects.clear()
+
     def close(self, request: str) -> None:
-        """Drop a request. Zeroes blocks that a failed step left with NaN, because a mask does not stop NaN."""
+        """Drop a request. One whose step failed and was not cleaned up is cleaned up here."""
         row = self._requests.close(request)
         if row is not None and row.suspect:
-            table = torch.from_numpy(row.table).to(self.kv.tensor.device)
-            spoilt = ~self.kv.tensor[table].flatten(1).isfinite().all(1)
-            self.kv.tensor[table[spoilt]] = 0
+            self._zero_spoilt(row)
+
+    @torch.inference_mode()
+    def _zero_spoilt(self, row: OpenRequest) -> None:
+        """Zero the request's blocks that hold NaN, because a mask does not stop NaN."""
+        table = torch.from_numpy(row.table).to(self.kv.tensor.device)
+        spoilt = ~self.kv.tensor[table].flatten(1).isfinite().all(1)
+        self.kv.tensor[table[spoilt]] = 0
 
     def forward(self, step: Step) -> dict[str, Sampled]:
         """Run this stage's rows of ``step``; returns the sampled token of each decode and of each last chunk.

@@ -28,9 +28,10 @@ class Remote(Protocol):
 
         ``within`` (None for all) moves only that part of each block: offset and length in bytes for a group of
         layers, since blocks are [layers, ...], or ``Strided`` for the rows of a block that is not full. ``check_read``
-        turns each of them into a ``CopyPlan``. Every byte is in place on return; after a cancelled read nothing more
-        is written. Raises ``OfferRefused`` before a byte moves if a block number or ``within`` is out of range, and
-        ``PeerLost`` if the peer is gone.
+        turns each of them into a ``CopyPlan``. The source's blocks are written and the target's free of queued writes
+        (decision 0048): a read waits for no device before it begins. Every byte is in place on return; after a
+        cancelled read nothing more is written. Raises ``OfferRefused`` before a byte moves if a block number or
+        ``within`` is out of range, and ``PeerLost`` if the peer is gone.
         """
         ...
 
@@ -152,7 +153,7 @@ async def copy_pieces(target: Pool, source: Pool, plan: CopyPlan) -> int:
 
     Small copies between CPU pools run on the event loop, which gets a turn after every ``TURN_BYTES``. Copies above
     ``INLINE_COPY_BYTES`` run on a thread, because reaching one takes as long as several turns; so do copies of a GPU,
-    which block. Nothing is written after a cancellation.
+    which block until the device has run them. Nothing is written after a cancellation.
     """
     on_cpu = isinstance(target, np.ndarray) and isinstance(source, np.ndarray)
     ours, theirs = view_units(target, plan.unit_bytes), view_units(source, plan.unit_bytes)

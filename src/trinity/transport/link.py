@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from trinity.errors import OfferRefused, PeerLost, TransferTimeout, TransportError
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.devices import use_device
 from trinity.transport.base import ByteRange, CopyPlan, check_block_numbers, check_read
 
 logger = logging.getLogger("trinity")
@@ -81,11 +82,12 @@ class PendingRead:
 class Link:
     """Connection to one pool of a peer, and the thread that alone uses it.
 
-    A medium adds ``_connect``, ``_next_read``, ``_poll_transfer`` and ``_disconnect``, and where needed ``_wake``.
+    ``gpu``: ordinal of the GPU that holds the local pool, which is that thread's current device; None for none. A
+    medium adds ``_connect``, ``_next_read``, ``_poll_transfer`` and ``_disconnect``, and where needed ``_wake``.
     """
 
-    def __init__(self, scheme: str, peer: str) -> None:
-        self.scheme, self.peer = scheme, peer
+    def __init__(self, scheme: str, peer: str, gpu: int | None = None) -> None:
+        self.scheme, self.peer, self._gpu = scheme, peer, gpu
         self.opened: Future[None] = Future()
         self.failure: TransportError | None = None
         self._in_flight: list[PendingRead] = []
@@ -141,6 +143,10 @@ class Link:
     # ------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
+        with use_device(self._gpu):  # UCX asks for the calling thread's CUDA context
+            self._serve()
+
+    def _serve(self) -> None:
         failure: TransportError
         try:
             self._connect()

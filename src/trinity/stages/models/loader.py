@@ -122,7 +122,7 @@ def _pick_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device {device!r} does not serve; give 'cpu' or 'cuda'")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
-    return place
+    return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
 
 
 def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool) -> Any:

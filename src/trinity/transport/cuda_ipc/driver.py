@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
@@ -12,7 +14,6 @@ LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 LAZY_PEER_ACCESS = 1
-INTERPROCESS_EVENT = 2 | 4  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
 OWN_STREAM = 1  # CU_STREAM_NON_BLOCKING
 UNAVAILABLE_CODES = {2, 3, 34, 35, 100, 101, 801, 802, 803, 804, 999}  # no memory, no driver, no device, not supported
 BAD_HANDLE_CODES = {
@@ -26,7 +27,7 @@ LOST_CODES = {4, 700, 709, 715, 718, 719}  # memory that was freed by its owner
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle and CUipcEventHandle."""
+    """CUipcMemHandle."""
 
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
@@ -62,15 +63,26 @@ class CudaDriver:
             return "an unknown error"
         return said.value.decode()
 
-    def use(self, device: int) -> None:
-        """Make the device's primary context, which torch uses too, current for the calling thread."""
+    @contextmanager
+    def use(self, device: int) -> Iterator[None]:
+        """Make the device's primary context, torch's too, the calling thread's in the ``with`` block; then as before.
+
+        The thread's current device is that of its context: an event loop's thread must not keep another one's.
+        """
+        self._call("cuCtxPushCurrent_v2", self._context(device))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> ctypes.c_void_p:
         with self._lock:
             if device not in self._contexts:
                 number, made = ctypes.c_int(), ctypes.c_void_p()
                 self._call("cuDeviceGet", ctypes.byref(number), device)
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(made), number)
                 self._contexts[device] = made
-        self._call("cuCtxSetCurrent", self._contexts[device])
+            return self._contexts[device]
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Find (base, size in bytes) of the allocation that contains an address.
@@ -106,27 +118,6 @@ class CudaDriver:
         """Close an allocation of another process."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def make_event(self) -> tuple[Any, bytes]:
-        """Make an event, and the handle by which another process opens it."""
-        event, handle = ctypes.c_void_p(), IpcHandle()
-        self._call("cuEventCreate", ctypes.byref(event), INTERPROCESS_EVENT)
-        self._call("cuIpcGetEventHandle", ctypes.byref(handle), event)
-        return event, bytes(handle)
-
-    def open_event(self, handle: bytes) -> Any:
-        """Open an event of another process."""
-        event = ctypes.c_void_p()
-        self._call("cuIpcOpenEventHandle", ctypes.byref(event), IpcHandle.of(handle))
-        return event
-
-    def record(self, event: Any) -> None:
-        """Record an event on the default stream, behind all work that it and streams that wait for it have so far."""
-        self._call("cuEventRecord", event, ctypes.c_void_p(0))
-
-    def drop_event(self, event: Any) -> None:
-        """Destroy an event."""
-        self._call("cuEventDestroy_v2", event)
-
     def make_stream(self) -> Any:
         """Make a stream that does not wait for the default one."""
         stream = ctypes.c_void_p()
@@ -136,10 +127,6 @@ class CudaDriver:
     def drop_stream(self, stream: Any) -> None:
         """Destroy a stream."""
         self._call("cuStreamDestroy_v2", stream)
-
-    def wait_for(self, stream: Any, event: Any) -> None:
-        """Make later work of a stream wait for an event."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def copy(self, to: int, start: int, size: int, stream: Any) -> None:
         """Begin to copy ``size`` bytes between device addresses."""

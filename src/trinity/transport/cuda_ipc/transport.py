@@ -1,9 +1,11 @@
 """cuda_ipc: pools on GPUs of one host, mapped by peers and copied from device to device.
 
-The source exports the allocation that contains its pool. A target opens it once, and sends a request over a Unix socket
-before every read: the source then records an event on its default stream, for which the target's copies wait. If the
-socket closes, the source is gone. Pools come from torch's caching allocator, which gives a pool of more than 10 MiB one
-cudaMalloc of its own. Memory that cannot be exported (expandable segments, stream-ordered) is refused by ``publish``.
+The source exports the allocation that contains its pool. A target opens it once, and copies on a stream of its own that
+waits for no other: a source's blocks are written before they are offered, a target's are free of queued writes before
+they are reserved (decision 0048). Before every read it asks the source over a Unix socket for a sign of life, after it
+for generations; if the socket closes, the source is gone. Pools come from torch's caching allocator, which gives a pool
+of more than 10 MiB one cudaMalloc of its own. Memory that cannot be exported (expandable segments, stream-ordered) is
+refused by ``publish``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportError, TransportUnavailable
+from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import (
     MAX_REQUEST_BYTES,
@@ -43,7 +45,6 @@ class CudaIpcDescriptor(msgspec.Struct, frozen=True):
     process: int
     inproc: bytes
     handle: bytes
-    event: bytes
     offset: int
     block_bytes: int
     blocks: int
@@ -51,8 +52,8 @@ class CudaIpcDescriptor(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-class EventRequest(msgspec.Struct, frozen=True):
-    """Target to source: record the event, and report the highest generation of these blocks."""
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """Target to source: report the highest generation of these blocks."""
 
     secret: bytes
     blocks: list[int]
@@ -60,10 +61,10 @@ class EventRequest(msgspec.Struct, frozen=True):
 
 def device_of(memory: BlockMemory) -> int:
     """Return the ordinal of the pool's GPU. Raises ``TransportUnavailable`` if it is in CPU memory."""
-    if memory.raw is not None:
+    if memory.gpu is None:
         text = f"cuda_ipc moves blocks between GPUs, and the {memory.kind} pool is in memory of the host: use shm"
         raise TransportUnavailable(text, "cuda_ipc")
-    return memory.tensor.get_device()
+    return memory.gpu
 
 
 def address_of(memory: BlockMemory) -> int:
@@ -116,16 +117,15 @@ class CudaIpcSource:
     """A published pool, and the socket on which its requests are answered."""
 
     def __init__(self, driver: CudaDriver, memory: BlockMemory, inproc: bytes) -> None:
-        self._driver, self._memory, self._device = driver, memory, device_of(memory)
-        driver.use(self._device)
-        base, _ = driver.allocation(address_of(memory))
-        self._event, event = driver.make_event()
+        self._memory = memory
+        with driver.use(device_of(memory)):
+            base, _ = driver.allocation(address_of(memory))
+            handle = driver.export(base)
         name = f"trinity-cuda-{os.getpid()}-{secrets.token_hex(8)}"
         self.descriptor = CudaIpcDescriptor(
             process=os.getpid(),
             inproc=inproc,
-            handle=driver.export(base),
-            event=event,
+            handle=handle,
             offset=address_of(memory) - base,
             block_bytes=memory.block_bytes,
             blocks=memory.blocks,
@@ -147,11 +147,9 @@ class CudaIpcSource:
         try:
             with suppress(OSError, EOFError, msgspec.DecodeError):
                 while True:
-                    request = msgspec.msgpack.decode(await receive_frame(reader), type=EventRequest)
+                    request = msgspec.msgpack.decode(await receive_frame(reader), type=GenerationRequest)
                     if not compare_digest(request.secret, self.descriptor.secret):
                         return
-                    self._driver.use(self._device)
-                    self._driver.record(self._event)
                     writer.write(self._memory.generation(request.blocks).to_bytes(8, "big"))
         finally:
             self._peers.discard(writer)
@@ -165,9 +163,6 @@ class CudaIpcSource:
         while self._peers:
             await asyncio.sleep(0)
         self._socket.close()
-        with suppress(TransportError):
-            self._driver.use(self._device)
-            self._driver.drop_event(self._event)
 
 
 class OpenAllocations:
@@ -205,21 +200,19 @@ class CudaIpcRemote:
         self._request_lock = asyncio.Lock()
         self._copying = 0
         self._address = 0
-        self._event: Any = None
         self._stream: Any = None
 
     async def open(self) -> None:
-        """Connect to the source, then open its memory and event. Raises ``PeerLost``, ``HandshakeError``."""
+        """Connect to the source, then open its memory. Raises ``PeerLost``, ``HandshakeError``."""
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(f"\0{self._peer.socket}")
         except OSError as error:
             raise self._peer_lost() from error
         try:
             await self._request([])
-            self._driver.use(self._device)
-            self._address = _open_allocations.open(self._driver, self._peer.handle)
-            self._event = self._driver.open_event(self._peer.event)
-            self._stream = self._driver.make_stream()
+            with self._driver.use(self._device):
+                self._address = _open_allocations.open(self._driver, self._peer.handle)
+                self._stream = self._driver.make_stream()
         except BaseException:
             await self.aclose()
             raise
@@ -240,7 +233,7 @@ class CudaIpcRemote:
         return await self._request(list(source))
 
     async def _request(self, blocks: list[int]) -> int:
-        """Have the source record its event; return the generation of ``blocks``.
+        """Ask the source for the generation of ``blocks``; none is a sign of life.
 
         Raises ``PeerLost``. A cancellation closes the connection.
         """
@@ -248,7 +241,7 @@ class CudaIpcRemote:
             if self._reader is None or self._writer is None or self._writer.is_closing():
                 raise self._peer_lost()
             try:
-                send_frame(self._writer, msgspec.msgpack.encode(EventRequest(self._peer.secret, blocks)))
+                send_frame(self._writer, msgspec.msgpack.encode(GenerationRequest(self._peer.secret, blocks)))
                 return int.from_bytes(await self._reader.readexactly(8), "big")
             except (OSError, EOFError) as error:
                 self._writer.transport.abort()
@@ -259,14 +252,13 @@ class CudaIpcRemote:
 
     def _copy(self, plan: CopyPlan) -> None:
         driver, size, offset = self._driver, plan.unit_bytes, plan.offset
-        driver.use(self._device)
-        driver.wait_for(self._stream, self._event)
         theirs, ours = self._address + self._peer.offset, address_of(self._into)
-        try:
-            for start, to, length in list_copies(plan):
-                driver.copy(ours + to * size + offset, theirs + start * size + offset, length, self._stream)
-        finally:
-            driver.finish(self._stream)
+        with driver.use(self._device):
+            try:
+                for start, to, length in list_copies(plan):
+                    driver.copy(ours + to * size + offset, theirs + start * size + offset, length, self._stream)
+            finally:
+                driver.finish(self._stream)
 
     def _peer_lost(self) -> PeerLost:
         return PeerLost(f"process {self._peer.process} has closed its pool or is gone", "cuda_ipc", self._peer.socket)
@@ -279,16 +271,13 @@ class CudaIpcRemote:
         self._reader = self._writer = None
         while self._copying:  # copies in flight still need the memory
             await asyncio.sleep(COPY_POLL_S)
-        self._driver.use(self._device)
         stream, self._stream = self._stream, None
-        event, self._event = self._event, None
         address, self._address = self._address, 0
-        if stream is not None:
-            self._driver.drop_stream(stream)
-        if event is not None:
-            self._driver.drop_event(event)
-        if address:
-            _open_allocations.close(self._driver, self._peer.handle)
+        with self._driver.use(self._device):
+            if stream is not None:
+                self._driver.drop_stream(stream)
+            if address:
+                _open_allocations.close(self._driver, self._peer.handle)
 
 
 def list_copies(plan: CopyPlan) -> list[tuple[int, int, int]]:

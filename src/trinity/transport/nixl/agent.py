@@ -23,6 +23,7 @@ import numpy as np
 
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
 from trinity.memory.block_memory import GENERATION_BYTES, BlockMemory
+from trinity.memory.devices import use_device
 from trinity.transport.base import CopyPlan
 from trinity.transport.link import Link, PendingRead
 from trinity.transport.ucx_environment import set_ucx_defaults
@@ -60,6 +61,11 @@ class Region(msgspec.Struct, frozen=True):
     blocks: int
     memory: str
     device: int
+
+    @property
+    def gpu(self) -> int | None:
+        """Ordinal of the GPU that holds it; None for memory of the host."""
+        return self.device if self.memory == "VRAM" else None
 
     @property
     def whole(self) -> list[tuple[int, int, int, str]]:
@@ -113,14 +119,11 @@ def make_agent(region: Region) -> Any:
     Raises ``TransportUnavailable`` if nixl or its UCX backend cannot be used.
     """
     api = load_nixl()
-    if region.memory == "VRAM":
-        import torch
-
-        torch.cuda.set_device(region.device)  # UCX asks for the calling thread's CUDA context
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=sync)
     try:
-        return api.nixl_agent(f"trinity-{os.getpid()}-{secrets.token_hex(8)}", settings)
+        with use_device(region.gpu):  # UCX asks for the calling thread's CUDA context
+            return api.nixl_agent(f"trinity-{os.getpid()}-{secrets.token_hex(8)}", settings)
     except Exception as error:
         raise TransportUnavailable(f"nixl has no UCX here: {error!r}", "nixl") from error
 
@@ -129,7 +132,7 @@ class NixlLink(Link):
     """Reads one pool of a peer with an agent of its own."""
 
     def __init__(self, theirs: NixlDescriptor, into: BlockMemory) -> None:
-        super().__init__("nixl", theirs.agent)
+        super().__init__("nixl", theirs.agent, into.gpu)
         self._theirs, self._into, self._ours = theirs, into, pool_region(into)
         self._generation_copy = np.zeros(theirs.pool.blocks + 1, np.int64)  # the last one is for heartbeats
         self._generation_lock = asyncio.Lock()

@@ -22,6 +22,7 @@ import numpy as np
 from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import view_units
+from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
 from trinity.transport.nixl.source import PushReply, PushRequest
@@ -47,9 +48,7 @@ class StagingArea:
             self._bytes: Any = np.frombuffer(self._memory, np.uint8)
             self.address: int = self._bytes.ctypes.data
             return
-        import torch
-
-        self._bytes = self._memory = torch.empty(self.size, dtype=torch.uint8, device=into.device)
+        self._bytes = self._memory = make_device_buffer(self.size, into.gpu)
         self.address, self.device = self._bytes.data_ptr(), self._bytes.get_device()
 
     def region(self, length: int) -> Region:
@@ -61,11 +60,8 @@ class StagingArea:
         """Copy the first pieces, side by side here, to where ``plan`` says."""
         pieces = self._bytes[: plan.bytes].reshape(-1, plan.length)
         ours = view_units(self._into.pool, plan.unit_bytes)
-        ours[list(plan.target), plan.offset : plan.offset + plan.length] = pieces
-        if self._into.raw is None:
-            import torch
-
-            torch.cuda.synchronize(self._into.device)
+        with use_copy_stream(self._into.gpu):
+            ours[list(plan.target), plan.offset : plan.offset + plan.length] = pieces
 
     def abandon(self) -> None:
         """Keep the address range for ever, because the source may still write there; free CPU memory behind it."""

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from trinity.errors import TransportError, TransportUnavailable
+from trinity.memory.devices import use_device
 from trinity.transport.link import JOIN_S, stop_at_exit
 from trinity.transport.nixl.agent import IDLE_POLL_S, TRANSFER_POLL_S, Region, make_agent
 from trinity.transport.sealed_requests import RequestKey
@@ -140,7 +141,7 @@ class NixlSource:
     """Agent whose pools peers read. Its thread makes progress where the medium needs it, as TCP does, and writes."""
 
     def __init__(self, first: Region) -> None:
-        self._agent = make_agent(first)
+        self._agent, self._gpu = make_agent(first), first.gpu
         self.name: str = self._agent.name
         self.key = RequestKey(self.name)
         self._regions: dict[Region, Any] = {}
@@ -158,13 +159,18 @@ class NixlSource:
         try:
             for region in regions:
                 if region not in self._regions:
-                    self._regions[region] = self._agent.register_memory(region.whole, region.memory)
+                    with use_device(region.gpu):
+                        self._regions[region] = self._agent.register_memory(region.whole, region.memory)
             metadata: bytes = self._agent.get_agent_metadata()
         except Exception as error:
             raise TransportUnavailable(f"nixl cannot register a pool: {error!r}", "nixl") from error
         return metadata
 
     def _run(self) -> None:
+        with use_device(self._gpu):
+            self._serve()
+
+    def _serve(self) -> None:
         writer = PushWriter(self._agent, self._regions, self.key)
         while not self._closing.wait(TRANSFER_POLL_S if writer.in_flight else IDLE_POLL_S):
             self.writing = len(writer.in_flight)

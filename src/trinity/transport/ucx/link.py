@@ -59,7 +59,7 @@ class UcxLink(Link):
     """Reads one pool of a peer with a worker of its own."""
 
     def __init__(self, theirs: UcxDescriptor, into: BlockMemory) -> None:
-        super().__init__("ucx", theirs.name)
+        super().__init__("ucx", theirs.name, into.gpu)
         self._theirs, self._ours = theirs, PoolBytes(into)
         self._id = secrets.token_bytes(16)
         self._numbers = count(1)

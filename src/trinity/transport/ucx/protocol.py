@@ -16,6 +16,7 @@ import numpy as np
 from trinity.errors import TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import view_units
+from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.transport.base import CopyPlan
 from trinity.transport.ucx_environment import set_ucx_defaults
 
@@ -172,29 +173,19 @@ class PoolBytes:
 
     def gather(self, units: list[int], piece: tuple[int, int], unit_bytes: int) -> Any:
         """Copy a piece of each of these units, side by side."""
-        found = view_units(self._flat, unit_bytes)[units, piece[0] : piece[0] + piece[1]].reshape(-1)
-        self._wait_for_device()
-        return found
+        with use_copy_stream(self.memory.gpu):
+            return view_units(self._flat, unit_bytes)[units, piece[0] : piece[0] + piece[1]].reshape(-1)
 
     def scatter(self, plan: CopyPlan, pieces: Any) -> None:
         """Copy ``pieces``, which lie side by side, to where ``plan`` says."""
         place = slice(plan.offset, plan.offset + plan.length)
-        view_units(self._flat, plan.unit_bytes)[list(plan.target), place] = pieces.reshape(-1, plan.length)
-        self._wait_for_device()
+        with use_copy_stream(self.memory.gpu):
+            view_units(self._flat, plan.unit_bytes)[list(plan.target), place] = pieces.reshape(-1, plan.length)
 
     def make_room(self, size: int) -> Any:
         """Make a buffer of ``size`` bytes beside the pool, on its device."""
-        if self.memory.raw is not None:
-            return np.empty(size, np.uint8)
-        import torch
-
-        return torch.empty(size, dtype=torch.uint8, device=self.memory.device)
-
-    def _wait_for_device(self) -> None:
-        if self.memory.raw is None:
-            import torch
-
-            torch.cuda.synchronize(self.memory.device)
+        gpu = self.memory.gpu
+        return np.empty(size, np.uint8) if gpu is None else make_device_buffer(size, gpu)
 
 
 def split_pieces(runs: list[tuple[int, int]], piece: tuple[int, int], block_bytes: int) -> list[tuple[int, int]]:

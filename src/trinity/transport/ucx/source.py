@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.devices import use_device
 from trinity.transport.base import MAX_REQUEST_BYTES
 from trinity.transport.link import JOIN_S, stop_at_exit
 from trinity.transport.sealed_requests import RequestKey
@@ -45,15 +46,20 @@ class UcxPeer:
 
 
 class UcxSource:
-    """Serves published pools to peers on a thread of its own. Raises ``TransportUnavailable`` if UCX cannot run."""
+    """Serves published pools to peers on a thread of its own. Raises ``TransportUnavailable`` if UCX cannot run.
 
-    def __init__(self) -> None:
+    ``gpu``: ordinal of the GPU that holds the first pool, the thread's current device; None for none.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
         self.name = f"ucx-{secrets.token_hex(8)}"
         self._key = RequestKey(self.name)
         self._pools: dict[int, PoolBytes] = {}
         self._peers: dict[bytes, UcxPeer] = {}
         self._requests: list[tuple[Any, np.ndarray]] = []
-        self._worker: UcxWorker | None = UcxWorker()
+        self._gpu = gpu
+        with use_device(gpu):  # UCX asks for the calling thread's CUDA context
+            self._worker: UcxWorker | None = UcxWorker()
         self._address = self._worker.address
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="trinity-ucx-source", daemon=True)
@@ -80,6 +86,10 @@ class UcxSource:
     # ------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
+        with use_device(self._gpu):
+            self._serve()
+
+    def _serve(self) -> None:
         worker = self._worker
         assert worker is not None
         while not self._closing.is_set():

@@ -37,7 +37,7 @@ class UcxTransport(LinkTransport):
 
     def publish(self, memory: BlockMemory) -> bytes:
         if self._source is None:
-            self._source = UcxSource()
+            self._source = UcxSource(memory.gpu)
         return msgspec.msgpack.encode(self._source.register(memory))
 
     def _parse_descriptor(self, descriptor: bytes, into: BlockMemory) -> PeerPool:
