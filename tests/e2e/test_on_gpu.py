@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from support.sampler_rows import SamplerRow, batch
-from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
+from support.stage_driver import OUTPUTS, TEXTS, generated, pictures, processed
 from trinity import Instance, Pipeline, Request
-from trinity.core.messages import ResolvedSampling
+from trinity.core.messages import Encode, ResolvedSampling, Step
+from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
+from trinity.stages.encode import EncodeStage
+from trinity.stages.models import load_model
 from trinity.stages.sampler import sample
+from trinity.testing.checkpoints import ARCHITECTURES
 
 DEVICE = "cuda"
 pytestmark = [
@@ -65,6 +71,45 @@ def test_a_graph_follows_its_inputs() -> None:
         torch.testing.assert_close(found[0], rows.to(DEVICE) @ weight)
     assert made.call("looks", lambda inputs: [inputs[0] * inputs[0].sum().item()], [torch.ones(3)]) is None
     torch.cuda.synchronize()
+
+
+def test_a_capture_that_fails_leaves_the_thread_on_its_stream() -> None:
+    made = make_graph_cache(torch.device(DEVICE))
+    assert made is not None
+    before = torch.cuda.current_stream()
+
+    def fails(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return [inputs[0] * 2]
+
+    assert made.call("fails", fails, [torch.ones(3)]) is None
+    assert torch.cuda.current_stream() == before
+    found = made.call("next", lambda inputs: [inputs[0] * 3], [torch.ones(3)])
+    assert found is not None
+    assert (made.has("fails"), found[0].tolist()) == (False, [3.0] * 3)
+    pinned = [torch.ones(1 << 16).pin_memory().to(DEVICE, non_blocking=True).sum().item() for _ in range(3)]
+    assert pinned == [1 << 16] * 3, "both allocators go on"
+
+
+@pytest.mark.parametrize("name", [each for each in ARCHITECTURES if each not in ("llama", "mistral")])
+def test_encoders_are_recorded(name: str) -> None:
+    """Features of three images as on the CPU, in float32; the later ones by a recording, if the encoder allows one."""
+    models = [load_model(checkpoint(name), "E", dtype="float32", device=place) for place in ("cpu", DEVICE)]
+    graphs = make_graph_cache(torch.device(DEVICE))
+    shape = models[0].image_shape(64)
+    assert graphs is not None
+    assert shape is not None
+    here = EncodeStage(models[0], BlockMemory(shape, 20))
+    there = EncodeStage(models[1], BlockMemory(shape, 20, DEVICE), graphs)
+    for seed in (0, 0, 5, 9):
+        made = processed(name, 1, seed)
+        for stage in (here, there):
+            stage.image.tensor.zero_()
+            encode = Encode("r", 0, made.work.media[0], tuple(range(20)), made.inputs[0])
+            stage.forward(Step(0, "vision", encodes=(encode,)))
+        torch.testing.assert_close(there.image.tensor.cpu(), here.image.tensor, atol=1e-3, rtol=1e-3)
+    assert any(call is not None for call in graphs._calls.values()) is (name not in ("smolvlm", "idefics3"))
 
 
 def test_samples_are_those_of_the_cpu() -> None:

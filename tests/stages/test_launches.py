@@ -18,7 +18,7 @@ from trinity import Instance, Pipeline, Request
 from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
 from trinity.errors import StageError
 from trinity.request import Sampling
-from trinity.stages import decode_graphs, language
+from trinity.stages import language
 from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep
 from trinity.stages.base import LaunchableStage, PendingStep, StageSetup
 from trinity.stages.decode_graphs import DecodeGraphs
@@ -89,8 +89,7 @@ def test_tokens_that_stay_on_the_device_are_fed_from_there(depth: int) -> None:
     assert (table.steps_in_flight, table.in_flight.max(), table.suspects) == (0, 0, set())
 
 
-def test_recorded_decodes_read_them_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "LEAST_TABLE_WIDTH", 4)
+def test_recorded_decodes_read_them_there_too() -> None:
     solo, works = silent(backend=StaticTorch()), asked()
     made, recorder = graphs()
     kv = solo.pool.memory.tensor

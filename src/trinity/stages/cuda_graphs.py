@@ -1,7 +1,7 @@
 """CUDA graphs: calls over static tensors, recorded once and replayed to spare the host a step's kernel launches.
 
 A recorded call reads and writes the same addresses at every replay, so its arguments are first copied into its own
-inputs. Calls that cannot be recorded (they read a tensor's values on the host, or memory is short) run eagerly. One
+inputs. Calls that cannot be recorded (they read the device's numbers on the host, or memory is short) run eagerly. One
 ``GraphCache`` serves one thread: its graphs share their working memory, so an output is valid until the next call.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trinity.stages.graph_constants import GraphConstants, Unrecordable
 from trinity.stages.uploads import upload
 
 logger = logging.getLogger("trinity")
@@ -22,6 +23,7 @@ Tensors = Sequence[Tensor]
 GraphFunction = Callable[[Tensors], Tensors]
 MOST_GRAPHS = 64
 RESERVED_BYTES = 1 << 30
+MOST_FAILED_CAPTURES = 3  # each may keep memory for good
 REPLAY_TOLERANCE = 0.02  # relative to the largest value: what another matrix kernel may change in bfloat16
 
 
@@ -45,31 +47,60 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, spare: int = RESERVED_BYTES) -> None:
         self._device, self._spare = device, spare
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[Any] = []
+        self._stream, self._pool = self._begin_anew()
 
     def has_room(self) -> bool:
+        if len(self._failed) >= MOST_FAILED_CAPTURES:
+            return False
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) > self._spare
 
     def record(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """See ``GraphRecorder.record``."""
+        """See ``GraphRecorder.record``. After a capture that fails this thread is on its own stream as before."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            outputs = run()
+        try:
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                outputs = run()
+        except BaseException:
+            # torch.cuda.graph ends the capture first. If CUDA refused one of its operations, that raises, and its
+            # stream stays the current one (``graph.__exit__`` of torch 2.11 to 2.13).
+            torch.cuda.set_stream(current)
+            self._give_up(graph)
+            raise
         current.wait_stream(self._stream)
         return graph.replay, outputs
+
+    def _begin_anew(self) -> tuple[Any, Any]:
+        return torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def _give_up(self, graph: Any) -> None:
+        """Leave the pool of a capture that failed; allocators refuse to record into it again.
+
+        The graph is kept: they may go on asking it which stream it captures.
+        """
+        self._failed.append(graph)
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        allocator: Any = torch._C
+        try:
+            allocator._cuda_endAllocateToPool(index, self._pool)
+        except RuntimeError:
+            pass  # the capture did end, and the error is another one
+        else:
+            allocator._cuda_releasePool(index, self._pool)
+        self._stream, self._pool = self._begin_anew()
 
 
 @dataclass(slots=True)
 class GraphCall:
-    """One recording: its static inputs, replay function and outputs."""
+    """One recording: its static inputs and constants, replay function and outputs."""
 
     inputs: list[Tensor]
+    constants: GraphConstants
     replay: Callable[[], None]
     outputs: Tensors
 
@@ -86,32 +117,51 @@ class GraphCache:
     def __init__(self, recorder: GraphRecorder, device: torch.device, most: int = MOST_GRAPHS) -> None:
         self._recorder, self._device, self._most = recorder, device, most
         self._calls: dict[Hashable, GraphCall | None] = {}
+        self._refused: set[Hashable] = set()
 
-    def call(self, key: Hashable, run: GraphFunction, inputs: Tensors) -> Tensors | None:
+    def has(self, key: Hashable) -> bool:
+        """Tell if there is a recording of ``key``."""
+        return self._calls.get(key) is not None
+
+    def call(self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable = None) -> Tensors | None:
         """Return ``run(inputs)`` by the recording of ``key``, which is made at the first call.
 
         Returns None if it cannot be recorded: call ``run`` then. ``run`` must depend only on its inputs' values, on
-        ``key`` and on memory whose address stays. The first call runs it three times, so it must be repeatable.
+        ``key`` and on memory whose address stays; tensors of the host may stand for numbers in ``key``. The first call
+        runs it three times, so it must be repeatable. Of a ``kind`` that is ``Unrecordable`` no other key is tried.
         """
         if key not in self._calls:
-            if len(self._calls) >= self._most or not self._recorder.has_room():
+            if kind in self._refused or len(self._calls) >= self._most or not self._recorder.has_room():
                 return None
-            self._calls[key] = self._record(key, run, inputs)
+            self._calls[key] = self._try(key, run, inputs, kind)
         call = self._calls[key]
         return None if call is None else call(inputs)
 
-    def _record(self, key: Hashable, run: GraphFunction, inputs: Tensors) -> GraphCall | None:
-        static = [upload(each, self._device).clone() for each in inputs]
+    def _try(self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable) -> GraphCall | None:
+        """Record the call; None, with a warning, if that fails."""
         try:
-            wanted = [each.clone() for each in run(static)]
-            call = GraphCall(static, *self._recorder.record(lambda: run(static)))
-            found = call(inputs)
-        except RuntimeError as error:  # the host reads the device, or an operator cannot be recorded
+            return self._record(run, inputs)
+        except Unrecordable as error:
+            if kind is not None:
+                self._refused.add(kind)
+            logger.warning("no CUDA graph of %s: %s", key if kind is None else kind, error)
+        except Exception as error:  # of the recording alone: the call itself runs eagerly next, and says what it must
             logger.warning("no CUDA graph of %s: %s", key, str(error).partition("\n")[0])
-            return None
-        if not all(_is_close(one, other) for one, other in zip(found, wanted, strict=True)):
-            logger.warning("no CUDA graph of %s: a replay gives another result", key)
-            return None
+        return None
+
+    def _record(self, run: GraphFunction, inputs: Tensors) -> GraphCall:
+        static = [upload(each, self._device).clone() for each in inputs]
+        constants = GraphConstants(self._device)
+
+        def lifted() -> Tensors:
+            with constants.lifted():
+                return run(static)
+
+        wanted = [each.clone() for each in lifted()]
+        constants.seal()
+        call = GraphCall(static, constants, *self._recorder.record(lifted))
+        if not all(_is_close(one, other) for one, other in zip(call(inputs), wanted, strict=True)):
+            raise RuntimeError("a replay gives another result")
         return call
 
 

@@ -1,12 +1,14 @@
-"""CUDA graphs of decode steps: batches padded to a few sizes, block tables to a few widths.
+"""CUDA graphs of decode steps: batches padded to a few sizes, over block tables that lie on the device.
 
 A padding row has length 0 and block -1: the backend does not write it and gives zeros, and its logits are not used. All
-numbers of a step go to the device as one array.
+numbers of a step go to the device as one array. Its tables are copied into static ones, as wide as any text of this
+cache can need, outside of the graph: a text may grow without another recording. What a row of them held before is
+beyond the row's length, where no backend reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,62 +20,80 @@ from trinity.stages.attention.varlen import VarlenRows
 from trinity.stages.batch import Decodes, RaggedBatch
 from trinity.stages.cuda_graphs import GraphCache, Tensors
 from trinity.stages.models import LoadedModel
+from trinity.stages.uploads import upload
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LEAST_TABLE_WIDTH = 64  # blocks of a table (1,024 tokens in blocks of 16); wider ones take the next power of two
+MOST_TABLE_BYTES = 64 << 20  # of the static tables; rows of longer texts run eagerly
 _COLUMNS = 6  # ids, rope, blocks, offsets, lengths, slots
 
 
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Decode steps of one stage over its cache ``kv``; ``backend`` must support padding rows and static tables."""
+    """Decode steps of one stage over its cache ``kv``; ``backend`` must support padding rows and static tables.
+
+    - ``sizes``: batch sizes with a graph, or, before ``warm_up``, that may get one; ascending.
+    - ``tables`` (int64 [largest size, width]): block tables of the rows of a step.
+    """
 
     model: LoadedModel
     kv: Tensor
     backend: AttentionBackend
     graphs: GraphCache
     tokens: DeviceTokens | None = None
+    sizes: tuple[int, ...] = field(init=False)
+    tables: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks, block_rows = self.kv.shape[0], self.kv.shape[4]
+        self.sizes = tuple(each for each in BATCH_SIZES if each <= blocks)
+        width = min(blocks, MOST_TABLE_BYTES // (8 * self.sizes[-1]))
+        context = getattr(self.model.adapter.text_config, "max_position_embeddings", None)
+        if context is not None:
+            width = min(width, -(-context // block_rows))
+        self.tables = torch.zeros((self.sizes[-1], width), dtype=torch.long, device=self.kv.device)
 
     def run(self, decodes: Decodes) -> Tensor | None:
         """Return logits [n, vocabulary], valid until the next call; None if this batch must run eagerly."""
-        size = next((each for each in BATCH_SIZES if each >= len(decodes.ids)), None)
-        if size is None:
+        rows, width = decodes.tables.shape
+        size = next((each for each in self.sizes if each >= rows), None)
+        if size is None or width > self.tables.shape[1]:
             return None
-        width = max(LEAST_TABLE_WIDTH, 1 << (decodes.tables.shape[1] - 1).bit_length())
-        given = torch.from_numpy(pack_decodes(decodes, size, width, self.kv.shape[4]))
+        columns = _COLUMNS * size
         with torch.inference_mode():
+            given = upload(pack_decodes(decodes, size, self.kv.shape[4]), self.kv.device)
+            self.tables[:rows, :width].copy_(given[columns:].view(rows, width))
             found = self.graphs.call(
-                ("decode", size, width), lambda inputs: self._forward(inputs, size, width), [given]
+                ("decode", size), lambda inputs: self._forward(inputs, size), [given[:columns]], "decode"
             )
-        return None if found is None else found[0][: len(decodes.ids)]
+        return None if found is None else found[0][:rows]
 
     def warm_up(self) -> None:
         """Record every batch size that the cache has blocks for, the largest first: the others fit into its memory.
 
         The rows are real, of one block each, so that a replay is compared on more than padding. The blocks that they
-        write are not restored.
+        write are not restored. A size that could not be recorded is not tried again while requests wait.
         """
         height = self.kv.shape[4]
-        for size in sorted(each for each in BATCH_SIZES if each <= self.kv.shape[0])[::-1]:
+        for size in reversed(self.sizes):
             at = np.arange(size)
             lengths = 1 + at % height
             ids = at % self.model.adapter.text_config.vocab_size
             self.run(Decodes(ids, lengths - 1, lengths, at[:, None]))
+        self.sizes = tuple(size for size in self.sizes if self.graphs.has(("decode", size)))
 
-    def _forward(self, inputs: Tensors, size: int, width: int) -> Tensors:
-        ids, rope, blocks, offsets, lengths, slots = inputs[0][: _COLUMNS * size].view(_COLUMNS, size)
-        tables = inputs[0][_COLUMNS * size :].view(size, width)
+    def _forward(self, inputs: Tensors, size: int) -> Tensors:
+        ids, rope, blocks, offsets, lengths, slots = inputs[0].view(_COLUMNS, size)
         axes = self.model.adapter.axes
         position_ids = rope[None] if axes == 1 else rope.expand(axes, 1, size)
-        rows = make_static_rows(blocks, offsets, tables, lengths, self.kv.shape[4])
+        rows = make_static_rows(blocks, offsets, self.tables[:size], lengths, self.kv.shape[4])
         if self.tokens is not None:
             ids = self.tokens.fill_unknown(ids, slots)
         batch = RaggedBatch(ids, position_ids, rows, None)
         return [self.model.forward(batch, self.kv, None, self.backend)]
 
 
-def pack_decodes(decodes: Decodes, size: int, width: int, block_rows: int) -> np.ndarray:
-    """Pack all numbers of a step for the device: int64 [6 * size + size * width]."""
+def pack_decodes(decodes: Decodes, size: int, block_rows: int) -> np.ndarray:
+    """Pack all numbers of a step for the device: its columns, int64 [6 * size], then its rows' tables [n * width]."""
     n = len(decodes.ids)
     columns = np.zeros((_COLUMNS, size), dtype=np.int64)
     columns[2] = -1
@@ -81,9 +101,7 @@ def pack_decodes(decodes: Decodes, size: int, width: int, block_rows: int) -> np
     taken = decodes.tables[np.arange(n), blocks]
     slots = decodes.slots if len(decodes.slots) else np.zeros(n, dtype=np.int64)
     columns[:, :n] = decodes.ids, decodes.rope, taken, offsets, decodes.lengths, slots
-    tables = np.zeros((size, width), dtype=np.int64)
-    tables[:n, : decodes.tables.shape[1]] = decodes.tables
-    return np.concatenate((columns.ravel(), tables.ravel()))
+    return np.concatenate((columns.ravel(), decodes.tables.ravel()))
 
 
 def make_static_rows(blocks: Tensor, offsets: Tensor, tables: Tensor, lengths: Tensor, block_rows: int) -> PagedRows:

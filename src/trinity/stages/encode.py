@@ -17,6 +17,7 @@ from trinity.stages.models.base import MediaInputs
 
 MOST_GRAPH_ITEMS = 4  # items of one CUDA graph
 MOST_KEY_NUMBERS = 64  # host numbers (grids, sizes) in the key of a CUDA graph
+MOST_SEEN_KEYS = 4096  # keys of encodes that came once
 
 
 class EncodeStage:
@@ -24,7 +25,8 @@ class EncodeStage:
 
     - ``model``: the loaded vision part.
     - ``image``: the image cache.
-    - ``graphs`` (None): CUDA graphs, for encodes of few items.
+    - ``graphs`` (None): CUDA graphs, for encodes of few items. One is recorded when its shapes come for the second
+      time: many images of a day have a size that no other has.
 
     An item's features fill its blocks in order, the last one partly. Items are batched if their shapes allow it.
     """
@@ -33,6 +35,7 @@ class EncodeStage:
 
     def __init__(self, model: LoadedModel, image: BlockMemory, graphs: GraphCache | None = None) -> None:
         self.model, self.image, self._graphs = model, image, graphs
+        self._seen: set[Hashable] = set()
 
     def open(self, request: Open) -> None:
         """Do nothing: this stage keeps no state of requests."""
@@ -54,21 +57,37 @@ class EncodeStage:
 
     @torch.inference_mode()
     def _encode(self, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> Sequence[Tensor]:
-        key = None if self._graphs is None else make_graph_key(kind, items, counts)
-        if self._graphs is None or key is None:
-            return self.model.encode(kind, items, counts)
-        places = [
-            (i, name) for i, item in enumerate(items) for name, value in item.items() if isinstance(value, Tensor)
-        ]
+        found = None
+        if self._graphs is not None and self._is_repeated(key := make_graph_key(kind, items, counts)):
+            found = self._replay(self._graphs, key, kind, items, counts)
+        return self.model.encode(kind, items, counts) if found is None else found
+
+    def _is_repeated(self, key: Hashable | None) -> bool:
+        """Tell if this key came before; note that it came."""
+        if key is None or key in self._seen:
+            return key is not None
+        if len(self._seen) >= MOST_SEEN_KEYS:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
+
+    def _replay(
+        self, graphs: GraphCache, key: Hashable, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]
+    ) -> Tensors | None:
+        """Return the features by a CUDA graph, to which only pixels are given: all other numbers are in ``key``."""
+        tensors = [(i, *pair) for i, item in enumerate(items) for pair in item.items() if isinstance(pair[1], Tensor)]
+        pixels = [(i, name) for i, name, value in tensors if value.is_floating_point()]
+        numbers = [each for each in tensors if not each[2].is_floating_point()]
 
         def run(inputs: Tensors) -> Tensors:
             given: list[dict[str, Tensor]] = [{} for _ in items]
-            for (i, name), value in zip(places, inputs, strict=True):
+            for i, name, value in numbers:
+                given[i][name] = value
+            for (i, name), value in zip(pixels, inputs, strict=True):
                 given[i][name] = value
             return self.model.encode(kind, given, counts)
 
-        found = self._graphs.call(key, run, [items[i][name] for i, name in places])
-        return self.model.encode(kind, items, counts) if found is None else found
+        return graphs.call(key, run, [items[i][name] for i, name in pixels], ("encode", kind))
 
     @torch.inference_mode()
     def _store(self, features: Tensor, item: Encode) -> None:
@@ -83,7 +102,8 @@ class EncodeStage:
 def make_graph_key(kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> Hashable | None:
     """Make the key that items of one CUDA graph share; None if they should not be recorded.
 
-    Numbers that are no pixels (grids, sizes) enter it by value, because encoders read them on the host.
+    Numbers that are no pixels (grids, sizes) enter it by value: encoders read them on the host, and a recording holds
+    what they made of them.
     """
     tensors = [(name, value) for item in items for name, value in item.items() if isinstance(value, Tensor)]
     numbers = [value for _, value in tensors if not value.is_floating_point()]

@@ -73,7 +73,7 @@ class LanguageStage:
         if kv.tensor.is_cuda:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
-        if graphs is not None and getattr(self._backend, "supports_graphs", False):
+        if graphs is not None and "D" in letters and getattr(self._backend, "supports_graphs", False):
             self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
         self.on_layers: LayersCallback | None = None
         self._block_rows = kv.shape.shape[3]

@@ -1,0 +1,274 @@
+"""A stand-in for a GPU on a CPU: tensors on "cuda:0" with real numbers, streams, and captures that fail as CUDA's do.
+
+Operators of mixed devices raise. What makes the host wait for the device (a number read, a size that depends on values,
+a copy between the two) is counted, and refused while a capture is underway. ``torch.cuda.graph`` is torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("cuda", 0)
+REFUSED = "CUDA error: operation not permitted when stream is capturing"
+BROKEN = "CUDA error: operation failed due to a previous error during capture"
+READS = {
+    *("_local_scalar_dense", "nonzero", "equal", "masked_select", "bincount", "repeat_interleave"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
+
+
+COPIES = {"_to_copy", "copy_", "index"}  # the last copies indices of the host
+_AS_TEXT = {Tensor.tolist, Tensor.__repr__, Tensor.__format__}
+
+
+class DeviceTensor(Tensor):
+    """A tensor that says it is on the GPU; ``held`` has its numbers."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> DeviceTensor:
+        strides, offset = held.stride(), held.storage_offset()
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, held.shape, strides=strides, storage_offset=offset, dtype=held.dtype, device=DEVICE
+        )
+        made.held = held
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError(f"{func} runs outside of the stand-in")
+
+
+class _Bindings(TorchFunctionMode):
+    """What torch's Python bindings do in place of operators: lists, and copies of numbers to the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        place = kwargs.get("device")
+        if func in _AS_TEXT and isinstance(args[0], DeviceTensor):
+            return func(args[0].to("cpu"), *args[1:], **kwargs)
+        if func not in (torch.tensor, torch.as_tensor) or place is None:
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": None}).to(place)
+
+
+class Stream:
+    """A CUDA stream of which only the name is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+class CudaStandIn(TorchDispatchMode):
+    """The device, as this thread sees it.
+
+    - ``current``: the thread's stream.
+    - ``waits``: operators for which the host waited.
+    - ``underway``: memory pools that allocators record into.
+    - ``captures``: captures that began; ``replays``: replays of all graphs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The place that torch has for fake tensors: with it no factory starts CUDA itself.
+        self._mode_key = torch._C._TorchDispatchModeKey.FAKE
+        self.current = Stream("the lane's")
+        self.waits: list[str] = []
+        self.underway: set[Any] = set()
+        self.captures = self.replays = self.handles = 0
+        self.tape: list[tuple[Any, Any, Any, Any]] | None = None
+        self.is_broken = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def break_capture(self) -> None:
+        """Refuse an operation that no look before the capture has seen."""
+        if self.tape is not None:
+            self.is_broken = True
+            raise RuntimeError(REFUSED)
+
+    def _wait(self, name: str) -> None:
+        self.break_capture()
+        self.waits.append(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "scaled_dot_product" not in func.overloadpacket.__name__:
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        if self.is_broken and self.tape is not None:
+            raise RuntimeError(BROKEN)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        is_there = any(isinstance(each, DeviceTensor) for each in tensors)
+        if not is_there and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            return self._run_here(func, args, kwargs)
+        return self._run_there(func, args, kwargs, tensors)
+
+    def _run_here(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "is_pinned":
+            return False
+        return args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
+
+    def _run_there(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        name = func.overloadpacket.__name__
+        place = kwargs.get("device")
+        to_host = place is not None and torch.device(place).type == "cpu"
+        mixed = any(not isinstance(each, DeviceTensor) and each.ndim for each in tensors)
+        if name in COPIES and (mixed or to_host):
+            self._wait("copy")
+        elif mixed and any(isinstance(each, DeviceTensor) for each in tensors):
+            raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
+        if _needs_values(func, args, kwargs):
+            self._wait(name)
+        return self._carry_out(
+            func, args, kwargs, to_host or (name == "copy_" and not isinstance(args[0], DeviceTensor))
+        )
+
+    def _carry_out(self, func: Any, args: Any, kwargs: Any, to_host: bool) -> Any:
+        own = {id(each.held): each for each in tree_leaves((args, kwargs)) if isinstance(each, DeviceTensor)}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        bare, named = tree_map(_unwrap, (args, kwargs))
+        made = func(*bare, **named)
+        if self.tape is not None:
+            self.tape.append((func, bare, named, made))
+        if to_host:
+            return made
+
+        def wrap(leaf: Any) -> Any:
+            found = own.get(id(leaf))
+            return (
+                DeviceTensor(leaf) if found is None and isinstance(leaf, Tensor) else leaf if found is None else found
+            )
+
+        return tree_map(wrap, made)
+
+
+def _unwrap(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, DeviceTensor) else leaf
+
+
+def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if "index" in name and isinstance(args[1], list | tuple):
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    return name in READS and kwargs.get("output_size") is None
+
+
+class _StreamContext:
+    def __init__(self, device: CudaStandIn, stream: Stream) -> None:
+        self._device, self._stream = device, stream
+
+    def __enter__(self) -> None:
+        self._before, self._device.current = self._device.current, self._stream
+
+    def __exit__(self, *error: object) -> None:
+        self._device.current = self._before
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph`` over a tape of operators; allocators are told as torch 2.11 to 2.13 do."""
+
+    def __init__(self, device: CudaStandIn) -> None:
+        self._device = device
+        self._tape: list[tuple[Any, Any, Any, Any]] = []
+
+    def capture_begin(self, pool: Any, **further: Any) -> None:
+        if pool in self._device.underway:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self._device.underway.add(pool)
+        self._pool, self._device.tape, self._device.is_broken = pool, [], False
+        self._device.captures += 1
+
+    def capture_end(self) -> None:
+        tape, self._device.tape = self._device.tape, None
+        if self._device.is_broken or tape is None:
+            raise RuntimeError(BROKEN)
+        self._device.underway.remove(self._pool)
+        self._tape = tape
+
+    def replay(self) -> None:
+        self._device.replays += 1
+        with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
+            for func, args, kwargs, before in self._tape:
+                for old, new in zip(tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+@pytest.fixture
+def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStandIn]:
+    """Run the test's thread with the stand-in in place of CUDA."""
+    device = CudaStandIn()
+
+    def new_handle(*given: Any) -> Any:
+        device.handles += 1
+        return (0, device.handles)
+
+    def end_allocate(index: int, pool: Any) -> None:
+        if pool not in device.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        device.underway.remove(pool)
+
+    parts = {
+        "Stream": lambda *given: Stream("a recorder's"),
+        "stream": lambda stream: _StreamContext(device, stream),
+        "current_stream": lambda *given: device.current,
+        "set_stream": lambda stream: setattr(device, "current", stream),
+        "graph_pool_handle": new_handle,
+        "CUDAGraph": lambda: Graph(device),
+        "mem_get_info": lambda *given: (8 << 30, 8 << 30),
+    }
+    zero = ("synchronize", "empty_cache", "memory_reserved", "memory_allocated", "current_device")
+    for name, part in parts.items() | {(name, lambda *given: 0) for name in zero}:
+        monkeypatch.setattr(torch.cuda, name, part)
+    below = {"_host_emptyCache": lambda: None, "_cuda_endAllocateToPool": end_allocate}
+    for name, part in {**below, "_cuda_releasePool": lambda index, pool: None}.items():
+        monkeypatch.setattr(torch._C, name, part, raising=False)
+    with _cuda_guard(), _Bindings(), device:
+        yield device
+
+
+@contextmanager
+def _cuda_guard() -> Iterator[None]:
+    """Give torch's bindings a guard of CUDA devices where torch has none: the CPU's, which does nothing.
+
+    ``x[0]`` and ``copy_`` of a tensor on the GPU begin by making its device the current one.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[1]
+    guards[1] = before or guards[0]
+    try:
+        yield
+    finally:
+        guards[1] = before
+
+
+def move_to_device(module: Any) -> None:
+    """Put a module's weights and buffers on the stand-in."""
+    with torch.inference_mode():
+        for each in module.modules():
+            for held in (each._parameters, each._buffers):
+                held.update({name: DeviceTensor(value.detach()) for name, value in held.items() if value is not None})
