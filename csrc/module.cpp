@@ -1,4 +1,5 @@
 // trinity._native: the Python side. Pointers are ints and block numbers int64 arrays: no torch is linked.
+#include "instructions.hpp"
 #include "native.hpp"
 
 #include <nanobind/nanobind.h>
@@ -16,6 +17,7 @@ void bind_attention(nb::module_ &module); // attention/bind.cpp
 void bind_elementwise(nb::module_ &module); // elementwise/elementwise.cpp
 void bind_encoder(nb::module_ &module);     // encoder/encoder.cpp
 void bind_few_rows(nb::module_ &module);    // linear/few_rows.cpp
+void bind_product(nb::module_ &module);     // linear/product.cpp
 
 namespace {
 
@@ -67,6 +69,7 @@ NB_MODULE(_native, module) {
     bind_elementwise(module);
     bind_encoder(module);
     bind_few_rows(module);
+    bind_product(module);
 #ifdef TRINITY_WITH_CUDA
     module.attr("CUDA") = true;
     module.def("cuda_copy_blocks", &cuda_copy, "target"_a, "source"_a, "to"_a, "from_"_a, "count"_a, "block_bytes"_a,

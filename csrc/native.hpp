@@ -30,9 +30,6 @@ void digest_blocks(Pool source, const int64_t *from, size_t count, Within within
 void check_within(Within within);
 void check_numbers(const char *what, const int64_t *numbers, size_t count, int64_t blocks);
 
-// The widest instructions that this processor has of those compiled in: "avx512", "avx2" or "portable".
-const char *instructions();
-
 // Runs work(index) for each index below `count`, on the calling thread and at most `threads` - 1 of a pool.
 using Work = void (*)(void *state, size_t index);
 void run_parallel(size_t count, int threads, Work work, void *state);

@@ -77,6 +77,9 @@ const AttentionKernel *attention_avx512(const PagedCache &cache, bool dots);
 const AttentionKernel *attention_amx(const PagedCache &cache);
 // The same in float32, for any scale.
 const AttentionKernel *attention_avx512_rows(const PagedCache &cache);
+// Of few rows, and of many, in float32 and bf16, for any scale. nullptr: not on this processor, or not of this width.
+const AttentionKernel *attention_avx2(const PagedCache &cache);
+const AttentionKernel *attention_avx2_rows(const PagedCache &cache);
 
 // Reads a task's keys and values and computes nothing: the limit that benchmarks show; nullptr without AVX-512.
 const AttentionKernel *attention_loads();

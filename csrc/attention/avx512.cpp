@@ -1,6 +1,7 @@
 // Attention with AVX-512, and with its bf16 dot products where the processor has them; heads of a multiple of 32.
 // This file alone is compiled for those instructions; attention_avx512() says whether they are there.
 #include "attention/rows.hpp"
+#include "instructions.hpp"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -330,15 +331,13 @@ void load_only(const Attention &a, const AttentionTask &task, const AttentionTas
 
 const AttentionKernel *attention_loads() {
     static constexpr AttentionKernel found{load_only, scratch, QUERIES, 1};
-    return __builtin_cpu_supports("avx512f") ? &found : nullptr;
+    return has_avx512() ? &found : nullptr;
 }
 
 const AttentionKernel *attention_avx512(const PagedCache &cache, bool dots) {
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!here || cache.width % 32 != 0 || cache.width > WIDEST) return nullptr;
+    if (!has_avx512() || cache.width % 32 != 0 || cache.width > WIDEST) return nullptr;
     if (!cache.bf16) return kernel<Wide<Floats>>();
-    return dots && __builtin_cpu_supports("avx512bf16") ? kernel<Wide<Dots>>() : kernel<Wide<Halves>>();
+    return dots && has_avx512_bf16() ? kernel<Wide<Dots>>() : kernel<Wide<Halves>>();
 }
 
 } // namespace trinity

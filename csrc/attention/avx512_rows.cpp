@@ -3,6 +3,7 @@
 // and an element of a key or of a value is broadcast as it lies. STEP of these by 48 queries are sums in registers.
 // This file alone is compiled for those instructions; attention_avx512_rows() says whether they are there.
 #include "attention/attention.hpp"
+#include "instructions.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 #include "attention/lanes.hpp"
@@ -212,9 +213,7 @@ size_t scratch(const Attention &a, const AttentionTask &task) {
 
 const AttentionKernel *attention_avx512_rows(const PagedCache &cache) {
     static constexpr AttentionKernel kernel{attend, scratch, QUERIES, 3 * LANES};
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return here && !cache.bf16 && cache.width <= WIDEST ? &kernel : nullptr;
+    return has_avx512() && !cache.bf16 && cache.width <= WIDEST ? &kernel : nullptr;
 }
 
 } // namespace trinity

@@ -1,5 +1,6 @@
 // Attention as Python calls it: a plan for each batch, then one call for each layer. Pointers are ints.
 #include "attention/attention.hpp"
+#include "instructions.hpp"
 
 #include <algorithm>
 #include <nanobind/nanobind.h>
@@ -31,20 +32,24 @@ constexpr int64_t FILL_TILES = 8, FILL = 32; // rows times heads from which a ke
 
 [[noreturn]] void refuse(const std::string &why) { throw std::invalid_argument(why); }
 
-// For few rows: "best" of this processor, also where "many" rows have another; "avx512" without bf16 dot products;
-// "portable"; "loads" reads and computes nothing.
+// For few rows: "best" of this processor, also where "many" rows have another; at most "avx512", without bf16 dot
+// products; at most "avx2"; "portable"; "loads" reads and computes nothing.
 const AttentionKernel *kernel_of(const std::string &name, const PagedCache &cache) {
     const AttentionKernel *found = nullptr;
     if (name == "best" || name == "avx512" || name == "many")
         found = trinity::attention_avx512(cache, name != "avx512");
+    if (found == nullptr && name != "portable" && name != "loads") found = trinity::attention_avx2(cache);
     if (name == "loads") found = trinity::attention_loads();
     if (found == nullptr && name == "loads") refuse("no AVX-512 here: no pass to compare with");
     return found != nullptr ? found : trinity::attention_portable(cache);
 }
 
+// bf16 with AVX-512 and without tiles has none: torch's own products are faster there than AVX2.
 const AttentionKernel *many_rows(const PagedCache &cache, float scale) {
-    if (!cache.bf16) return trinity::attention_avx512_rows(cache);
-    return scale > 0 ? trinity::attention_amx(cache) : nullptr;
+    const AttentionKernel *found = nullptr;
+    if (cache.bf16 && trinity::has_avx512()) return scale > 0 ? trinity::attention_amx(cache) : nullptr;
+    if (!cache.bf16) found = trinity::attention_avx512_rows(cache);
+    return found != nullptr ? found : trinity::attention_avx2_rows(cache);
 }
 
 // The kernel of many rows, or none, and for which requests: a decode, which waits for memory, is none.
@@ -55,7 +60,7 @@ struct Many {
 
     Many(const std::string &name, const PagedCache &cache, float scale)
         : kernel(name != "best" && name != "many" ? nullptr : many_rows(cache, scale)), always(name == "many"),
-          fill(cache.bf16 ? FILL_TILES : FILL) {}
+          fill(kernel != nullptr && kernel == trinity::attention_amx(cache) ? FILL_TILES : FILL) {}
     bool fit(int64_t rows, int64_t group) const { return kernel && (always || (rows > 1 && rows * group >= fill)); }
 };
 
@@ -205,7 +210,8 @@ bool many(bool bf16, int64_t width) { return many_rows({0, 1, 1, 1, 1, width, bf
 std::string instructions(bool bf16, int64_t width) {
     const PagedCache cache{0, 1, 1, 1, 1, width, bf16};
     if (trinity::attention_amx(cache) != nullptr) return "amx";
-    return trinity::attention_avx512(cache, true) != nullptr ? "avx512" : "portable";
+    if (trinity::attention_avx512(cache, true) != nullptr) return "avx512";
+    return trinity::attention_avx2(cache) != nullptr ? "avx2" : "portable";
 }
 
 } // namespace

@@ -1,24 +1,20 @@
-// What kernels of many rows share, whose lanes are queries: 16 queries a tile, a vector of scores for each key.
+// What kernels of many rows with AVX-512 share, whose lanes are queries: 16 queries a tile, a vector of scores for each key.
 // Included once for each instruction set: all has internal linkage.
 #pragma once
 
-#include "attention/attention.hpp"
+#include "attention/queries.hpp"
 
 #include <immintrin.h>
 
 namespace trinity {
 namespace {
 
-constexpr int64_t LANES = 16;   // queries of a tile
-constexpr int64_t WIDEST = 512; // elements of a head
-constexpr float NOTHING = -__builtin_inff();
+constexpr int64_t LANES = 16; // queries of a tile
 constexpr float LOG2_E = 1.44269504f;
 using Vector = __m512;
 using Bits = __m512i;
+template <class T> using Lanes = Queries<T, LANES>;
 
-inline int64_t least_of(int64_t one, int64_t other) { return one < other ? one : other; }
-inline int64_t most_of(int64_t one, int64_t other) { return one > other ? one : other; }
-inline int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 inline Vector all(float value) { return _mm512_set1_ps(value); }
 inline __mmask32 below(int64_t count) { return count >= 32 ? ~0U : count <= 0 ? 0U : (1U << count) - 1; }
 
@@ -104,39 +100,6 @@ void capped(float *scores, int64_t from, int64_t count, float scale, float softc
     }
 }
 
-// ---------------------------------------------------------------- rows
-
-// The heads of a tile's queries in `from`; nothing beyond `rows`.
-template <class T> struct Lanes {
-    T *at[LANES] = {};
-    int64_t row[LANES], head[LANES], count;
-
-    Lanes(const Attention &a, const AttentionTask &task, const Strided &from, int64_t tile, int64_t rows)
-        : count(least_of(rows - tile * LANES, LANES)) {
-        const int64_t group = a.group(), first = tile * LANES;
-        int64_t down = task.row + first / group, across = first % group;
-        for (int64_t lane = 0; lane < count; lane++) {
-            row[lane] = down;
-            head[lane] = task.head * group + across;
-            at[lane] = reinterpret_cast<T *>(from.address) + down * from.row + head[lane] * from.head;
-            if (++across == group) across = 0, down++;
-        }
-    }
-};
-
-// What 16 queries see, their largest scores so far in units of `unit`, and the sums of their weights.
-template <class T>
-void begin_lanes(const Attention &a, const Lanes<T> &lanes, float unit, int32_t *first, int32_t *end, float *most,
-                 float *sums) {
-    for (int64_t lane = 0; lane < LANES; lane++) {
-        const bool there = lane < lanes.count;
-        first[lane] = there ? static_cast<int32_t>(a.first[lanes.row[lane]]) : INT32_MAX;
-        end[lane] = there ? static_cast<int32_t>(a.end[lanes.row[lane]]) : 0;
-        most[lane] = there && a.sinks ? a.sinks[lanes.head[lane]] * unit : NOTHING;
-        sums[lane] = there && a.sinks ? 1 : 0;
-    }
-}
-
 // Of keys [at, at + count), those [from, to) that some query of TILES tiles sees; multiples of `step`, but for `at`.
 template <int TILES> struct Ranges {
     Bits first[TILES], end[TILES];
@@ -162,34 +125,6 @@ template <int TILES> struct Ranges {
         hide(scores, most_of(most_of(all_from, all_to), from), to, first[tile], end[tile]);
     }
 };
-
-// Of its request's positions, those [first, end) that some row of a task sees.
-struct Span {
-    int64_t first, end;
-
-    Span(const Attention &a, const AttentionTask &task) : first(a.first[task.row]), end(a.end[task.row]) {
-        for (int64_t row = task.row + 1; row < task.row + task.rows; row++) {
-            first = least_of(first, a.first[row]);
-            end = most_of(end, a.end[row]);
-        }
-    }
-};
-
-// Where keys [at, at + count) of a request and their values lie.
-template <class T>
-void locate(const Attention &a, const AttentionTask &task, int64_t at, int64_t count, const T **keys,
-            const T **values) {
-    const int64_t height = a.cache.height;
-    const auto *key = reinterpret_cast<const T *>(a.held.keys);
-    const auto *value = reinterpret_cast<const T *>(a.held.values);
-    int64_t block = at / height, offset = at % height;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t place = task.table[block] * a.held.block + task.head * a.held.head + offset * a.held.row;
-        keys[i] = key + place;
-        values[i] = value + place;
-        if (++offset == height) offset = 0, block++;
-    }
-}
 
 } // namespace
 } // namespace trinity

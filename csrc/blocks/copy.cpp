@@ -1,4 +1,5 @@
 // Gather and scatter of many paged blocks in one call.
+#include "instructions.hpp"
 #include "native.hpp"
 
 #include <algorithm>
@@ -73,8 +74,8 @@ __attribute__((target("avx2"))) void stream_avx2(char *target, const char *sourc
 
 Copy streaming() {
 #ifdef TRINITY_X86
-    if (__builtin_cpu_supports("avx512f")) return stream_avx512;
-    if (__builtin_cpu_supports("avx2")) return stream_avx2;
+    if (has_avx512()) return stream_avx512;
+    if (has_avx2()) return stream_avx2;
 #endif
     return copy_plain;
 }
@@ -177,14 +178,6 @@ void copy_blocks(Pool target, Pool source, const int64_t *to, const int64_t *fro
     Shared shared{&pieces, stream, std::max<size_t>(1, SHARE / average)};
     const size_t shares = (pieces.size() + shared.batch - 1) / shared.batch;
     run_parallel(shares, total > SHARE ? threads : 1, copy_share, &shared);
-}
-
-const char *instructions() {
-#ifdef TRINITY_X86
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return "avx512";
-    if (__builtin_cpu_supports("avx2")) return "avx2";
-#endif
-    return "portable";
 }
 
 } // namespace trinity

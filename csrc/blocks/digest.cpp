@@ -6,6 +6,7 @@
 // Each word goes through a bijection of its own, so one changed word always changes the sum; the word's place is in it,
 // so swapped words do; the length is in the end, so zeros of different lengths differ. trinity.memory.native computes the same
 // in numpy and in torch.
+#include "instructions.hpp"
 #include "native.hpp"
 
 #include <cstring>
@@ -53,8 +54,8 @@ using Sum = uint64_t (*)(const char *, size_t);
 
 Sum best_sum() {
 #if defined(__x86_64__) && defined(__GNUC__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return sum_avx512;
-    if (__builtin_cpu_supports("avx2")) return sum_avx2;
+    if (has_avx512()) return sum_avx512;
+    if (has_avx2()) return sum_avx2;
 #endif
     return sum_portable;
 }

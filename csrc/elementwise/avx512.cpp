@@ -1,5 +1,6 @@
 // The loops of elementwise/rows.hpp compiled for AVX-512, used where the processor has it.
 #include "elementwise/elementwise.hpp"
+#include "instructions.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "elementwise/rows.hpp"
@@ -7,9 +8,7 @@
 namespace trinity {
 
 const Elementwise *elementwise_avx512(bool bf16) {
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!here) return nullptr;
+    if (!has_avx512()) return nullptr;
     return bf16 ? &LOOPS<Bf16> : &LOOPS<float>;
 }
 

@@ -5,6 +5,7 @@
 
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 #include "bf16.hpp"
+#include "instructions.hpp"
 #include <immintrin.h>
 
 namespace trinity {
@@ -161,9 +162,7 @@ constexpr Elementwise KERNELS{rms_norm, gated, rotary};
 } // namespace
 
 const Elementwise *elementwise_bf16() {
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
-    return here ? &KERNELS : nullptr;
+    return has_avx512_bf16() ? &KERNELS : nullptr;
 }
 
 } // namespace trinity

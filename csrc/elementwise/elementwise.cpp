@@ -20,10 +20,12 @@ namespace {
 
 constexpr int64_t SHARE = 1 << 15; // elements that are worth a thread
 
-// "best" of this processor; "avx512", without its own rounding to bf16; "portable".
+// "best" of this processor; at most "avx512", without its own rounding to bf16; at most "avx2"; "portable".
 const Elementwise &kernels_of(const std::string &name, bool bf16) {
+    const bool widest = name == "best" || name == "avx512";
     const Elementwise *found = name == "best" && bf16 ? elementwise_bf16() : nullptr;
-    if (found == nullptr && name != "portable") found = elementwise_avx512(bf16);
+    if (found == nullptr && widest) found = elementwise_avx512(bf16);
+    if (found == nullptr && name != "portable") found = elementwise_avx2(bf16);
     return found != nullptr ? *found : elementwise_portable(bf16);
 }
 

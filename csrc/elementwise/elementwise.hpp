@@ -43,7 +43,8 @@ struct Elementwise {
 };
 
 const Elementwise &elementwise_portable(bool bf16);
-const Elementwise *elementwise_avx512(bool bf16); // nullptr: not on this processor
+const Elementwise *elementwise_avx2(bool bf16); // nullptr: not on this processor
+const Elementwise *elementwise_avx512(bool bf16);
 const Elementwise *elementwise_bf16();
 
 } // namespace trinity

@@ -19,8 +19,10 @@ namespace {
 
 constexpr int64_t SHARE = 1 << 15; // elements that are worth a thread
 
+// "best" of this processor; at most "avx2"; "portable".
 const Encoder &kernels_of(const std::string &name, bool bf16) {
-    const Encoder *found = name == "portable" ? nullptr : encoder_avx512(bf16);
+    const Encoder *found = name == "best" ? encoder_avx512(bf16) : nullptr;
+    if (found == nullptr && name != "portable") found = encoder_avx2(bf16);
     return found != nullptr ? *found : encoder_portable(bf16);
 }
 

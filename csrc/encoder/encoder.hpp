@@ -28,6 +28,7 @@ struct Encoder {
 };
 
 const Encoder &encoder_portable(bool bf16);
-const Encoder *encoder_avx512(bool bf16); // nullptr: not on this processor
+const Encoder *encoder_avx2(bool bf16); // nullptr: not on this processor
+const Encoder *encoder_avx512(bool bf16);
 
 } // namespace trinity

@@ -1,5 +1,6 @@
 // A decode step reads every weight for a few rows: what counts is that memory is never waited for. Weights are taken in
 // pieces that stay in the L1 while all rows pass over them, and meanwhile those further on are fetched.
+#include "instructions.hpp"
 #include "linear/few_rows.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -79,9 +80,7 @@ constexpr FewRowsKernel KERNEL{few_rows, TOGETHER, 1};
 } // namespace
 
 const FewRowsKernel *few_rows_avx512() {
-    const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return here ? &KERNEL : nullptr;
+    return has_avx512() ? &KERNEL : nullptr;
 }
 
 } // namespace trinity

@@ -224,3 +224,15 @@ def few_rows(
     threads: int,
 ) -> None: ...
 def few_rows_of(bf16: bool) -> tuple[int, int]: ...
+def product(
+    rows_in: tuple[int, int],
+    out: tuple[int, int],
+    weight: int,
+    bias: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    bf16: bool,
+    threads: int,
+) -> None: ...
+def has_product(bf16: bool) -> bool: ...

@@ -40,6 +40,12 @@ else:
     missing = f"the extension is of another version of trinity ({_native.API}, not {API}): install trinity again"
     extension = _native if _native.API == API else None
 
+if extension is not None:
+    try:
+        extension.instructions()
+    except ValueError as error:  # of the environment's TRINITY_ISA
+        raise ConfigError(str(error)) from error
+
 
 def has_extension() -> bool:
     """Tell if the compiled extension does the work."""

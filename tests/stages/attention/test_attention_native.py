@@ -16,7 +16,7 @@ from trinity.errors import ConfigError
 from trinity.memory import native
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
-from trinity.stages.attention.native import LONG_CHUNK, TILE_KERNELS, NativeAttention
+from trinity.stages.attention.native import LONG_CHUNK, MANY_ROWS, NativeAttention, has_many_rows
 from trinity.stages.attention.torch_reference import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
@@ -27,7 +27,7 @@ PLAIN = AttentionParams(LAYER, 0.3)
 WIDE = 64  # of a width that AVX-512 is for; 20 and 7 are not
 
 
-KERNELS = ("best", "many", "avx512", "portable")
+KERNELS = ("best", "many", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(params=KERNELS)
@@ -194,12 +194,12 @@ def test_groups_that_are_no_runs_are_left_to_torch(backend: NativeAttention) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_are_no_tiles(
+def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_is_no_kernel_of_many_rows(
     backend: NativeAttention, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = []
-    tiled = native.extension.attention_instructions(True, WIDE) == "amx" and backend._kernel in TILE_KERNELS
-    left = [LONG_CHUNK] if dtype is torch.bfloat16 and not tiled else []
+    ours = has_many_rows(WIDE) and backend._kernel in MANY_ROWS
+    left = [LONG_CHUNK] if dtype is torch.bfloat16 and not ours else []
 
     def chunk(self: object, rows: PagedRows, one: ChunkRows, *given: Any) -> torch.Tensor:
         chunks.append(one.length)
@@ -283,3 +283,11 @@ def test_which_widths_have_instructions_of_their_own() -> None:
     assert [asked(False, width) for width in (32, 64, 128, 512)] == ["avx512"] * 4
     assert [asked(False, width) for width in (7, 16, 80, 544)] == ["portable"] * 4
     assert asked(True, 544) == "portable"
+
+
+@pytest.mark.skipif(native.extension.instructions() != "avx2", reason="this processor has no AVX2, or more than that")
+def test_which_widths_avx2_serves() -> None:
+    asked = native.extension.attention_instructions
+    assert [asked(bf16, width) for bf16 in (True, False) for width in (16, 64, 80, 512)] == ["avx2"] * 8
+    assert [asked(bf16, width) for bf16 in (True, False) for width in (7, 20, 528)] == ["portable"] * 6
+    assert [has_many_rows(width) for width in (7, 20, 64, 512, 528)] == [True] * 4 + [False]

@@ -22,7 +22,7 @@ from trinity.stages.attention.interface import (
     register_attention,
 )
 from trinity.stages.kernels import decoder_layers as module
-from trinity.stages.kernels import fused_elementwise, last_layer, linear
+from trinity.stages.kernels import fused_elementwise, last_layer, linear, native_linear
 from trinity.stages.kernels.decoder_layers import (
     DecoderAttentionProbe,
     _FusedDecoderLayer,
@@ -30,6 +30,7 @@ from trinity.stages.kernels.decoder_layers import (
 )
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.linear import pack_weights
+from trinity.stages.kernels.native_linear import NativeLinear, use_native_products
 from trinity.stages.kernels.probes import make_empty_rows
 
 DTYPES = [each for each in (torch.float32, torch.bfloat16) if packs(each)]
@@ -49,6 +50,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
     monkeypatch.setattr(linear, "_is_packing_faster", packs)
     monkeypatch.setattr(linear, "_is_gemm_faster", lambda dtype: True)
 
@@ -62,6 +64,7 @@ def model_of(config: Any, dtype: torch.dtype = torch.float32, **more: Any) -> An
         if "norm" in name or "bias" in name:
             parameter.add_(torch.randn_like(parameter) * 0.3)
     found.set_attn_implementation(PAGED_ATTENTION)
+    use_native_products(found)
     pack_weights(found)
     fuse_elementwise(found)
     return found
@@ -106,6 +109,23 @@ def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) 
             torch.testing.assert_close(found, wanted, rtol=0, atol=near * largest)
             assert mine.params == theirs.params
             assert isinstance(mine.params, AttentionParams)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_plain_weights_are_parts_of_it_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native_linear.has_native_product(dtype):
+        pytest.skip(f"no products with plain weights on this processor: {native.describe()}")
+    monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: True)
+    model = model_of(LlamaConfig(**SIZES), dtype)
+    kind, layer = type(model.layers[0]), model.layers[0]
+    assert isinstance(layer.mlp.gate_proj, NativeLinear)
+    assert fuse_decoder_layers(model) == 2
+    for count in (1, 40):
+        rows, named = asked_of(layer, count, dtype, DecoderAttentionProbe())
+        found = layer(rows, **named)
+        wanted = kind.forward(layer, rows, **named)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))
 
 
 @torch.inference_mode()

@@ -23,8 +23,9 @@ from trinity.testing.checkpoints import build_checkpoint
 if not parts.has_encoder_kernels():
     pytest.skip(f"no kernels of encoders in the extension: {native.describe()}", allow_module_level=True)
 
+KERNELS = ("best", "avx2", "portable")
 DTYPES = (torch.float32, torch.bfloat16)
-ways = st.tuples(st.sampled_from(("best", "portable")), st.sampled_from(DTYPES))
+ways = st.tuples(st.sampled_from(KERNELS), st.sampled_from(DTYPES))
 widths = st.integers(2, 130) | st.sampled_from([384, 1000])
 NUMBERS = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh", "silu", "relu")
@@ -64,7 +65,7 @@ def test_a_sum_and_its_layer_norm(rows: int, width: int, way: tuple[str, torch.d
     check(found, nn.functional.layer_norm(total, (width,), weight, bias, 1e-5))
 
 
-@given(st.integers(0, 9), st.integers(1, 70), st.sampled_from(["best", "portable"]))
+@given(st.integers(0, 9), st.integers(1, 70), st.sampled_from(KERNELS))
 def test_a_table_is_read_for_every_row(rows: int, width: int, kernel: str) -> None:
     table = torch.cat([NUMBERS.flip(0), NUMBERS[:1]])
     states = NUMBERS[torch.randint(1 << 16, (rows, width), generator=torch.Generator().manual_seed(width))]
@@ -74,7 +75,7 @@ def test_a_table_is_read_for_every_row(rows: int, width: int, kernel: str) -> No
     assert torch.equal(states.view(torch.int16), wanted)
 
 
-@pytest.mark.parametrize("kernel", ["best", "portable"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_last_entry_of_a_table(kernel: str) -> None:
     table = torch.cat([NUMBERS, NUMBERS[:1]])
     last = NUMBERS[-1:].expand(16).contiguous()

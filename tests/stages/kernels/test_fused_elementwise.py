@@ -32,7 +32,7 @@ from trinity.testing.checkpoints import build_checkpoint
 if not fused_elementwise.has_fused_kernels():
     pytest.skip(f"no elementwise kernels in the extension: {native.describe()}", allow_module_level=True)
 
-KERNELS = ("best", "avx512", "portable")
+KERNELS = ("best", "avx512", "avx2", "portable")
 DTYPES = (torch.float32, torch.bfloat16)
 ways = st.tuples(st.sampled_from(KERNELS), st.sampled_from(DTYPES))
 widths = st.integers(1, 130) | st.sampled_from([768, 1000])

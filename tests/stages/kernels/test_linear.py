@@ -19,7 +19,7 @@ from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setup
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.loader import ServingConfig, load_instances
-from trinity.stages.kernels import linear
+from trinity.stages.kernels import linear, native_linear
 from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, count_packed_bytes, pack_weights, use_onednn
 from trinity.stages.models import LoadedModel, load_model, loader
 
@@ -32,6 +32,7 @@ class Named(nn.Linear):
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
     monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
     monkeypatch.setattr(loader, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
 

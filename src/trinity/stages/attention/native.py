@@ -2,8 +2,8 @@
 
 Decode rows and chunks read their blocks in place, with the query heads of one KV head as rows of one matrix. Each row
 sees a range of positions: causal, windows, spans, and images that see each other in both directions. Chunks go through
-a kernel of many rows if the processor has AMX tiles (bfloat16) or AVX-512 (float32). Torch computes long bfloat16
-chunks without tiles, since it is faster there, and chunks whose groups are no ranges.
+a kernel of many rows, but in bfloat16 on processors with AVX-512 and without AMX tiles: torch computes long chunks
+there, since it is faster, and everywhere chunks whose groups are no ranges.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trinity.memory import native
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, Int64Array, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 
-LONG_CHUNK = 32  # rows of a bfloat16 chunk from which torch's oneDNN products are faster than all but AMX tiles
-TILE_KERNELS = ("best", "many")  # kernels that use tiles if there are any
+LONG_CHUNK = 32  # rows of a bfloat16 chunk from which torch is faster than kernels of few rows
+MANY_ROWS = ("best", "many")  # kernels that use that of many rows if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class NativeAttention(TorchAttention):
     """``AttentionBackend`` by the extension.
 
     ``kernel``: "best" for this processor; "many", its kernel of many rows for every row, not only where that pays;
-    "avx512", without that kernel and without bf16 dot products; "portable"; or "loads", which reads what the others
-    read and computes nothing (the limit that benchmarks show).
+    at most "avx512", without that kernel and without bf16 dot products; at most "avx2"; "portable"; or "loads", which
+    reads what the others read and computes nothing (the limit that benchmarks show).
     """
 
     def __init__(self, kernel: str = "best") -> None:
@@ -102,9 +102,15 @@ class NativeAttention(TorchAttention):
         plan: _BatchPlan | None = rows.memo.get("native")
         if plan is None:
             bf16 = cache.dtype == torch.bfloat16
-            slow = bf16 and not (self._kernel in TILE_KERNELS and uses_amx_tiles(cache.shape[-1]))
+            slow = bf16 and not (self._kernel in MANY_ROWS and has_many_rows(cache.shape[-1]))
             plan = rows.memo["native"] = _make_plan(rows, cache, LONG_CHUNK if slow else None)
         return plan
+
+
+def has_many_rows(width: int) -> bool:
+    """Tell if there is a kernel of many rows for bfloat16 heads of ``width`` here."""
+    asked = getattr(native.extension, "attention_many", None)
+    return asked is not None and bool(asked(True, width))
 
 
 def uses_amx_tiles(width: int) -> bool:

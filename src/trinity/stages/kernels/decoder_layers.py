@@ -35,6 +35,7 @@ from trinity.stages.kernels.fused_elementwise import (
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import _pick_keywords, _TwoPassLayer
 from trinity.stages.kernels.linear import PackedLinear
+from trinity.stages.kernels.native_linear import NativeLinear, NativeProduct
 from trinity.stages.kernels.probes import is_close, make_empty_rows, make_noise, place_rows
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
 from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
@@ -81,7 +82,7 @@ class DecoderLayerPlan:
         modules = [getattr(layer.self_attn, name) for name in _ATTENTION]
         modules += [getattr(layer.mlp, name) for name in _MLP]
         self._products: list[Projection] = [each.forward for each in modules]
-        few: list[SmallBatchGemm | None] = [each.gemm for each in modules]
+        few: list[SmallBatchGemm | NativeProduct | None] = [each.gemm for each in modules]
         self._gemms: Any = few if all(few) else None
         self._width, self._hidden = width, len(first.weight)
         self._hooks = collect_hooks(each for each in layer.modules() if each is not layer)
@@ -181,7 +182,7 @@ def _is_candidate(layer: Any) -> bool:
         and norms
         and isinstance(mlp, _FusedGatedMlp)
         and not others
-        and all(isinstance(each, PackedLinear) for each in parts)
+        and all(isinstance(each, PackedLinear | NativeLinear) for each in parts)
     )
 
 

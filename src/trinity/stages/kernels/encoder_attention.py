@@ -1,4 +1,4 @@
-"""Encoder attention (no cache) on CPUs: bfloat16 in AMX tiles, float32 with AVX-512, if the processor has them.
+"""Encoder attention (no cache) on CPUs by kernels of AMX tiles (bfloat16), AVX-512 (float32) or AVX2 (both).
 
 An attention layer keeps its own forward, but finds another ``ALL_ATTENTION_FUNCTIONS`` among its globals. Its entry for
 torch's ``scaled_dot_product_attention`` calls the extension's kernels if every row sees every other. Masks, causal

@@ -19,6 +19,7 @@ from trinity.memory import native
 from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.fused_elementwise import _FusedModule, _gives_same, _is_supported, _kernel_options
 from trinity.stages.kernels.known_sources import LayerPart
+from trinity.stages.kernels.native_linear import run_linear
 from trinity.stages.kernels.probes import make_noise, make_scaled_rows
 from trinity.stages.kernels.swaps import make_swapped_class
 
@@ -114,7 +115,7 @@ class _PatchProduct(_FusedModule, nn.Conv2d):
         tall, broad = height // high, width // wide
         patches = input.view(batch, channels, tall, high, broad, wide).permute(0, 2, 4, 1, 3, 5)
         rows = patches.reshape(batch * tall * broad, channels * high * wide)
-        made = nn.functional.linear(rows, self.weight.view(self.out_channels, -1), self.bias)
+        made = run_linear(rows, self.weight.view(self.out_channels, -1), self.bias)
         return made.view(batch, tall, broad, -1).permute(0, 3, 1, 2)
 
     @classmethod

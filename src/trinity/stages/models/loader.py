@@ -24,6 +24,7 @@ from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.linear import pack_weights, use_onednn
+from trinity.stages.kernels.native_linear import use_native_products
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
@@ -130,6 +131,7 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
     part = _parts.get(key)
     if part is None:
         part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
+        use_native_products(part)
         if packed:
             pack_weights(part)
         use_onednn(part)
