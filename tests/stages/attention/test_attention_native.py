@@ -16,7 +16,7 @@ from trinity.errors import ConfigError
 from trinity.memory import native
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
-from trinity.stages.attention.native import LONG_CHUNK, MANY_ROWS, NativeAttention, has_many_rows
+from trinity.stages.attention.native import LONG_CHUNK, MANY_ROW_KERNELS, NativeAttention, has_many_rows
 from trinity.stages.attention.torch_reference import TorchAttention
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.float32, torch.device("cpu"))
@@ -198,7 +198,7 @@ def test_long_chunks_in_bfloat16_are_left_to_torch_where_there_is_no_kernel_of_m
     backend: NativeAttention, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = []
-    ours = has_many_rows(WIDE) and backend._kernel in MANY_ROWS
+    ours = has_many_rows(WIDE) and backend._kernel in MANY_ROW_KERNELS
     left = [LONG_CHUNK] if dtype is torch.bfloat16 and not ours else []
 
     def chunk(self: object, rows: PagedRows, one: ChunkRows, *given: Any) -> torch.Tensor:

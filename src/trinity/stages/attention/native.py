@@ -20,7 +20,7 @@ from trinity.stages.attention.interface import AttentionParams, ChunkRows, Int64
 from trinity.stages.attention.torch_reference import TorchAttention
 
 LONG_CHUNK = 32  # rows of a bfloat16 chunk from which torch is faster than kernels of few rows
-MANY_ROWS = ("best", "many")  # kernels that use that of many rows if there is one
+MANY_ROW_KERNELS = ("best", "many")  # kernels that use that of many rows if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class NativeAttention(TorchAttention):
         plan: _BatchPlan | None = rows.memo.get("native")
         if plan is None:
             bf16 = cache.dtype == torch.bfloat16
-            slow = bf16 and not (self._kernel in MANY_ROWS and has_many_rows(cache.shape[-1]))
+            slow = bf16 and not (self._kernel in MANY_ROW_KERNELS and has_many_rows(cache.shape[-1]))
             plan = rows.memo["native"] = _make_plan(rows, cache, LONG_CHUNK if slow else None)
         return plan
 

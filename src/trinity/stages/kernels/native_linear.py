@@ -78,6 +78,7 @@ class NativeLinear(nn.Linear):
 
 def use_native_products(model: Any) -> None:
     """Make the linear layers of ``model`` on a CPU use the extension, if that is faster there than torch and oneDNN."""
+    module: Any
     for module in linear._find_linears(model):
         if _can_serve(module) and is_native_faster(module.weight.dtype):
             module.gemm = NativeProduct(module.weight, module.bias)
