@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from trinity.core.messages import IMAGE, KV
@@ -330,3 +331,12 @@ def test_any_value_of_any_field_gives_a_shape_or_is_typed(family: str) -> None:
         found += [shape(config, {**preprocessor, "size": {**sizes, name: odd}}) for name in sizes]
         for each in found:
             assert each is None or each.vision is None or each.visual_tokens(1024, 768) > 0
+
+
+def test_a_kv_cache_in_fp8_halves_a_tokens_bytes_and_nothing_else() -> None:
+    shape = MODELS["llava-1.5-7b"]
+    rounded = msgspec.structs.replace(shape, kv_dtype_bytes=1)
+    assert rounded.kv_bytes * 2 == shape.kv_bytes
+    assert (rounded.feature_bytes, rounded.read_bytes) == (shape.feature_bytes, shape.read_bytes)
+    pools = [each.pools("D", 40e9)["kv"] for each in (shape, rounded)]
+    assert pools[1] == pytest.approx(2 * pools[0], rel=0.01)

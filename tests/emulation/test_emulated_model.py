@@ -308,3 +308,14 @@ def test_a_row_s_hash_ids_are_salted_as_its_images_are() -> None:
     row = TraceRow(timestamp=0, input_length=600, output_length=2, text_length=600, hash_ids=[7, 8])
     assert EmulatedRequest.of(row, salt="x/").hash_ids == ("x/7", "x/8")
     assert EmulatedRequest.of(row).hash_ids == ("7", "8")
+
+
+def test_a_kv_cache_in_fp8_is_emulated_by_its_bytes_and_refused_by_its_dtype() -> None:
+    whole = EmulatedShape(name="half", layers=2, kv_heads=2, head_dim=64)
+    rounded = EmulatedShape(name="eighth", layers=2, kv_heads=2, head_dim=64, kv_dtype_bytes=1)
+    assert rounded.row_bytes(KV) * 2 == whole.row_bytes(KV)
+    assert rounded.row_bytes(IMAGE) == whole.row_bytes(IMAGE)
+    with pytest.raises(ConfigError, match="kv_dtype_bytes"):
+        EmulatedShape(name="none", layers=1, kv_heads=1, head_dim=1, kv_dtype_bytes=0)
+    with pytest.raises(ConfigError, match=r"EmulatedShape\(kv_dtype_bytes=1\)"):
+        EmulatedModel(shape=whole, cost=LinearCost()).kv_shape(16, "fp8_e4m3")

@@ -91,6 +91,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     image_tokens (visual tokens, 576): those of a typical image.
     tied (False): input and output embedding share one matrix.
     dtype_bytes (bytes, 2): size of an element.
+    kv_dtype_bytes (bytes, None): size of an element of the KV cache, 1 in FP8; as ``dtype_bytes``.
     context (tokens, 4096): longest sequence.
     source (""): assumptions behind these numbers, for reports.
     """
@@ -103,6 +104,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     image_tokens: int = 576
     tied: bool = False
     dtype_bytes: int = 2
+    kv_dtype_bytes: int | None = None
     context: int = 4096
     source: str = ""
 
@@ -110,7 +112,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def kv_bytes(self) -> int:
         """Bytes of one token in the KV cache: keys and values of all layers."""
         language = self.language
-        return 2 * language.layers * language.kv_heads * language.head_dim * self.dtype_bytes
+        return 2 * language.layers * language.kv_heads * language.head_dim * (self.kv_dtype_bytes or self.dtype_bytes)
 
     @property
     def feature_bytes(self) -> int:

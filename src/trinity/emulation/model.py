@@ -27,6 +27,7 @@ from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.errors import ConfigError
 from trinity.errors.arguments import check_struct
 from trinity.memory.block_memory import BlockShape
+from trinity.memory.cache_config import KvDtype
 from trinity.request import Request
 from trinity.traces.trace import TraceRow
 
@@ -40,6 +41,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     layers, kv_heads: layers of the language model, and its key-value heads.
     head_dim (elements): width of a head.
     dtype_bytes (bytes, 2): size of an element.
+    kv_dtype_bytes (bytes, None): size of an element of the KV cache; as ``dtype_bytes``.
     image_width (elements, 0): width of a row of the image cache; 0 for a model of text alone.
     image_tokens (visual tokens, 576): rows of an image; with ``image_pixels``, their maximum.
     image_pixels (pixels, 0): edge of the square that becomes one row; 0 gives every image ``image_tokens`` rows.
@@ -52,6 +54,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     dtype_bytes: int = 2
+    kv_dtype_bytes: int | None = None
     image_width: int = 0
     image_tokens: int = 576
     image_pixels: int = 0
@@ -62,6 +65,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         check_struct(self)
         counts = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         counts |= {"dtype_bytes": self.dtype_bytes, "image_tokens": self.image_tokens, "context": self.context - 1}
+        counts["kv_dtype_bytes"] = self.dtype_bytes if self.kv_dtype_bytes is None else self.kv_dtype_bytes
         wrong = [name for name, count in counts.items() if count < 1]
         if wrong or self.image_width < 0 or self.image_pixels < 0 or self.vocabulary < 16:
             raise ConfigError(
@@ -78,6 +82,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
             kv_heads=language.kv_heads,
             head_dim=language.head_dim,
             dtype_bytes=model.dtype_bytes,
+            kv_dtype_bytes=model.kv_dtype_bytes,
             image_width=language.width if model.vision else 0,
             image_tokens=model.image_tokens or 1,
             vocabulary=model.vocabulary,
@@ -93,8 +98,9 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def row_bytes(self, kind: str) -> int:
         """Bytes of one row of a block: a visual token's features, or a token's keys and values in one layer."""
-        values = self.image_width if kind == IMAGE else 2 * self.kv_heads * self.head_dim
-        return values * self.dtype_bytes
+        if kind == IMAGE:
+            return self.image_width * self.dtype_bytes
+        return 2 * self.kv_heads * self.head_dim * (self.kv_dtype_bytes or self.dtype_bytes)
 
 
 LLAVA_15_7B = EmulatedShape(
@@ -158,8 +164,16 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Shape of an image block: [rows, words] of uint64; None for a model of text alone."""
         return BlockShape(IMAGE, (rows, self.words(IMAGE)), np.dtype(np.uint64)) if self.multimodal else None
 
-    def kv_shape(self, rows: int) -> BlockShape:
-        """Shape of a KV block: [layers, rows, words] of uint64; a group of layers is contiguous, as in a real model."""
+    def kv_shape(self, rows: int, kv_dtype: KvDtype = "auto") -> BlockShape:
+        """Shape of a KV block: [layers, rows, words] of uint64; a group of layers is contiguous, as in a real model.
+
+        Raises ``ConfigError`` for a ``kv_dtype``: an emulated model has no values to round.
+        """
+        if kv_dtype != "auto":
+            raise ConfigError(
+                f"an emulated model has no keys and values to keep as {kv_dtype}: leave kv_dtype out of CacheConfig "
+                "and give the bytes of an element, EmulatedShape(kv_dtype_bytes=1)"
+            )
         return BlockShape(KV, (self.shape.layers, rows, self.words(KV)), np.dtype(np.uint64))
 
     def _source(self) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import UnknownName
 from trinity.errors.arguments import Count, Whole, check_arguments
 
 _KINDS = (IMAGE, KV)
+KvDtype = Literal["auto", "fp8_e4m3"]
 
 
 @check_arguments
@@ -22,6 +24,8 @@ class CacheConfig:
       neither, pools are sized for the memory that is free.
     - ``image_block_size`` (rows of image features, 576): one block of the image cache.
     - ``kv_block_size`` (tokens, 16): one block of the KV cache.
+    - ``kv_dtype`` ("auto"): "auto" keeps keys and values in the model's dtype, exactly. "fp8_e4m3" rounds them to 8
+      bits: twice to four times the tokens fit, and what is generated may differ from the model's own.
 
     Raises ``ConfigError`` for sizes that are no whole numbers of at least 1, and ``UnknownName`` for another kind of
     block.
@@ -31,6 +35,7 @@ class CacheConfig:
     memory_bytes: Whole | None = None
     image_block_size: Whole = 576
     kv_block_size: Whole = 16
+    kv_dtype: KvDtype = "auto"
 
     def __post_init__(self) -> None:
         for kind in self.pools or ():

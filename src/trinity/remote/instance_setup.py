@@ -87,7 +87,9 @@ def load_instance(setup: Setup) -> LoadedInstance:
         slo=setup.slo,
         budgets=setup.budgets,
         rules=_rules_of(setup),
-        cache=CacheConfig(image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size),
+        cache=CacheConfig(
+            image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size, kv_dtype=setup.kv_dtype
+        ),
         observe=None,
         device=setup.device,
         shared=True,

@@ -36,6 +36,7 @@ from trinity.costs.device_memory import DeviceTenant
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import HandshakeError, TransportError
+from trinity.memory.cache_config import KvDtype
 from trinity.memory.digests import Verify
 from trinity.remote import channel
 from trinity.traces.trace import SLO
@@ -110,6 +111,7 @@ class Setup(Value, frozen=True, kw_only=True):
     threads: int
     image_block_size: int
     kv_block_size: int
+    kv_dtype: KvDtype = "auto"
     cores: tuple[int, ...] = ()
     pools: dict[str, int] | None = None
     memory_bytes: int | None = None

@@ -39,6 +39,7 @@ from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
 from trinity.instance import Instance, split_cores
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import use_device
 from trinity.memory.digests import Digests
 from trinity.runtime.core_thread import CoreThread, StopCore
@@ -103,19 +104,14 @@ class LoadedInstance:
     settings: Settings = field(init=False)
 
 
-def block_shapes(
-    roles: str, model: LoadedModel | EmulatedModel, image_block_size: int = 576, kv_block_size: int = 16
-) -> dict[str, BlockShape]:
-    """List the block shapes that these roles need, by kind.
-
-    E has no KV cache, D no image cache (TriInfer 3.3, 4.4). ``image_block_size`` in rows, ``kv_block_size`` in tokens.
-    """
+def block_shapes(roles: str, model: LoadedModel | EmulatedModel, cache: CacheConfig) -> dict[str, BlockShape]:
+    """List the block shapes that these roles need, by kind: E has no KV cache, D no image cache (TriInfer 3.3, 4.4)."""
     shapes: dict[str, BlockShape] = {}
-    image = model.image_shape(image_block_size)
+    image = model.image_shape(cache.image_block_size)
     if set(roles) & {"E", "P"} and image is not None:
         shapes[IMAGE] = image
     if set(roles) & {"P", "D"}:
-        shapes[KV] = model.kv_shape(kv_block_size)
+        shapes[KV] = model.kv_shape(cache.kv_block_size, cache.kv_dtype)
     return shapes
 
 
@@ -146,18 +142,17 @@ def build_instance(
     model: LoadedModel | EmulatedModel,
     pools: Mapping[str, int],
     rules: BatchRules,
-    blocks: tuple[int, int],
+    cache: CacheConfig,
     observe: Callable[..., None] | None,
     shared: bool = False,
 ) -> LoadedInstance:
     """Allocate an instance's pools and make its stages.
 
-    ``blocks``: rows of an image block and tokens of a KV block; ``shared``: pools in memory files, which other
-    processes can map. Raises ``ConfigError`` if it cannot run here, or a pool has no block.
+    ``cache``: sizes and dtype of blocks; ``shared``: pools in memory files, which other processes can map. Raises
+    ``ConfigError`` if it cannot run here, or a pool has no block.
     """
-    image_block_size, kv_block_size = blocks
     check_cores(spec.cores, spec.name)
-    shapes = block_shapes(spec.roles, model, image_block_size, kv_block_size)
+    shapes = block_shapes(spec.roles, model, cache)
     missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
     if missing:
         raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
@@ -175,8 +170,8 @@ def build_instance(
         rules=rules,
         lanes=spec.lanes,
         depth=spec.steps_in_flight,
-        image_block_size=image_block_size,
-        kv_block_size=kv_block_size,
+        image_block_size=cache.image_block_size,
+        kv_block_size=cache.kv_block_size,
         image_cache=spec.image_cache,
         reservation=spec.reservation,
         prefix_cache=spec.prefix_cache,

@@ -113,8 +113,7 @@ def load_instances(
     specs = [_complete_spec(config, spec, instances) for spec in instances]
     models = [_get_model(config, spec) for spec in specs]
     for spec, model, pools in zip(specs, models, choose_pools(config, specs, models), strict=True):
-        blocks = (config.cache.image_block_size, config.cache.kv_block_size)
-        instance = build_instance(spec, model, pools, config.rules, blocks, config.observe, config.shared)
+        instance = build_instance(spec, model, pools, config.rules, config.cache, config.observe, config.shared)
         rules = _make_rules(config, instance, processor)
         transfers = config.transfers
         instance.settings = replace(instance.settings, rules=rules, transfers=transfers, lease_s=transfers.lease_s)
@@ -162,9 +161,7 @@ def _build_copy(
     config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel, pools: Mapping[str, int]
 ) -> LoadedInstance:
     pools = {kind: min(blocks, PROBE_BLOCKS[kind]) for kind, blocks in pools.items()}
-    return build_instance(
-        spec, model, pools, config.rules, (config.cache.image_block_size, config.cache.kv_block_size), None
-    )
+    return build_instance(spec, model, pools, config.rules, config.cache, None)
 
 
 def _complete_spec(config: ServingConfig, spec: Instance, here: Sequence[Instance]) -> Instance:
@@ -251,7 +248,7 @@ def _choose_sizes(
 
 
 def _block_bytes(config: ServingConfig, model: LoadedModel | EmulatedModel, roles: str) -> dict[str, int]:
-    shapes = block_shapes(roles, model, config.cache.image_block_size, config.cache.kv_block_size)
+    shapes = block_shapes(roles, model, config.cache)
     return {kind: shape.block_bytes for kind, shape in shapes.items()}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from trinity.stages.attention.fp8 import round_like, round_to, storage
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows, build_mask
 
 _GATHER_BYTES = 64 << 20
@@ -54,13 +55,13 @@ class TorchAttention:
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         self.write(rows, cache, *qkv[1:], params.layer)
-        parts = [self._decode(group, cache, qkv[0], params) for group in self._groups(rows, cache, params)]
+        parts = self._decodes(rows, cache, qkv[0], params)
         parts += [self._chunk(rows, chunk, cache, qkv, params) for chunk in rows.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         """See ``SplitAttention.read``."""
-        return torch.cat([self._decode(group, cache, query, params) for group in self._groups(rows, cache, params)])
+        return torch.cat(self._decodes(rows, cache, query, params))
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         """See ``SplitAttention.write``."""
@@ -68,19 +69,27 @@ class TorchAttention:
         places = rows.memo.get("places")
         if places is None:
             places = rows.memo["places"] = _cache_rows(rows, cache)
-        both = torch.cat((key, value)).view(-1, width)
-        cache.view(-1, width).index_copy_(0, places + layer * 2 * heads * height, both)
+        both = round_to(torch.cat((key, value)).view(-1, width), cache.dtype)
+        storage(cache).view(-1, width).index_copy_(0, places + layer * 2 * heads * height, storage(both))
 
     # ------------------------------------------------------------ decode rows
 
-    def _groups(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> list[_DecodeGroup]:
+    def _decodes(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> list[Tensor]:
+        groups = self._groups(rows, cache, params, query.dtype)
+        return [self._decode(group, cache, query, params) for group in groups]
+
+    def _groups(
+        self, rows: PagedRows, cache: Tensor, params: AttentionParams, dtype: torch.dtype
+    ) -> list[_DecodeGroup]:
         key = ("decodes", params.window, params.span)
         groups: list[_DecodeGroup] | None = rows.memo.get(key)
         if groups is None:
-            groups = rows.memo[key] = list(self._plan_decodes(rows, cache, params))
+            groups = rows.memo[key] = list(self._plan_decodes(rows, cache, params, dtype))
         return groups
 
-    def _plan_decodes(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> Iterator[_DecodeGroup]:
+    def _plan_decodes(
+        self, rows: PagedRows, cache: Tensor, params: AttentionParams, dtype: torch.dtype
+    ) -> Iterator[_DecodeGroup]:
         _, _, _, heads, height, width = cache.shape
         block_bytes = 2 * heads * height * width * cache.element_size()
         firsts = params.first_seen(rows.lengths - 1) // height
@@ -94,13 +103,13 @@ class TorchAttention:
                 if most * (stop + 1 - start) * block_bytes > self._gather_bytes:
                     break
                 stop += 1
-            yield _make_decode_group(rows, cache, params, slice(start, stop), firsts[start:stop])
+            yield _make_decode_group(rows, cache, params, slice(start, stop), firsts[start:stop], dtype)
             start = stop
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         heads, width = cache.shape[3], cache.shape[5]
         pairs = group.rows * heads
-        held = self._gather(cache, group.pieces, params.layer).view(2, pairs, group.positions, width)
+        held = self._gather(cache, group.pieces, params.layer).view(2, pairs, group.positions, width).to(query.dtype)
         own = query[group.first : group.first + group.rows].reshape(pairs, -1, width)
         if params.softcap is None:
             scores = torch.baddbmm(group.bias, own, held[0].transpose(1, 2), alpha=params.scale)
@@ -113,10 +122,12 @@ class TorchAttention:
         """Gather the pieces of one layer into memory that the next gather overwrites."""
         heads, height, width = cache.shape[3:]
         size = len(pieces) * height * width
-        if self._scratch is None or self._scratch.numel() < size or self._scratch.dtype != cache.dtype:
-            self._scratch = cache.new_empty(size)
+        held_as = storage(cache)
+        if self._scratch is None or self._scratch.numel() < size or self._scratch.dtype != held_as.dtype:
+            self._scratch = held_as.new_empty(size)
         held = self._scratch[:size].view(-1, height * width)
-        return torch.index_select(cache.view(-1, height * width), 0, pieces + layer * 2 * heads, out=held)
+        torch.index_select(held_as.view(-1, height * width), 0, pieces + layer * 2 * heads, out=held)
+        return held.view(cache.dtype)
 
     # ------------------------------------------------------------ prefill chunks
 
@@ -134,7 +145,10 @@ class TorchAttention:
             plan = rows.memo[key] = _plan_chunk(chunk, cache, params)
         query, keys, values = (part[chunk.first : chunk.first + chunk.length].transpose(0, 1) for part in qkv)
         if plan.pieces is not None:
-            keys, values = self._gather(cache, plan.pieces, params.layer).view(2, cache.shape[3], -1, cache.shape[5])
+            held = self._gather(cache, plan.pieces, params.layer).to(query.dtype)
+            keys, values = held.view(2, cache.shape[3], -1, cache.shape[5])
+        elif cache.dtype != query.dtype:  # as later chunks will see them
+            keys, values = (round_like(part, cache.dtype) for part in (keys, values))
         group = query.shape[0] // keys.shape[0]
         keys, values = (part.repeat_interleave(group, 0) if group > 1 else part for part in (keys, values))
         if params.softcap is not None or params.sinks is not None:
@@ -165,7 +179,12 @@ def _cache_pieces(table: Tensor, cache: Tensor) -> Tensor:
 
 
 def _make_decode_group(
-    rows: PagedRows, cache: Tensor, params: AttentionParams, chosen: slice, first_blocks: np.ndarray
+    rows: PagedRows,
+    cache: Tensor,
+    params: AttentionParams,
+    chosen: slice,
+    first_blocks: np.ndarray,
+    dtype: torch.dtype,
 ) -> _DecodeGroup:
     heads, height = cache.shape[3:5]
     lengths, tables = rows.lengths[chosen], rows.tables[chosen]
@@ -175,7 +194,7 @@ def _make_decode_group(
     positions = (columns[:, :, None] * height + np.arange(height)).reshape(len(lengths), -1)
     seen = (positions < lengths[:, None]) & (positions >= params.first_seen(lengths - 1)[:, None])
     bias = torch.from_numpy(seen).to(cache.device).repeat_interleave(heads, 0)[:, None, :]
-    hidden = torch.zeros(bias.shape, dtype=cache.dtype, device=cache.device).masked_fill_(~bias, -torch.inf)
+    hidden = torch.zeros(bias.shape, dtype=dtype, device=cache.device).masked_fill_(~bias, -torch.inf)
     pieces = _cache_pieces(torch.from_numpy(table).to(cache.device), cache)
     return _DecodeGroup(chosen.start, len(lengths), pieces, hidden)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trinity.core.messages import IMAGE, KV
 from trinity.memory.block_memory import BlockShape
+from trinity.memory.cache_config import KvDtype
+from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.kernels.linear import count_packed_bytes
@@ -97,10 +99,11 @@ class LoadedModel:
         width = self.adapter.text_config.hidden_size * (1 + self.adapter.deepstack)
         return BlockShape(IMAGE, (rows, width), self.dtype)
 
-    def kv_shape(self, block: int = 16) -> BlockShape:
+    def kv_shape(self, block: int = 16, kv_dtype: KvDtype = "auto") -> BlockShape:
         """Return the KV block of ``block`` tokens: [layers, 2, kv_heads, block, head_dim]."""
         heads, width = self.adapter.kv_heads
-        return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, 2, heads, block, width), self.dtype)
+        dtype = self.dtype if kv_dtype == "auto" else FP8
+        return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, 2, heads, block, width), dtype)
 
     @torch.inference_mode()
     def encode(self, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
