@@ -1,4 +1,4 @@
-"""Error of a KV cache in FP8, with transformers' own model: python benchmarks/kernels/fp8_cache.py MODEL TEXT [TEXT ...]
+"""Error of an FP8 KV cache, with transformers' own model: python benchmarks/kernels/fp8_cache.py MODEL TEXT [TEXT ...]
 
 Each text is read once with the model's own cache and once with one that rounds keys and values to E4M3, as
 ``CacheConfig(kv_dtype="fp8_e4m3")`` does, every position after the text's own tokens. Nothing of trinity computes here.

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
+LARGEST_FP8 = 448.0
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``values`` in ``dtype``, that of a cache; in FP8 what is too large becomes the largest, NaN stays."""
-    return values if values.dtype == dtype else values.clamp(-LARGEST, LARGEST).to(dtype)
+    return values if values.dtype == dtype else values.clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)
 
 
 def round_like(values: Tensor, dtype: torch.dtype) -> Tensor:
