@@ -22,9 +22,15 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 class RoundingCache(DynamicCache):
     """transformers' cache, of values that have been through E4M3."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        parts = (each.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(each.dtype) for each in (key, value))
-        return super().update(*parts, *rest, **more)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (round_to_fp8(each) for each in (key_states, value_states))
+        return super().update(key, value, layer_idx, *args, **kwargs)
+
+
+def round_to_fp8(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(values.dtype)
 
 
 @dataclass(frozen=True)

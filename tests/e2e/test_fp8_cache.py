@@ -6,9 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
+from benchmarks.kernels.fp8_cache import RoundingCache
 from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from support.pipeline_options import pipeline_options
@@ -18,16 +17,7 @@ from trinity.errors import ConfigError
 from trinity.request import Request
 from trinity.testing.oracle import Oracle
 
-FP8 = torch.float8_e4m3fn
 BLOCKS = {"image": 16, "kv": 256}
-
-
-class RoundingCache(transformers.DynamicCache):
-    """transformers' cache, of values that have been through FP8."""
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        rounded = (each.clamp(-448, 448).to(FP8).to(each.dtype) for each in (key, value))
-        return super().update(*rounded, *rest, **more)
 
 
 class RoundingOracle(Oracle):
