@@ -52,6 +52,18 @@ def random_weights(device: str) -> Iterator[None]:
         yield
 
 
+def write_weights(directory: Path, device: str, dtype: str) -> Path:
+    """Write weights by transformers' own initialisation, made on ``device``, into the checkpoint, once."""
+    if any(directory.glob("*.safetensors")):
+        return directory
+    config = read_config(directory)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = loader.find_model_class(config)._from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(directory)
+    return directory
+
+
 def synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

@@ -100,6 +100,35 @@ async def beside_generate_batch(model: Path, device: str, dtype: str, load: Load
     return found
 
 
+async def serve_texts(model: Path, device: str, dtype: str, load: Load, rounds: int) -> dict[str, Any]:
+    """Serve bursts of prompts of text, after one to warm up: seconds of each, tokens of the last, and the prompts."""
+    cache = CacheConfig(pools=pools(load))
+    seconds: list[float] = []
+    async with Pipeline(model, "EPD", device=device, dtype=dtype, cache=cache, prefix_cache=False, depth=2) as pipe:
+        tokenizer = pipe.processor.tokenizer
+        texts = [prompt_of(tokenizer, load.prompt, seed) for seed in range(load.requests)]
+        asked = [Request(text, max_tokens=load.outputs, sampling=Sampling(ignore_eos=True)) for text in texts]
+        for _ in range(rounds + 1):
+            started = time.perf_counter()
+            outputs = await asyncio.gather(*map(pipe.complete, asked))
+            seconds.append(time.perf_counter() - started)
+        ids = [list(tokenizer(text)["input_ids"]) for text in texts]
+    return {"seconds": seconds[1:], "tokens": [each.token_ids for each in outputs], "ids": ids}
+
+
+def compare(load: Load, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Compare two sides that served the same prompts: tokens a second, and the share of tokens that are equal."""
+    both = zip(ours["tokens"], theirs["tokens"], strict=True)
+    pairs = [pair for one, two in both for pair in zip(one, two, strict=True)]
+    return {
+        "tokens_per_s": {
+            name: load.tokens / median(side["seconds"]) for name, side in (("ours", ours), ("theirs", theirs))
+        },
+        "equal_tokens": sum(a == b for a, b in pairs) / len(pairs),
+        "version": theirs.get("version", ""),
+    }
+
+
 async def dual_stream(model: Path, device: str, dtype: str, load: Load, rounds: int) -> dict[str, Any]:
     """A burst of requests with an image each through one EPD instance, with one lane and with two, in turns."""
     held = pools(load, further=600)

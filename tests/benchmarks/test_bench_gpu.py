@@ -9,27 +9,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import gpu
+from benchmarks.gpu import gpu, placements
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import moves as gpu_moves
+from benchmarks.gpu.cases import Cases
 from benchmarks.report import Result
 from benchmarks.setting import Setting
 from trinity.costs.model_config import read_model_shape
-from trinity.costs.step_cost import Device
 from trinity.stages.attention.backends import BACKENDS
 from trinity.stages.models import load_model
 
-SMALL = replace(gpu.TINY, media=("inproc",), prefills=(20, 33))
+PLACED = (placements.PlacedRun("EPD", "thread", 1), placements.PlacedRun("EP+D", "thread", 2))
+SMALL = replace(gpu.TINY, media=("inproc",), prefills=(20, 33), placed=PLACED)
 
 
 @pytest.fixture(scope="module")
-def found() -> Result:
-    return gpu.measure(SMALL, 5)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def found(kept: Path) -> Result:
+    return gpu.measure(SMALL, 5, kept)
 
 
 def test_every_section_runs(found: Result) -> None:
-    assert set(found.values["section_s"]) == {"attention", "steps", "moves", "generate_batch", "dual_stream"}
-    assert [note for note in found.notes if "failed" in note or "no time" in note] == []
+    assert {"attention", "steps", "moves", "generate_batch", "dual_stream", "placements"} <= set(found.values)
+    assert [note for note in found.notes if not note.startswith("attention")] == []
     assert set(found.values["attention"]) == {*BACKENDS, "auto"}
     assert found.values["attention"]["torch"] == "runs"
 
@@ -46,7 +52,7 @@ def test_steps_stand_beside_the_models_roofline(found: Result) -> None:
     limits = {(each["what"], each["n"]): each["limit_s"] for each in steps}
     assert limits["decode", 3] > limits["decode", 1]
     assert limits["prefill", 33] > limits["prefill", 20]
-    assert len(found.aims) == len(steps)
+    assert len(found.aims) == len(steps) + len(found.values["moves"])
 
 
 def test_both_sides_serve_and_agree(found: Result) -> None:
@@ -58,11 +64,45 @@ def test_both_sides_serve_and_agree(found: Result) -> None:
     assert len(dual["dual"]) == len(dual["sequential"]) == SMALL.rounds
 
 
+def test_every_placement_serves_the_same_tokens(found: Result) -> None:
+    one, other = found.values["placements"]
+    assert (one["way"], other["way"]) == ("EPD, threads, depth 1", "EP+D, threads, depth 2")
+    assert one["tokens"] == other["tokens"]
+    assert one["output_tokens"] == SMALL.dual.tokens
+    assert (one["transfers"], other["transfers"]) == (0, SMALL.dual.requests)
+    assert other["moved_bytes"] > 0
+    assert min(one["requests_per_s"]) > 0
+
+
 def test_moves_are_checked(found: Result) -> None:
     moves = found.values["moves"]
     assert [each["blocks"] for each in moves] == [2, 3, 1]
     assert all(len(each["seconds"]) == SMALL.reads for each in moves)
     assert "Migrations" in found.text()
+
+
+def test_what_is_known_is_not_measured_again(found: Result, kept: Path) -> None:
+    """No minute is left, and everything is there: out of the file that the first call has left."""
+    again = gpu.measure(SMALL, 0, kept)
+    names = set(found.values) - {"weight_bytes"}
+    assert {name: again.values[name] for name in names} == {name: found.values[name] for name in names}
+    assert again.notes == found.notes
+
+
+def test_what_no_time_is_left_for_is_named(found: Result, kept: Path) -> None:
+    """Other sizes are other cases."""
+    short = gpu.measure(replace(SMALL, repeats=2), 0.05, kept)
+    assert "steps: decode 1: no time was left: run it again, it goes on from here" in short.notes
+    assert short.values["steps"] == short.values["placements"] == []
+    assert "generate_batch" not in short.values
+
+
+@pytest.mark.slow
+def test_instances_in_processes_serve_the_same_tokens(tmp_path: Path) -> None:
+    sizes = replace(SMALL, placed=(placements.PlacedRun("1E1P1D", "process", 2), *PLACED), rows=(), prefills=())
+    values = gpu.measure(sizes, 5, tmp_path).values
+    assert len({each["tokens"] for each in values["placements"]}) == 1
+    assert values["placements"][0]["transfers"] == 2 * SMALL.dual.requests
 
 
 @pytest.mark.slow
@@ -71,16 +111,49 @@ def test_moves_from_another_process() -> None:
     assert [(each.medium, each.bytes, len(each.seconds)) for each in moved] == [("shm", 3 * 4096, 2)]
 
 
+def test_every_way_is_served_the_most_telling_first() -> None:
+    runs = placements.list_runs()
+    assert [run.name for run in runs[:2]] == ["EPD, threads, depth 2", "E+PD, threads, depth 2"]
+    assert {run.placement for run in runs} == set(placements.PLACEMENTS)
+    assert {(run.hosting, run.depth) for run in runs} == {(w, d) for w in ("thread", "process") for d in (1, 2)}
+    assert len({run.name for run in runs}) == len(runs)
+
+
+# ------------------------------------------------------------ cases that are kept
+
+
+def test_a_case_is_measured_once(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "cases.jsonl"
+    until, calls = time.monotonic() + 60, list[int]()
+
+    def measure() -> int:
+        calls.append(1)
+        return len(calls)
+
+    assert [Cases(path, "key", until).run("one", measure, 1) for _ in range(2)] == [1, 1]
+    assert Cases(path, "another key", until).run("one", measure, 1) == 2
+    assert Cases(None, "key", until).run("one", measure, 1) == 3
+
+
+def test_a_line_that_was_cut_short_costs_its_case_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    until = time.monotonic() + 60
+    Cases(path, "key", until).run("one", lambda: 1, 1)
+    whole = path.read_text()
+    path.write_text(whole + whole[: len(whole) // 2] + "\n[1]\n")
+    assert Cases(path, "key", until).records == {"one": 1}
+
+
 def test_what_fails_or_has_no_time_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    device = Device(name="some", flops=1.0, bandwidth=1.0, memory=1.0)
-    work = gpu.Work(SMALL, Path(), device, time.monotonic() + 60, {"limit": gpu.limit_of(device), "model": "a model"})
-    work.section("steps", lambda: 1 // 0, 1)
-    work.section("moves", lambda: 1, 1000)
-    work.section("attention", lambda: {"torch": "runs"}, 1)
-    text = gpu.result(SMALL, work.found).text()
-    assert "steps: ZeroDivisionError" in text
-    assert "moves: no time was left" in text
-    assert "attention torch: runs" in text
+    cleaned: list[int] = []
+    cases = Cases(None, "key", time.monotonic() + 60, lambda: cleaned.append(1))
+    assert cases.run("steps", lambda: 1 // 0, 1) is None
+    assert cases.run("moves", lambda: 1, 1000) is None
+    assert cases.run("attention", lambda: {"torch": "runs"}, 1) == {"torch": "runs"}
+    assert list(cases.failed) == ["steps"]
+    assert cases.failed["steps"].startswith("ZeroDivisionError")
+    assert list(cases.skipped) == ["moves"]
+    assert len(cleaned) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: it would be measured")
