@@ -58,8 +58,8 @@ class Gpu:
     def mem_get_info(self, device: str) -> tuple[int, int]:
         return TOTAL - self.used.get(device, 0), TOTAL
 
-    def build(self, spec: Instance, model: LoadedModel, pools: Any, _rules: Any, blocks: Any, *_: Any) -> Any:
-        shapes = block_shapes(spec.roles, model, *blocks)
+    def build(self, spec: Instance, model: LoadedModel, pools: Any, _rules: Any, cache: Any, *_: Any) -> Any:
+        shapes = block_shapes(spec.roles, model, cache)
         self.made[spec.name] = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         return SimpleNamespace(spec=spec, model=model, settings=Empty())
 
