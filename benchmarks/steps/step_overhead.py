@@ -13,13 +13,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import ForeignLoad, Setting, calm, disturbed, prompt_of
+from benchmarks.steps.launched_steps import launch_aim, launch_table, measure_launches
 from trinity.core import InstanceCore
 from trinity.core.instance.state import Settings
 from trinity.core.messages import KV, Emit, Open, Sampled, Step, Stepped, Submit, Value, Work
@@ -213,7 +214,7 @@ def run(setting: Setting) -> Result:
         count: one_round(setting, midsize, count, steps // 2, Instance("EPD"))[1] for count in counts if count <= 32
     }
     waiting = {count: warm_core(max(counts), steps, count) for count in (10, 100 if setting.quick else 10_000)}
-    return result(Found(found, larger, waiting), steps, rounds, sorted(set(noisy)))
+    return result(Found(found, larger, waiting, measure_launches(setting)), steps, rounds, sorted(set(noisy)))
 
 
 Parts = dict[str, float]
@@ -222,11 +223,12 @@ Parts = dict[str, float]
 @dataclass(frozen=True)
 class Found:
     """Microseconds by part: ``depths`` by depth and running requests, ``larger`` of the model of 110 M by running
-    requests; ``waiting`` of a warm core at the most running requests, by how many wait."""
+    requests; ``waiting`` of a warm core at the most running requests, by how many wait; ``launched`` for a GPU."""
 
     depths: dict[int, dict[int, Parts]]
     larger: dict[int, Parts]
     waiting: dict[int, float]
+    launched: dict[str, dict[int, Parts]] = field(default_factory=dict)
 
 
 def one_round(setting: Setting, model: Path, running: int, steps: int, spec: Instance) -> tuple[float, Parts]:
@@ -307,14 +309,16 @@ def result(found: Found, steps: int, rounds: int, noisy: Sequence[int] = ()) -> 
                 ("waiting", "µs"),
                 [[f"{count:,}", f"{spent:.0f}"] for count, spent in found.waiting.items()],
             ),
+            *([launch_table(found.launched)] if found.launched else ()),
         ],
-        aims=aims(found),
+        aims=[*aims(found), *([launch_aim(found.launched)] if found.launched else ())],
         notes=disturbed(noisy),
         values={
             "microseconds": {str(running): parts for running, parts in plain.items()},
             "ahead": {str(running): parts for running, parts in ahead.items()},
             "midsize": {str(running): parts for running, parts in found.larger.items()},
             "waiting": {str(count): spent for count, spent in found.waiting.items()},
+            "launched": {way: {str(n): parts for n, parts in each.items()} for way, each in found.launched.items()},
         },
     )
 

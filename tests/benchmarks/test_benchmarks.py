@@ -17,7 +17,7 @@ from benchmarks.memory import memory, shapes
 from benchmarks.peers import versus_generate_batch
 from benchmarks.report import Aim, Result, Table, load, save
 from benchmarks.serving import ttft_methods
-from benchmarks.steps import step_overhead
+from benchmarks.steps import launched_steps, step_overhead
 from benchmarks.transfers import transports
 from support.checkpoint_files import checkpoint
 
@@ -48,6 +48,14 @@ def test_every_part_of_a_step_is_measured_at_every_number_of_requests(quick: Cal
     for parts in found.values():
         assert set(parts) == {*step_overhead.PARTS, "gap", "core_warm"}
         assert parts.pop("core_thread") >= 0  # where the lane decides, the core's own thread sleeps
+        assert all(0 < value < 1e7 for value in parts.values())
+
+
+def test_launches_are_measured_for_every_way_to_sample(quick: Callable[[str], Result]) -> None:
+    found = quick("step").values["launched"]
+    assert list(found) == list(launched_steps.WAYS)
+    for parts in (parts for each in found.values() for parts in each.values()):
+        assert set(parts) == {"launch", "read"}
         assert all(0 < value < 1e7 for value in parts.values())
 
 

@@ -57,7 +57,7 @@ def test_no_launch_waits_for_the_device(asked: list[ResolvedSampling]) -> None:
         assert not pending.ready()
         with pytest.raises(DeviceWait, match="an event is waited for"):
             pending.wait()
-    assert watch.copies >= 4, "of each step at least one to the device and one from it"
+    assert watch.copies >= 3, "slots or settings go there, and each step's tokens come back"
 
 
 @pytest.mark.parametrize(

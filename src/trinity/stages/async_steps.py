@@ -38,14 +38,24 @@ class DeviceTokens:
     def __init__(self, device: torch.device) -> None:
         self.newest = torch.zeros(MOST_SLOTS, dtype=torch.long, device=device)
         self.texts = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        self._uploaded = np.empty(0, dtype=np.int64), self.newest[:0]
+
+    def upload_slots(self, slots: np.ndarray) -> Tensor:
+        """Return slots on the device. The same array, which steps of the same requests share, is uploaded once."""
+        if self._uploaded[0] is not slots:
+            self._uploaded = slots, upload(slots, self.newest.device)
+        return self._uploaded[1]
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """Store tokens [n] by slot; the -1 of a failed row becomes 0, so that the embedding lookup stays in range."""
-        self.newest.index_copy_(0, slots, tokens.clamp(min=0))
+        """Store tokens [n] by slot, -1 for a row that failed."""
+        self.newest.index_copy_(0, slots, tokens)
 
     def fill_unknown(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """Return ``ids`` with the newest token in place of each that the host does not know (-1)."""
-        return torch.where(ids < 0, self.newest[slots], ids)
+        """Return ``ids`` with the newest token in place of each that the host does not know (-1).
+
+        0 in place of a failed row's, so that the embedding lookup stays in range.
+        """
+        return torch.where(ids < 0, self.newest[slots].clamp(min=0), ids)
 
     def write_text(self, slot: int, start: int, ids: np.ndarray) -> None:
         """Write the part of a text that begins at ``start``."""
@@ -82,9 +92,9 @@ def draw_next(
     logits: Tensor, table: RequestTable, rows: Sequence[OpenRequest], slots: np.ndarray, kept: DeviceTokens
 ) -> Drawn:
     """Draw the next token of each of ``rows``, which have these slots, without waiting for the device, and keep it."""
-    if not table.samplers["needs"][slots].any():
+    if not table.needs_of(slots):
         drawn = draw_greedy(logits)
-        kept.store(upload(slots, logits.device), drawn.tokens)
+        kept.store(kept.upload_slots(slots), drawn.tokens)
         return drawn
     batch = table.batch_samplers(rows, slots, logits.device)
     back = batch.find(LOOKS_BACK)

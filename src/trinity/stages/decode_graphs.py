@@ -94,14 +94,17 @@ class DecodeGraphs:
 
 def pack_decodes(decodes: Decodes, size: int, block_rows: int) -> np.ndarray:
     """Pack all numbers of a step for the device: its columns, int64 [6 * size], then its rows' tables [n * width]."""
-    n = len(decodes.ids)
-    columns = np.zeros((_COLUMNS, size), dtype=np.int64)
-    columns[2] = -1
-    blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
-    taken = decodes.tables[np.arange(n), blocks]
-    slots = decodes.slots if len(decodes.slots) else np.zeros(n, dtype=np.int64)
-    columns[:, :n] = decodes.ids, decodes.rope, taken, offsets, decodes.lengths, slots
-    return np.concatenate((columns.ravel(), decodes.tables.ravel()))
+    n, width = decodes.tables.shape
+    packed = np.zeros(_COLUMNS * size + n * width, dtype=np.int64)
+    ids, rope, blocks, offsets, lengths, slots = packed[: _COLUMNS * size].reshape(_COLUMNS, size)
+    blocks[n:] = -1
+    ids[:n], rope[:n], lengths[:n] = decodes.ids, decodes.rope, decodes.lengths
+    if len(decodes.slots):
+        slots[:n] = decodes.slots
+    np.divmod(decodes.lengths - 1, block_rows, out=(blocks[:n], offsets[:n]))
+    blocks[:n] = decodes.tables[np.arange(n), blocks[:n]]
+    packed[_COLUMNS * size :].reshape(n, width)[:] = decodes.tables
+    return packed
 
 
 def make_static_rows(blocks: Tensor, offsets: Tensor, tables: Tensor, lengths: Tensor, block_rows: int) -> PagedRows:

@@ -144,7 +144,7 @@ class LanguageStage:
         while self._flight and self._flight[0].is_over:
             self._flight.popleft()
         rows = self._collect_rows(step)
-        near = not len(rows.slots) or rows.slots.max() < MOST_SLOTS
+        near = len(self._requests.token) <= MOST_SLOTS or not (rows.slots >= MOST_SLOTS).any()
         if not near or self.observe is not None or not rows.requests:
             for each in self._flight:
                 each.settle()
@@ -201,7 +201,7 @@ class LanguageStage:
         if not rows.sampled:
             return {}
         table = self._requests
-        if table.samplers["needs"][rows.slots].any():
+        if table.needs_of(rows.slots):
             batch = table.batch_samplers(rows.sampled, rows.slots, logits.device)
             texts = [table.text(rows.sampled[at]) for at in batch.find(LOOKS_BACK).tolist()]
             sampled = sample(logits, replace(batch, texts=Texts.of(texts, logits.device) if texts else None))

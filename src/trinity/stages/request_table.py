@@ -97,10 +97,14 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSelection:
-    """Decode rows of one step: ``requests`` as the step names them, ``rows`` and ``slots`` in the batch's order."""
+    """Decode rows of one step: ``requests`` as the step names them, ``rows`` and ``slots`` in the batch's order.
+
+    ``needs``: what any of them needs of the sampler.
+    """
 
     requests: Sequence[str]
     members: frozenset[str]
+    needs: int
     rows: list[OpenRequest]
     slots: np.ndarray
 
@@ -122,18 +126,22 @@ class RequestTable:
     image_rows: int
     rows: dict[str, OpenRequest] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
-    token: np.ndarray = field(default_factory=lambda: _NO_IDS)  # last token, the next input
-    length: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions written
-    delta: np.ndarray = field(default_factory=lambda: _NO_IDS)  # rotary position minus KV position
-    in_flight: np.ndarray = field(default_factory=lambda: _NO_IDS)  # unread steps that a request has a row in
+    decoded: np.ndarray = field(default_factory=lambda: np.empty((0, 5), dtype=np.int64))  # the five below, in columns
+    token: np.ndarray = field(init=False)  # last token, the next input
+    length: np.ndarray = field(init=False)  # KV positions written
+    delta: np.ndarray = field(init=False)  # rotary position minus KV position
+    capacity: np.ndarray = field(init=False)  # KV positions that its blocks can hold
+    in_flight: np.ndarray = field(init=False)  # unread steps that a request has a row in
     steps_in_flight: int = 0  # unread steps
-    capacity: np.ndarray = field(default_factory=lambda: _NO_IDS)  # KV positions that its blocks can hold
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
     samplers: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=SAMPLER))
     prompt: np.ndarray = field(default_factory=lambda: _NO_IDS)
     stored: np.ndarray = field(default_factory=lambda: _NO_IDS)
     suspects: set[str] = field(default_factory=set)
     selection: DecodeSelection | None = None
+
+    def __post_init__(self) -> None:
+        self.token, self.length, self.delta, self.capacity, self.in_flight = self.decoded.T
 
     def open(self, opening: Open) -> None:
         """Give the request a slot. Raises ``StageError`` if it is open already or its media do not fit its prompt."""
@@ -195,16 +203,19 @@ class RequestTable:
         if selection is None or selection.requests != requests:
             selection = self.selection = self._select(requests)
         slots = selection.slots
-        lengths = self.length[slots] + 1  # still ascending: a step that succeeds makes each one longer
-        ids = self.token[slots]
+        ids, lengths, delta, capacity, flown = self.decoded[slots].T  # one look-up in place of five
+        lengths += 1  # still ascending: a step that succeeds makes each one longer
+        unknown = ids == _NO_TOKEN
         if self.steps_in_flight:
-            ids = np.where(self.in_flight[slots] > 0, _NO_TOKEN, ids)
-        unknown = (ids == _NO_TOKEN) & (self.in_flight[slots] == 0)
-        if (unknown | (lengths > self.capacity[slots])).any():
-            raise _find_bad_decode(selection.rows, unknown, lengths, self.capacity[slots])
+            unread = flown > 0
+            unknown &= ~unread
+            ids[unread] = _NO_TOKEN
+        if np.count_nonzero(unknown) or np.count_nonzero(lengths > capacity):
+            raise _find_bad_decode(selection.rows, unknown, lengths, capacity)
         blocks = -(-int(lengths[-1]) // self.block_rows)
-        rope = lengths - 1 + self.delta[slots]
-        return selection.rows, Decodes(ids, rope, lengths, self.tables[slots, :blocks], slots)
+        delta += lengths
+        delta -= 1
+        return selection.rows, Decodes(ids, delta, lengths, self.tables[slots, :blocks], slots)
 
     def members(self) -> frozenset[str]:
         """Return the requests that were selected last."""
@@ -214,7 +225,8 @@ class RequestTable:
         rows = [self.find(request) for request in requests]
         slots = _slots(rows)
         order = np.argsort(self.length[slots], kind="stable")
-        return DecodeSelection(requests, frozenset(requests), [rows[i] for i in order.tolist()], slots[order])
+        needs = int(np.bitwise_or.reduce(self.samplers["needs"][slots]))
+        return DecodeSelection(requests, frozenset(requests), needs, [rows[i] for i in order.tolist()], slots[order])
 
     def text(self, row: OpenRequest) -> np.ndarray:
         """Return the prompt and outputs of a request whose sampler looks back and that is in no unread step."""
@@ -260,6 +272,13 @@ class RequestTable:
         self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
         self.steps_in_flight -= 1
 
+    def needs_of(self, slots: np.ndarray) -> int:
+        """Return what the sampler must do for any of these rows; 0 if their logits say all."""
+        selection = self.selection
+        if selection is not None and selection.slots is slots:
+            return selection.needs
+        return int(np.bitwise_or.reduce(self.samplers["needs"][slots]))
+
     def slots_of(self, rows: Sequence[OpenRequest]) -> np.ndarray:
         """Return the slots of these rows."""
         selection = self.selection
@@ -269,6 +288,8 @@ class RequestTable:
         self, rows: Sequence[OpenRequest], slots: np.ndarray, places: np.ndarray, tokens: Sequence[int]
     ) -> None:
         self.token[slots] = tokens
+        if not self.needs_of(slots) & LOOKS_BACK:
+            return
         for at in np.flatnonzero(self.samplers["needs"][slots] & LOOKS_BACK).tolist():
             rows[at].set_token(tokens[at], int(places[at]))
 
@@ -321,9 +342,10 @@ class RequestTable:
     def _grow(self) -> None:
         old = len(self.token)
         more = max(8, old)
-        for name in ("token", "length", "delta", "capacity", "in_flight", "samplers", "prompt", "stored"):
+        for name in ("decoded", "samplers", "prompt", "stored"):
             held = getattr(self, name)
-            setattr(self, name, np.concatenate((held, np.zeros(more, dtype=held.dtype))))
+            setattr(self, name, np.concatenate((held, np.zeros((more, *held.shape[1:]), dtype=held.dtype))))
+        self.__post_init__()
         self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))
 

@@ -71,12 +71,15 @@ class Drawn:
             )
         found = list(map(Sampled, tokens))
         if self.logprobs is not None:
-            most = self.logprobs.shape[1] // 2
-            told = copy[count:].view(self.logprobs.shape).tolist()
-            for (row, number), (own, *rest) in zip(self.asked, told, strict=True):
-                pairs = zip(map(int, rest[: min(number, most)]), rest[most:], strict=False)
-                found[row] = Sampled(tokens[row], own, tuple(pairs))
+            own, ids, values = _split_logprobs(copy[count:].view(self.logprobs.shape))
+            for (row, number), value, top, of_top in zip(self.asked, own, ids, values, strict=True):
+                found[row] = Sampled(tokens[row], value, tuple(zip(top[:number], of_top, strict=False)))
         return found
+
+
+def _split_logprobs(told: Tensor) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    most = told.shape[1] // 2
+    return told[:, 0].tolist(), told[:, 1 : 1 + most].long().tolist(), told[:, 1 + most :].tolist()
 
 
 def sample(logits: Tensor, batch: SamplerBatch) -> list[Sampled]:
@@ -111,7 +114,7 @@ def draw_greedy(logits: Tensor, *, looks: bool = False) -> Drawn:
 
 def draw(logits: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Drawn:
     """Draw the next token of each row, where the logits are; only with ``looks`` may the host look at values."""
-    if not batch.given["needs"].any():
+    if not batch.some:
         return draw_greedy(logits, looks=looks)
     size = max(1, (_CACHED_ELEMENTS if looks else _MOST_ELEMENTS) // logits.shape[1])
     asking = batch.find(LOGPROBS)
@@ -132,10 +135,10 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 def _draw_part(logits: Tensor, batch: SamplerBatch, most: int, looks: bool) -> tuple[Tensor, Tensor | None]:
     scores = warp(logits, batch)
     tokens = _find_largest(scores, looks)  # also finds NaN before noise could hide it
-    rows = batch.find(DRAWS)
-    if len(rows) == len(batch.given):
+    if batch.every & DRAWS:
         tokens = _draw_rows(scores, batch, tokens, looks)
-    elif len(rows):
+    elif batch.some & DRAWS:
+        rows = batch.find(DRAWS)
         at = upload(rows, scores.device)
         some = _draw_rows(scores.index_select(0, at), batch.select(rows, at), tokens.index_select(0, at), looks)
         tokens = tokens.index_copy(0, at, some)
@@ -151,8 +154,8 @@ def _find_largest(scores: Tensor, looks: bool) -> Tensor:
     """Return the token with the largest score of each row, the first of ties; -1 if there is none."""
     if looks:
         return torch.from_numpy(_argmax_cpu(scores))
-    tokens = scores.argmax(dim=-1, keepdim=True)
-    return torch.where(scores.gather(1, tokens) > -torch.inf, tokens, -1).flatten()
+    largest, tokens = scores.max(dim=-1)
+    return torch.where(largest > -torch.inf, tokens, -1)
 
 
 def _argmax_cpu(scores: Tensor) -> np.ndarray:
@@ -166,14 +169,14 @@ def _argmax_cpu(scores: Tensor) -> np.ndarray:
 def warp(logits: Tensor, batch: SamplerBatch) -> Tensor:
     """Apply repetition penalty, bans, then temperature, as transformers' processors do; float32 [n, vocab]."""
     scores = logits.float()
-    if len(batch.find(LOOKS_BACK | BANS)):
+    if batch.some & (LOOKS_BACK | BANS):
         wide = torch.nn.functional.pad(scores, (0, 1))  # a copy, with a spare column for ids that no logit has
         back = batch.find(LOOKS_BACK)
         if (batch.given["penalty"][back] != 1.0).any():
             _penalise(wide, batch, back)
         ban_tokens(wide, batch.bans, back, batch.texts)
         scores = wide[:, :-1]
-    return scores / batch.column("divisor").float() if len(batch.find(WARMS)) else scores
+    return scores / batch.column("divisor").float() if batch.some & WARMS else scores
 
 
 def _penalise(scores: Tensor, batch: SamplerBatch, back: np.ndarray) -> None:
@@ -192,10 +195,10 @@ def truncate(scores: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Ten
     Order and meaning are those of transformers' logits processors, except that top-p never splits tokens that tie.
     """
     for need, cut in ((TOP_K, _top_k), (TOP_P, _top_p), (MIN_P, _min_p)):
-        rows = batch.find(need)
-        if len(rows) == len(batch.given):
+        if batch.every & need:
             scores = cut(scores, batch, looks)
-        elif len(rows):
+        elif batch.some & need:
+            rows = batch.find(need)
             at = upload(rows, scores.device)
             scores = scores.index_copy(0, at, cut(scores.index_select(0, at), batch.select(rows, at), looks))
     return scores
@@ -234,7 +237,7 @@ def _candidate_counts(batch: SamplerBatch, vocab: int, looks: bool) -> list[int]
     Behind a top-k those are enough: what else it has left ties with the least of them.
     """
     enough = vocab
-    if (batch.given["needs"] & TOP_K).all():
+    if batch.every & TOP_K:
         enough = min(vocab, int(batch.given["top_k"].max()))
     few, counts = _FEW_CANDIDATES, list[int]()
     while looks and few < enough:
@@ -251,8 +254,9 @@ def _min_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
 def _perturb(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
     """Add Gumbel noise, float64: the argmax of the result is a draw from softmax(scores)."""
     keys = batch.column("key")
-    if not looks or not len(batch.find(TRUNCATES)):
-        return make_gumbel_noise(keys, torch.arange(scores.shape[1], device=scores.device)).add_(scores)
+    if not looks or not batch.some & TRUNCATES:
+        tokens = torch.arange(scores.shape[1], device=scores.device)
+        return make_gumbel_noise(keys, tokens).add_(scores)
     at, tokens = torch.nonzero(scores > -torch.inf, as_tuple=True)  # only the few tokens left need noise
     noisy = torch.full(scores.shape, -torch.inf, dtype=torch.float64)
     noisy[at, tokens] = scores[at, tokens].double() + make_gumbel_noise(keys.view(-1)[at], tokens)
@@ -260,9 +264,9 @@ def _perturb(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
 
 
 def _take_logprobs(scores: Tensor, tokens: Tensor, batch: SamplerBatch, most: int) -> Tensor | None:
-    rows = batch.find(LOGPROBS)
-    if not len(rows):
+    if not batch.some & LOGPROBS:
         return None
+    rows = batch.find(LOGPROBS)
     at = upload(rows, scores.device)
     logprobs = scores.index_select(0, at).log_softmax(dim=-1)
     own = logprobs.gather(1, tokens.index_select(0, at).clamp(min=0)[:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from trinity.stages.uploads import upload
 DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS = (1 << bit for bit in range(8))
 TRUNCATES = TOP_K | TOP_P | MIN_P
 _COLDEST = 1e-6  # below it float32 scores overflow; well above it the draw already is the largest logit
+_NO_ROWS = np.empty(0, dtype=np.int64)
 _WHOLE = ("needs", "top_k", "logprobs", "slot", "length", "key")
 _REAL = ("divisor", "penalty", "tail", "min_p")
 SAMPLER = np.dtype([(name, "<i8") for name in _WHOLE[:-1]] + [("key", "<u8")] + [(name, "<f8") for name in _REAL])
@@ -37,16 +38,26 @@ class SamplerBatch:
     - ``given`` (``SAMPLER`` [n]), ``columns`` (int64 [n, 10], on the device): the same numbers.
     - ``bans``: the number of each row that has bans, these, and the index of its output.
     - ``texts``: of the rows that look back, in their order; None if none does.
+    - ``some``, ``every``: what any row needs, and what all do.
     """
 
     given: np.ndarray
     columns: Tensor
     bans: Sequence[tuple[int, TokenBans, int]] = ()
     texts: Texts | None = None
+    some: int = field(init=False)
+    every: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        needs = self.given["needs"]
+        object.__setattr__(self, "some", int(np.bitwise_or.reduce(needs)))
+        object.__setattr__(self, "every", int(np.bitwise_and.reduce(needs)) if len(needs) else 0)
 
     def find(self, need: int) -> np.ndarray:
         """Return the numbers of the rows that need any of these."""
-        return np.flatnonzero(self.given["needs"] & need)
+        if not self.some & need:
+            return _NO_ROWS
+        return np.arange(len(self.given)) if self.every & need else np.flatnonzero(self.given["needs"] & need)
 
     def column(self, name: str) -> Tensor:
         """Return a field of all rows on the device, [n, 1]."""
@@ -60,6 +71,8 @@ class SamplerBatch:
 
     def part(self, start: int, end: int) -> SamplerBatch:
         """Return rows [start, end)."""
+        if start == 0 and end >= len(self.given):
+            return self
         back, texts = np.flatnonzero(self.given["needs"][:end] & LOOKS_BACK), None
         if self.texts is not None and len(back) and back[-1] >= start:
             texts = self.texts.part(int(np.searchsorted(back, start)), len(back))

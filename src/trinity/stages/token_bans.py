@@ -18,12 +18,13 @@ from torch import Tensor
 from trinity.core.messages import Work
 from trinity.stages.uploads import upload
 
+_NO_TOKEN = (1 << 31) - 1  # an id that no vocabulary has
 _MOST_ELEMENTS = 1 << 24  # comparisons of tokens at once; bounds the memory of long runs in long texts
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Prompt and outputs of k rows on the device: ``ids`` (int64 [k, width]) and ``lengths`` (int64 [k, 1])."""
+    """Prompt and outputs of k rows on the device: ``ids`` (int64 [k, width], not negative), ``lengths`` ([k, 1])."""
 
     ids: Tensor
     lengths: Tensor
@@ -34,7 +35,7 @@ class Texts:
         lengths = np.array([[len(ids)] for ids in texts], dtype=np.int64)
         whole = np.zeros((len(texts), max(1, int(lengths.max()))), dtype=np.int64)
         for row, ids in zip(whole, texts, strict=True):
-            row[: len(ids)] = ids
+            row[: len(ids)] = np.where(ids < 0, _NO_TOKEN, ids)
         return cls(upload(whole, device), upload(lengths, device))
 
     def part(self, start: int, end: int) -> Texts:
@@ -49,7 +50,7 @@ class Texts:
     def tokens(self, vocabulary: int) -> Tensor:
         """Return the ids that are tokens, and ``vocabulary`` for all else."""
         real = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths
-        return torch.where(real, keep_tokens(self.ids, vocabulary), vocabulary)
+        return torch.where(real, self.ids.clamp(max=vocabulary), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def make_bans(work: Work) -> TokenBans | None:
     if not sampling.bans_tokens:
         return None
     words = [word for word in sampling.bad_words_ids if not (len(word) == 1 and word[0] in work.stop_ids)]
+    words = [word for word in words if min(word) >= 0]  # no text has others
     sizes = sorted({len(word) for word in words} - {1})
     return TokenBans(
         suppressed=_ids(sampling.suppress_tokens),
@@ -139,11 +141,6 @@ def ban_tokens(
             flat.index_fill_(0, places, -torch.inf)
 
 
-def keep_tokens(ids: Tensor, vocabulary: int) -> Tensor:
-    """Return ``vocabulary``, a spare column, in place of ids that no logit has."""
-    return torch.where((ids >= 0) & (ids < vocabulary), ids, vocabulary)
-
-
 def _places(row: int, ids: np.ndarray, width: int) -> np.ndarray:
     found: np.ndarray = ids[(ids >= 0) & (ids < width - 1)] + row * width
     return found
@@ -172,7 +169,7 @@ def _complete_one(sequences: Tensor, texts: Texts, width: int) -> Tensor:
     """``sequences`` ([m, 2 + length]): the row in the batch, that in the texts, and the tokens."""
     before = texts.newest(sequences.shape[1] - 3).index_select(0, sequences[:, 1])
     fits = (sequences[:, 2:-1] == before).all(dim=1)
-    last = torch.where(fits, keep_tokens(sequences[:, -1], width - 1), width - 1)
+    last = torch.where(fits, sequences[:, -1].clamp(max=width - 1), width - 1)
     return sequences[:, 0] * width + last
 
 
@@ -195,7 +192,7 @@ def _repeat_one(at: Tensor, texts: Texts, size: int, width: int) -> Tensor:
     for first in range(0, size - 1, step):
         end = min(first + step, size - 1)
         fits = fits & (runs[:, :, first:end] == newest[:, :, first:end]).all(dim=2)
-    last = torch.where(fits, keep_tokens(own.ids[:, size - 1 :], width - 1), width - 1)
+    last = torch.where(fits, own.ids[:, size - 1 :].clamp(max=width - 1), width - 1)
     return (at[:, :1] * width + last).view(-1)
 
 
