@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from support.lazy_cuda import LazyCuda, replace_cuda
 from support.paths import PYTHON_PATH
 from trinity.memory import native
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.devices import gpu_number, use_copy_stream, use_device, wait_for_default_stream
+from trinity.memory.devices import gpu_number, make_device_buffer, use_copy_stream, use_device, wait_for_default_stream
 
 
 @pytest.fixture
@@ -30,6 +31,26 @@ class OnGpu(torch.Tensor):
 
     def __new__(cls, values: torch.Tensor) -> OnGpu:
         return values.as_subclass(cls)
+
+
+def test_the_stand_in_takes_what_torch_takes() -> None:
+    """None of torch's own runs here: at least the names and parameters of the calls that trinity makes are its own."""
+    stand_in, real = LazyCuda(), torch.cuda
+    for name, wanted in {
+        "Stream": ["device", "priority"],
+        "Event": ["blocking"],
+        "stream": ["stream"],
+        "set_stream": ["stream"],
+        "device": ["device"],
+        "default_stream": ["device"],
+        "current_stream": ["device"],
+    }.items():
+        made = getattr(real, name)
+        of_torch = inspect.signature(made.__new__ if name in ("Stream", "Event") else made).parameters
+        assert set(wanted) <= set(of_torch), f"torch.cuda.{name} takes {list(of_torch)}"
+        assert set(wanted) <= set(inspect.signature(getattr(stand_in, name)).parameters), name
+    for made, names in ((real.Stream, "wait_stream synchronize"), (real.Event, "record query synchronize")):
+        assert all(hasattr(made, name) for name in names.split())
 
 
 def test_names_of_devices() -> None:
@@ -145,6 +166,22 @@ def test_the_zeros_of_a_pool_are_there_when_it_is_made(cuda: LazyCuda, monkeypat
     monkeypatch.setattr(torch, "zeros", zeros)
     BlockMemory(BlockShape("kv", (1, 2, 1, 4, 8), torch.float32), 2, "cuda:1")
     assert made == ["zeros"]
+
+
+def test_nothing_that_is_queued_still_uses_a_buffer_that_is_handed_out(
+    cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives freed memory to the next tensor of its stream at once; UCX and NIXL write without that stream."""
+    did: list[str] = []
+
+    def empty(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert (device, cuda.current_stream().priority) == ("cuda:1", -1)
+        cuda.launch(lambda: did.append("the last use of this memory"))
+        return OnGpu(torch.zeros(size, dtype=dtype))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert len(make_device_buffer(8, 1)) == 8
+    assert did == ["the last use of this memory"]
 
 
 def test_pools_of_the_host_are_on_no_gpu() -> None:

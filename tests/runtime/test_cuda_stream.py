@@ -15,6 +15,7 @@ from trinity.core.messages import Encode, LayersWritten, MediaSpan, Open, Prefil
 from trinity.instance import Instance
 from trinity.runtime.cuda_stream import CudaLaneStream, LaneStream, make_lane_stream
 from trinity.runtime.lane import Lane
+from trinity.stages.async_steps import _start_copy
 from trinity.timeline import Timeline
 
 SPAN = MediaSpan("image", 4, 0, 4, "a cat")
@@ -280,7 +281,7 @@ class Cache:
 class OnGpu(torch.Tensor):
     """A tensor of the host that says it is on a GPU."""
 
-    is_cuda = True
+    is_cuda, device = True, torch.device("cuda", 1)
 
     def __new__(cls, values: torch.Tensor) -> OnGpu:
         return values.as_subclass(cls)
@@ -294,3 +295,15 @@ def test_layers_are_written_when_they_are_reported(cuda: LazyCuda, monkeypatch: 
     layers: list[Any] = [(answer.layers, written) for answer, written in found if isinstance(answer, LayersWritten)]
     assert [each for each, _ in layers] == [(0, 1), (1, 2)]
     assert all(f"layer {first}" in written for (first, _), written in layers)
+
+
+def test_tokens_are_read_behind_the_kernels_of_their_launch(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their event is the lane's: one of device 0 would be over at once, and the host would read old tokens."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **named: empty(*size, **named))
+    did: list[str] = []
+    with make_lane_stream("cuda:1", "joint", "D"):
+        cuda.launch(lambda: did.append("step"), 1)
+        _, event = _start_copy(OnGpu(torch.ones(3, dtype=torch.long)))
+        event.synchronize()
+    assert did == ["step"]

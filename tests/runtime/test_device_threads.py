@@ -39,7 +39,7 @@ from trinity.transport.ucx import source as ucx_source
 
 STARTERS = {"Thread", "ThreadPoolExecutor", "to_thread", "run_to_end", "run_in_executor"}
 NONE = "touches no device"
-DIGESTS = "tests/memory/test_devices.py: copies and digests pass the door themselves"
+DIGESTS = "tests/memory/test_devices.py: copies, buffers and digests pass the door themselves"
 DRIVER = "tests/transport/test_cuda_ipc.py: over a stand-in for the driver"
 CALLER = "what its caller runs: listed there"
 KV_SHAPE = BlockShape("kv", (1, 2, 1, 16, 8), torch.float32)
@@ -256,6 +256,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("transport/link.py", "self._run"): link,
     ("transport/link_transport.py", "self._source.join"): NONE,
     ("transport/nixl/source.py", "self._run"): nixl_sources,
+    ("transport/ucx/link.py", "make"): DIGESTS,
     ("transport/ucx/source.py", "self._run"): ucx_sources,
 }
 

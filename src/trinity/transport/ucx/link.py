@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,12 +75,17 @@ class UcxLink(Link):
             pieces = split_pieces(ours, plan.piece, plan.unit_bytes)
             places, end = deque(self._ours.at(*run, plan.piece) for run in pieces), _nothing
         else:
-            packed = self._ours.make_room(plan.bytes)
+            packed = await self._make_room(plan.bytes)
             places, end = deque([packed]), partial(self._ours.scatter, plan, packed)
         size = (*plan.piece, plan.unit_bytes)
         await self.ask(
             lambda: self._send_request(theirs, places, size, (), end), f"{len(plan.source)} blocks", timeout_s
         )
+
+    async def _make_room(self, size: int) -> Any:
+        """Make a buffer for packed pieces; that of a GPU is waited for, and not on the event loop."""
+        make = self._ours.make_room
+        return make(size) if self._ours.memory.gpu is None else await asyncio.to_thread(make, size)
 
     async def generation(self, source: Sequence[int], timeout_s: float) -> int:
         reply: UcxReply = await self.ask(lambda: self._request_generations(source), "generations", timeout_s)
