@@ -31,6 +31,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
 
 from support.known_classes import attend_without_kernel, declare_known, packs
+from support.mutant_layers import LAYERS, clip, clip_small, far_factor, mutate, row_factor
 from support.swapped_models import count, layers_of, swap, text_model, vision_model
 from trinity.memory import native
 from trinity.stages.kernels import admission, fused_elementwise, linear
@@ -90,49 +91,6 @@ def test_ministral_3_is_known_to_be_another(caplog: pytest.LogCaptureFixture) ->
 
 
 # ---------------------------------------------------------------- mutants of every known class
-
-
-def far_factor(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
-    """What Ministral 3 does, to a whole layer: a factor of the position, 1 below 16,384."""
-    places = named["position_ids"] if "position_ids" in named else torch.arange(made.shape[-2])[None] * 5_000
-    return made * (1 + 0.1 * torch.log1p(torch.floor(places / 16_384)))[..., None]
-
-
-def row_factor(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
-    return made * (1 + 0.01 * torch.arange(made.shape[-2]))[:, None]
-
-
-def clip(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
-    return made.clamp(-2.0, 2.0)
-
-
-def clip_small(given: tuple[Any, ...], named: dict[str, Any], made: Tensor) -> Tensor:
-    """For what is small in these models, behind a norm: a probe sees no clip that it does not reach."""
-    return made.clamp(-0.02, 0.02)
-
-
-def mutate(module: Any, change: Callable[..., Tensor]) -> Any:
-    """Give ``module`` a class whose forward changes what its own gives; returns that class."""
-    kind: Any = type(module)
-
-    class Mutant(kind):  # type: ignore[misc]
-        def forward(self, *given: Any, **named: Any) -> Any:
-            made = kind.forward(self, *given, **named)
-            if isinstance(made, tuple):
-                return (change(given, named, made[0]), *made[1:])
-            return change(given, named, made)
-
-    Mutant.__name__ = kind.__name__
-    module.__class__ = Mutant
-    return Mutant
-
-
-LAYERS = {
-    LayerPart.DECODER_LAYER: lambda layer: layer,
-    LayerPart.DECODER_ATTENTION: lambda layer: layer.self_attn,
-    LayerPart.GATED_MLP: lambda layer: layer.mlp,
-    LayerPart.RMS_NORM: lambda layer: layer.post_attention_layernorm,
-}
 
 
 @pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))

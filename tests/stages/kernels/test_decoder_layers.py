@@ -164,8 +164,8 @@ def test_what_is_not_as_at_load_goes_the_layers_own_way(monkeypatch: pytest.Monk
     model = model_of(LlamaConfig(**SIZES))
     fuse_decoder_layers(model)
     layer, ran = model.layers[0], []
-    own = module.DecoderLayerPlan.run
-    monkeypatch.setattr(module.DecoderLayerPlan, "run", lambda *given: ran.append(1) or own(*given))  # type: ignore[func-returns-value]
+    own = module.PackedLayerPlan.run
+    monkeypatch.setattr(module.PackedLayerPlan, "run", lambda *given: ran.append(1) or own(*given))  # type: ignore[func-returns-value]
     rows, named = asked_of(layer, 4, torch.float32, DecoderAttentionProbe())
     layer(rows, **named)
     assert len(ran) == 1
@@ -265,8 +265,8 @@ def test_what_computes_otherwise_is_left_alone(spoil: str) -> None:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which calls went through kernels."""
     ran: list[str] = []
-    own = module.DecoderLayerPlan.run
-    monkeypatch.setattr(module.DecoderLayerPlan, "run", lambda *given: ran.append("fused") or own(*given))  # type: ignore[func-returns-value]
+    own = module.PackedLayerPlan.run
+    monkeypatch.setattr(module.PackedLayerPlan, "run", lambda *given: ran.append("fused") or own(*given))  # type: ignore[func-returns-value]
     return ran
 
 

@@ -53,6 +53,7 @@ class TritonAttention:
     """
 
     supports_graphs = True
+    reads_chunks = True  # by ``read``, whoever has written their keys and values
 
     def __init__(self, processors: int | None = None) -> None:
         self._processors = processors

@@ -12,9 +12,10 @@ to reuse memory that is still in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,14 @@ from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, m
 
 PIECE_ROWS = 2400  # each piece reads the weights again, and longer ones cost fresh pages
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+ATTENTION_PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 _KEYWORDS = {"position_embeddings", "position_ids", "trinity_batch"}
 _UNSET = {"attention_mask", "past_key_values", "use_cache", "output_attentions", "output_hidden_states"}
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value of a row
+Tolerances = Mapping[torch.dtype, float]
 Projection = Callable[[Tensor], Tensor]
 RotaryAngles = tuple[Tensor, Tensor]
+logger = logging.getLogger("trinity")
 
 
 class _FusedDecoderLayer(nn.Module):
@@ -74,33 +76,81 @@ class _FusedDecoderLayer(nn.Module):
 
 
 class DecoderLayerPlan:
-    """Parts of one decoder layer and their order; ``params`` are its attention's."""
+    """Parts of one decoder layer and their order; ``params`` are its attention's.
+
+    ``tolerances``: what a layer may be off at load, relative to the largest value of a row.
+    """
+
+    tolerances: ClassVar[Tolerances]
 
     def __init__(self, layer: Any, width: int) -> None:
-        first, second = layer.input_layernorm, layer.post_attention_layernorm
-        self._norms = [(each.weight, _eps(each)) for each in (first, second)]
-        modules = [getattr(layer.self_attn, name) for name in _ATTENTION]
-        modules += [getattr(layer.mlp, name) for name in _MLP]
-        self._products: list[Projection] = [each.forward for each in modules]
-        few: list[SmallBatchGemm | NativeProduct | None] = [each.gemm for each in modules]
-        self._gemms: Any = few if all(few) else None
-        self._width, self._hidden = width, len(first.weight)
+        self._width, self._hidden = width, len(layer.input_layernorm.weight)
         self._hooks = collect_hooks(each for each in layer.modules() if each is not layer)
         self.params = AttentionParams(0, 1.0)
 
+    @classmethod
+    def suits(cls, layer: Any) -> bool:
+        """Tell if the kernels have all parts of ``layer``, whose children are named as expected."""
+        raise NotImplementedError
+
     def accepts(self, rows: Tensor, named: dict[str, Any]) -> bool:
+        """Tell if a call of the layer with these rows and keywords is what it was at load."""
         further = named.keys() - _KEYWORDS
         unset = further <= _UNSET and all(named[name] is None or named[name] is False for name in further)
         if not unset or has_hooks(self._hooks):
             return False
         turned = named.get("position_embeddings")
-        if not isinstance(turned, tuple) or len(turned) != 2 or not _is_supported(rows, *turned):
+        if not isinstance(turned, tuple) or len(turned) != 2 or not self._supports(rows, *turned):
             return False
         shape = (1, rows.shape[1], self._width)
         return rows.shape == (*shape[:2], self._hidden) and turned[0].shape == turned[1].shape == shape
 
+    def _supports(self, *rows: Tensor) -> bool:
+        """Tell if the kernels can read ``rows``."""
+        raise NotImplementedError
+
     def run(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor:
         """Run the layer: [1, rows, hidden] to the same; ``turns``: cosines and sines [1, rows, head_dim]."""
+        raise NotImplementedError
+
+    def write(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> None:
+        """Write keys and values of ``rows`` into their blocks, and compute nothing else."""
+        raise NotImplementedError
+
+    def run_probe(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor | None:
+        """Run as ``run`` does, beside a stand-in for attention; None if a way through the layer differs from others."""
+        return self.run(rows, turns, batch)
+
+
+class PackedLayerPlan(DecoderLayerPlan):
+    """Plan of a layer on a CPU whose products are packed, or the extension's, and whose norms and MLP have kernels."""
+
+    tolerances: ClassVar[Tolerances] = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+    def __init__(self, layer: Any, width: int) -> None:
+        super().__init__(layer, width)
+        first, second = layer.input_layernorm, layer.post_attention_layernorm
+        self._norms = [(each.weight, _eps(each)) for each in (first, second)]
+        modules = list_products(layer)
+        self._products: list[Projection] = [each.forward for each in modules]
+        few: list[SmallBatchGemm | NativeProduct | None] = [each.gemm for each in modules]
+        self._gemms: Any = few if all(few) else None
+
+    @classmethod
+    def suits(cls, layer: Any) -> bool:
+        """See ``DecoderLayerPlan.suits``."""
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        return (
+            all(isinstance(each, _FusedRmsNorm) for each in norms)
+            and isinstance(layer.mlp, _FusedGatedMlp)
+            and all(isinstance(each, PackedLinear | NativeLinear) for each in list_products(layer))
+        )
+
+    def _supports(self, *rows: Tensor) -> bool:
+        return _is_supported(*rows)
+
+    def run(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor:
+        """See ``DecoderLayerPlan.run``."""
         states = rows[0]
         products = self._pick_projections(states)
         if batch.half == "read":
@@ -117,7 +167,7 @@ class DecoderLayerPlan:
         return made
 
     def write(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> None:
-        """Write keys and values of ``rows`` into their blocks, and compute nothing else."""
+        """See ``DecoderLayerPlan.write``."""
         key, value = self._project_heads(rows[0], turns, self._pick_projections(rows[0])[1:3])
         backend: Any = batch.backend
         backend.write(batch.rows, batch.cache, key, value, self.params.layer)
@@ -159,36 +209,33 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def fuse_decoder_layers(model: Any) -> int:
-    """Swap the decoder layers of ``model`` that fit; returns their number."""
-    if not hasattr(native.extension, "add_rms_norm"):
-        return 0
-    found = [layer for layer in model.modules() if _is_candidate(layer)]
-    return sum(_swap(layer) for layer in found)
+    """Swap the decoder layers of ``model`` that fit on a CPU; returns their number."""
+    return swap_layers(model, PackedLayerPlan) if hasattr(native.extension, "add_rms_norm") else 0
+
+
+def swap_layers(model: Any, plans: type[DecoderLayerPlan]) -> int:
+    """Swap the decoder layers of ``model`` that ``plans`` suits, if known and alike on a probe; returns how many."""
+    found = [layer for layer in model.modules() if _is_candidate(layer) and plans.suits(layer)]
+    return sum(_swap(layer, plans) for layer in found)
+
+
+def list_products(layer: Any) -> list[Any]:
+    """List the linear layers of a decoder layer in the order in which it calls them; None for one that it lacks."""
+    parts = [getattr(layer.self_attn, name, None) for name in ATTENTION_PRODUCTS]
+    return parts + [getattr(layer.mlp, name, None) for name in MLP_PRODUCTS]
 
 
 def _is_candidate(layer: Any) -> bool:
-    if {name for name, _ in layer.named_children()} != _LAYER:
+    if {name for name, _ in layer.named_children()} != _LAYER or isinstance(layer, _FusedDecoderLayer):
         return False
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = isinstance(layer.input_layernorm, _FusedRmsNorm) and isinstance(
-        layer.post_attention_layernorm, _FusedRmsNorm
-    )
-    parts = [getattr(attention, name, None) for name in _ATTENTION] + [getattr(mlp, name, None) for name in _MLP]
-    known = {id(each) for each in parts}
-    others = any(list(child.parameters()) for child in attention.children() if id(child) not in known)
-    return (
-        not isinstance(layer, _FusedDecoderLayer)
-        and not any(map(is_altered, layer.modules()))
-        and norms
-        and isinstance(mlp, _FusedGatedMlp)
-        and not others
-        and all(isinstance(each, PackedLinear | NativeLinear) for each in parts)
-    )
+    known = {id(each) for each in list_products(layer)}
+    others = any(list(child.parameters()) for child in layer.self_attn.children() if id(child) not in known)
+    return not others and not any(map(is_altered, layer.modules()))
 
 
-def _swap(layer: Any) -> bool:
+def _swap(layer: Any, plans: type[DecoderLayerPlan]) -> bool:
     kind: Any = type(layer)
-    plan = _make_plan(layer, kind)
+    plan = _make_plan(layer, kind, plans)
     known = {LayerPart.DECODER_LAYER: layer, LayerPart.DECODER_ATTENTION: layer.self_attn}
     if plan is None or not all(is_known_module(part, module) for part, module in known.items()):
         return False
@@ -211,18 +258,19 @@ class DecoderAttentionProbe:
 
 
 @torch.inference_mode()
-def _make_plan(layer: Any, kind: Any) -> DecoderLayerPlan | None:
+def _make_plan(layer: Any, kind: Any, plans: type[DecoderLayerPlan]) -> DecoderLayerPlan | None:
     attention, weight = layer.self_attn, layer.input_layernorm.weight
     width = getattr(attention, "head_dim", 0)
     try:
         heads = attention.k_proj.out_features // width
         cache = torch.empty((1, attention.layer_idx + 1, 2, heads, 1, width), device="meta")
-        shown, plan = DecoderAttentionProbe(), DecoderLayerPlan(layer, width)
+        shown, plan = DecoderAttentionProbe(), plans(layer, width)
         positions, scales = place_rows(attention.config)
         rows, cosine, sine = (
             make_noise(len(scales), size, weight.dtype, seed) for seed, size in enumerate((len(weight), width, width))
         )
         rows = rows * scales[:, None].to(rows.dtype)
+        rows, cosine, sine, positions = (each.to(weight.device) for each in (rows, cosine, sine, positions))
         batch = PagedBatch(make_empty_rows(), cache, shown)
         named = {
             "position_embeddings": (cosine, sine),
@@ -233,10 +281,13 @@ def _make_plan(layer: Any, kind: Any) -> DecoderLayerPlan | None:
         if shown.params is None or not plan.accepts(rows, named):
             return None
         plan.params = shown.params
-        found = plan.run(rows, (cosine, sine), batch)
-    except Exception:  # not a layer as expected: leave it alone
-        return None
-    return plan if is_close(found, wanted, _TOLERANCE[weight.dtype]) else None
+        found = plan.run_probe(rows, (cosine, sine), batch)
+        if is_close(found, wanted, plans.tolerances[weight.dtype]):
+            return plan
+        logger.info("%s keeps its own code: on a probe its kernels give another result", kind.__qualname__)
+    except Exception as error:  # not a layer as expected: leave it alone
+        logger.info("%s keeps its own code: %s: %s", kind.__qualname__, type(error).__name__, error)
+    return None
 
 
 @cache

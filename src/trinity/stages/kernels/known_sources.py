@@ -182,6 +182,9 @@ KNOWN_SOURCES: dict[LayerPart, dict[str, str]] = {
     },
 }
 
+# Norms that round to the type of their rows once, behind the weight; the others round before it as well.
+NORMS_ROUNDED_ONCE = {"ce7a729f04c881ad", "0a34208a1914625c"}
+
 # Within a split layer, all but attention; Gemma's norms and MLPs have no kernel, but are known as well.
 KNOWN_SOURCES[LayerPart.EACH_ROW] = {
     **KNOWN_SOURCES[LayerPart.LINEAR],

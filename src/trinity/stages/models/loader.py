@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -139,6 +140,10 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
         fuse_elementwise(part)
         fuse_decoder_layers(part)
         fuse_encoder_layers(part)
+        if name == "language" and device.type == "cuda" and find_spec("triton") is not None:
+            from trinity.stages.kernels.device_layers import fuse_device_layers
+
+            fuse_device_layers(part)
     return part
 
 
