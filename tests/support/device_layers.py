@@ -110,8 +110,8 @@ def count_decode_step(model: LoadedModel, layers: int, size: int = 4) -> Counter
     steps = DecodeGraphs(model, kv.tensor, TritonAttention(1), graphs)
     at = np.arange(size)
     decodes = Decodes(at, at, at + 1, np.zeros((size, 1), np.int64))
-    given = torch.from_numpy(pack_decodes(decodes, size, 64, 16))
+    given = torch.from_numpy(pack_decodes(decodes, size, 16))[: 6 * size]
     text = model.adapter.language(model.language)
     with patch.dict(text._modules, layers=text.layers[:layers]), operators_counted() as found:
-        steps._forward([given], size, 64)
+        steps._forward([given], size)
     return found
