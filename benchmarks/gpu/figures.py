@@ -24,6 +24,7 @@ PLACED = (
     *("placement", "requests/s", "predicted", "of EPD in threads"),
     *("TTFT p50 ms", "TBT p95 ms", "moved MiB", "tokens as EPD's"),
 )
+LOADS = ("decode rows", "images/s in turns", "at once", "tokens/s in turns", "at once", "work at once", "predicted")
 Found = dict[str, Any]
 
 
@@ -72,6 +73,8 @@ def result(dtype: str, tiny: bool, found: Found, cases: Cases, context: int = 10
         tables.append(
             Table("Bursts of requests with an image", PLACED, [_placed_row(each, placed, steps) for each in placed])
         )
+    if loads := found.get("full_load"):
+        tables.append(Table("Encode beside decode (TriInfer figure 12)", LOADS, [_load_row(each) for each in loads]))
     pairs = (("generate_batch", _generate_row), ("dual_stream", _dual_row), ("vllm", _vllm_row))
     for name, row in (each for each in pairs if each[0] in found):
         tables.append(Table(name.replace("_", " "), ("what", "trinity", "beside", "ratio"), [row(found[name])]))
@@ -143,6 +146,14 @@ def _placed_row(each: Found, placed: list[Found], steps: list[Found]) -> list[st
     ttft = f"{each['ttft_s']['p50'] * 1e3:.0f}"
     predicted = _shown(predict_rate(each, steps), 1.0, 1)
     return [each["way"], f"{rate:.2f}", predicted, ratio, ttft, tbt, f"{each['moved_bytes'] / 2**20:.0f}", same]
+
+
+def _load_row(each: Found) -> list[str]:
+    """In turns each stage has half of the time."""
+    (encode, decode), rows = (each["alone_s"][stage] for stage in ("encode", "decode")), each["rows"]
+    images = [f"{0.5 / encode:.1f}", f"{1 / each['beside_s']['encode']:.1f}"]
+    tokens = [f"{0.5 * rows / decode:.0f}", f"{rows / each['beside_s']['decode']:.0f}"]
+    return [str(rows), *images, *tokens, f"{each['work']:.2f}", predictions.Range(*predictions.OVERLAP).text(1.0, 2)]
 
 
 def _generate_row(found: Found) -> list[str]:

@@ -22,6 +22,7 @@ from benchmarks.gpu import beside_vllm, figures, placements
 from benchmarks.gpu import moves as gpu_moves
 from benchmarks.gpu import serving as gpu_serving
 from benchmarks.gpu.cases import Cases, digest_sources
+from benchmarks.gpu.full_load import FullLoad
 from benchmarks.gpu.model import folder, limits, random_weights, write_weights
 from benchmarks.gpu.steps import StepBench
 from benchmarks.report import Result
@@ -143,6 +144,7 @@ def measure_one_process(work: Work) -> None:
     work.found["moves"] = moves(work)
     generate = partial(gpu_serving.beside_generate_batch, *common, sizes.generate, sizes.rounds)
     work.section("generate_batch", lambda: asyncio.run(generate()), 90)
+    work.found["full_load"] = full_load(work)
     dual = partial(gpu_serving.dual_stream, *common, sizes.dual, sizes.rounds)
     work.section("dual_stream", lambda: asyncio.run(dual()), 90)
 
@@ -184,6 +186,21 @@ def steps(work: Work) -> list[dict[str, Any]]:
     finally:
         bench.close()
     return rows
+
+
+def full_load(work: Work) -> list[dict[str, Any]]:
+    """Encode beside decode, on one lane in turns and on two at once; half the memory for each of two instances."""
+    sizes, half = work.sizes, 0.3 * work.limit.memory
+    rows = [n for n in sizes.rows if n * (sizes.context + 32) * work.shape.kv_bytes < half]
+    bench, found = FullLoad(work.model, sizes.device, sizes.dtype, sizes.context, work.hold), []
+    try:
+        for n in rows:
+            measure_rows = partial(bench.measure, n, max(rows), sizes.repeats)
+            seen = work.cases.run(f"full load: decode {n}", measure_rows, 40)
+            found += [seen] if seen is not None else []
+    finally:
+        bench.close()
+    return found
 
 
 def moves(work: Work) -> list[dict[str, Any]]:

@@ -34,7 +34,9 @@ def found(kept: Path) -> Result:
 
 
 def test_every_section_runs(found: Result) -> None:
-    assert {"attention", "steps", "moves", "generate_batch", "dual_stream", "placements"} <= set(found.values)
+    assert {"attention", "steps", "moves", "generate_batch", "dual_stream", "placements", "full_load"} <= set(
+        found.values
+    )
     assert [note for note in found.notes if not note.startswith("attention")] == []
     assert set(found.values["attention"]) == {*BACKENDS, "auto"}
     assert found.values["attention"]["torch"] == "runs"
@@ -62,6 +64,13 @@ def test_both_sides_serve_and_agree(found: Result) -> None:
     dual = found.values["dual_stream"]
     assert dual["equal_requests"] == dual["requests"] == SMALL.dual.requests
     assert len(dual["dual"]) == len(dual["sequential"]) == SMALL.rounds
+
+
+def test_encode_and_decode_are_measured_beside_each_other(found: Result) -> None:
+    loads = found.values["full_load"]
+    assert [each["rows"] for each in loads] == list(SMALL.rows)
+    assert all(seconds > 0 for each in loads for way in ("alone_s", "beside_s") for seconds in each[way].values())
+    assert all(each["work"] > 0 for each in loads)
 
 
 def test_every_placement_serves_the_same_tokens(found: Result) -> None:

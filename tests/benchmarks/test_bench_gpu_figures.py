@@ -91,18 +91,27 @@ def findings() -> dict[str, Any]:
             {**placed, "way": "EPD, threads, depth 2", "placement": "EPD", "requests_per_s": [30.0], "tokens": "a"},
             {**placed, "way": "E+PD, threads, depth 2", "placement": "E+PD", "requests_per_s": [36.0], "tokens": "b"},
         ],
+        "full_load": [
+            {
+                "rows": 8,
+                "alone_s": {"encode": 0.01, "decode": 0.02},
+                "beside_s": {"encode": 0.016, "decode": 0.032},
+                "work": 1.25,
+            }
+        ],
         "vllm": {"tokens_per_s": {"ours": 300.0, "theirs": 200.0}, "equal_tokens": 0.5, "version": "1.2"},
     }
 
 
 def test_every_figure_stands_beside_its_prediction() -> None:
     found = figures.result("bfloat16", False, findings(), Cases(None, "", time.monotonic()))
-    steps, moves, placed, vllm = found.tables
+    steps, moves, placed, loads, vllm = found.tables
     assert steps.rows[0][5:] == ["82%", "4.75 to 5.52"]
     assert steps.rows[2][-1] == "-", "a decode step without a graph was not predicted"
     assert moves.rows[0][5:] == ["62%", "293 to 483"]
     assert placed.rows[1][1:4] == ["36.00", placed.rows[0][2], "1.20"]
     assert placed.rows[1][-1] == "no"
+    assert loads.rows == [["8", "50.0", "62.5", "200", "250", "1.25", "1.05 to 1.30"]]
     assert vllm.rows == [["tokens/s, 50% of tokens equal; vLLM 1.2", "300", "200", "1.50"]]
     outside = [note for note in found.notes if note.startswith("outside")]
     assert outside == [
