@@ -14,14 +14,15 @@ from support.checkpoint_files import checkpoint
 from support.sampler_rows import SamplerRow, batch
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures, processed
 from trinity import Instance, Pipeline, Request
-from trinity.core.messages import Encode, ResolvedSampling, Step
+from trinity.core.messages import Encode, ResolvedSampling, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
 from trinity.stages.attention.backends import CacheKind, pick_backend
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.encode import EncodeStage
 from trinity.stages.models import load_model
-from trinity.stages.sampler import sample
+from trinity.stages.sampler import draw, sample
+from trinity.stages.token_bans import make_bans
 from trinity.testing.checkpoints import ARCHITECTURES
 
 DEVICE = "cuda"
@@ -121,3 +122,36 @@ def test_samples_are_those_of_the_cpu() -> None:
     rows = [SamplerRow(way, index, ids) for index, way in enumerate([*ways, *ways])]
     there = [one.token for one in sample(logits.to(DEVICE), batch(rows, torch.device(DEVICE)))]
     assert there == [one.token for one in sample(logits, batch(rows))]
+
+
+def test_sampling_waits_for_nothing_and_draws_the_same() -> None:
+    """torch raises at each call that would wait; bans, penalties and logprobs are with the cuts."""
+    logits = torch.randn(48, 2048, generator=torch.Generator().manual_seed(0)) * 3
+    ids, rows = np.arange(20, dtype=np.int64) % 7, list[SamplerRow]()
+    for number in range(48):
+        sampling = ResolvedSampling(
+            temperature=(0.0, 0.7, 1.0)[number % 3],
+            top_k=(0, 50)[number % 2],
+            top_p=(1.0, 0.9)[number // 2 % 2],
+            min_p=(0.0, 0.05)[number // 4 % 2],
+            repetition_penalty=(1.0, 1.3)[number // 8 % 2],
+            no_repeat_ngram_size=(0, 3)[number // 16 % 2],
+            bad_words_ids=((4, 5), (6, 0), (9,)),
+            seed=number,
+            logprobs=(None, 2)[number // 2 % 2],
+        )
+        work = Work(request="r", prompt=(1,), sampling=sampling)
+        rows.append(SamplerRow(sampling, number, ids, make_bans(work)))
+    there = logits.to(DEVICE)
+    draw(there, batch(rows, there.device))  # what is compiled or loaded at the first call
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = draw(there, batch(rows, there.device))
+        flat = drawn.flatten()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found, wanted = drawn.read(flat.cpu()), sample(logits, batch(rows))
+    assert [one.token for one in found] == [one.token for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.logprob is None) == (other.logprob is None)
+        assert one.logprob is None or one.logprob == pytest.approx(other.logprob, abs=1e-4)

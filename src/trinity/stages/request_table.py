@@ -126,7 +126,7 @@ class RequestTable:
     image_rows: int
     rows: dict[str, OpenRequest] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
-    decoded: np.ndarray = field(default_factory=lambda: np.empty((0, 5), dtype=np.int64))  # the five below, in columns
+    decoded: np.ndarray = field(default_factory=lambda: np.empty((5, 0), dtype=np.int64))  # the five below, in rows
     token: np.ndarray = field(init=False)  # last token, the next input
     length: np.ndarray = field(init=False)  # KV positions written
     delta: np.ndarray = field(init=False)  # rotary position minus KV position
@@ -141,7 +141,7 @@ class RequestTable:
     selection: DecodeSelection | None = None
 
     def __post_init__(self) -> None:
-        self.token, self.length, self.delta, self.capacity, self.in_flight = self.decoded.T
+        self.token, self.length, self.delta, self.capacity, self.in_flight = self.decoded
 
     def open(self, opening: Open) -> None:
         """Give the request a slot. Raises ``StageError`` if it is open already or its media do not fit its prompt."""
@@ -203,7 +203,7 @@ class RequestTable:
         if selection is None or selection.requests != requests:
             selection = self.selection = self._select(requests)
         slots = selection.slots
-        ids, lengths, delta, capacity, flown = self.decoded[slots].T  # one look-up in place of five
+        ids, lengths, delta, capacity, flown = self.decoded.take(slots, axis=1)  # one look-up in place of five
         lengths += 1  # still ascending: a step that succeeds makes each one longer
         unknown = ids == _NO_TOKEN
         if self.steps_in_flight:
@@ -344,7 +344,8 @@ class RequestTable:
         more = max(8, old)
         for name in ("decoded", "samplers", "prompt", "stored"):
             held = getattr(self, name)
-            setattr(self, name, np.concatenate((held, np.zeros((more, *held.shape[1:]), dtype=held.dtype))))
+            new = np.zeros((*held.shape[:-1], more), dtype=held.dtype)
+            setattr(self, name, np.concatenate((held, new), axis=-1))
         self.__post_init__()
         self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))

@@ -62,8 +62,8 @@ class Drawn:
 
     def read(self, copy: Tensor) -> list[Sampled]:
         """Read a copy of ``flatten()`` on the host. Raises ``StageError`` if a row has no largest value."""
-        count = len(self.tokens)
-        tokens: list[int] = (copy if self.logprobs is None else copy[:count].long()).tolist()
+        count, numbers = len(self.tokens), copy.numpy()
+        tokens: list[int] = numbers[:count].astype(np.int64, copy=False).tolist()
         if -1 in tokens:
             raise StageError(
                 f"row {tokens.index(-1)} of the logits holds NaN or no finite value; check the model's weights, and "
@@ -71,15 +71,15 @@ class Drawn:
             )
         found = list(map(Sampled, tokens))
         if self.logprobs is not None:
-            own, ids, values = _split_logprobs(copy[count:].view(self.logprobs.shape))
+            own, ids, values = _split_logprobs(numbers[count:].reshape(self.logprobs.shape))
             for (row, number), value, top, of_top in zip(self.asked, own, ids, values, strict=True):
                 found[row] = Sampled(tokens[row], value, tuple(zip(top[:number], of_top, strict=False)))
         return found
 
 
-def _split_logprobs(told: Tensor) -> tuple[list[float], list[list[int]], list[list[float]]]:
+def _split_logprobs(told: np.ndarray) -> tuple[list[float], list[list[int]], list[list[float]]]:
     most = told.shape[1] // 2
-    return told[:, 0].tolist(), told[:, 1 : 1 + most].long().tolist(), told[:, 1 + most :].tolist()
+    return told[:, 0].tolist(), told[:, 1 : 1 + most].astype(np.int64).tolist(), told[:, 1 + most :].tolist()
 
 
 def sample(logits: Tensor, batch: SamplerBatch) -> list[Sampled]:
