@@ -64,7 +64,7 @@ NORMS = [(LlamaRMSNorm, True), (Olmo2RMSNorm, False), (HeliumRMSNorm, False)]
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", DEVICE_DTYPES)
 @pytest.mark.parametrize(("kind", "rounds_first"), NORMS, ids=lambda each: getattr(each, "__name__", str(each)))
-@pytest.mark.parametrize("width", [128, 200])
+@pytest.mark.parametrize("width", [200])
 def test_a_norm_rounds_as_its_class_does(kind: Any, rounds_first: bool, dtype: torch.dtype, width: int) -> None:
     module = kind(width, eps=1e-5).to(DEVICE, dtype)
     module.weight.copy_(noise(width, dtype=dtype, seed=1))
@@ -146,7 +146,7 @@ ACTIVATIONS = list(zip(GateActivation, ("silu", "gelu", "gelu_pytorch_tanh"), st
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", DEVICE_DTYPES)
 @pytest.mark.parametrize(("activation", "name"), ACTIVATIONS)
-@pytest.mark.parametrize("inner", [96, 1500])
+@pytest.mark.parametrize("inner", [1100])
 def test_a_gate_rounds_before_its_product(
     activation: GateActivation, name: str, dtype: torch.dtype, inner: int
 ) -> None:

@@ -225,6 +225,31 @@ def test_a_request_with_images_equals_generate(name: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "writes"), [(torch.float32, 0), (torch.float16, 1)])
+def test_a_cache_of_another_dtype_is_written_by_its_backend(dtype: torch.dtype, writes: int, fused: Any) -> None:
+    """Who stores keys and values in fewer bits knows how they are rounded."""
+    written: list[torch.dtype] = []
+
+    class Rounding(DecoderAttentionProbe):
+        reads_chunks = True
+
+        def attend(self, rows: PagedRows, cache: Tensor, qkv: Any, params: Any) -> Tensor:
+            written.append(cache.dtype)
+            return super().attend(rows, cache, qkv, params)
+
+        def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: Any) -> Tensor:
+            return query
+
+    rows, named = asked_of(3, Rounding())
+    at = torch.arange(3)
+    places = PagedRows(at * 0, at, np.empty((0, 0), np.int64), np.empty(0, np.int64))
+    cache = torch.zeros((1, 2, 2, 2, 16, 16), dtype=dtype)
+    fused.layers[0](rows, **named | {"trinity_batch": PagedBatch(places, cache, Rounding())})
+    assert len(written) == writes
+    assert bool(cache.any()) is not bool(writes)
+
+
+@torch.inference_mode()
 def test_layers_that_are_streamed_are_reported_and_the_same() -> None:
     """The backend then writes by itself, since somebody looks at each layer's keys and values."""
     plain, ours = Solo(), Solo(backend=TritonAttention(1))

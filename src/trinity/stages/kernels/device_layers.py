@@ -181,7 +181,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         """See ``DecoderLayerPlan.write``."""
         both, angles = self._key_value(self._norm(rows, batch)), (turns[0][0], turns[1][0])
         heads = self._heads[1]
-        if _reads_whole_batches(batch):
+        if self._writes_itself(batch):
             launch_rotary(both, angles, (0, heads), self._place(batch))
             return
         launch_rotary(both, angles, (0, heads))
@@ -197,7 +197,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         held = made.view(len(made), -1, self._width)
         if batch.half == "read":
             launch_rotary(made, angles, (queries, 0))
-        elif _reads_whole_batches(batch):
+        elif self._writes_itself(batch):
             launch_rotary(made, angles, (queries, keys), self._place(batch))
         else:
             launch_rotary(made, angles, (queries, keys))
@@ -213,6 +213,14 @@ class DeviceLayerPlan(DecoderLayerPlan):
             found: Tensor = left[2]
             return found
         return launch_norm(rows[0], self._norms[0])
+
+    def _writes_itself(self, batch: PagedBatch) -> bool:
+        """Tell if the kernel may write in place of the backend, whose ``read`` then serves chunks as well.
+
+        A cache of another dtype is the backend's to round (decision 0055).
+        """
+        reads: bool = getattr(batch.backend, "reads_chunks", False)
+        return reads and batch.cache.is_contiguous() and batch.cache.dtype == self._out.weight.dtype
 
     def _place(self, batch: PagedBatch) -> CachePlace:
         return CachePlace(batch.cache, self.params.layer, batch.rows.blocks, batch.rows.offsets)
@@ -236,11 +244,6 @@ class DeviceLayerPlan(DecoderLayerPlan):
             halves = replace(batch, cache=torch.zeros_like(batch.cache), backend=backend)
             self.write(rows, turns, halves)
             yield self.run(rows, turns, replace(halves, half="read"))
-
-
-def _reads_whole_batches(batch: PagedBatch) -> bool:
-    """Tell if ``read`` of the backend serves chunks as well, and rows may be written by others than its ``write``."""
-    return getattr(batch.backend, "reads_chunks", False) and batch.cache.is_contiguous()
 
 
 class CachedAttentionProbe(DecoderAttentionProbe):
