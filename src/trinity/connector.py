@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,7 +31,7 @@ from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tai
 from trinity.memory.devices import wait_for_default_stream
 from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
 from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
-from trinity.transport.foreign import contain
+from trinity.transport.foreign import contain, gather_or_cancel, withdraw
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")
@@ -117,11 +117,24 @@ class Connector:
         a pool; none of them is bound then.
         """
         self.check_unbound(instance)
-        published = {kind: self.routes[kind].transport.publish(memory) for kind, memory in memories.items()}
+        published: dict[str, bytes] = {}
+        try:
+            for kind, memory in memories.items():
+                published[kind] = self.routes[kind].transport.publish(memory)
+        except BaseException:
+            for kind in published:
+                withdraw(self.routes[kind].transport, memories[kind])
+            raise
         for kind, memory in memories.items():
             self._memories[instance, kind] = memory
             self._descriptors[instance, kind] = published[kind]
         return published
+
+    def unbind(self, memories: Mapping[str, BlockMemory]) -> None:
+        """Undo ``bind`` for pools that have read nothing yet: their name is free, and they are withdrawn."""
+        for key in [key for key, memory in self._memories.items() if memory is memories.get(key[1])]:
+            withdraw(self.routes[key[1]].transport, self._memories.pop(key))
+            self._descriptors.pop(key, None)
 
     def check_unbound(self, instance: str) -> None:
         """Raise ``ConfigError`` if no instance of this name can be bound."""
@@ -355,19 +368,6 @@ def count_pieces(source: Sequence[int], target: Sequence[int], within: ByteRange
     if isinstance(within, Strided):
         return len(source) * within.runs
     return len(source) if within else sum(1 for _ in find_runs(source, target))
-
-
-async def gather_or_cancel(reads: Iterable[Coroutine[Any, Any, int]]) -> list[int]:
-    """Await reads that run side by side; if one fails, the others have ended before its error is raised."""
-    first, *others = reads
-    if not others:
-        return [await first]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in (first, *others)]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def make_connector(connector: Medium | Mapping[str, Medium] | None, verify: Verify | None, hosting: str) -> Connector:

@@ -17,12 +17,13 @@ from transformers import AutoConfig, AutoProcessor
 from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens, picture, serving
-from trinity.connector import count_pieces, gather_or_cancel, plan_reads
+from trinity.connector import count_pieces, plan_reads
 from trinity.core.messages import Pull
 from trinity.core.transfers import TransferPolicy, rows_moved, should_cut
 from trinity.errors import PeerLost
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.byte_ranges import Strided
+from trinity.transport.foreign import gather_or_cancel
 
 FLOAT = 4
 LONG = Case("<image>\n" + "One word, and another. " * 20, (5,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +22,9 @@ from trinity.errors import ConfigError, StageError
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.runtime import loader
 from trinity.runtime.compose import LoadedStage
+from trinity.runtime.core_thread import CoreThread
 from trinity.runtime.host import InstanceHost
+from trinity.transport import inproc
 
 
 @asynccontextmanager
@@ -214,4 +217,28 @@ async def test_an_instance_that_cannot_be_bound_leaves_no_pool_open(monkeypatch:
             await trinity.start_instance(checkpoint("llava"), second, network, cache=SIZES)
     await asyncio.to_thread(gc.collect)
     assert len(os.listdir("/proc/self/fd")) == before
+    await network.connector.aclose()
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "auto"])
+async def test_a_start_that_failed_leaves_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread (the guard of leaks looks), no descriptor, no published pool, and the name can be had again."""
+    network, published = Wires(trinity.Connector(scheme)), dict(inproc._published)
+    spec = trinity.Instance("EP", name="again")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CoreThread, "start", fail)  # the lanes' threads run by then
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                await trinity.start_instance(checkpoint("llava"), spec, network, cache=SIZES)
+    assert inproc._published == published
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("trinity-again")]
+    host = await trinity.start_instance(checkpoint("llava"), spec, network, cache=SIZES)
+    with pytest.raises(ConfigError, match="a name of its own"):
+        await trinity.start_instance(checkpoint("llava"), spec, network, cache=SIZES)
+    host.stop()
+    await host.join()
     await network.connector.aclose()

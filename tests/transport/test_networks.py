@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.lender import EMPTY, pool, ready
 from trinity.connector import Connector
@@ -16,12 +19,12 @@ from trinity.errors import ConfigError, TransportUnavailable
 from trinity.transport import ucx_environment
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.nixl import transport as nixl_transport
-from trinity.transport.nixl.agent import NixlDescriptor, make_agent, pool_region
+from trinity.transport.nixl.agent import NixlDescriptor, load_nixl, make_agent, pool_region
 from trinity.transport.nixl.push import StagingArea
-from trinity.transport.nixl.source import PushReply, PushRequest
+from trinity.transport.nixl.source import PushReply, PushRequest, PushWriter
 from trinity.transport.nixl.transport import NixlPushTransport, NixlTransport
 from trinity.transport.registry import make_transport
-from trinity.transport.sealed_requests import LOGGED_REQUESTS, RequestKey, seal_request
+from trinity.transport.sealed_requests import LOGGED_MESSAGES, WINDOW, LinkSeal, RequestKey
 from trinity.transport.ucx import transport as ucx_transport
 from trinity.transport.ucx.transport import UcxTransport
 
@@ -88,23 +91,59 @@ def test_the_loopback_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_has_the_tag_of_its_source(caplog: pytest.LogCaptureFixture) -> None:
     mine, another = RequestKey("mine"), RequestKey("another")
-    sealed = seal_request(mine.value, b"request")
-    assert mine.open(sealed) == b"request"
+    number, sealed = LinkSeal(mine.value, "mine").seal(b"request")
+    opened = mine.open(sealed)
+    assert opened is not None
+    assert opened[1:] == (number, b"request")
     with caplog.at_level(logging.WARNING):
-        for wrong in (b"", b"request", sealed[:-1], sealed + b"x", b"x" + sealed[1:], bytes(16) + b"request"):
+        for wrong in (b"", b"request", sealed[:-1], sealed + b"x", b"x" + sealed[1:], bytes(40) + b"request"):
             assert mine.open(wrong) is None
         for _ in range(100):
             assert another.open(sealed) is None
-    assert len(caplog.records) == 6 + LOGGED_REQUESTS
+    assert len(caplog.records) == 6 + LOGGED_MESSAGES
     assert "another refused a request for blocks that lacks its secret" in caplog.text
 
 
-async def replies(agent: Any, source: str, seconds: float) -> list[PushReply]:
+@functools.cache
+def sealed_messages() -> tuple[bytes, list[bytes]]:
+    """A key, and the requests of one connection in the order in which they were sealed."""
+    link = LinkSeal(key := os.urandom(32), "source")
+    return key, [link.seal(b"request")[1] for _ in range(3 * WINDOW)]
+
+
+@given(st.lists(st.integers(0, 3 * WINDOW - 1), max_size=60))
+def test_no_request_is_believed_twice(sent: list[int]) -> None:
+    """In whatever order they come: those within the window are all taken, once; of those behind it none."""
+    source = RequestKey("source")
+    source.value, messages = sealed_messages()
+    taken: set[int] = set()
+    for place in sent:
+        wanted = place not in taken and place > max(taken, default=0) - WINDOW
+        assert (source.open(messages[place]) is not None) == wanted
+        taken |= {place} if wanted else set()
+
+
+def test_a_reply_is_that_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    source = RequestKey("source")
+    link, other = LinkSeal(source.value, "source"), LinkSeal(source.value, "source")
+    number, sealed = link.seal(b"request")
+    request = source.open(sealed)
+    assert request is not None
+    reply = source.seal_reply(request, b"reply")
+    assert link.open(reply) == (number, b"reply")
+    for wrong in (sealed, b"", reply[:-1], RequestKey("another").seal_reply(request, b"reply")):
+        assert link.open(wrong) is None
+    assert other.open(reply) is None
+    assert source.open(reply) is None, "nor does a reply pass for a request"
+    assert "a connection to source refused a reply" in caplog.text
+
+
+async def replies(agent: Any, source: str, seconds: float) -> list[bytes]:
     """What the source has answered within this time, or its first answer."""
-    found: list[PushReply] = []
+    found: list[bytes] = []
     async with asyncio.timeout(60):
         for _ in range(int(seconds / 0.01)):
-            found += [msgspec.msgpack.decode(each, type=PushReply) for each in agent.get_new_notifs().get(source, [])]
+            found += agent.get_new_notifs().get(source, [])
             if found:
                 break
             await asyncio.sleep(0.01)
@@ -123,16 +162,56 @@ async def test_a_stranger_gets_nothing_written(caplog: pytest.LogCaptureFixture)
     agent.register_memory(whole.whole, whole.memory)
     agent.add_remote_agent(theirs.metadata)
     piece = stage.region(SIZE[1])
-    request = msgspec.msgpack.encode(PushRequest(agent.get_agent_metadata(), 1, theirs.pool, piece, 0, [0], SIZE[1]))
-    for message in (request, seal_request(os.urandom(32), request), b""):
+    request = msgspec.msgpack.encode(PushRequest(agent.get_agent_metadata(), theirs.pool, piece, 0, [0], SIZE[1]))
+    for message in (request, LinkSeal(os.urandom(32), "").seal(request)[1], b""):
         agent.send_notif(theirs.agent, message)
     assert await replies(agent, theirs.agent, 1.0) == []
     assert not stage._bytes[: SIZE[1]].any()
     assert "refused a request for blocks that lacks its secret" in caplog.text
-    agent.send_notif(theirs.agent, seal_request(theirs.key, request))
-    assert await replies(agent, theirs.agent, 30.0) == [PushReply(1)]
+    link = LinkSeal(theirs.key, theirs.agent)
+    number, message = link.seal(request)
+    agent.send_notif(theirs.agent, message)
+    assert [link.open(each) for each in await replies(agent, theirs.agent, 30.0)] == [
+        (number, msgspec.msgpack.encode(PushReply()))
+    ]
     assert stage._bytes[: SIZE[1]].any()
     assert bool((memory.tensor == EMPTY).all())
+    stage._bytes[:] = 0
+    agent.send_notif(theirs.agent, message)
+    assert await replies(agent, theirs.agent, 1.0) == []
+    assert not stage._bytes.any(), "nor is it written a second time"
+    assert "has come before" in caplog.text
     del agent
     stage.abandon()
+    await transport.aclose()
+
+
+async def test_a_forged_reply_ends_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent under the source's name says that all is written, while the source has not begun."""
+    ready("nixl-push")
+    held: list[tuple[PushWriter, str, bytes]] = []
+    begin = PushWriter.start_write
+    monkeypatch.setattr(PushWriter, "start_write", lambda *given: held.append(given))
+    transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
+    source.tensor.fill_(7)
+    remote = await transport.attach(transport.publish(source), memory)
+    link: Any = await remote.link()
+    reading = asyncio.create_task(remote.read([0], [0]))
+    async with asyncio.timeout(60):
+        while not held:
+            await asyncio.sleep(0.01)
+    writer, name, request = held[0]
+    api = load_nixl()
+    forger = api.nixl_agent(link.peer, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    forger.add_remote_agent(link._metadata)
+    for forged in (msgspec.msgpack.encode({"number": 1}), request, b"", bytes(60)):
+        forger.send_notif(name, forged)
+    await asyncio.wait([reading], timeout=0.5)
+    assert not reading.done()
+    assert bool((memory.tensor == EMPTY).all())
+    monkeypatch.setattr(PushWriter, "start_write", begin)
+    begin(writer, name, request)
+    assert await reading == SIZE[1]
+    assert bool((memory.tensor[0] == 7).all())
+    del forger
     await transport.aclose()

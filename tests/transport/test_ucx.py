@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +20,15 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.transport import CopyPlan, link, make_transport
 from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import source
-from trinity.transport.ucx.protocol import UcxDescriptor, split_pieces
+from trinity.transport.ucx.protocol import (
+    REQUEST_TAG,
+    UcxDescriptor,
+    UcxReply,
+    UcxWorker,
+    piece_tag,
+    split_pieces,
+)
+from trinity.transport.ucx.source import UcxSource
 from trinity.transport.ucx.transport import UcxTransport
 
 SMALL, LARGE = (32, 16 << 10), (512, 256 << 10)  # blocks, bytes of one
@@ -91,6 +102,122 @@ async def test_who_lacks_the_secret_gets_no_answer(monkeypatch: pytest.MonkeyPat
     descriptor = transport.publish(pool(*SMALL))
     with pytest.raises(TransferTimeout):
         await transport.attach(altered(descriptor, key=b"guessed"), memory)
+    await transport.aclose()
+
+
+def address_of(descriptor: bytes) -> bytes:
+    return msgspec.msgpack.decode(descriptor, type=UcxDescriptor).address
+
+
+Sent = list[tuple[int, bytes]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Tags and bytes of everything that links and sources of this process send."""
+    found: Sent = []
+    send = UcxWorker.send
+
+    def record(worker: UcxWorker, endpoint: Any, data: Any, tag: int) -> Any:
+        found.append((tag, bytes(data)))
+        return send(worker, endpoint, data, tag)
+
+    monkeypatch.setattr(UcxWorker, "send", record)
+    return found
+
+
+class Stranger:
+    """A worker that has reached another's port, and sends there as if it were a link, or a source."""
+
+    def __init__(self, address: bytes) -> None:
+        self.worker = UcxWorker()
+        self.endpoint = self.worker.connect(address)
+        self.kept: list[Any] = []
+
+    def send(self, message: bytes, tag: int = REQUEST_TAG) -> None:
+        data = np.frombuffer(message or b" ", np.uint8)
+        request = self.endpoint.tag_send(self.worker.array(data), self.worker._api.UCXXTag(tag))
+        self.kept.append((request, data))
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not done():
+                self.worker.wait(0.001)
+                await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        self.worker.close_endpoint(self.endpoint, [request for request, _ in self.kept])
+        self.kept.clear()
+        self.worker.close()
+
+
+async def test_a_request_that_is_replayed_moves_nothing(sent: Sent, caplog: pytest.LogCaptureFixture) -> None:
+    transport, memory = UcxTransport(), pool(*SMALL)
+    descriptor = transport.publish(pool(*SMALL))
+    remote = await transport.attach(descriptor, memory)
+    await remote.read([1], [1])
+    stranger, before = Stranger(address_of(descriptor)), len(sent)
+    requests = [message for tag, message in sent if tag == REQUEST_TAG]
+    for message in requests:
+        stranger.send(message)
+    await stranger.until(lambda: len(sent) > before or caplog.text.count("has come before") == len(requests))
+    assert len(sent) == before
+    assert await remote.read([2], [2]) == SMALL[1]
+    stranger.close()
+    await transport.aclose()
+
+
+async def test_what_strangers_begin_to_send_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Large messages wait for their bytes, which never come; the source keeps room for some, and serves others."""
+    monkeypatch.setattr(source, "MAX_ARRIVING_BYTES", 8 << 20)
+    transport, memory = UcxTransport(), pool(*SMALL)
+    descriptor = transport.publish(pool(*SMALL))
+    served: Any = transport._source
+    stranger = Stranger(address_of(descriptor))
+    stranger.send(b"small")
+    await stranger.until(lambda: "lacks its secret" in caplog.text or "wrong size" in caplog.text)
+    for _ in range(40):
+        stranger.send(bytes(1 << 20))
+    async with asyncio.timeout(60):
+        while "one too many" not in caplog.text:
+            await asyncio.sleep(0.01)
+    remote = await transport.attach(descriptor, memory)
+    assert await remote.read([1], [1]) == SMALL[1]
+    waiting = [len(data) for _, data in served._waiting]
+    assert sum(waiting) <= 8 << 20
+    assert waiting, "the test reaches the bound"
+    await stranger.until(lambda: all(request.completed for request, _ in stranger.kept))
+    stranger.close()
+    await transport.aclose()
+
+
+async def test_a_reply_of_somebody_else_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows the address of a link and the number of its request sends a refusal before the source replies."""
+    may_answer, answer = threading.Event(), UcxSource._answer
+
+    def answer_late(*given: Any) -> None:
+        assert may_answer.wait(60)
+        answer(*given)
+
+    monkeypatch.setattr(UcxSource, "_answer", answer_late)
+    may_answer.set()
+    transport, memory = UcxTransport(), pool(*SMALL)
+    remote = await transport.attach(transport.publish(pool(*SMALL)), memory)
+    link: Any = await remote.link()
+    may_answer.clear()
+    reading = asyncio.create_task(remote.read([1], [1]))
+    async with asyncio.timeout(60):
+        while not (link._in_flight and link._in_flight[0].handle):
+            await asyncio.sleep(0.001)
+    stranger = Stranger(link._worker.address)
+    for forged in (msgspec.msgpack.encode(UcxReply("missing", "a lie")), b"", bytes(10_000)):
+        stranger.send(forged, piece_tag(link._in_flight[0].handle.number, 0))
+    await stranger.until(lambda: all(request.completed for request, _ in stranger.kept))
+    may_answer.set()
+    assert await reading == SMALL[1]
+    stranger.close()
     await transport.aclose()
 
 

@@ -351,12 +351,17 @@ async def start_instance(
     spec = _name_alone(instance)
     network.connector.check_unbound(spec.name)  # before weights are read
     loaded = await _load(model, spec, dtype, device, cache, transfers)
+    host: InstanceHost | None = None
     try:
         host = InstanceHost(loaded, network, Timeline(), policy)
         network.connector.bind(host.name, loaded.memory)
         host.post(host.announcement())
         host.start()
     except BaseException:
+        if host is not None:
+            host.stop(at_once=True)
+            await host.join()
+        network.connector.unbind(loaded.memory)
         for memory in loaded.memory.values():
             memory.close()
         raise

@@ -19,6 +19,7 @@ from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, Transpor
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import ByteRange, Remote, Transport
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
+from trinity.transport.foreign import withdraw
 from trinity.transport.inproc import InprocTransport
 from trinity.transport.nixl.transport import NixlTransport
 from trinity.transport.shm import ShmTransport
@@ -81,6 +82,11 @@ class AutoTransport:
         if not pools:
             raise self._no_transport(f"the {memory.kind} pool")
         return msgspec.msgpack.encode(AutoDescriptor(identify_host(), os.getpid(), pools))
+
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool in every transport that has it."""
+        for transport in self._transports.values():
+            withdraw(transport, memory)
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> AutoRemote:
         try:

@@ -53,7 +53,7 @@ class Transport(Protocol):
 
     ``scheme`` is its name. A transport that never leaves the host sets ``network = False``; blocks of all others are
     verified by digests unless the connector says otherwise. One that needs pools in memory files, which other processes
-    can map, sets ``shared = True``.
+    can map, sets ``shared = True``. One that can let go of a pool before it is closed has ``withdraw(memory)``.
     """
 
     scheme: str

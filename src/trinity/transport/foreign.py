@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from trinity.errors import TransportError, describe_error
+from trinity.memory.block_memory import BlockMemory
+from trinity.transport.base import Transport
 
+logger = logging.getLogger("trinity")
 T = TypeVar("T")
 
 
@@ -28,3 +32,24 @@ async def contain(call: Awaitable[T], scheme: str) -> T:
         raise TransportError("the transport cancelled its own call", scheme) from error
     except BaseException as error:
         raise TransportError(f"the transport raised {describe_error(error)}", scheme) from error
+
+
+async def gather_or_cancel(reads: Iterable[Coroutine[Any, Any, int]]) -> list[int]:
+    """Await reads that run side by side; if one fails, the others have ended before its error is raised."""
+    first, *others = reads
+    if not others:
+        return [await first]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in (first, *others)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def withdraw(transport: Transport, memory: BlockMemory) -> None:
+    """Have a transport let go of a pool before it ends itself, where it has ``withdraw``. Errors are logged."""
+    try:
+        getattr(transport, "withdraw", lambda _: None)(memory)
+    except Exception:
+        logger.exception("%r could not withdraw a pool", transport)

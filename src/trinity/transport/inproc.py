@@ -40,6 +40,12 @@ class InprocTransport:
         self._numbers.append(number)
         return msgspec.msgpack.encode(InprocDescriptor(os.getpid(), number, memory.block_bytes, memory.blocks))
 
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool: nobody attaches to it, or reads from it, any more."""
+        for number in [number for number in self._numbers if _published.get(number) is memory]:
+            self._numbers.remove(number)
+            del _published[number]
+
     async def attach(self, descriptor: bytes, into: BlockMemory) -> InprocRemote:
         try:
             peer = msgspec.msgpack.decode(descriptor, type=InprocDescriptor)

@@ -62,6 +62,10 @@ class ShmTransport:
             ShmDescriptor(process, read_start_time(process), memory.file, memory.block_bytes, memory.blocks)
         )
 
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool; its memory file is closed with the pool."""
+        self._published = [each for each in self._published if each is not memory]
+
     async def attach(self, descriptor: bytes, into: BlockMemory) -> ShmRemote:
         try:
             peer = msgspec.msgpack.decode(descriptor, type=ShmDescriptor)

@@ -83,11 +83,19 @@ class CudaIpcTransport:
         self._inproc = InprocTransport()
         self._sources: list[CudaIpcSource] = []
         self._remotes: list[CudaIpcRemote] = []
+        self._withdrawn: list[asyncio.Task[None]] = []
 
     def publish(self, memory: BlockMemory) -> bytes:
         source = CudaIpcSource(self.driver, memory, self._inproc.publish(memory))
         self._sources.append(source)
         return msgspec.msgpack.encode(source.descriptor)
+
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool, in a task that ``aclose`` awaits."""
+        self._inproc.withdraw(memory)
+        for source in [each for each in self._sources if each.memory is memory]:
+            self._sources.remove(source)
+            self._withdrawn.append(asyncio.get_running_loop().create_task(source.aclose()))
 
     async def attach(self, descriptor: bytes, into: BlockMemory) -> Remote:
         try:
@@ -108,6 +116,7 @@ class CudaIpcTransport:
             await remote.aclose()
         for source in self._sources:
             await source.aclose()
+        await asyncio.gather(*self._withdrawn)
         await self._inproc.aclose()
         self._remotes.clear()
         self._sources.clear()
@@ -117,7 +126,7 @@ class CudaIpcSource:
     """A published pool, and the socket on which its requests are answered."""
 
     def __init__(self, driver: CudaDriver, memory: BlockMemory, inproc: bytes) -> None:
-        self._memory = memory
+        self.memory = memory
         with driver.use(device_of(memory)):
             base, _ = driver.allocation(address_of(memory))
             handle = driver.export(base)
@@ -150,7 +159,7 @@ class CudaIpcSource:
                     request = msgspec.msgpack.decode(await receive_frame(reader), type=GenerationRequest)
                     if not compare_digest(request.secret, self.descriptor.secret):
                         return
-                    writer.write(self._memory.generation(request.blocks).to_bytes(8, "big"))
+                    writer.write(self.memory.generation(request.blocks).to_bytes(8, "big"))
         finally:
             self._peers.discard(writer)
             writer.transport.abort()

@@ -13,7 +13,6 @@ import logging
 import mmap
 import time
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
 from trinity.transport.nixl.source import PushReply, PushRequest
-from trinity.transport.sealed_requests import seal_request
+from trinity.transport.sealed_requests import LinkSeal
 
 logger = logging.getLogger("trinity")
 STAGING_BYTES = 16 << 20
@@ -84,8 +83,8 @@ class NixlPushLink(NixlLink):
     def __init__(self, theirs: NixlDescriptor, into: BlockMemory) -> None:
         super().__init__(theirs, into)
         self._stage = StagingArea(into)
-        self._read_lock, self._numbers = asyncio.Lock(), count(1)
-        self._replies: dict[int, PushReply] = {}
+        self._read_lock, self._seal = asyncio.Lock(), LinkSeal(theirs.key, theirs.agent)
+        self._replies: dict[int, PushReply | None] = {}  # None until it comes
         self._metadata = b""
         self._heartbeat: Any = None
         self._last_heartbeat = 0.0
@@ -108,26 +107,29 @@ class NixlPushLink(NixlLink):
         self._metadata = self._agent.get_agent_metadata()
 
     def _push(self, plan: CopyPlan) -> PushTransfer:
-        number = next(self._numbers)
         stage, pool = self._stage.region(plan.length), self._theirs.pool
-        request = PushRequest(self._metadata, number, pool, stage, plan.offset, list(plan.source), plan.unit_bytes)
-        self._agent.send_notif(self._theirs.agent, seal_request(self._theirs.key, msgspec.msgpack.encode(request)))
+        request = PushRequest(self._metadata, pool, stage, plan.offset, list(plan.source), plan.unit_bytes)
+        number, message = self._seal.seal(msgspec.msgpack.encode(request))
+        self._replies[number] = None
+        self._agent.send_notif(self._theirs.agent, message)
         return PushTransfer(number, plan)
 
     def _take_notifications(self) -> None:
         for name, messages in self._agent.get_new_notifs().items():
             for message in messages if name == self._theirs.agent else ():
-                reply = msgspec.msgpack.decode(message, type=PushReply)
-                self._replies[reply.number] = reply
+                opened = self._seal.open(message)
+                if opened is not None and opened[0] in self._replies:
+                    self._replies[opened[0]] = msgspec.msgpack.decode(opened[1], type=PushReply)
 
     def _poll_transfer(self, handle: Any) -> tuple[bool, Any]:
         if not isinstance(handle, PushTransfer):
             return super()._poll_transfer(handle)
         self._take_notifications()
-        reply = self._replies.pop(handle.number, None)
+        reply = self._replies[handle.number]
         if reply is None:
             self._check_heartbeat()
             return False, None
+        del self._replies[handle.number]
         if reply.reason:
             raise OfferRefused(f"{self.peer} refuses: {reply.text}", reply.reason, "nixl", self.peer)
         self._stage.copy(handle.plan)

@@ -14,7 +14,7 @@ from trinity.errors import TransportError, TransportUnavailable
 from trinity.memory.devices import use_device
 from trinity.transport.link import JOIN_S, stop_at_exit
 from trinity.transport.nixl.agent import IDLE_POLL_S, TRANSFER_POLL_S, Region, make_agent
-from trinity.transport.sealed_requests import RequestKey
+from trinity.transport.sealed_requests import RequestKey, SealedRequest
 
 logger = logging.getLogger("trinity")
 
@@ -27,7 +27,6 @@ class PushRequest(msgspec.Struct, frozen=True):
     """
 
     metadata: bytes
-    number: int
     pool: Region
     stage: Region
     offset: int
@@ -38,7 +37,6 @@ class PushRequest(msgspec.Struct, frozen=True):
 class PushReply(msgspec.Struct, frozen=True):
     """Source to target: the write has completed, or the ``reason`` and ``text`` of a refusal."""
 
-    number: int
     reason: str = ""
     text: str = ""
 
@@ -56,26 +54,26 @@ class PushWriter:
 
         A peer that cannot be reached is dropped.
         """
-        body = self._key.open(message)
-        if body is None:
+        sealed = self._key.open(message)
+        if sealed is None:
             return
         try:
-            request = msgspec.msgpack.decode(body, type=PushRequest)
+            request = msgspec.msgpack.decode(sealed.body, type=PushRequest)
             if name not in self._known:
                 self._agent.add_remote_agent(request.metadata)
                 self._known.add(name)
             refusal = self._refusal(request)
             if refusal.reason:
-                self._agent.send_notif(name, msgspec.msgpack.encode(refusal))
+                self._agent.send_notif(name, self._seal(sealed, refusal))
             else:
-                self._write(name, request)
+                self._write(name, request, self._seal(sealed, PushReply()))
         except Exception as error:
             self._forget(name, error)
 
     def _refusal(self, request: PushRequest) -> PushReply:
         pool, length, unit_bytes = request.pool, request.stage.block_bytes, request.unit_bytes
         if pool not in self._regions:
-            return PushReply(request.number, "missing", "this source has no such pool")
+            return PushReply("missing", "this source has no such pool")
         fits = (
             unit_bytes > 0
             and not pool.block_bytes % unit_bytes
@@ -84,19 +82,20 @@ class PushWriter:
             and len(request.units) <= request.stage.blocks
         )
         if not fits or any(not 0 <= unit < pool.in_units(unit_bytes).blocks for unit in request.units):
-            return PushReply(
-                request.number, "incompatible", f"no such blocks among {pool.blocks} of {pool.block_bytes} bytes"
-            )
-        return PushReply(request.number)
+            return PushReply("incompatible", f"no such blocks among {pool.blocks} of {pool.block_bytes} bytes")
+        return PushReply()
 
-    def _write(self, name: str, request: PushRequest) -> None:
+    def _seal(self, request: SealedRequest, reply: PushReply) -> bytes:
+        return self._key.seal_reply(request, msgspec.msgpack.encode(reply))
+
+    def _write(self, name: str, request: PushRequest, done: bytes) -> None:
+        """Start a write; ``done`` is the message that the target gets once it has completed."""
         rows = request.pool.in_units(request.unit_bytes).rows(request.offset, request.stage.block_bytes)
         ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, request.pool.memory)
         theirs = self._agent.prep_xfer_dlist(
             name, request.stage.rows(0, request.stage.block_bytes), request.stage.memory
         )
         places = np.arange(len(request.units), dtype=np.int32)
-        done = msgspec.msgpack.encode(PushReply(request.number))
         handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(request.units, np.int32), theirs, places, done)
         self.in_flight.append((handle, [ours, theirs], name))
         self._agent.transfer(handle)
@@ -165,6 +164,13 @@ class NixlSource:
         except Exception as error:
             raise TransportUnavailable(f"nixl cannot register a pool: {error!r}", "nixl") from error
         return metadata
+
+    def withdraw(self, *regions: Region) -> None:
+        """Register regions no more."""
+        for region in regions:
+            registered = self._regions.pop(region, None)
+            if registered is not None:
+                self._agent.deregister_memory(registered)
 
     def _run(self) -> None:
         with use_device(self._gpu):

@@ -48,6 +48,12 @@ class NixlTransport(LinkTransport):
             NixlDescriptor(self._source.name, metadata, pool, generations, self._source.key.value)
         )
 
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool: its memory is registered no more."""
+        if self._source is not None:
+            self._source.withdraw(pool_region(memory), generations_region(memory))
+        self._memories = [each for each in self._memories if each is not memory]
+
     def _parse_descriptor(self, descriptor: bytes, into: BlockMemory) -> PeerPool:
         peer = msgspec.msgpack.decode(descriptor, type=NixlDescriptor)
         return PeerPool(peer.agent, peer.pool.blocks, peer.pool.block_bytes, lambda: self.make_link(peer, into))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from trinity.errors import HandshakeError, OfferRefused, PeerLost, TransportError
+from trinity.errors import HandshakeError, OfferRefused, PeerLost, TransferTimeout, TransportError
 from trinity.memory.block_memory import BlockMemory
 from trinity.transport.base import MAX_REQUEST_BYTES, CopyPlan, find_runs
 from trinity.transport.link import Link, PendingRead
-from trinity.transport.sealed_requests import seal_request
+from trinity.transport.sealed_requests import LinkSeal
 from trinity.transport.ucx.protocol import (
     REQUEST_TAG,
     PoolBytes,
@@ -29,6 +28,7 @@ from trinity.transport.ucx.protocol import (
     split_pieces,
 )
 
+MAX_REPLY_BYTES, REPLY_S = 4096, 5.0
 IDLE_S, BUSY_S = 0.5, 0.01  # UCX wakes the thread; these bound what it misses, and check deadlines
 
 LOST_ERRORS = (
@@ -62,8 +62,7 @@ class UcxLink(Link):
     def __init__(self, theirs: UcxDescriptor, into: BlockMemory) -> None:
         super().__init__("ucx", theirs.name, into.gpu)
         self._theirs, self._ours = theirs, PoolBytes(into)
-        self._id = secrets.token_bytes(16)
-        self._numbers = count(1)
+        self._seal = LinkSeal(theirs.key, theirs.name)
         self._worker: UcxWorker | None = None
         self._endpoint: Any = None
 
@@ -118,9 +117,9 @@ class UcxLink(Link):
     ) -> UcxTransfer:
         """Request ``theirs``, runs of units; ``size`` is offset and length in each unit, and the unit's bytes."""
         assert self._worker is not None
-        peer, number = self._theirs, next(self._numbers)
-        request = UcxRequest(self._id, self._worker.address, number, peer.pool, *size, theirs, list(generations))
-        data = np.frombuffer(seal_request(peer.key, msgspec.msgpack.encode(request)), np.uint8)
+        request = UcxRequest(self._worker.address, self._theirs.pool, *size, theirs, list(generations))
+        number, message = self._seal.seal(msgspec.msgpack.encode(request))
+        data = np.frombuffer(message, np.uint8)
         if len(data) > MAX_REQUEST_BYTES:
             raise OfferRefused(f"{len(theirs)} runs of blocks are too many for one request", "blocks", "ucx")
         sent = self._worker.send(self._endpoint, data, REQUEST_TAG)
@@ -154,18 +153,28 @@ class UcxLink(Link):
         return over, transfer.reply
 
     def _receive_reply(self, transfer: UcxTransfer) -> None:
-        """Receive the reply, if it has arrived: it is small, and complete once it is announced."""
+        """Receive the reply, if it has arrived: it is small, and complete once it is announced.
+
+        A message in its place that is not the source's, or no reply to this request, counts as none.
+        """
         assert self._worker is not None
         message = self._worker.take_message(piece_tag(transfer.number, 0))
         if message is None:
             return
-        data = np.empty(message.length, np.uint8)
+        data = np.empty(min(message.length, MAX_REPLY_BYTES), np.uint8)
         request = self._worker.receive(message, data)
+        until = time.monotonic() + REPLY_S
         while not request.completed:
+            if time.monotonic() > until:
+                raise TransferTimeout(f"{self.peer} began a reply and did not end it", "ucx", self.peer)
             self._wait()
-        request.check_error()
+        if message.length <= len(data):
+            request.check_error()
+        opened = self._seal.open(data.tobytes())
+        if opened is None or opened[0] != transfer.number:
+            return
         try:
-            reply = msgspec.msgpack.decode(data.tobytes(), type=UcxReply)
+            reply = msgspec.msgpack.decode(opened[1], type=UcxReply)
         except msgspec.DecodeError as error:
             raise HandshakeError(f"{self.peer} sent an invalid reply: {error}", "ucx", self.peer) from error
         if reply.reason:

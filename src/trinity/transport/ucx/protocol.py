@@ -41,14 +41,11 @@ class UcxDescriptor(msgspec.Struct, frozen=True):
 class UcxRequest(msgspec.Struct, frozen=True):
     """Target to source: send ``runs`` of units (first, count), and report the generation of blocks ``generations``.
 
-    ``link`` and ``address`` say where to send; ``number`` identifies the request. The pool counts as units of
-    ``unit_bytes``; of each, ``length`` bytes from byte ``offset`` are sent. Parts of blocks that are smaller than a
-    block come in one message, side by side.
+    ``address`` says where to send. The pool counts as units of ``unit_bytes``; of each, ``length`` bytes from byte
+    ``offset`` are sent. Parts of blocks that are smaller than a block come in one message, side by side.
     """
 
-    link: bytes
     address: bytes
-    number: int
     pool: int
     offset: int
     length: int

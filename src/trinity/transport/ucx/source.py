@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 from collections import deque
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.devices import use_device
 from trinity.transport.base import MAX_REQUEST_BYTES
 from trinity.transport.link import JOIN_S, stop_at_exit
-from trinity.transport.sealed_requests import RequestKey
+from trinity.transport.sealed_requests import SEAL_BYTES, RequestKey, SealedRequest
 from trinity.transport.ucx.protocol import (
     REQUEST_TAG,
     PoolBytes,
@@ -30,6 +31,8 @@ from trinity.transport.ucx.protocol import (
 logger = logging.getLogger("trinity")
 SOURCE_IDLE_S = 0.5  # UCX wakes the thread; this bounds what it misses
 MAX_SENDS = 1 << 16  # messages in flight to one peer
+MAX_RECEIVED = 64  # messages taken at a turn
+MAX_ARRIVING, MAX_ARRIVING_BYTES = 256, 64 << 20  # messages that have not arrived whole
 
 
 class UcxPeer:
@@ -55,8 +58,10 @@ class UcxSource:
         self.name = f"ucx-{secrets.token_hex(8)}"
         self._key = RequestKey(self.name)
         self._pools: dict[int, PoolBytes] = {}
+        self._numbers = count()
         self._peers: dict[bytes, UcxPeer] = {}
-        self._requests: list[tuple[Any, np.ndarray]] = []
+        self._waiting: list[tuple[Any, np.ndarray]] = []  # receives in progress, and where they go
+        self._nowhere, self._more = np.empty(1, np.uint8), False
         self._gpu = gpu
         with use_device(gpu):  # UCX asks for the calling thread's CUDA context
             self._worker: UcxWorker | None = UcxWorker()
@@ -68,9 +73,13 @@ class UcxSource:
 
     def register(self, memory: BlockMemory) -> UcxDescriptor:
         """Serve a pool from now on; return its descriptor."""
-        number = len(self._pools)
+        number = next(self._numbers)
         self._pools[number] = PoolBytes(memory)
         return UcxDescriptor(self.name, self._address, number, self._key.value, memory.block_bytes, memory.blocks)
+
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Serve a pool no more."""
+        self._pools = {number: pool for number, pool in self._pools.items() if pool.memory is not memory}
 
     def stop(self) -> None:
         """Ask the thread to end; does not block."""
@@ -97,7 +106,7 @@ class UcxSource:
                 self._run_once(worker)
             except Exception:
                 logger.exception("%s could not answer a peer's request", self.name)
-        self._requests.clear()
+        self._waiting.clear()
         for peer in self._peers.values():
             worker.close_endpoint(peer.endpoint, [request for request, _ in peer.sends])
             peer.sends.clear()
@@ -107,31 +116,58 @@ class UcxSource:
             worker.close()
 
     def _run_once(self, worker: UcxWorker) -> None:
-        worker.wait(SOURCE_IDLE_S)
-        while (message := worker.take_message(REQUEST_TAG)) is not None:
-            data = np.empty(min(message.length, MAX_REQUEST_BYTES), np.uint8)
-            self._requests.append((worker.receive(message, data), data))
-        for request in [request for request in self._requests if request[0].completed]:
-            self._requests.remove(request)
-            request[0].check_error()
-            self._answer(worker, request[1].tobytes())
+        worker.wait(0 if self._more else SOURCE_IDLE_S)
+        self._more = self._receive(worker)
+        for receiving, data in [each for each in self._waiting if each[0].completed]:
+            self._waiting = [each for each in self._waiting if each[0] is not receiving]
+            self._open(worker, receiving, data)
         for link, peer in list(self._peers.items()):
             peer.drop_completed()
             if not peer.endpoint.alive:
                 del self._peers[link]
 
-    def _answer(self, worker: UcxWorker, message: bytes) -> None:
-        body = self._key.open(message)
-        if body is None:
+    def _receive(self, worker: UcxWorker) -> bool:
+        """Begin to receive messages; True if more may be there. Whoever reaches the port sends them.
+
+        Small ones are here whole. Of those that come in parts only so many, and so many bytes, wait at a time; others
+        are received nowhere.
+        """
+        for _ in range(MAX_RECEIVED):
+            message = worker.take_message(REQUEST_TAG)
+            if message is None:
+                return False
+            left = MAX_ARRIVING_BYTES - sum(len(data) for _, data in self._waiting)
+            fits = SEAL_BYTES < message.length <= min(left, MAX_REQUEST_BYTES) and len(self._waiting) < MAX_ARRIVING
+            data = np.empty(message.length, np.uint8) if fits else self._nowhere
+            receiving = worker.receive(message, data)
+            if not fits:
+                self._key.suspicions.add("a request for blocks of a wrong size, or one too many")
+            elif receiving.completed:
+                self._open(worker, receiving, data)
+            else:
+                self._waiting.append((receiving, data))
+        return True
+
+    def _open(self, worker: UcxWorker, receiving: Any, data: np.ndarray) -> None:
+        """Answer a message that has come, if it is a request."""
+        try:
+            receiving.check_error()
+        except Exception as error:
+            self._key.suspicions.add(f"a request for blocks that broke off ({error!r})")
             return
-        request = msgspec.msgpack.decode(body, type=UcxRequest)
-        if request.link not in self._peers:
-            self._peers[request.link] = UcxPeer(worker.connect(request.address))
-        peer = self._peers[request.link]
+        request = self._key.open(data.tobytes())
+        if request is not None:
+            self._answer(worker, request)
+
+    def _answer(self, worker: UcxWorker, sealed: SealedRequest) -> None:
+        request = msgspec.msgpack.decode(sealed.body, type=UcxRequest)
+        if sealed.link not in self._peers:
+            self._peers[sealed.link] = UcxPeer(worker.connect(request.address))
+        peer = self._peers[sealed.link]
         reply, sends = self._reply(peer, request)
-        header = np.frombuffer(msgspec.msgpack.encode(reply), np.uint8)
+        header = np.frombuffer(self._key.seal_reply(sealed, msgspec.msgpack.encode(reply)), np.uint8)
         for index, data in enumerate([header, *sends]):
-            peer.sends.append((worker.send(peer.endpoint, data, piece_tag(request.number, index)), data))
+            peer.sends.append((worker.send(peer.endpoint, data, piece_tag(sealed.number, index)), data))
 
     def _reply(self, peer: UcxPeer, request: UcxRequest) -> tuple[UcxReply, list[Any]]:
         """Check a request; return the reply and the pieces to send after it, none after a refusal."""

@@ -40,6 +40,11 @@ class UcxTransport(LinkTransport):
             self._source = UcxSource(memory.gpu)
         return msgspec.msgpack.encode(self._source.register(memory))
 
+    def withdraw(self, memory: BlockMemory) -> None:
+        """Let go of a published pool."""
+        if self._source is not None:
+            self._source.withdraw(memory)
+
     def _parse_descriptor(self, descriptor: bytes, into: BlockMemory) -> PeerPool:
         peer = msgspec.msgpack.decode(descriptor, type=UcxDescriptor)
         return PeerPool(peer.name, peer.blocks, peer.block_bytes, lambda: UcxLink(peer, into))
