@@ -44,7 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     - ``min_p``: drop tokens below this share of the largest probability; 0 is off.
     - ``repetition_penalty``: reduces the logits of tokens that occurred already, in the prompt too; 1 is off.
     - ``no_repeat_ngram_size`` (tokens): no run of so many tokens occurs twice, prompt included; 0 is off.
-    - ``min_tokens`` (tokens): the output does not end by a token before it has so many; 0 is off.
+    - ``min_tokens`` (tokens): the output does not end by a token before it has so many, but by a stop string, as
+      in transformers; 0 is off.
     - ``suppress_tokens``, ``begin_suppress_tokens`` (token ids): never sampled, or not as the first; () is off.
     - ``bad_words_ids`` (token ids each): sequences that the output does not complete; () is off.
     - ``forced_eos_token_id`` (token ids): the last token that ``max_tokens`` allows is one of these; () is off.

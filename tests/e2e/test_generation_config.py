@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -183,6 +184,44 @@ def wanted_of_requests() -> dict[tuple[str, str], list[int]]:
         for name, given in fields.items()
         for prompt in PROMPTS
     }
+
+
+def only(*kept: int) -> list[int]:
+    """All other tokens of the model."""
+    return [token for token in range(model_of(checkpoint("llava")).config.text_config.vocab_size) if token not in kept]
+
+
+def less_likely(token: int) -> int:
+    """Another token, which is not sampled where ``token`` may be."""
+    bare = {"max_new_tokens": 1, "eos_token_id": None}
+    others = (each for each in range(token + 1, token + 500))
+    return next(
+        each
+        for each in others
+        if generated(checkpoint("llava"), PROMPTS[2], suppress_tokens=only(token, each), **bare) == [token]
+    )
+
+
+async def test_a_shortest_output_delays_no_stop_string_that_is_a_token() -> None:
+    """A special token that is sampled at once ends the output as a stop string; as an id it has to wait."""
+    load = transformers.AutoTokenizer.from_pretrained
+    tokenizer: Any = await asyncio.to_thread(load, checkpoint("llava"))
+    ends = tokenizer.eos_token_id
+    banned = only(ends, await asyncio.to_thread(less_likely, ends))
+    given: dict[str, Any] = {"suppress_tokens": banned, "min_new_tokens": 6, "max_new_tokens": 9}
+    named = {"stop_strings": [tokenizer.eos_token], "tokenizer": tokenizer, "eos_token_id": None}
+    wanted, late = [
+        await asyncio.to_thread(generated, checkpoint("llava"), PROMPTS[2], **given, **each)
+        for each in (named, {"eos_token_id": ends})
+    ]
+    assert len(wanted) < 6 <= len(late)
+    plain = Sampling.greedy(min_tokens=6, suppress_tokens=tuple(banned), ignore_eos=True)
+    asked: list[dict[str, Any]] = [{"stop": (tokenizer.eos_token,)}, {"stop_token_ids": (ends,)}]
+    samplings = [msgspec.structs.replace(plain, **each) for each in asked]
+    outputs = await serve(
+        checkpoint("llava"), "EPD", [Request(PROMPTS[2], sampling=each, max_tokens=9) for each in samplings]
+    )
+    assert [output.token_ids for output in outputs] == [wanted, late]
 
 
 TIGHT = {"reservation": "optimistic", "pools": {"image": 32, "kv": 40}, "kv_block_size": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from trinity.preprocess.media import image_digest, make_plain, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
-from trinity.request import Media, Request, Sampling
+from trinity.request import Media, Request, Sampling, check_request
 
 LIVENESS_S = 120.0
 ORIENTATION = 274  # EXIF tag
@@ -94,6 +95,10 @@ def sources(folder: Path) -> dict[str, Callable[[], Any]]:
         "memoryview": lambda: memoryview(png),
         "path": lambda: path,
         "text": lambda: Text(path),
+        "relative path": lambda: Path("a.png"),
+        "relative text": lambda: "a.png",
+        "relative text of a class": lambda: Text("../" + folder.name + "/a.png"),
+        "own relative path": lambda: Named(Path("a.png")),
         "own path": lambda: Named(path),
         "lazy": lambda: opened(png),
         "RGB with a transparent colour": lambda: with_info(plain(), (1, 2, 3)),
@@ -155,12 +160,14 @@ async def answer(processor: RequestProcessor, *given: Any) -> tuple[Any, ...]:
     return made.work, inputs
 
 
-async def test_each_source_is_what_it_is_on_threads(tmp_path: Path) -> None:
+async def test_each_source_is_what_it_is_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Any] = {"max_pixels": 2_500_000, "max_image_bytes": 2_000_000, "max_images": 2}
     limits = MediaLimits(**small)
     model = await asyncio.to_thread(checkpoint, "llava")
     threads = await asyncio.to_thread(RequestProcessor, model, limits=limits)
-    processes = await asyncio.to_thread(KillableProcessor, model, limits=MediaLimits(processes=1, **small))
+    monkeypatch.chdir(model.parent)
+    processes = await asyncio.to_thread(KillableProcessor, model.name, limits=MediaLimits(processes=1, **small))
+    monkeypatch.chdir(tmp_path)  # the process stays where it was
     different: list[Any] = []
     errors: list[str] = []
     try:
@@ -180,6 +187,9 @@ async def test_each_source_is_what_it_is_on_threads(tmp_path: Path) -> None:
             await never_decoded(processes)
             await shared(processes)
             assert [each._process.pid for each in processes._workers if each._process] == [pid]
+            os.kill(pid, signal.SIGKILL)
+            again = await answer(processes, noise())
+            assert again == await answer(threads, noise()), "nor does the next one look for the model elsewhere"
     finally:
         await processes.aclose()
         await threads.aclose()
@@ -207,12 +217,36 @@ async def shared(processes: KillableProcessor) -> None:
         assert [each.work.media for each in made] == [expected] * 3
 
 
-def test_what_is_sent_is_plain_and_the_same_picture(tmp_path: Path) -> None:
+def test_what_is_sent_is_plain_and_the_same_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     limits = MediaLimits(max_pixels=10_000)
     for name, make in sources(tmp_path).items():
         sent = make_plain(make(), limits, lambda *_: None)
         assert type(sent) in (bytes, str, type(tmp_path), np.ndarray, Image.Image), name
         assert image_digest(read_image(sent, limits)) == image_digest(read_image(make(), limits)), name
+
+
+def test_a_relative_path_counts_from_where_its_request_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    given = ["a.png", Path("a.png"), Named(Path("a.png")), "..", "https://there/a", "/a.png", Path("/a.png"), b"a.png"]
+    request = check_request(Request("x", images=given, media=[Media("image", "m.png")]))
+    limits = MediaLimits(allow_paths=(".", "more"))
+    here = tmp_path / "in"
+    assert request.images[:4] == (f"{here}/a.png", here / "a.png", here / "a.png", f"{here}/..")
+    assert list(request.images[4:]) == given[4:]
+    assert request.media[0].source == f"{here}/m.png"
+    assert limits.allow_paths == (f"{here}/.", f"{here}/more")
+    assert check_request(request) == request
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").rmdir()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert check_request(Request("x", images=["a.png", Path("a.png")])).images == ("a.png", Path("a.png"))
 
 
 @pytest.mark.parametrize("problem", [MediaProblem("too large"), TooManyTokens("too many")])

@@ -41,19 +41,25 @@ samplings = st.builds(
     forced_eos_token_id=st.lists(tokens, max_size=2).map(tuple),
 )
 works = st.builds(
-    lambda sampling, prompt, most, stops: Work(
-        request="r", prompt=tuple(prompt), max_tokens=most, sampling=sampling, stop_ids=frozenset(stops)
+    lambda sampling, prompt, most, stops, named: Work(
+        request="r",
+        prompt=tuple(prompt),
+        max_tokens=most,
+        sampling=sampling,
+        stop_ids=frozenset(stops),
+        named_stop_ids=frozenset(stops[:named]),
     ),
     samplings,
     st.lists(st.integers(0, 5), min_size=1, max_size=12),
     st.integers(1, 6),
-    st.lists(tokens, max_size=3),
+    st.lists(tokens, max_size=3, unique=True),
+    st.integers(0, 2),
 )
 
 
 def processed(work: Work, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
     """What transformers' ``_get_logits_processor`` would put together, in its order."""
-    sampling, ends, chain = work.sampling, sorted(work.stop_ids), LogitsProcessorList()
+    sampling, ends, chain = work.sampling, sorted(work.stop_ids - work.named_stop_ids), LogitsProcessorList()
     words = [list(word) for word in sampling.bad_words_ids]
     if sampling.repetition_penalty != 1.0:
         chain.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

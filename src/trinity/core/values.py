@@ -85,6 +85,7 @@ class Work(Value, frozen=True, kw_only=True):
 
     ``number`` counts requests in order of arrival at the front end: a lower number is an older request.
     ``outputs``: tokens that it had when it was sent back; they are prefilled behind its prompt.
+    ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
     """
 
     request: str
@@ -93,6 +94,7 @@ class Work(Value, frozen=True, kw_only=True):
     max_tokens: int = DEFAULT_MAX_TOKENS
     sampling: ResolvedSampling = ResolvedSampling()
     stop_ids: frozenset[int] = frozenset()
+    named_stop_ids: frozenset[int] = frozenset()
     deadline_s: float | None = None
     attempt: int = 0
     number: int = 0

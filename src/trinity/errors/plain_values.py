@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
@@ -31,10 +34,29 @@ def read_text(name: str, value: Any, most: int) -> str:
 
 
 def read_source(source: Any) -> Any:
-    """Make a path or an address exact text; a file's name may hold bytes that are no UTF-8 (PEP 383)."""
-    if isinstance(source, str) and type(source) is not str:
-        return str.encode(source, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+    """Make an address or a path exact text, and a path absolute: the folder that counts is the caller's as it asks.
+
+    Another process reads the file, or this one later. A file's name may hold bytes that are no UTF-8 (PEP 383).
+    """
+    if isinstance(source, str):
+        if type(source) is not str:
+            source = str.encode(source, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+        return source if source[:8].lower().startswith(("http://", "https://")) else absolute_path(source)
+    if isinstance(source, os.PathLike):
+        with suppress(Exception):  # somebody's own: it is read later, and refused there
+            path = os.fsdecode(os.fspath(source))
+            return source if os.path.isabs(path) else Path(absolute_path(path))
     return source
+
+
+def absolute_path(path: str) -> str:
+    """Put the working directory before a relative path; "", or where that directory is gone, it stays as it is."""
+    if not path or os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.getcwd(), path)  # not abspath, which makes another file of one behind a link and ".."
+    except OSError:
+        return path
 
 
 def read_count(name: str, value: Any) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from trinity.errors.arguments import Count, Positive, Whole, check_struct
+from trinity.errors.plain_values import absolute_path
 
 Directory = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -56,7 +57,8 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_struct(self)
         if not isinstance(self.allow_paths, bool):
-            msgspec.structs.force_setattr(self, "allow_paths", tuple(map(str, self.allow_paths)))
+            allowed = tuple(absolute_path(str(each)) for each in self.allow_paths)
+            msgspec.structs.force_setattr(self, "allow_paths", allowed)
 
 
 class MediaProblem(Exception):

@@ -288,13 +288,15 @@ class RequestProcessor:
             )
         wanted, room = self.defaults.max_tokens(request, len(ids)), self.context_length - len(ids)
         sampling = self._complete_sampling(request, len(ids))
+        ends, named = self._stop_ids(sampling)
         work = Work(
             request=request.request_id,
             prompt=ids,
             media=self._find_spans(request, ids, items),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, secrets.randbits(63)),
-            stop_ids=self._stop_ids(sampling),
+            stop_ids=ends | named,
+            named_stop_ids=named,
             deadline_s=request.deadline_s,
         )
         return ProcessedRequest(
@@ -372,9 +374,11 @@ class RequestProcessor:
             height=item.height,
         )
 
-    def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
+    def _stop_ids(self, sampling: Sampling) -> tuple[frozenset[int], frozenset[int]]:
+        """List the tokens that end the output, and others that do so because a stop string is one."""
         own, special = frozenset() if sampling.ignore_eos else self.eos_ids, self._loaded.special_ids
-        return own.union(sampling.stop_token_ids, (special[text] for text in sampling.stop or () if text in special))
+        ends = own.union(sampling.stop_token_ids)
+        return ends, frozenset(special[text] for text in sampling.stop or () if text in special) - ends
 
     def _prompt_limit(self) -> int:
         limit = self.limits.max_prompt_tokens

@@ -211,7 +211,7 @@ class KillableProcessor(RequestProcessor):
         super().__init__(
             model_dir, limits=limits, threads=limits.processes, ignore_generation_config=ignore_generation_config
         )
-        setup = WorkerSetup.of(self, str(model_dir), ignore_generation_config)
+        setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config)
         self._workers = [WorkerProcess(setup) for _ in range(limits.processes)]
         self._restarts = ThreadPoolExecutor(limits.processes, thread_name_prefix="trinity-worker-start")
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()

@@ -98,17 +98,19 @@ def make_bans(work: Work) -> TokenBans | None:
     """Make the rules of a request; None if it has none.
 
     A sequence of one token that ends the output is no bad word, as in transformers' ``NoBadWordsLogitsProcessor``.
+    Tokens that a stop string names are none of those: they end it at any time, as by its ``StopStringCriteria``.
     """
     sampling = work.sampling
     if not sampling.bans_tokens:
         return None
-    words = [word for word in sampling.bad_words_ids if not (len(word) == 1 and word[0] in work.stop_ids)]
+    ends = work.stop_ids - work.named_stop_ids
+    words = [word for word in sampling.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
     words = [word for word in words if min(word) >= 0]  # no text has others
     sizes = sorted({len(word) for word in words} - {1})
     return TokenBans(
         suppressed=_ids(sampling.suppress_tokens),
         first=_ids(sampling.begin_suppress_tokens),
-        early=_ids(sorted(work.stop_ids)),
+        early=_ids(sorted(ends)),
         min_tokens=sampling.min_tokens,
         words=_ids([word[0] for word in words if len(word) == 1]),
         sequences=tuple(_ids([word for word in words if len(word) == size]) for size in sizes),
