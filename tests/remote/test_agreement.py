@@ -22,7 +22,7 @@ from support.running_instances import LIVENESS_S, POOLS, SECRET, request
 from trinity.core.messages import Value
 from trinity.errors import LayoutMismatch, TrinityError
 from trinity.instance import Instance
-from trinity.memory.weight_digests import sample_digest, whole_digest
+from trinity.memory.weight_digests import identify_files, known_whole_digest, sample_digest, whole_digest
 from trinity.pipeline import Pipeline
 from trinity.remote.agreement import WeightsAgreement, check_layouts, hash_weights
 from trinity.remote.fork_client import Launcher, kept_launcher
@@ -161,13 +161,32 @@ def test_a_digest_travels() -> None:
         assert decode(encode(sent)) == message
 
 
+async def test_files_that_were_replaced_while_they_serve_have_no_digest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint that is exchanged before its bytes were read: none of what served is said to be the new one's."""
+    ours, other = (shutil.copytree(checkpoint("llama"), tmp_path / name) for name in ("ours", "other"))
+    flip(other / "model.safetensors", (other / "model.safetensors").stat().st_size - 5)
+    loaded = identify_files(ours)
+    first = whole_digest(ours, loaded=loaded)
+    assert first == known_whole_digest(ours, loaded)
+    shutil.copystat(ours / "model.safetensors", other / "model.safetensors")  # of equal size and time, as by rsync
+    (other / "model.safetensors").replace(ours / "model.safetensors")
+    assert await hash_weights(ours, loaded) == known_whole_digest(ours, loaded) == ""
+    assert whole_digest(ours, loaded=loaded) == ""
+    assert "replaced since they were loaded" in caplog.text
+    assert whole_digest(ours) not in ("", first)
+    shutil.rmtree(ours)
+    assert whole_digest(ours, loaded=loaded) == ""
+
+
 async def test_hashing_ends_with_its_waiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert await hash_weights(checkpoint("llama")) == whole_digest(checkpoint("llama"))
     with pytest.raises(TrinityError, match="does not exist"):
         await hash_weights(tmp_path / "none")
     started = threading.Event()
 
-    def slow(directory: Path, stop: Callable[[], bool]) -> str:
+    def slow(directory: Path, stop: Callable[[], bool], loaded: object) -> str:
         started.set()
         while not stop():
             threading.Event().wait(0.01)

@@ -31,6 +31,7 @@ CHUNK = 8 << 20
 SHARED_BYTES = 64 << 20  # files from this size on are remembered beyond the process
 LOCK_POLL_S = 0.2
 FileKey = tuple[int, int, int, int]  # device, inode, size, time of change in ns
+LoadedFiles = tuple[tuple[str, FileKey], ...]  # names and keys of a checkpoint's files as they were at some time
 _lock = threading.Lock()
 _samples: dict[FileKey, str] = {}
 _wholes: dict[FileKey, str] = {}
@@ -75,6 +76,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
+def identify_files(directory: Path) -> LoadedFiles:
+    """Return what tells the files of a checkpoint from others that take their place, or are written over, later.
+
+    Whoever loads them asks before: a digest is that of the weights that serve only while this stays the same. Raises
+    ``ConfigError`` if there is no such directory, or a file is replaced just now.
+    """
+    try:
+        return tuple((path.name, _stat_key(path.stat())) for path in list_weight_files(directory))
+    except OSError as error:
+        raise ConfigError(f"the files in {directory} change: {error}") from error
+
+
 def sample_digest(directory: Path) -> str:
     """Digest names, sizes and sampled pages of every file: of each tensor, where the format tells them."""
     found = hashlib.sha256()
@@ -87,18 +100,33 @@ def sample_digest(directory: Path) -> str:
     return found.hexdigest()
 
 
-def whole_digest(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
+def whole_digest(directory: Path, stop: Callable[[], bool] = lambda: False, loaded: LoadedFiles | None = None) -> str:
     """Digest every byte of every file; files that did not change since are not read again.
 
-    ``stop`` is asked now and then; once it is true, ``concurrent.futures.CancelledError`` is raised.
+    ``stop`` is asked now and then; once it is true, ``concurrent.futures.CancelledError`` is raised. Returns "" where
+    the files are not those that were ``loaded`` any more: nobody can tell what these held.
     """
-    return combine(
+    if _are_replaced(directory, loaded):
+        return ""
+    found = combine(
         {path.name: _whole(path, stop) for path in list_weight_files(directory) if not path.name.endswith(".json")}
     )
+    return "" if _are_replaced(directory, loaded) else found
 
 
-def known_whole_digest(directory: Path) -> str:
+def _are_replaced(directory: Path, loaded: LoadedFiles | None) -> bool:
+    if loaded is None:
+        return False
+    try:
+        return identify_files(directory) != loaded
+    except ConfigError:  # they are gone
+        return True
+
+
+def known_whole_digest(directory: Path, loaded: LoadedFiles | None = None) -> str:
     """Return ``whole_digest`` where it can be told without reading a file, else ""."""
+    if _are_replaced(directory, loaded):
+        return ""
     found = {}
     for path in list_weight_files(directory):
         if path.name.endswith(".json"):
@@ -132,7 +160,10 @@ def hash_file(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
 
 
 def _file_key(descriptor: int) -> FileKey:
-    stat = os.fstat(descriptor)
+    return _stat_key(os.fstat(descriptor))
+
+
+def _stat_key(stat: os.stat_result) -> FileKey:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 

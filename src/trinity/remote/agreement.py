@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity.errors import LayoutMismatch
-from trinity.memory.weight_digests import whole_digest
+from trinity.memory.weight_digests import LoadedFiles, whole_digest
 from trinity.remote.wire import Hello
 
 logger = logging.getLogger("trinity")
@@ -68,22 +68,29 @@ def check_layouts(mine: Hello, theirs: Hello) -> None:
         raise LayoutMismatch(f"{text}: every instance must load the same checkpoint in the same dtype; {hint}")
 
 
-async def hash_weights(directory: Path) -> str:
-    """Digest every byte of a checkpoint on a thread of its own; cancelled, the thread ends soon. Raises ``OSError``."""
+async def hash_weights(directory: Path, loaded: LoadedFiles | None = None) -> str:
+    """Digest every byte of a checkpoint on a thread of its own; cancelled, the thread ends soon.
+
+    Returns "", which is logged, where its files are not those that were ``loaded``. Raises ``OSError``.
+    """
     result: Future[str] = Future()
     stop = threading.Event()
-    threading.Thread(target=_hash, args=(directory, stop, result), name="trinity-weights", daemon=True).start()
+    given = (directory, stop, loaded, result)
+    threading.Thread(target=_hash, args=given, name="trinity-weights", daemon=True).start()
     try:
         return await asyncio.wrap_future(result)
     finally:
         stop.set()
 
 
-def _hash(directory: Path, stop: threading.Event, result: Future[str]) -> None:
+def _hash(directory: Path, stop: threading.Event, loaded: LoadedFiles | None, result: Future[str]) -> None:
     with suppress(OSError):  # of this thread alone, on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
     try:
-        digest = whole_digest(directory, stop.is_set)
+        digest = whole_digest(directory, stop.is_set, loaded)
+        if not digest:
+            text = "the files in %s were replaced since they were loaded: no digest of the weights that serve is known"
+            logger.warning(text, directory)
     except CancelledError:
         result.cancel()
     except Exception as error:

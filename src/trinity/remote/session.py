@@ -22,7 +22,7 @@ from trinity.core.messages import PeerLoad, Value
 from trinity.core.routing import routing_policy
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.weight_digests import known_whole_digest
+from trinity.memory.weight_digests import LoadedFiles, identify_files, known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.handshake import BrokenHandshake
@@ -84,7 +84,7 @@ class InstanceSession:
         self.host: InstanceHost | None = None
         self.hello = Hello("?")
         self._address = address
-        self._unread: Path | None = None  # the checkpoint, until every byte of it is being hashed
+        self._unread: tuple[Path, LoadedFiles] | None = None  # the checkpoint, until every byte is being hashed
         self._frontend: Channel | None = None
         self._peers: dict[str, Channel] = {}
         self._epochs: dict[str, int] = {}
@@ -116,13 +116,14 @@ class InstanceSession:
     async def _run(self, channel: Channel, setup: Setup) -> None:
         if self.model is not None:
             setup = msgspec.structs.replace(setup, model=self.model)
-        beating = self.loop.create_task(_beat(channel))
+        beating, directory = self.loop.create_task(_beat(channel)), Path(setup.model)
         try:
+            files = () if setup.paced else await asyncio.to_thread(identify_files, directory)
             loaded = await asyncio.to_thread(load_instance, setup)
         finally:
             beating.cancel()
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
-        weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, Path(setup.model))
+        weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, directory, files)
         self.hello = Hello(
             setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch, weights
         )
@@ -134,12 +135,12 @@ class InstanceSession:
         self.host.start()
         channel.send(encode(InstanceInfo(up, self.hello, pools, self._address)))
         self._start(_beat_while_digesting(channel, self.host))
-        self._unread = Path(setup.model) if not weights and setup.paced is None else None
+        self._unread = (directory, files) if not weights and setup.paced is None else None
         await self._follow(channel)
 
-    async def _report_weights(self, channel: Channel, directory: Path) -> None:
+    async def _report_weights(self, channel: Channel, directory: Path, loaded: LoadedFiles) -> None:
         try:
-            _send(channel, encode(WeightsDigest(await hash_weights(directory))))
+            _send(channel, encode(WeightsDigest(await hash_weights(directory, loaded))))
         except OSError as error:
             logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
 
@@ -161,8 +162,8 @@ class InstanceSession:
                 for peer in message.peers:
                     self._meet(channel, peer)
                 if not message.peers and self._unread is not None:
-                    directory, self._unread = self._unread, None
-                    self._start(self._report_weights(channel, directory))
+                    unread, self._unread = self._unread, None
+                    self._start(self._report_weights(channel, *unread))
             elif isinstance(message, DropPeer):
                 self._stop_meeting(message.name, message.epoch)
                 self._drop_older(message.name, message.epoch + 1)

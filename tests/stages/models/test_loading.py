@@ -16,9 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.memory.weight_digests import sample_digest
 from trinity.preprocess import model_types
 from trinity.stages.kernels.last_layer import _Identity
-from trinity.stages.models import LoadedModel, ModelAdapter, known_models, load_model, register_adapter, registry
+from trinity.stages.models import (
+    LoadedModel,
+    ModelAdapter,
+    known_models,
+    load_model,
+    loader,
+    register_adapter,
+    registry,
+)
 from trinity.testing.checkpoints import ARCHITECTURES
 
 TEXT_ONLY = ("llama", "mistral")
@@ -137,6 +146,25 @@ def test_a_checkpoint_written_anew_is_read_anew(tmp_path: Path) -> None:
     save_file({key: value * 2 for key, value in weights.items()}, copy / "model.safetensors", {"format": "pt"})
     second = load_model(copy, "P", dtype="float32")
     assert not torch.equal(first.language.lm_head.weight, second.language.lm_head.weight)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of one and a fingerprint of the other would pass for a third."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    sample = sample_digest
+
+    def replace_first(directory: Path) -> str:
+        shutil.copy2(folder / "model.safetensors", folder / "new")
+        (folder / "new").replace(folder / "model.safetensors")
+        return sample(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "sample_digest", replace_first)
+        with pytest.raises(ConfigError, match="were replaced while they were loaded"):
+            load_model(folder, "PD")
+    assert load_model(folder, "PD").fingerprint
 
 
 def test_the_thread_count_is_torchs() -> None:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.memory.weight_digests import sample_digest
+from trinity.memory.weight_digests import LoadedFiles, identify_files, sample_digest
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.admission import is_known
@@ -31,7 +31,6 @@ from trinity.stages.models.checks import refuse_layers, self_check, set_attentio
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _lock = threading.RLock()
 _parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
@@ -65,6 +64,7 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     config = read_config(directory)
+    files = identify_files(directory)
     adapter, known = find_adapter(config)
     refuse_layers(adapter)
     if letters == "E" and not adapter.multimodal:
@@ -76,8 +76,11 @@ def load_model(
     }
     with _lock:
         register_attention()
-        held = {name: _part(directory, name, kind, place, packed) for name, asked in parts.items() if asked}
-        model = LoadedModel(directory, letters, config, adapter, kind, place, _fingerprint(directory, kind), **held)
+        held = {name: _part(directory, name, kind, place, packed, files) for name, asked in parts.items() if asked}
+        fingerprint = _fingerprint(directory, kind)
+        if identify_files(directory) != files:
+            raise ConfigError(f"the files in {directory} were replaced while they were loaded; load them again")
+        model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
             model.language.trinity_checked = True
@@ -127,8 +130,10 @@ def _pick_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
 
 
-def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool) -> Any:
-    key = (directory.resolve(), name, dtype, device, packed, _stamp(directory))
+def _part(
+    directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool, files: LoadedFiles
+) -> Any:
+    key = (directory.resolve(), name, dtype, device, packed, files)
     part = _parts.get(key)
     if part is None:
         part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
@@ -145,12 +150,6 @@ def _part(directory: Path, name: str, dtype: torch.dtype, device: torch.device, 
 
             fuse_device_layers(part)
     return part
-
-
-def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return names, sizes and times of the checkpoint's files; changes when a file changes."""
-    files = sorted({directory / "config.json", *(path for glob in _WEIGHTS for path in directory.glob(glob))})
-    return tuple((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files)
 
 
 def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
