@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from trinity.errors.arguments import Whole, check_arguments
+from trinity.errors.arguments import Whole, check_arguments, check_call
 from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
@@ -57,6 +57,7 @@ class Metrics:
         """Number of requests that have ended, refused ones included."""
         return self._finished.total()
 
+    @check_call
     def add(self, output: Output) -> None:
         """Count a request that has ended."""
         self._finished[output.finish_reason or "error"] += 1
@@ -72,6 +73,7 @@ class Metrics:
         if self.slo is not None:
             self._met.update(rule for rule in SLO_RULES if self.slo.is_met(output, rule))
 
+    @check_call
     def add_refused(self, error: BaseException) -> None:
         """Count a request that never started; for the SLO it is one that was not in time."""
         self._finished["refused"] += 1

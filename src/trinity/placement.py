@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trinity.errors import PlacementError
-from trinity.errors.arguments import Whole, check_arguments
+from trinity.errors.arguments import Whole, check_arguments, check_call, show
 
 STAGES = "EPD"
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
@@ -26,7 +26,7 @@ class Group:
     def parse(cls, roles: str) -> Group:
         """Read one instance's roles, such as "E" or "PD". Raises ``PlacementError``."""
         if not (isinstance(roles, str) and roles.isalpha()):
-            raise PlacementError(f"an instance's roles are letters of E, P, D, such as 'EP', got {roles!r}")
+            raise PlacementError(f"an instance's roles are letters of E, P, D, such as 'EP', got {show(roles)}")
         return cls(1, _roles(roles.upper(), roles))
 
 
@@ -38,6 +38,7 @@ class Placement:
     groups: tuple[Group, ...]
 
     @classmethod
+    @check_call
     def parse(cls, text: str) -> Placement:
         """Read groups ``[n]LETTERS``, one after another or joined by ``+``; a missing count is 1.
 
@@ -47,6 +48,7 @@ class Placement:
         return cls.of(group for piece in pieces for group in _groups(piece, text))
 
     @classmethod
+    @check_call
     def of(cls, groups: Iterable[Group]) -> Placement:
         """Make a placement of groups. Raises ``PlacementError`` if it has no prefill or decode."""
         placement = cls(tuple(groups))
@@ -88,6 +90,7 @@ class Placement:
                 named.append((f"{group.roles}{index}", group.roles))
         return named
 
+    @check_call
     def check(self, multimodal: bool) -> None:
         """Raise ``PlacementError`` if this placement does not suit the model."""
         if multimodal and "E" not in self.stages:
@@ -109,9 +112,9 @@ def _groups(piece: str, text: str) -> Iterable[Group]:
 
 
 def _count(digits: str, text: str) -> int:
-    count = int(digits) if digits else 1
-    if not 1 <= count <= 65_536:
-        raise PlacementError(f"placement {text!r}: an instance count must lie between 1 and 65536, got {count}")
+    count = int(digits[:9]) if digits else 1  # of more digits it is out of range too
+    if not 1 <= count <= 65_536 or len(digits) > 9:
+        raise PlacementError(f"placement {text!r}: an instance count must lie between 1 and 65536, got {digits:.20}")
     return count
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trinity.errors import ConfigError
-from trinity.errors.arguments import Whole, check_arguments
+from trinity.errors import ConfigError, describe_error
+from trinity.errors.arguments import Whole, check_arguments, check_call, check_value, show
 from trinity.errors.files import write_file
 
 SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
@@ -67,16 +67,24 @@ class Timeline:
 
         Raises ``ConfigError`` if a time is not finite or a duration is negative.
         """
+        if not type(start_s) is type(duration_s) is float:
+            start_s, duration_s = (check_value("start and duration", each, float) for each in (start_s, duration_s))
         if not (-inf < start_s < inf and 0 <= duration_s < inf):
             raise ConfigError(
-                f"slice {name!r}: start {start_s!r} s must be finite, duration {duration_s!r} s finite and at least 0"
+                f"slice {show(name)}: start {start_s} s must be finite, duration {duration_s} s finite and at least 0"
             )
-        self._slices.append((next(self._added), instance, lane, name, start_s, duration_s, args or {}))
+        if type(args) is not dict:
+            args = check_value("args", args, Mapping[str, Any] | None) or {}
+        plain = type(instance) is type(lane) is type(name) is str
+        if not (plain and instance.isascii() and lane.isascii() and name.isascii()):
+            instance, lane, name = check_value("instance, lane, name", (instance, lane, name), tuple[str, str, str])
+        self._slices.append((next(self._added), instance, lane, name, start_s, duration_s, args))
 
     @classmethod
+    @check_call
     def of(cls, slices: Iterable[Slice]) -> Timeline:
         """Make a timeline of existing slices, such as a replay's, for ``to_json`` and ``save``."""
-        found = list(slices)
+        found = [check_value("slices", each, Slice) for each in slices]
         timeline = cls(limit=max(1, len(found)))
         for each in found:
             timeline.add(*each)
@@ -100,16 +108,19 @@ class Timeline:
         """Encode in the trace-event format: a process per instance, a thread per lane, microseconds from 0.
 
         Slices of one lane that overlap are shown on threads of their own ("migration 2"), because the format only
-        nests slices of one thread.
+        nests slices of one thread. Raises ``ConfigError`` where ``args`` hold what JSON does not.
         """
         slices, dropped = self.slices(), self.dropped_slices
         origin = min((entry.start_s for entry in slices), default=0.0)
         events = _events(slices, origin)
         other = {"dropped_slices": dropped, "origin_s": origin}
-        return msgspec.json.encode(
-            {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, enc_hook=str
-        ).decode()
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+        try:
+            return msgspec.json.encode(content, enc_hook=str).decode()
+        except Exception as error:  # of a foreign object among the args
+            raise ConfigError(f"args of a slice cannot be written as JSON: {describe_error(error)}") from error
 
+    @check_call
     def save(self, path: str | Path) -> None:
         """Write ``to_json()`` to a file, completely or not at all. Raises ``ConfigError``."""
         write_file(path, self.to_json().encode())

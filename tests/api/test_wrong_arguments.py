@@ -1,11 +1,11 @@
-"""Public constructors called with wrong types and values: a typed error that names the argument, never a traceback."""
+"""Public constructors and methods called with wrong types and values: a typed error, never a traceback."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,11 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trinity
+from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.step_cost import DEVICES
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, TrinityError
 from trinity.placement import Group
+from trinity.planner.plan import Candidate
 from trinity.planner.search_space import Space
+from trinity.simulation.simulator import Simulator
+from trinity.timeline import Slice
+from trinity.traces.trace import TraceImage, TraceRow
 
 SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.BatchRules: {},
@@ -40,9 +46,13 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.Timeline: {},
     trinity.Trace: {},
     trinity.TransferPolicy: {},
+    Cluster: {"devices": (DEVICES["H100"],)},
     EmulatedModel: {"shape": LLAVA_15_7B, "cost": LinearCost()},
     Group: {"count": 1, "roles": "EPD"},
+    Simulator: {"model": "qwen2-vl-7b", "slo": trinity.SLO(1.0, 0.1), "cluster": Cluster.of("H100", 2)},
     Space: {},
+    TraceImage: {},
+    TraceRow: {"timestamp": 0.0, "input_length": 5, "output_length": 2},
 }
 PIPELINE: dict[str, Any] = {"model": EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost())}
 
@@ -72,6 +82,139 @@ def parameters(kind: Any) -> list[str]:
         return list(kind.__struct_fields__)
     found = inspect.signature(kind).parameters.values()
     return [each.name for each in found if each.kind is not each.VAR_KEYWORD]
+
+
+# ---------------------------------------------------------------- methods
+
+FEW = trinity.Trace({"timestamp": 1000.0 * each, "input_length": 5, "output_length": 2} for each in range(3))
+CANDIDATE = Candidate(placement="EPD", method="EPD")
+PLAN: dict[str, Any] = {"model": "m", "objective": "goodput", "strategy": "auto", "rule": "p90", "devices": ("H100",)}
+VALUES = [  # one of each public class that has methods
+    *(kind(**SOUND[kind]) for kind in (Cluster, Group, Simulator, TraceRow, trinity.Device, trinity.HybridPlanner)),
+    *(kind(**SOUND[kind]) for kind in (trinity.Metrics, trinity.SLO, trinity.Timeline)),
+    FEW,
+    CANDIDATE,
+    trinity.Placement.parse("EP+D"),
+    trinity.Plan(
+        **PLAN,
+        slo=trinity.SLO(1.0, 0.1),
+        best=CANDIDATE,
+        candidates=(CANDIDATE,),
+        paper=None,
+        trace=FEW.statistics(),
+    ),
+]
+GIVEN: dict[str, Any] = {  # what their methods take, by the parameter's name
+    "args": {"source": "P0"},
+    "count": 1,
+    "duration_s": 1.0,
+    "end_s": 2.0,
+    "engine": "eager",
+    "error": ValueError(),
+    "factor": 2.0,
+    "groups": [Group(1, "EPD")],
+    "instance": "E0",
+    "lane": "joint",
+    "link": "nvlink",
+    "message_s": 0.1,
+    "multimodal": True,
+    "name": "step",
+    "network": "nvlink",
+    "on_error": "skip",
+    "one": 0,
+    "other": 1,
+    "output": trinity.Output(request_id="x"),
+    "path": "written",
+    "per_host": 1,
+    "place": 0,
+    "placement": "EP+D",
+    "rate": None,
+    "record": False,
+    "roles": "EP",
+    "row": VALUES[3],
+    "rule": "p90",
+    "seed": 1,
+    "served": VALUES[3],
+    "share": 0.5,
+    "shared": True,
+    "slices": [Slice("E0", "joint", "step", 0.0, 1.0, {})],
+    "slo": trinity.SLO(1.0, 0.1),
+    "start_s": 0.0,
+    "text": "EPD",
+    "tick_s": 1.0,
+    "timestamp": 5.0,
+    "trace": FEW,
+    "what": ("H100",),
+}
+OF_PYTHON = {"count", "index"}  # a sequence's: they compare its items with anything
+
+
+def call_parameters(call: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(call).parameters)
+
+
+def methods(value: object) -> list[Callable[..., object]]:
+    found = [getattr(value, name) for name in dir(type(value)) if name[0] != "_" and name not in OF_PYTHON]
+    return [each for each in found if inspect.isroutine(each) and call_parameters(each)]
+
+
+CALLS = [(call, name) for value in VALUES for call in methods(value) for name in call_parameters(call)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Some methods write where they are told."""
+    with contextlib.chdir(tmp_path_factory.mktemp("written")):
+        yield
+
+
+def _call(call: Callable[..., object], given: dict[str, Any]) -> None:
+    listed = given.pop("what", ())
+    with contextlib.suppress(TrinityError):
+        call(*listed, **given)
+
+
+def _sound(call: Callable[..., object]) -> dict[str, Any]:
+    return {name: GIVEN[name] for name in call_parameters(call)}
+
+
+@pytest.mark.parametrize(("call", "name"), CALLS, ids=[f"{call.__qualname__}.{name}" for call, name in CALLS])
+def test_a_method_refuses_a_foreign_object(call: Callable[..., object], name: str) -> None:
+    for wrong in (object(), Hostile(), 5, "\ud800", 10**400):
+        _call(call, {**_sound(call), name: [wrong] if name == "what" else wrong})
+
+
+@given(st.data())
+def test_methods_with_wrong_values(data: st.DataObject) -> None:
+    call, name = data.draw(st.sampled_from(CALLS))
+    wrong = data.draw(WRONG)
+    _call(call, {**_sound(call), name: (wrong,) if name == "what" else wrong})
+
+
+@given(st.data())
+def test_methods_with_several_wrong_values(data: st.DataObject) -> None:
+    call = data.draw(st.sampled_from([call for call, _ in CALLS]))
+    given = {name: data.draw(WRONG) for name in call_parameters(call)}
+    _call(call, {**given, "what": (given["what"],)} if "what" in given else given)
+
+
+WRONG_ARGUMENT: list[tuple[Any, dict[str, Any], str]] = [
+    (FEW.scale, {"factor": "a"}, "factor is a number"),
+    (FEW.head, {"count": "two"}, "count is a whole number"),
+    (TraceRow, {**SOUND[TraceRow], "spans": 5}, "spans are seconds by name"),
+    (TraceRow, {**SOUND[TraceRow], "spans": {"decode": "long"}}, "spans is a finite number"),
+    (trinity.Placement.parse, {"text": 7}, "text is a text"),
+    (trinity.SLO(1.0, 0.1).is_met, {"served": "x"}, "served is a ServedRequest"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "said"), WRONG_ARGUMENT)
+def test_the_argument_is_named(call: Callable[..., object], arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrinityError, match=said):
+        call(**arguments)
+
+
+# ---------------------------------------------------------------- constructors
 
 
 CASES = [(kind, name) for kind in SOUND for name in parameters(kind)]

@@ -11,7 +11,10 @@ from trinity.costs.engines import DEFAULT_ENGINE
 from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.step_cost import Device, get_device
 from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.errors.arguments import check_call, check_struct, show
 from trinity.placement import Placement
+
+MOST_DEVICES = 1 << 16  # of one kind
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     message_s: float = 1e-4
 
     def __post_init__(self) -> None:
+        check_struct(self)
         if not self.devices:
             raise ConfigError('a cluster needs at least one device, as in Cluster.of("H100", 8)')
         if self.hosts and len(self.hosts) != len(self.devices):
@@ -41,6 +45,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"message_s must be at least 0 seconds, got {self.message_s!r}")
 
     @classmethod
+    @check_call
     def of(
         cls,
         *what: str | Device | int | tuple[str | Device, int],
@@ -72,10 +77,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     def size(self) -> int:
         return len(self.devices)
 
+    @check_call
     def link_between(self, one: int, other: int) -> Interconnect:
         """Get the interconnect of two devices, given by their indices in ``devices``."""
+        for each in (one, other):
+            if not 0 <= each < self.size:
+                raise ConfigError(f"devices are numbered from 0 to {self.size - 1}, got {each}")
         return self.network if self.hosts and self.hosts[one] != self.hosts[other] else self.link
 
+    @check_call
     def arrange_for(self, placement: Placement | str) -> Cluster:
         """Assign the devices' hosts so that few blocks cross between hosts (TriInfer 5.5).
 
@@ -120,8 +130,8 @@ def _parse_groups(
     for each in what:
         pair = each if isinstance(each, tuple) and len(each) == 2 else (None, None)
         kind, count = pair
-        if not isinstance(kind, (str, Device)) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f'give a cluster as "H100", 8 or as pairs of a device and a count, got {each!r}')
+        if not isinstance(kind, (str, Device)) or type(count) is not int or not 1 <= count <= MOST_DEVICES:
+            raise ConfigError(f'give a cluster as "H100", 8 or as pairs of a device and a count, got {show(each)}')
         groups.append((get_device(kind, engine) if isinstance(kind, str) else kind, count))
     return groups
 

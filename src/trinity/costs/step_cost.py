@@ -19,7 +19,7 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.engines import DEFAULT_ENGINE, ENGINES
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
-from trinity.errors.arguments import Number, check_struct
+from trinity.errors.arguments import Number, check_call, check_struct
 from trinity.errors.files import read_regular_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
@@ -70,6 +70,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         """Share of the peak FLOP/s that the encoder reaches."""
         return self.flops_share if self.vision_share is None else self.vision_share
 
+    @check_call
     def under(self, engine: str) -> Device:
         """Copy the device with the overheads of an engine in ``ENGINES``. Raises ``UnknownName``."""
         if engine not in ENGINES:

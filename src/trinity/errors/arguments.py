@@ -1,4 +1,4 @@
-"""Checks values that a user gives against the types that a constructor declares; numpy's numbers become plain ones.
+"""Checks values that users give against the types that constructors and methods declare; numpy's become plain ones.
 
 The declared type is the rule: ``Annotated[int, Meta(ge=1)]`` says the bound as well. A wrong value raises
 ``ConfigError`` with the name of the argument, what it has to be, and what came.
@@ -14,13 +14,14 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from trinity.errors import ConfigError, UnknownName
 
 T = TypeVar("T")
+Parameters = ParamSpec("Parameters")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[float, msgspec.Meta(ge=0)]
@@ -48,20 +49,28 @@ def check_arguments(kind: type[T]) -> type[T]:
     """
     if issubclass(kind, msgspec.Struct):
         raise TypeError(f"{kind.__name__} is a Struct, whose constructor cannot be wrapped: use check_struct")
-    construct = kind.__init__
-    signature = inspect.signature(construct)
-
-    @functools.wraps(construct)
-    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        hints = _hints(construct)
-        for name, parameter in signature.parameters.items():
-            if name in bound.arguments and name in hints and parameter.kind is not parameter.VAR_KEYWORD:
-                bound.arguments[name] = check_value(name, bound.arguments[name], hints[name])
-        construct(*bound.args, **bound.kwargs)
-
-    kind.__init__ = checking  # type: ignore[method-assign]
+    kind.__init__ = check_call(kind.__init__)  # type: ignore[method-assign]
     return kind
+
+
+def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
+    """Make a function or method check each argument against its annotation before anything else (a decorator).
+
+    It raises ``ConfigError``. Names that are unknown or missing stay Python's own ``TypeError``.
+    """
+    signature = inspect.signature(function)
+    listed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    checked = [name for name, each in signature.parameters.items() if each.kind not in listed]
+
+    @functools.wraps(function)
+    def checking(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
+        bound, hints = signature.bind(*args, **kwargs), _hints(function)
+        for name in checked:
+            if name in bound.arguments and name in hints:
+                bound.arguments[name] = check_value(name, bound.arguments[name], hints[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return checking
 
 
 def check_struct(struct: msgspec.Struct) -> None:

@@ -13,7 +13,7 @@ from trinity.costs.engines import DEFAULT_ENGINE, Engine
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError, TraceTooShort
-from trinity.errors.arguments import Positive, Share, Whole, check_arguments
+from trinity.errors.arguments import Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import choose_best
 from trinity.planner.bayesian import search_bayesian, subtract_cost
@@ -156,6 +156,7 @@ class HybridPlanner:
 
     # ------------------------------------------------------------ a plan
 
+    @check_call
     def plan(self, trace: Trace) -> Plan:
         """Find the best placement for this trace, with every candidate's figures.
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.errors.arguments import check_call
 from trinity.errors.files import read_regular_file, write_file
 from trinity.placement import Placement
 from trinity.planner.explain import (
@@ -88,6 +89,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def instances(self) -> int:
         return Placement.parse(self.placement).size
 
+    @check_call
     def best_attainment(self, rule: str) -> float | None:
         """Return the highest attainment seen at any rate; None where none was."""
         return max((point.attainment[rule] for point in self.attainment), default=None)
@@ -146,11 +148,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Explain in words what to run, by how much it is better, what limits it, and how sure that is."""
         return explain_plan(self)
 
+    @check_call
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         write_file(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
+    @check_call
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote. Raises ``ConfigError`` where it is no plan."""
         try:

@@ -29,7 +29,7 @@ from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_shape import ModelShape, get_model_shape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
-from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments
+from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
 from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
@@ -149,11 +149,13 @@ class Simulator:
         check_depth(self.depth)
         self.informed = bool(getattr(routing_policy(self.routing), "informed", False))
 
+    @check_call
     def check(self, placement: Placement | str) -> None:
         """Raise ``PlacementError`` where a placement has not one instance for each device, or is none; ``ConfigError``
         that says how much memory is missing where the model's parts do not fit a device."""
         self.settings(placement)
 
+    @check_call
     def settings(self, placement: Placement | str, *, shared: bool = True) -> list[Settings]:
         """Return the settings of each instance's core; caches are on where content is ``shared``."""
         parsed = Placement.parse(placement) if isinstance(placement, str) else placement
@@ -220,14 +222,18 @@ class Simulator:
         beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
         return predict_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
+    @check_call
     def cost_of(self, place: int) -> CostModel:
         """Return the cost model of the device at this place."""
+        if not 0 <= place < self.cluster.size:
+            raise ConfigError(f"devices are numbered from 0 to {self.cluster.size - 1}, got {place}")
         return cost_for_device(self.cluster.devices[place], self.model, self.cost)
 
     def _step_costs(self, count: int) -> list[CostModel]:
         """Return what steps cost in a replay, of the first ``count`` devices."""
         return [stretch_cost(self.cost_of(place), self.step_factor) for place in range(count)]
 
+    @check_call
     def serve(self, placement: Placement | str) -> ServeFunction:
         """Return what serves traces on this placement, for ``trinity.traces.goodput``. Raises as ``check``."""
         self.check(placement)
@@ -237,6 +243,7 @@ class Simulator:
             self.model,
         )
 
+    @check_call
     def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
         """Return the reason why the Python engine replays this placement; "" where the compiled one does.
 
@@ -253,10 +260,12 @@ class Simulator:
             )
         return why
 
+    @check_call
     def screens(self, placement: Placement | str) -> bool:
         """Check if the screening engine is available and has a value or a stand-in for every setting."""
         return not (compiled_engine.why_unavailable() or self._screen(placement, shared=True).missing)
 
+    @check_call
     def stand_ins(self, placement: Placement | str) -> tuple[StandIn, ...]:
         """Return the stand-ins that the screening engine takes; none where its replays are the cores' own."""
         return self._screen(placement, shared=True).stand_ins
@@ -278,6 +287,7 @@ class Simulator:
             least_loaded=found.least_loaded,
         )
 
+    @check_call
     def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
         """Replay every request of the trace at its time, until the last has ended. ``record``: the timeline too.
 
@@ -293,6 +303,7 @@ class Simulator:
         _check_end(run)
         return _replay_of_cores(run)
 
+    @check_call
     def prepare(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> SimulatedCluster:
         """Set up the cores and the requests, before the first event."""
         jobs = jobs_of(trace, self.model)

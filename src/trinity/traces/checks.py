@@ -9,8 +9,9 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from trinity.errors import TraceError
-from trinity.errors.arguments import plain_int, show
+from trinity.errors.arguments import plain_int, plain_str, show
 
+NAMES = {str: "a text", bool: "True or False"}
 MOST_TOKENS = 1 << 40  # beyond what any model takes, and far from what an array holds
 
 
@@ -31,7 +32,7 @@ def check_time(name: str, value: Any) -> float:
         number = value if type(value) is float else _plain_number(value)
         if 0 <= number < math.inf:
             return number
-    except (TypeError, ValueError, OverflowError):  # no number; or a whole one beyond any float
+    except Exception:  # no number; a whole one beyond any float; or an object of somebody's own
         pass
     raise TraceError(f"a row's {name} is a finite number of at least 0, got {show(value)[:80]}")
 
@@ -66,17 +67,59 @@ def check_counts(name: str, values: object) -> Sequence[int]:
     return plain
 
 
+def check_row(row: Any, image: type) -> None:
+    """Check every field of a ``TraceRow``, whose images are of type ``image``."""
+    check_fields(row, check_time, "timestamp")
+    check_fields(row, check_count, "input_length", "output_length")
+    check_fields(row, check_count, "text_length", "max_tokens", optional=True)
+    if not isinstance(row.images, (list, tuple)) or not all(isinstance(each, image) for each in row.images):
+        raise TraceError(f"a row's images are a list of TraceImage, got {show(row.images)[:80]}")
+    check_fields(row, check_counts, "hash_ids")
+    check_fields(row, check_time, "ttft_s", "latency_s", "late_s", optional=True)
+    check_fields(row, check_times, "itl_s")
+    check_plain(row, str, "request_id", "session", "finish_reason")
+    check_plain(row, bool, "emulated")
+    if type(row.spans) is not dict or row.spans:
+        check_fields(row, check_spans, "spans")
+
+
+def check_plain(row: Any, kind: type, *names: str) -> None:
+    """Raise unless these fields of ``row`` are of just this type, and texts can be written."""
+    for name in names:
+        value = getattr(row, name)
+        if type(value) is not kind or not (kind is bool or is_text(value)):
+            raise TraceError(f"a row's {name} is {NAMES[kind]}, got {show(value)[:80]}")
+
+
+def is_text(value: object) -> bool:
+    """True for a text that UTF-8 can encode."""
+    if isinstance(value, str) and value.isascii():
+        return True
+    try:
+        plain_str(value)
+    except Exception:
+        return False
+    return True
+
+
+def check_spans(name: str, value: object) -> dict[str, float]:
+    """Return seconds by name. Raises for anything else."""
+    if not isinstance(value, dict) or not all(type(each) is str for each in value):
+        raise TraceError(f"a row's {name} are seconds by name, got {show(value)[:80]}")
+    return {each: check_time(name, seconds) for each, seconds in value.items()}
+
+
 def _plain_whole(value: Any) -> int | None:
     if type(value) is int:
         return value
     try:
         return plain_int(value)
-    except TypeError:
+    except Exception:
         return None
 
 
 def _plain_number(value: Any) -> float:
-    """Return an int or a float. Raises ``TypeError``, ``ValueError`` or ``OverflowError``."""
+    """Return an int or a float. Raises whatever is wrong with it."""
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         raise TypeError
     number = float(value)

@@ -12,10 +12,20 @@ from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
-from trinity.errors import ConfigError, TraceError, UnknownName
-from trinity.errors.arguments import Count, Number, Positive, Whole, check_arguments, check_struct
+from trinity.errors import ConfigError, TraceError, UnknownName, describe_error
+from trinity.errors.arguments import (
+    Count,
+    Number,
+    Positive,
+    Whole,
+    check_arguments,
+    check_call,
+    check_struct,
+    check_value,
+    show,
+)
 from trinity.errors.files import read_regular_file, unzip, write_file
-from trinity.traces.checks import check_count, check_counts, check_fields, check_time, check_times
+from trinity.traces.checks import check_count, check_row, is_text
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
@@ -64,11 +74,16 @@ class SLO(msgspec.Struct, frozen=True):
         ``tpot``: TTFT and the mean gap are below their bounds.
         An output of one token has no gaps. Raises ``UnknownName`` for another rule.
         """
-        if rule not in SLO_RULES:
-            raise UnknownName("SLO rule", rule, SLO_RULES)
-        if served.finish_reason not in COMPLETE or served.ttft_s is None or not served.ttft_s < self.ttft:
+        if type(rule) is not str or rule not in SLO_RULES:
+            raise UnknownName("SLO rule", show(rule).strip("'"), SLO_RULES)
+        try:
+            reason, first, gaps = served.finish_reason, served.ttft_s, served.itl_s
+        except Exception:
+            check_value("served", served, ServedRequest)
+            raise
+        if reason not in COMPLETE or first is None or not first < self.ttft:
             return False
-        return self._are_gaps_met(served.ttft_s, served.itl_s, rule)
+        return self._are_gaps_met(first, gaps, rule)
 
     def _are_gaps_met(self, ttft_s: float, gaps: Sequence[float], rule: SLORule) -> bool:
         if rule == "tpot":
@@ -107,8 +122,8 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
             if value is not None and (plain := check_count(f"an image's {name}", value)) is not value:
                 msgspec.structs.force_setattr(self, name, plain)
-        if self.content is not None and not isinstance(self.content, str):
-            raise TraceError(f"an image's content is the text of a hash, got {self.content!r:.80}")
+        if self.content is not None and not is_text(self.content):
+            raise TraceError(f"an image's content is the text of a hash, got {show(self.content)[:80]}")
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -150,14 +165,7 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     late_s: Number | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, check_time, "timestamp")
-        check_fields(self, check_count, "input_length", "output_length")
-        check_fields(self, check_count, "text_length", "max_tokens", optional=True)
-        if not isinstance(self.images, (list, tuple)) or not all(isinstance(each, TraceImage) for each in self.images):
-            raise TraceError(f"a row's images are a list of TraceImage, got {self.images!r:.80}")
-        check_fields(self, check_counts, "hash_ids")
-        check_fields(self, check_time, "ttft_s", "latency_s", "late_s", optional=True)
-        check_fields(self, check_times, "itl_s")
+        check_row(self, TraceImage)
 
     @property
     def is_cut_short(self) -> bool:
@@ -251,6 +259,7 @@ class Trace(Sequence[TraceRow]):
     def __getitem__(self, index: Any) -> Any:
         return list(self._rows)[index] if isinstance(index, slice) else self._rows[index]
 
+    @check_call
     def attainment(self, slo: SLO, rule: SLORule = "p90") -> float:
         """Share of all rows, failed requests included, that met the SLO. Raises ``TraceError`` for an empty trace."""
         return attainment(self._rows, slo, rule)
@@ -259,6 +268,7 @@ class Trace(Sequence[TraceRow]):
         """Counts, rate, burstiness and sizes of the requests."""
         return trace_statistics(self._rows)
 
+    @check_call
     def scale(self, factor: float | None = None, *, rate: float | None = None) -> Trace:
         """Scale the request rate by ``factor`` or to ``rate`` requests/s, dividing all arrival times (TriInfer 5.1).
 
@@ -275,6 +285,7 @@ class Trace(Sequence[TraceRow]):
         shrink = _check_positive("factor", factor)
         return self._retime((row.timestamp / shrink, row) for row in self._rows)
 
+    @check_call
     def window(self, start_s: float, end_s: float) -> Trace:
         """Cut out the requests that arrive in [``start_s``, ``end_s``); their times then count from ``start_s``."""
         if not 0 <= start_s < end_s:
@@ -282,17 +293,20 @@ class Trace(Sequence[TraceRow]):
         low, high = 1000 * start_s, 1000 * end_s
         return self._retime((row.timestamp - low, row) for row in self._rows if low <= row.timestamp < high)
 
+    @check_call
     def jitter(self, tick_s: float, seed: int) -> Trace:
         """Spread arrivals that were rounded down to ticks of ``tick_s`` seconds evenly over their ticks."""
         noise, tick = random.Random(seed), 1000 * _check_positive("tick_s", tick_s)
         return self._retime((row.timestamp + tick * noise.random(), row) for row in self._rows)
 
+    @check_call
     def head(self, count: int) -> Trace:
         """Take the first ``count`` requests by arrival."""
         if count < 0:
             raise ConfigError(f"a count of requests is at least 0, got {count}")
         return self._retime([(row.timestamp, row) for row in self.by_arrival()[:count]])
 
+    @check_call
     def split(self, share: float) -> tuple[Trace, Trace]:
         """Split off the first ``share`` of the requests by arrival; times of both parts count from their first arrival.
 
@@ -319,6 +333,7 @@ class Trace(Sequence[TraceRow]):
     def _repr_html_(self) -> str:
         return self.statistics()._repr_html_()
 
+    @check_call
     def save(self, path: str | Path) -> None:
         """Write one JSON object a line, sorted by arrival, gzipped for names in .gz.
 
@@ -328,13 +343,12 @@ class Trace(Sequence[TraceRow]):
         write_file(path, gzip.compress(content, mtime=0) if Path(path).suffix == ".gz" else content)
 
     @classmethod
+    @check_call
     def load(cls, path: str | Path, on_error: Literal["raise", "skip"] = "raise") -> Trace:
         """Read a file that ``save`` or Mooncake wrote.
 
         A bad row raises ``TraceError`` with its line number; with ``on_error="skip"`` it is left out and counted.
         """
-        if on_error not in ("raise", "skip"):
-            raise UnknownName("on_error", on_error, ("raise", "skip"))
         trace = cls()
         for number, line in enumerate(read_lines(path), 1):
             try:
@@ -375,3 +389,5 @@ def _convert_row(fields: Mapping[str, Any]) -> TraceRow:
         return msgspec.convert(fields, TraceRow)
     except msgspec.ValidationError as error:
         raise TraceError(f"not a row of a trace: {error}") from error
+    except Exception as error:  # an object of somebody's own
+        raise TraceError(f"not a row of a trace: {describe_error(error)}") from error
