@@ -391,10 +391,8 @@ async def _load(
     transfers: TransferPolicy | None = None,
 ) -> LoadedInstance:
     model, spec = check_value("model", model, str | Path | EmulatedModel), _name_alone(roles)
-    cache, transfers = (
-        check_value("cache", cache, CacheConfig | None),
-        check_value("transfers", transfers, TransferPolicy | None),
-    )
+    cache = check_value("cache", cache, CacheConfig | None)
+    transfers = check_value("transfers", transfers, TransferPolicy | None)
     dtype, device = check_value("dtype", dtype, str), check_value("device", device, str)
     config = loader.ServingConfig(loader.resolve_model(model), dtype, device, shared=True)
     config = replace(config, cache=cache or CacheConfig(), transfers=transfers or TransferPolicy())
