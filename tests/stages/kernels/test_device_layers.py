@@ -325,5 +325,5 @@ def test_the_language_part_on_a_gpu_gets_these_layers(
     asked: list[Any] = []
     monkeypatch.setattr(loader, "_load_part", lambda *given: Part())
     monkeypatch.setattr(module, "fuse_device_layers", asked.append)
-    loader._part(tmp_path, name, torch.float32, torch.device(device), False)
+    loader._part(tmp_path, name, torch.float32, torch.device(device), False, ())
     assert len(asked) == swapped
