@@ -31,7 +31,11 @@ bool supports_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+#if defined(__clang__) || __GNUC__ >= 10 // older compilers have no such instructions, nor their name
 bool supports_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+#else
+bool supports_bf16() { return false; }
+#endif
 #else
 bool supports_avx2() { return false; }
 bool supports_avx512() { return false; }
