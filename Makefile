@@ -103,7 +103,7 @@ KERNEL_TESTS := $(addprefix tests/stages/,$(addprefix attention/test_attention_,
 asan: $(STAMP)
 	rm -rf $(ASAN)
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(ASAN) \
-		-C cmake.define.TRINITY_SANITIZE=ON -C cmake.define.TRINITY_CUDA=OFF -C install.strip=false .
+		-C cmake.define.TRINITY_SANITIZE=ON -C install.strip=false .
 	$(PY) -m zipfile -e $(ASAN)/*.whl $(ASAN)/site
 	$(SANITIZED) $(PY) -c 'import sys, trinity.memory.native as n; n.has_extension() and "$(ASAN)" in n.__file__ or sys.exit(n.describe())'
 	$(SANITIZED) $(QUIET_CPU) $(PY) -m pytest -q -p no:cacheprovider $(KERNEL_TESTS) tests/memory/test_native.py tests/simulation/test_compiled_engine.py $(ARGS)

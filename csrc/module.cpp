@@ -39,16 +39,6 @@ void digest(uintptr_t source, int64_t source_blocks, const Numbers &from, int64_
                            out.data());
 }
 
-#ifdef TRINITY_WITH_CUDA
-void cuda_copy(uintptr_t target, uintptr_t source, uintptr_t to, uintptr_t from, int64_t count, int64_t block_bytes,
-               int64_t offset, int64_t length, uintptr_t stream) {
-    const trinity::Within within{block_bytes, offset, length};
-    trinity::check_within(within);
-    if (const char *refused = trinity::cuda_copy_blocks(target, source, to, from, count, within, stream))
-        throw std::runtime_error(refused);
-}
-#endif
-
 } // namespace
 
 NB_MODULE(_native, module) {
@@ -70,11 +60,4 @@ NB_MODULE(_native, module) {
     bind_encoder(module);
     bind_few_rows(module);
     bind_product(module);
-#ifdef TRINITY_WITH_CUDA
-    module.attr("CUDA") = true;
-    module.def("cuda_copy_blocks", &cuda_copy, "target"_a, "source"_a, "to"_a, "from_"_a, "count"_a, "block_bytes"_a,
-               "offset"_a, "length"_a, "stream"_a, Released());
-#else
-    module.attr("CUDA") = false;
-#endif
 }

@@ -34,10 +34,4 @@ void check_numbers(const char *what, const int64_t *numbers, size_t count, int64
 using Work = void (*)(void *state, size_t index);
 void run_parallel(size_t count, int threads, Work work, void *state);
 
-#ifdef TRINITY_WITH_CUDA
-// Enqueues the gather on a stream; block numbers are in device memory. A message where CUDA refuses, else nullptr.
-const char *cuda_copy_blocks(uintptr_t target, uintptr_t source, uintptr_t to, uintptr_t from, int64_t count,
-                             Within within, uintptr_t stream);
-#endif
-
 } // namespace trinity

@@ -4,8 +4,8 @@
 //     x = w[i] + (i + 1) * STEP;  x ^= x >> 32;  x *= MIX;  x ^= x >> 32;  sum += x
 //     d = sum + bytes * STEP;     d ^= d >> 32;  d *= MIX;  d ^= d >> 32
 // Each word goes through a bijection of its own, so one changed word always changes the sum; the word's place is in it,
-// so swapped words do; the length is in the end, so zeros of different lengths differ. trinity.memory.native computes the same
-// in numpy and in torch.
+// so swapped words do; the length is in the end, so zeros of different lengths differ. trinity.memory.digest_function
+// computes the same in numpy and in torch.
 #include "instructions.hpp"
 #include "native.hpp"
 

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 API: int
-CUDA: bool
 SIMULATOR: int
 
 def instructions() -> str: ...
@@ -32,17 +31,6 @@ def digests(
     offset: int,
     length: int,
     out: npt.NDArray[np.int64],
-) -> None: ...
-def cuda_copy_blocks(
-    target: int,
-    source: int,
-    to: int,
-    from_: int,
-    count: int,
-    block_bytes: int,
-    offset: int,
-    length: int,
-    stream: int,
 ) -> None: ...
 def attention_instructions(bf16: bool, width: int) -> str: ...
 def attention_many(bf16: bool, width: int) -> bool: ...

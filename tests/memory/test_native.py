@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError
 from trinity.memory import native
+from trinity.memory.digest_function import DIGEST_MIX, DIGEST_STEP, SLICE_WORDS
 from trinity.simulation import compiled_engine
 
 KINDS = ("extension", "arrays")
@@ -50,13 +51,13 @@ def digest_by_integers(piece: bytes) -> int:
 
     def mixed(x: int) -> int:
         x ^= x >> 32
-        x = x * native.DIGEST_MIX % (1 << 64)
+        x = x * DIGEST_MIX % (1 << 64)
         return x ^ (x >> 32)
 
-    total = len(piece) * native.DIGEST_STEP
+    total = len(piece) * DIGEST_STEP
     for place, first in enumerate(range(0, len(piece), 8), 1):
         word = int.from_bytes(piece[first : first + 8].ljust(8, b"\0"), "little")
-        total += mixed((word + place * native.DIGEST_STEP) % (1 << 64))
+        total += mixed((word + place * DIGEST_STEP) % (1 << 64))
     value = mixed(total % (1 << 64))
     return value - (1 << 64) if value >= INT64 else value
 
@@ -248,7 +249,7 @@ def test_digests_of_many_blocks_in_any_order(kind: str, dtype: torch.dtype) -> N
 
 
 def test_a_long_block_goes_slice_by_slice(kind: str) -> None:
-    rows = pool(2, 8 * native.SLICE_WORDS + 8 * 77 + 5)
+    rows = pool(2, 8 * SLICE_WORDS + 8 * 77 + 5)
     assert native.compute_digests(rows, [1]) == [digest_by_integers(rows[1].tobytes())]
 
 

@@ -40,7 +40,7 @@ def wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     run = subprocess.run(
         [*command, "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)],
-        env={**os.environ, "CMAKE_ARGS": "-DTRINITY_CUDA=OFF", **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=600,

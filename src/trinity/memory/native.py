@@ -1,8 +1,8 @@
 """Block copies and digests: by the compiled extension if it is built, else by numpy and torch with equal results.
 
 A pool is contiguous [blocks, ...]: a numpy array, or a tensor on any device. Here each of its rows is a block of bytes.
-The extension (csrc/) is optional: `pip install` builds it if it finds a C++ compiler. If it also finds nvcc, the
-extension has a gather for GPUs. That gather has been compiled but never run, for want of a GPU: its tests skip there.
+The extension (csrc/) is optional: `pip install` builds it if it finds a C++ compiler. Pools on a GPU are copied and
+summed there (``device_blocks.py``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity.errors import ConfigError
+from trinity.memory.device_blocks import copy_on_device, digest_on_device
 from trinity.memory.devices import use_copy_stream
+from trinity.memory.digest_function import digest_array
 
 if TYPE_CHECKING:
     import torch
 
 API = 1  # version of the extension that this file calls
-DIGEST_STEP, DIGEST_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # csrc/blocks/digest.cpp has the definition
-LOW_HALF = (1 << 32) - 1
-SLICE_WORDS = 1 << 16  # words per pass of the fallback, so that its temporaries stay in the CPU's cache
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
@@ -56,7 +55,7 @@ def describe() -> str:
     """Name in words the code that does the work here."""
     if extension is None:
         return f"numpy and torch: {missing}"
-    return f"csrc ({extension.instructions()}{', CUDA' if extension.CUDA else ''})"
+    return f"csrc ({extension.instructions()})"
 
 
 def copy_blocks(
@@ -121,7 +120,7 @@ def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list
     offset, length = _piece(within, rows.shape[1])
     if extension is None:
         _check_numbers("source", numbers, len(rows))
-        return [_array_digest(rows[number, offset : offset + length]) for number in numbers]
+        return [digest_array(rows[number, offset : offset + length]) for number in numbers]
     found = np.empty(len(numbers), np.int64)
     try:
         extension.digests(rows.ctypes.data, len(rows), numbers, rows.shape[1], offset, length, found)
@@ -224,34 +223,6 @@ def _copy_arrays(
         np.copyto(target_rows[target : target + count, piece], source_rows[source : source + count, piece])
 
 
-def _array_digest(piece: Rows) -> int:
-    """Compute the digest of csrc/blocks/digest.cpp, a slice of words at a time."""
-    length = len(piece)
-    whole = piece[: length - length % 8]
-    words = np.frombuffer(whole.tobytes() if whole.ctypes.data % 8 else whole, np.dtype("<u8"))
-    tail = np.frombuffer(piece[length - length % 8 :].tobytes().ljust(8, b"\0"), np.dtype("<u8"))
-    total = 0
-    for first in range(0, len(words), SLICE_WORDS):
-        total += _sum_words(words[first : first + SLICE_WORDS], first)
-    if length % 8:
-        total += _sum_words(tail, len(words))
-    value = (total + length * DIGEST_STEP) % (1 << 64)
-    value ^= value >> 32
-    value = value * DIGEST_MIX % (1 << 64)
-    value ^= value >> 32
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _sum_words(words: npt.NDArray[np.uint64], first: int) -> int:
-    x = np.arange(first + 1, first + 1 + len(words), dtype=np.uint64)
-    x *= np.uint64(DIGEST_STEP)
-    x += words
-    x ^= x >> np.uint64(32)
-    x *= np.uint64(DIGEST_MIX)
-    x ^= x >> np.uint64(32)
-    return int(x.sum(dtype=np.uint64))
-
-
 # ---------------------------------------------------------------- tensors, on a GPU as on a CPU
 
 
@@ -264,56 +235,11 @@ def _copy_tensors(
     _check_target(targets, len(target_rows))
     if target_rows.data_ptr() == source_rows.data_ptr() and np.intersect1d(targets, sources).size:
         raise ConfigError("source and target blocks overlap in memory: copy between pools, or between other blocks")
-    torch = sys.modules["torch"]
-    into, out = (
-        torch.from_numpy(each).to(pool.device) for each, pool in ((targets, target_rows), (sources, source_rows))
-    )
-    if (
-        extension is not None
-        and extension.CUDA
-        and target_rows.device.type == "cuda"
-        and target_rows.device == source_rows.device
-    ):
-        with torch.cuda.device(target_rows.device):
-            stream = torch.cuda.current_stream(target_rows.device).cuda_stream
-            pointers = (target_rows.data_ptr(), source_rows.data_ptr(), into.data_ptr(), out.data_ptr())
-            extension.cuda_copy_blocks(*pointers, len(targets), target_rows.shape[1], offset, length, stream)
-        return len(targets) * length
-    if all(size % 8 == 0 for size in (offset, length, target_rows.shape[1])):  # index copies of int64 are the fastest
-        target_rows, source_rows, first, end = (
-            target_rows.view(torch.int64),
-            source_rows.view(torch.int64),
-            offset // 8,
-            (offset + length) // 8,
-        )
-    else:
-        first, end = offset, offset + length
-    target_rows[:, first:end].index_copy_(0, into, source_rows[out, first:end].to(target_rows.device))
+    copy_on_device(target_rows, source_rows, np.stack((targets, sources)), offset, length)
     return len(targets) * length
 
 
 def _tensor_digests(rows: torch.Tensor, numbers: Numbers, within: Within) -> list[int]:
-    """Compute the same digests in torch: int64 wraps as uint64 does, and a mask makes its shifts logical."""
-    torch = sys.modules["torch"]
     offset, length = _piece(within, rows.shape[1])
     _check_numbers("source", numbers, len(rows))
-    padded = -(-length // 8) * 8
-    place = torch.arange(1, padded // 8 + 1, device=rows.device) * _signed(DIGEST_STEP)
-    found: list[Any] = []
-    for number in numbers.tolist():
-        words = torch.zeros(padded, dtype=torch.uint8, device=rows.device)
-        words[:length] = rows[number, offset : offset + length]
-        total = _mixed(words.view(torch.int64) + place).sum()
-        found.append(_mixed(total + _signed(length * DIGEST_STEP)))
-    return torch.stack(found).tolist() if found else []
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = x ^ ((x >> 32) & LOW_HALF)
-    x = x * _signed(DIGEST_MIX)
-    return x ^ ((x >> 32) & LOW_HALF)
-
-
-def _signed(value: int) -> int:
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
+    return digest_on_device(rows, numbers, offset, length)
