@@ -176,7 +176,7 @@ def test_a_stage_of_one_letter_warms_that(
 
     monkeypatch.setattr(solo.stage, "_eager", eager)
     solo.stage.warm_up()
-    assert (recorder.recordings, chunks) == (recorded, [1] * prefilled)
+    assert (recorder.recordings, chunks) == (recorded, [prefilled])
 
 
 def test_a_batch_beyond_the_sizes_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,68 +1,45 @@
 """Compiles the Triton kernels for a GPU that need not be there; run by test_triton_compile.py in a process of its own.
 
-Prints a line for each: name, bytes of shared memory, which matrix instructions it has.
+Prints a line for each: the kernel, its case, and what it compiled to.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from trinity.stages.attention import triton_kernels
+from tools.kernel_table import LAYER, QUERY_HEADS, Launch, attention_launches, compile_launch, record_launches
+from trinity.memory.triton_blocks import TritonBlocks
+from trinity.stages.attention.interface import AttentionParams
 
-POINTERS = {"tables", "begins", "lengths", "tiles", "groups", "blocks", "offsets"}
-FLOATS = {"scale", "softcap"}
-IN_FLOAT32 = {"sums", "parts"}
-
-
-def compiled(kernel: Any, dtype: str, capability: int, constants: dict[str, Any], partial: bool = False) -> Any:
-    """``partial``: the result of one of several splits, in float32."""
-    names, held = kernel.arg_names, {"sinks", "query", "cache", "out", "keys", "values"}
-    signature = {}
-    for name in names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in POINTERS:
-            signature[name] = "*i64"
-        elif name in IN_FLOAT32 or (partial and name == "out"):
-            signature[name] = "*fp32"
-        else:
-            signature[name] = f"*{dtype}" if name in held else "fp32" if name in FLOATS else "i32"
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    options = {"num_warps": 8 if constants.get("M", 0) >= 128 else 4, "num_stages": 2}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+PLAIN = AttentionParams(LAYER, 0.1)
+ALL = replace(PLAIN, window=100, span=200, softcap=5.0)
+CASES = {  # name: type, attention, groups, kernels that are not compiled: prefill in float32 is for tests alone
+    "plain": (torch.bfloat16, PLAIN, False, ()),
+    "all": (torch.float16, ALL, True, ("write_kv",)),
+    "exact": (torch.float32, PLAIN, False, ("write_kv", "combine_splits", "decode", "prefill")),
+}
 
 
-def attend(m: int, splits: int, everything: bool, dtype: str, width: int = 128) -> dict[str, Any]:
-    switches = dict.fromkeys(("SOFTCAP", "WINDOW", "SPAN", "SINKS", "GROUPS"), everything)
-    sizes = {"HEADS": 8, "GROUP": 4, "WIDTH": width, "WIDTH_2": 128, "M": m, "N": 32 if dtype == "fp32" else 64}
-    return {**sizes, "SPLITS": splits, **switches, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+def copy_launches(capability: int) -> dict[str, Launch]:
+    """The launches of a copy and of digests of whole blocks."""
+    pools, units = torch.empty((2, 4, 1 << 16), dtype=torch.uint8), torch.zeros((2, 3), dtype=torch.long)
+    with record_launches(capability) as launches:
+        TritonBlocks().copy(pools[0], pools[1], units, 0, 1 << 16)
+        TritonBlocks().digest(pools[0], units[0], 0, 1 << 16)
+    return {launch.name: launch for launch in launches}
 
 
 def main(capability: int) -> None:
-    for dtype, m, splits, everything in (
-        ("bf16", 128, 1, False),
-        ("bf16", 16, 8, False),
-        ("fp16", 16, 1, True),
-        ("fp32", 16, 4, True),
-    ):
-        done = compiled(
-            triton_kernels.attend_tile, dtype, capability, attend(m, splits, everything, dtype), partial=splits > 1
-        )
-        found = [name for name in ("wgmma", "mma.sync") if name in done.asm["ptx"]]
-        print("attend", dtype, m, done.metadata.shared, ",".join(found) or "none")
-    written = compiled(
-        triton_kernels.write_kv, "bf16", capability, {"HEADS": 8, "WIDTH": 80, "AT_ONCE": 8, "WIDTH_2": 128}
-    )
-    sizes = {"QUERY_HEADS": 32, "WIDTH": 80, "WIDTH_2": 128, "SPLITS": 8, "SINKS": True}
-    combined = compiled(triton_kernels.combine_splits, "bf16", capability, sizes)
-    for name, done in (("write", written), ("combine", combined)):
-        print(name, "bf16", 0, done.metadata.shared, len(done.asm["cubin"]) > 0)
+    for case, (dtype, params, groups, left_out) in CASES.items():
+        sinks = torch.zeros(QUERY_HEADS, dtype=dtype) if params is ALL else None
+        launches = attention_launches(dtype, capability, replace(params, sinks=sinks), groups)
+        for name in launches.keys() - set(left_out):
+            print(name.replace(" ", "_"), case, *compile_launch(launches[name], capability))
+    for name, launch in copy_launches(capability).items():
+        print(name, "bytes", *compile_launch(launch, capability))
 
 
 if __name__ == "__main__":

@@ -82,10 +82,14 @@ class LanguageStage:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile kernels and record CUDA graphs, so that the first requests do not wait. No request may be open."""
+        ids, one = np.arange(self._block_rows), np.zeros(1, dtype=np.int64)
         if "P" in self.letters:
-            ids = np.arange(self._block_rows)
             rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
-            self._eager(NO_DECODES, [Chunk(ids, rope, 0, np.zeros(1, dtype=np.int64))], 0)
+            self._eager(NO_DECODES, [Chunk(ids, rope, 0, one)], 0)
+        else:
+            self._eager(Decodes(one, one, one + 1, one[None], one), [], 0)
+        if (warm_up := getattr(self._backend, "warm_up", None)) is not None:
+            warm_up(self.kv.tensor, chunks="P" in self.letters, groups=self.model.adapter.whole_media)
         if self._graphs is not None and "D" in self.letters:
             self._graphs.warm_up()
         self.kv.tensor.zero_()

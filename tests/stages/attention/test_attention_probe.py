@@ -55,7 +55,9 @@ class Broken(TorchAttention):
         seen = super().attend(rows, cache, qkv, params)
         self.how = how
         if self.how == "one row":
-            seen[3] += 0.01
+            seen[3:4] += 0.01
+        if self.how == "joins parts" and rows.decodes and rows.lengths.max() > 128:
+            seen *= 1.5
         if self.how == "nan":
             seen[0, 0, 0] = torch.nan
         if self.how == "writes beside":
@@ -81,6 +83,7 @@ class Broken(TorchAttention):
         ("window", "differs from torch's"),
         ("softcap", "differs from torch's"),
         ("one row", "differs from torch's by 1.0e-02"),
+        ("joins parts", "differs from torch's"),
         ("nan", "differs from torch's by inf"),
         ("writes beside", "differs from torch's by 1.0e\\+00"),
         ("writes half", "differs from torch's"),
@@ -248,10 +251,10 @@ def test_flash_kernels_are_asked_for_what_they_can_do(libraries: list[str], whic
 
 @pytest.mark.parametrize("which", ["flash", "varlen"])
 def test_flash_kernels_read_what_is_written(libraries: list[str], which: str) -> None:
-    """Both halves apart: twice for each of the probe's batches that a kernel serves."""
+    """Both halves apart: twice for each of the probe's batches that a kernel serves, once for each of its long rows."""
     backend = FlashAttention(call_flash_attn, True) if which == "flash" else FlashAttention(call_torch_varlen, False)
     assert find_fault(backend, SHAPE, torch.float32, CPU) is None
-    assert libraries == [which] * (8 if which == "flash" else 4), "torch's has no softcap"
+    assert libraries == [which] * (10 if which == "flash" else 6), "torch's has no softcap"
 
 
 def test_groups_are_left_to_torch(libraries: list[str]) -> None:

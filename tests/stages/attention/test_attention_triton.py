@@ -24,7 +24,7 @@ from trinity.stages import decode_graphs
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.triton import TritonAttention, make_triton_rows, next_power_of_two
+from trinity.stages.attention.triton import TritonAttention, count_stages, make_triton_rows, next_power_of_two
 from trinity.stages.attention.varlen import make_varlen_rows
 from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
@@ -69,18 +69,22 @@ def run(scene: Scene, params: AttentionParams, processors: int = ONE) -> Tensor:
     return scene.run(backend, params)
 
 
+EXAMPLES = 10 if DEVICE.type == "cpu" else 15  # the interpreter takes 30 ms a program, the compiler seconds a shape
+SHAPES = [(kv, height, width) for kv in (1, 2, 4) for height in (4, 16, 5) for width in (8, 20, 1)]
+FEW_SHAPES = [(1, 4, 20), (2, 16, 8), (4, 5, 1)]
+
+
 @given(
     texts(most_rows=7),
     asks(),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([4, 16, 5]),
-    st.sampled_from([8, 20, 1]),
+    st.sampled_from(SHAPES if DEVICE.type == "cpu" else FEW_SHAPES),
     st.sampled_from([ONE, MANY]),
 )
-@settings(max_examples=10 if DEVICE.type == "cpu" else 100)  # the interpreter takes 30 ms a program
+@settings(max_examples=EXAMPLES)
 def test_equals_dense_attention(
-    found: list[Text], params: AttentionParams, kv: int, height: int, width: int, processors: int
+    found: list[Text], params: AttentionParams, shape: tuple[int, int, int], processors: int
 ) -> None:
+    kv, height, width = shape
     scene = Scene(found, (4, kv), width, height, seed=len(found))
     torch.testing.assert_close(run(scene, params, processors), scene.oracle(params), atol=2e-5, rtol=1e-4)
 
@@ -217,7 +221,35 @@ def test_splits_keep_the_processors_busy() -> None:
     rows = scene.rows()
     (wave,) = make_triton_rows(make_varlen_rows(rows, torch.device("cpu")), rows, 2).waves
     found = [TritonAttention(processors)._splits(wave, scene.cache) for processors in (1, 2, 4, 132)]
-    assert found == [1, 2, 4, 4], "two programs for each of 2 heads; no more than there are tiles of keys"
+    assert found == [1, 2, 4, 5], "two programs for each of 2 heads; no more than there are tiles of keys"
+
+
+def test_stages_are_as_many_as_shared_memory_holds() -> None:
+    """KiB of a multiprocessor for one program: 227 of an H100, 163 of an A100, 99 of an L40S."""
+    sizes = {
+        "decode": (16, 64, 256),
+        "prefill": (128, 64, 256),
+        "wide prefill": (128, 32, 512),
+        "float32": (128, 32, 1024),
+    }
+    found = {name: [count_stages(*size, kib << 10) for kib in (227, 163, 99)] for name, size in sizes.items()}
+    assert found == {"decode": [3, 3, 2], "prefill": [3, 3, 2], "wide prefill": [3, 3, 2], "float32": [2, 2, 2]}
+
+
+def test_what_is_compiled_before_serving_touches_nothing() -> None:
+    """Every kind of kernel is launched, over nothing: the cache does not change."""
+    scene = Scene([Text(20, 1, True)], (4, 2), 8, 16, seed=9)
+    backend, cache = TritonAttention(ONE), scene.cache.to(DEVICE)
+    parts = (scene.queries[0], scene.keys[0][-1:], scene.values[0][-1:])
+    query, key, value = (part.to(DEVICE) for part in parts)
+    for params in (
+        AttentionParams(LAYER, 0.3),
+        AttentionParams(LAYER, 0.3, window=7, sinks=torch.zeros(4, device=DEVICE)),
+    ):
+        backend.attend(on_device(scene.rows()), cache, (query, key, value), params)
+    before = cache.clone()
+    backend.warm_up(cache, chunks=True, groups=True)
+    assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

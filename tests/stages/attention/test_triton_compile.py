@@ -1,5 +1,7 @@
-"""The Triton kernels compile for an H200 (sm_90) and an A100 (sm_80), which need not be there: the compiler is not the
-interpreter, and refuses what that lets pass."""
+"""The Triton kernels compile for GPUs that need not be there, without spills or calls, all before the first request.
+
+The compiler is not the interpreter, and refuses what that lets pass.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +12,70 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import TESTS
+from support.paths import ROOT, TESTS
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 
-def kernels(capability: int, tmp_path: Path) -> dict[tuple[str, str, int], tuple[int, str]]:
+def run_compiling(script: Path, *arguments: str, cache: Path) -> list[list[str]]:
+    """Words of each line that ``script`` prints in a process that does not interpret kernels."""
     setting = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    setting |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, str(TESTS / "support" / "triton_compiler.py"), str(capability)]
+    setting |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    setting["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(TESTS)])
+    command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=setting, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return {(name, dtype, int(m)): (int(shared), said) for name, dtype, m, shared, said in lines}
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+ATTENTION = ("decode", "split_decode", "prefill")
 
 
 @pytest.mark.parametrize(
     ("capability", "shared", "instruction"),
-    [(90, 227, "wgmma"), pytest.param(80, 163, "mma.sync", marks=pytest.mark.slow)],
+    [
+        (90, 227, "wgmma"),
+        pytest.param(80, 163, "mma.sync", marks=pytest.mark.slow),
+        pytest.param(100, 227, "tcgen05", marks=pytest.mark.slow),
+    ],
 )
 def test_they_compile_and_fit(capability: int, shared: int, instruction: str, tmp_path: Path) -> None:
     """``shared``: KiB of shared memory that a program can have there. Chunks run on the matrix units of that GPU."""
-    found = kernels(capability, tmp_path)
+    lines = run_compiling(TESTS / "support" / "triton_compiler.py", str(capability), cache=tmp_path)
+    found = {(name, case): (list(map(int, figures)), kind) for name, case, *figures, kind in lines}
     assert set(found) == {
-        *(("attend", *kind) for kind in (("bf16", 128), ("bf16", 16), ("fp16", 16), ("fp32", 16))),
-        ("write", "bf16", 0),
-        ("combine", "bf16", 0),
+        *(
+            (name, case)
+            for name in ("decode", "split_decode", "prefill", "combine_splits")
+            for case in ("plain", "all")
+        ),
+        *(("write_kv", "plain"), ("split_decode", "exact")),
+        *((name, "bytes") for name in ("copy_pieces_kernel", "digest_pieces_kernel")),
     }
-    assert all(bytes_ <= shared << 10 for bytes_, _ in found.values())
-    assert found["attend", "bf16", 128][1] == instruction
-    assert found["attend", "bf16", 16][1] == "mma.sync", "decode rows too, 16 at a time"
-    assert found["attend", "fp32", 16][1] == "none", "float32 is exact: no rounding to tf32"
-    assert found["write", "bf16", 0][1] == found["combine", "bf16", 0][1] == "True"
+    for kernel, ((_, stack, held, _, _, calls), kind) in found.items():
+        assert held <= shared << 10, kernel
+        if kernel[1] != "exact":  # float32, for tests
+            assert stack == 0, f"{kernel} spills registers"
+        if kernel[0] in ATTENTION and kernel[1] == "plain":
+            assert calls == 0, f"{kernel} calls a division between two tiles of keys"
+            assert kind == (instruction if kernel[0] == "prefill" else "mma.sync"), kernel
+    assert found["split_decode", "exact"][-1] == "none", "float32 is exact: no rounding to tf32"
+
+
+@pytest.mark.parametrize(
+    ("model", "letters", "kernels"),
+    [
+        # the write; decodes and chunks, each with and without splits; what joins them
+        pytest.param("llama", "PD", 6, marks=pytest.mark.slow),
+        ("gemma3", "PD", 14),  # layers of two kinds, and chunks with images, whose tokens see each other, besides
+        pytest.param("llama", "D", 4, marks=pytest.mark.slow),
+        pytest.param("llama", "P", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_compiled_while_serving(model: str, letters: str, kernels: int, tmp_path: Path) -> None:
+    """A stage warms up, then serves 300 random mixed steps."""
+    ((warm, served, launches),) = run_compiling(
+        TESTS / "support" / "triton_variants.py", model, letters, cache=tmp_path
+    )
+    assert int(launches) > 1000, "this test must launch"
+    assert (int(warm), int(served)) == (kernels, 0)

@@ -102,7 +102,8 @@ class PagedRows:
 class AttentionBackend(Protocol):
     """Writes and reads the paged KV cache. One object serves one thread at a time.
 
-    If it also has the methods of ``SplitAttention``, the last layer skips rows whose output is not used.
+    If it also has the methods of ``SplitAttention``, the last layer skips rows whose output is not used. If it has
+    ``warm_up(cache, chunks, groups)``, that is called after a first batch and compiles all that serving may ask for.
     """
 
     def attend(

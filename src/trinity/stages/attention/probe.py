@@ -28,7 +28,7 @@ def find_fault(
     """Return why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None if it may.
 
     It runs decodes and chunks of several lengths, with one and with two query heads per KV head; then its ``write`` and
-    ``read``, if it has them.
+    ``read``, if it has them; and a decode of a text so long that several programs share it.
     """
     try:
         errors = list(_errors(backend, shape, dtype, device))
@@ -70,6 +70,16 @@ def _errors(
                 yield _largest_error(fresh, wide)
                 last, ends = _last_rows(rows)
                 yield _largest_error(half.read(ends, cache, qkv[0][last], params), wanted[last])
+        row = (normal(1, heads * group, width), normal(1, heads, width), normal(1, heads, width))
+        yield _error_of_long_row(backend, cache, row)
+
+
+def _error_of_long_row(backend: AttentionBackend, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
+    block_rows, width = cache.shape[4:]
+    params, wide = AttentionParams(LAYER, width**-0.5), cache.to(torch.float32, copy=True)
+    rows = [_make_long_row(block_rows, cache.device) for _ in range(2)]
+    wanted = TorchAttention().attend(rows[0], wide, tuple(part.float() for part in qkv), params)  # type: ignore[arg-type]
+    return _largest_error(backend.attend(rows[1], cache, qkv, params), wanted)
 
 
 def _largest_error(found: Tensor, wanted: Tensor) -> float:
@@ -84,6 +94,14 @@ def _last_rows(rows: PagedRows) -> tuple[Tensor, PagedRows]:
     lengths = np.append(rows.lengths, [chunk.end for chunk in rows.chunks])
     last = last.to(rows.blocks.device)
     return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
+
+
+def _make_long_row(block_rows: int, device: torch.device) -> PagedRows:
+    """Make one decode over all blocks but half of the last."""
+    length = 10 * block_rows + block_rows // 2 + 1
+    tables, lengths = np.array([[7, 2, 9, 4, 0, 8, 3, 10, 1, 6, 5]], dtype=np.int64), np.array([length], dtype=np.int64)
+    places = torch.tensor([[5], [(length - 1) % block_rows]]).to(device)
+    return PagedRows(places[0], places[1], tables, lengths)
 
 
 def _make_rows(block_rows: int, device: torch.device) -> PagedRows:
