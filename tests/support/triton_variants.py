@@ -69,7 +69,8 @@ def mixed_steps(made: LanguageStage) -> Iterator[StepRows]:
             noise.choice([1, 2, 16, 17, 31, 64, 100, 333], noise.integers(not rows, 3)) if "P" in made.letters else ()
         )
         grouped = adapter.whole_media and bool(noise.integers(0, 2))
-        yield StepRows(own, [chunk(int(each), adapter.axes, grouped, noise) for each in lengths], [], set())
+        chunks = [chunk(int(each), adapter.axes, grouped, noise) for each in lengths]
+        yield StepRows(own, chunks, [], np.empty(0, dtype=np.int64), set())
 
 
 def main(name: str, letters: str) -> None:
