@@ -85,8 +85,8 @@ def copy_by_address(
 ) -> bool:
     """Copy pieces (offset, length) of units between two addresses that ``device`` can read, such as a peer's pool.
 
-    ``numbers``: see ``DeviceBlocks.copy``. It runs on the device's copy stream and is done on return. Returns False, and
-    copies nothing, if no kernel here can do it.
+    ``numbers``: see ``DeviceBlocks.copy``. The copy runs on the device's copy stream and is done on return. Returns
+    False, and copies nothing, if no kernel here can do it.
     """
     blocks: Any = choose_blocks(device)
     if isinstance(blocks, TorchBlocks):
