@@ -57,6 +57,19 @@ class Forecast:
     def move(self, each: Found) -> predictions.Range | None:
         return None if self.tiny else predictions.predict_move(self.device, each["bytes"])
 
+    def rate(self, each: Found, steps: list[Found]) -> predictions.Range | None:
+        """Predict requests a second of a burst out of the steps that were measured, each as it is served."""
+        known = {(step["what"], step["n"]): median(step["seconds"]) for step in steps if _is_served(step, steps)}
+        spent = predictions.predict_burst(known, each["requests"], each["outputs"], images=True)
+        if self.tiny or spent is None:
+            return None
+        return predictions.Range(each["requests"] / spent.high, each["requests"] / spent.low)
+
+    @property
+    def overlap(self) -> predictions.Range | None:
+        """Gain of two lanes over one."""
+        return None if self.tiny else predictions.Range(*predictions.OVERLAP)
+
 
 def result(dtype: str, tiny: bool, found: Found, cases: Cases, context: int = 1024) -> Result:
     """Put together what is known; cases that failed or had no time are notes."""
@@ -70,14 +83,17 @@ def result(dtype: str, tiny: bool, found: Found, cases: Cases, context: int = 10
         tables.append(Table("Migrations", MOVES, [_move_row(each, forecast) for each in moves]))
         aims += [_move_aim(each) for each in moves]
     if placed := found.get("placements"):
-        tables.append(
-            Table("Bursts of requests with an image", PLACED, [_placed_row(each, placed, steps) for each in placed])
-        )
+        rows = [_placed_row(each, placed, forecast.rate(each, steps)) for each in placed]
+        tables.append(Table("Bursts of requests with an image", PLACED, rows))
     if loads := found.get("full_load"):
-        tables.append(Table("Encode beside decode (TriInfer figure 12)", LOADS, [_load_row(each) for each in loads]))
+        tables.append(
+            Table("Encode beside decode (TriInfer figure 12)", LOADS, [_load_row(each, forecast) for each in loads])
+        )
     pairs = (("generate_batch", _generate_row), ("dual_stream", _dual_row), ("vllm", _vllm_row))
     for name, row in (each for each in pairs if each[0] in found):
-        tables.append(Table(name.replace("_", " "), ("what", "trinity", "beside", "ratio"), [row(found[name])]))
+        tables.append(
+            Table(name.replace("_", " "), ("what", "trinity", "beside", "ratio"), [row(found[name], forecast)])
+        )
     notes = [f"{name}: {why}" for name, why in (*cases.failed.items(), *cases.skipped.items())]
     notes += [f"attention {name}: {said}" for name, said in found.get("attention", {}).items()]
     notes += _outside(steps, moves, forecast, context)
@@ -130,48 +146,40 @@ def _move_aim(each: Found) -> Aim:
     return Aim(what, f"≤ {most * 1e3:.2f} ms", f"{spent * 1e3:.2f} ms", spent <= most)
 
 
-def predict_rate(each: Found, steps: list[Found]) -> predictions.Range | None:
-    """Predict requests a second of a burst out of the steps that were measured, each as it is served."""
-    known = {(step["what"], step["n"]): median(step["seconds"]) for step in steps if _is_served(step, steps)}
-    spent = predictions.predict_burst(known, each["requests"], each["outputs"], images=True)
-    return None if spent is None else predictions.Range(each["requests"] / spent.high, each["requests"] / spent.low)
-
-
-def _placed_row(each: Found, placed: list[Found], steps: list[Found]) -> list[str]:
+def _placed_row(each: Found, placed: list[Found], predicted: predictions.Range | None) -> list[str]:
     base = next((other for other in placed if other["placement"] == "EPD"), None)
     rate = median(each["requests_per_s"])
     ratio = f"{rate / median(base['requests_per_s']):.2f}" if base is not None else "-"
     tbt = f"{each['tbt_s']['p95'] * 1e3:.1f}" if each["tbt_s"] else "-"
     same = "-" if base is None else "yes" if each["tokens"] == base["tokens"] else "no"
     ttft = f"{each['ttft_s']['p50'] * 1e3:.0f}"
-    predicted = _shown(predict_rate(each, steps), 1.0, 1)
-    return [each["way"], f"{rate:.2f}", predicted, ratio, ttft, tbt, f"{each['moved_bytes'] / 2**20:.0f}", same]
+    moved = f"{each['moved_bytes'] / 2**20:.0f}"
+    return [each["way"], f"{rate:.2f}", _shown(predicted, 1.0, 1), ratio, ttft, tbt, moved, same]
 
 
-def _load_row(each: Found) -> list[str]:
+def _load_row(each: Found, forecast: Forecast) -> list[str]:
     """In turns each stage has half of the time."""
     (encode, decode), rows = (each["alone_s"][stage] for stage in ("encode", "decode")), each["rows"]
     images = [f"{0.5 / encode:.1f}", f"{1 / each['beside_s']['encode']:.1f}"]
     tokens = [f"{0.5 * rows / decode:.0f}", f"{rows / each['beside_s']['decode']:.0f}"]
-    return [str(rows), *images, *tokens, f"{each['work']:.2f}", predictions.Range(*predictions.OVERLAP).text(1.0, 2)]
+    return [str(rows), *images, *tokens, f"{each['work']:.2f}", _shown(forecast.overlap, 1.0, 2)]
 
 
-def _generate_row(found: Found) -> list[str]:
+def _generate_row(found: Found, _: Forecast) -> list[str]:
     ours, theirs = (found["tokens_per_s"][side] for side in ("ours", "theirs"))
     what = f"tokens/s, {found['equal_tokens']:.0%} of tokens equal"
     return [what, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"]
 
 
-def _vllm_row(found: Found) -> list[str]:
-    what, *rest = _generate_row(found)
+def _vllm_row(found: Found, forecast: Forecast) -> list[str]:
+    what, *rest = _generate_row(found, forecast)
     return [f"{what}; vLLM {found['version']}", *rest]
 
 
-def _dual_row(found: Found) -> list[str]:
+def _dual_row(found: Found, forecast: Forecast) -> list[str]:
     dual, one = (median(found[name]) for name in ("dual", "sequential"))
-    low, high = predictions.OVERLAP
     same = f"{found['equal_requests']} of {found['requests']} equal"
-    what = f"requests/s, two lanes beside one; {same}; predicted ratio {low:.2f} to {high:.2f}"
+    what = f"requests/s, two lanes beside one; {same}; predicted ratio {_shown(forecast.overlap, 1.0, 2)}"
     return [what, f"{dual:.2f}", f"{one:.2f}", f"{dual / one:.2f}"]
 
 
