@@ -1,7 +1,8 @@
 """A stand-in for CUDA graphs on a CPU: a tape of the operators that ran, replayed on the very same tensors.
 
 As with a CUDA graph, nothing of the Python code runs at a replay: a number that the host knew while recording is in the
-tape for good, and a look at a tensor's value cannot be recorded.
+tape for good, and a look at a tensor's value cannot be recorded. Here tensors of the host are those of the device, and
+a list made of one goes unseen: ``cuda_stand_in`` tells them apart.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ class StaticTorch(TorchAttention):
         )  # [2, n, heads, positions, width]
         keys, values = held.repeat_interleave(query.shape[1] // key.shape[1], 2)
         scores = torch.einsum("nhd,nhpd->nhp", query, keys) * params.scale
-        beyond = torch.arange(varlen.tables.shape[1] * height) >= varlen.lengths[:, None]
-        weights = scores.masked_fill(beyond[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        keys_at = torch.arange(varlen.tables.shape[1] * height, device=cache.device)
+        hidden = keys_at >= varlen.lengths[:, None]
+        if params.window is not None:
+            hidden = hidden | (keys_at < varlen.lengths[:, None] - params.window)
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
         return torch.einsum("nhp,nhpd->nhd", weights, values)
