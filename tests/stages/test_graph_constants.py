@@ -28,11 +28,11 @@ def on_device(*numbers: float) -> Tensor:
 
 def test_what_is_computed_of_numbers_of_the_host_stays_there(cuda_stand_in: CudaStandIn) -> None:
     constants = GraphConstants(DEVICE)
-    grid = torch.tensor([[1, 2, 3], [2, 1, 2]])
+    grid, rows = torch.tensor([[1, 2, 3], [2, 1, 2]]), on_device(1.0)
     with constants.lifted():
         lengths = grid.prod(-1).pin_memory().to(DEVICE, non_blocking=True).cumsum(0, dtype=torch.int32)
         made = torch.tensor(lengths.tolist(), device=DEVICE)
-        again = on_device(1.0).new_tensor([3, 4])
+        again = rows.new_tensor([3, 4])
         repeated = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
     for found, wanted in ((lengths, [6, 10]), (made, [6, 10]), (again, [3.0, 4.0]), (repeated, [6, 2, 2])):
         assert not isinstance(found, DeviceTensor)

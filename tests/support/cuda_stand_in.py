@@ -53,16 +53,24 @@ class DeviceTensor(Tensor):
 
 
 class _Bindings(TorchFunctionMode):
-    """What torch's Python bindings do in place of operators: lists, and copies of numbers to the device."""
+    """What torch's Python bindings do in place of operators, so that no dispatch mode sees it: lists and uploads."""
+
+    def __init__(self, device: CudaStandIn) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        place = kwargs.get("device")
         if func in _AS_TEXT and isinstance(args[0], DeviceTensor):
             return func(args[0].to("cpu"), *args[1:], **kwargs)
-        if func not in (torch.tensor, torch.as_tensor) or place is None:
+        place = kwargs.get("device")
+        if func is Tensor.new_tensor and isinstance(args[0], DeviceTensor):
+            func, args, place = torch.tensor, args[1:], place or DEVICE
+        if func not in (torch.tensor, torch.as_tensor) or torch.device(place or "cpu").type == "cpu":
             return func(*args, **kwargs)
-        return func(*args, **{**kwargs, "device": None}).to(place)
+        self._device.wait("copy")
+        with torch.utils._python_dispatch._disable_current_modes():
+            return DeviceTensor(func(*args, **{**kwargs, "device": None}))
 
 
 class Stream:
@@ -80,7 +88,8 @@ class CudaStandIn(TorchDispatchMode):
 
     - ``current``: the thread's stream.
     - ``waits``: operators for which the host waited.
-    - ``underway``: memory pools that allocators record into.
+    - ``underway``: pools that the device's allocator records into; ``host_underway``: and that of pinned memory, which
+      only a capture that ends well gives up.
     - ``captures``: captures that began; ``replays``: replays of all graphs.
     """
 
@@ -91,6 +100,7 @@ class CudaStandIn(TorchDispatchMode):
         self.current = Stream("the lane's")
         self.waits: list[str] = []
         self.underway: set[Any] = set()
+        self.host_underway: set[Any] = set()
         self.captures = self.replays = self.handles = 0
         self.tape: list[tuple[Any, Any, Any, Any]] | None = None
         self.is_broken = False
@@ -105,7 +115,8 @@ class CudaStandIn(TorchDispatchMode):
             self.is_broken = True
             raise RuntimeError(REFUSED)
 
-    def _wait(self, name: str) -> None:
+    def wait(self, name: str) -> None:
+        """Make the host wait for the device, which a capture refuses."""
         self.break_capture()
         self.waits.append(name)
 
@@ -136,11 +147,11 @@ class CudaStandIn(TorchDispatchMode):
         to_host = place is not None and torch.device(place).type == "cpu"
         mixed = any(not isinstance(each, DeviceTensor) and each.ndim for each in tensors)
         if name in COPIES and (mixed or to_host):
-            self._wait("copy")
+            self.wait("copy")
         elif mixed and any(isinstance(each, DeviceTensor) for each in tensors):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
         if _needs_values(func, args, kwargs):
-            self._wait(name)
+            self.wait(name)
         return self._carry_out(
             func, args, kwargs, to_host or (name == "copy_" and not isinstance(args[0], DeviceTensor))
         )
@@ -195,9 +206,10 @@ class Graph:
         self._tape: list[tuple[Any, Any, Any, Any]] = []
 
     def capture_begin(self, pool: Any, **further: Any) -> None:
-        if pool in self._device.underway:
+        if pool in self._device.underway | self._device.host_underway:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self._device.underway.add(pool)
+        self._device.host_underway.add(pool)
         self._pool, self._device.tape, self._device.is_broken = pool, [], False
         self._device.captures += 1
 
@@ -206,6 +218,7 @@ class Graph:
         if self._device.is_broken or tape is None:
             raise RuntimeError(BROKEN)
         self._device.underway.remove(self._pool)
+        self._device.host_underway.remove(self._pool)
         self._tape = tape
 
     def replay(self) -> None:
@@ -246,7 +259,7 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStandIn]:
     below = {"_host_emptyCache": lambda: None, "_cuda_endAllocateToPool": end_allocate}
     for name, part in {**below, "_cuda_releasePool": lambda index, pool: None}.items():
         monkeypatch.setattr(torch._C, name, part, raising=False)
-    with _cuda_guard(), _Bindings(), device:
+    with _cuda_guard(), _Bindings(device), device:
         yield device
 
 
