@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+if torch.cuda.is_available():
+    pytest.skip("these models are on the CPU; test_device_layers_on_gpu.py has a GPU's", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, at the imports below
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
