@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from support.checkpoint_files import checkpoint
 from trinity.stages.attention.triton import TritonAttention
-from trinity.stages.batch import Chunk, Decodes, build_batch
+from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.kernels import device_layers
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import LoadedModel, load_model
@@ -32,11 +30,11 @@ def logits_of(model: LoadedModel, dtype: torch.dtype) -> torch.Tensor:
     at = np.arange(PROMPT)
     rope = at if model.adapter.axes == 1 else np.tile(at, (3, 1))
     ends = np.array([PROMPT])
-    steps: list[Any] = [
-        (Decodes(ids[:0], ids[:0], ids[:0], np.empty((0, 0), np.int64)), [Chunk(ids, rope, 0, table)]),
+    steps = [
+        (NO_DECODES, [Chunk(ids, rope, 0, table)]),
         (Decodes(np.array([3]), ends, ends + 1, table[None]), [Chunk(ids, rope, 0, other)]),
     ]
-    batches = [build_batch(*step, 16, model.adapter.axes, model.device) for step in steps]
+    batches = [build_batch(decodes, chunks, 16, model.adapter.axes, model.device) for decodes, chunks in steps]
     return torch.cat([model.forward(each, kv, None, TritonAttention()).float() for each in batches])
 
 
