@@ -25,6 +25,7 @@ from trinity.stages.kernels import (
     encoder_elementwise,
     encoder_layers,
     fused_elementwise,
+    native_linear,
 )
 
 
@@ -34,6 +35,7 @@ def every_operator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (fused_elementwise, decoder_layers, encoder_elementwise, encoder_layers):
         monkeypatch.setattr(each, "_is_supported", lambda *rows: False)
     monkeypatch.setattr(encoder_attention, "_fits", lambda *heads: False)
+    monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
 
 
 LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
