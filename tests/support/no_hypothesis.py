@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -28,14 +29,17 @@ class Nothing:
         return self
 
 
-def skip_test(*_: object, **__: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Take the arguments of ``given``; what it decorates takes none, and is skipped."""
+def skip_test(*drawn: object, **named: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Take the arguments of ``given``; what it decorates is skipped, and still asks for what is not drawn."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
-        def skipped() -> None:
+        def skipped(**_: object) -> None:
             raise AssertionError("never called")
 
+        asked = list(inspect.signature(test).parameters.values())  # those by position are drawn from the right
+        asked = [each for each in asked[: len(asked) - len(drawn)] if each.name not in named]
         skipped.__name__, skipped.__doc__, skipped.__module__ = test.__name__, test.__doc__, test.__module__
+        vars(skipped)["__signature__"] = inspect.Signature(asked)
         return pytest.mark.skip(reason=REASON)(skipped)
 
     return decorate
