@@ -118,11 +118,13 @@ class Connector:
         """
         self.check_unbound(instance)
         published: dict[str, bytes] = {}
+        tried: list[str] = []
         try:
             for kind, memory in memories.items():
+                tried.append(kind)
                 published[kind] = self.routes[kind].transport.publish(memory)
         except BaseException:
-            for kind in published:
+            for kind in tried:  # the last one may be half published
                 withdraw(self.routes[kind].transport, memories[kind])
             raise
         for kind, memory in memories.items():

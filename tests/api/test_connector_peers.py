@@ -128,6 +128,17 @@ async def test_blocks_of_as_many_bytes_but_another_dtype_or_shape_do_not_move(me
     await made.aclose()
 
 
+async def test_what_is_half_published_is_withdrawn() -> None:
+    made, transport = await connector()
+    withdrawn: list[object] = []
+    transport.refusing, transport.published = True, 0
+    cast(Any, transport).withdraw = withdrawn.append
+    with pytest.raises(OSError, match="no room"):
+        made.bind("D1", {"kv": cast(BlockMemory, "pool")})
+    assert withdrawn == ["pool"], "the transport may have registered it before it raised"
+    await made.aclose()
+
+
 async def test_what_could_not_be_published_is_not_bound() -> None:
     made, transport = await connector()
     transport.refusing = True

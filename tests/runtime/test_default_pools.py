@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -228,3 +228,32 @@ def test_a_gpu_without_room_for_a_pool_is_a_config_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(ConfigError, match=r"cuda:0 cannot hold a pool of 1,024 bytes .*pools= or memory_bytes="):
         BlockMemory(BlockShape("kv", (64,), torch.float32), 4, "cuda:0")
+
+
+def test_copies_to_profile_need_no_room_beside_pools_that_are_there(
+    gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While serving, what users have set is gone from the free memory already."""
+    made: list[dict[str, int]] = []
+    monkeypatch.setattr(loader, "_build_copy", lambda config, spec, model, pools: made.append(pools))
+    monkeypatch.setattr(loader, "profile_tables", lambda *given, **counts: "tables")
+    specs = name_instances([Instance("P", pools={"image": 8, "kv": 64}), Instance("D")])
+    config = ServingConfig(model, "bfloat16", "cuda")
+    hosts: Any = {
+        spec.name: SimpleNamespace(
+            loaded=SimpleNamespace(model=loader._get_model(config, spec), memory={"kv": SimpleNamespace(blocks=blocks)})
+        )
+        for spec, blocks in zip(specs, (64, 900), strict=True)
+    }
+    gpu.used = {"cuda": TOTAL}
+    loader.profile_copies(config, specs, cast(Any, None), hosts)
+    assert made == [{"kv": 64}, {"kv": 900}]
+
+
+def test_a_relative_model_stays_where_it_was_given(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(model.parent)
+    found = loader.resolve_model(model.name)
+    monkeypatch.chdir(tmp_path)
+    assert found == model

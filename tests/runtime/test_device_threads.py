@@ -239,6 +239,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("remote/fork_client.py", "self.__exit__"): NONE,
     ("remote/fork_client.py", "self._read"): NONE,
     ("remote/instance_processes.py", "launcher.close"): NONE,
+    ("remote/session.py", "identify_model"): NONE,
     ("remote/session.py", "known_whole_digest"): NONE,
     ("remote/session.py", "load_instance"): loading,
     ("runtime/compose.py", "1"): stage_by_hand,

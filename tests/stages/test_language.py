@@ -17,6 +17,7 @@ from support.language_stage import PROMPT, Solo, work
 from support.stage_driver import Driver
 from trinity.core.messages import Prefill, Work
 from trinity.errors import StageError
+from trinity.stages.attention.fp8 import storage
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.base import Stage
 
@@ -209,6 +210,26 @@ def test_nan_stays_with_its_request() -> None:
     solo.open(work("next"), blocks=bad.blocks[::-1])
     assert solo.fill(work("next")) == tokens[0]
     tokens += [solo.step(decodes=("good",))["good"].token for _ in range(4)]
+    assert tokens == expected
+
+
+def test_nan_in_an_fp8_cache_stays_with_its_request() -> None:
+    solo = Solo(kv_dtype="fp8_e4m3")
+    expected = solo.serve(work("good"), 3)
+    bad = solo.open(work("bad", tuple(range(60, 100))))
+    solo.fill(work("bad", tuple(range(60, 100))))
+    held = storage(solo.pool.memory.tensor)
+    held[bad.blocks[2], 0, 1] = 0x7F
+    kept = held[bad.blocks[0]].clone()
+    with pytest.raises(StageError, match="NaN"):
+        solo.step(decodes=("bad",))
+    solo.stage.clean({"bad"})
+    assert ((held & 0x7F) != 0x7F).all()
+    assert torch.equal(held[bad.blocks[0]], kept)
+    solo.stage.close("bad")
+    solo.open(work("next"), blocks=bad.blocks[::-1])
+    tokens = [solo.fill(work("next"))]
+    tokens += [solo.step(decodes=("next",))["next"].token for _ in range(2)]
     assert tokens == expected
 
 

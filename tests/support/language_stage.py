@@ -10,6 +10,7 @@ from support.checkpoint_files import checkpoint
 from support.stage_driver import Pool
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.cache_config import KvDtype
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
 
@@ -23,9 +24,16 @@ def work(name: str = "a", prompt: tuple[int, ...] = PROMPT, max_tokens: int = 40
 class Solo:
     """One PD stage of a text model with a pool of its own."""
 
-    def __init__(self, name: str = "llama", letters: str = "PD", backend: Any = None, blocks: int = 120) -> None:
+    def __init__(
+        self,
+        name: str = "llama",
+        letters: str = "PD",
+        backend: Any = None,
+        blocks: int = 120,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
         self.model = load_model(checkpoint(name), letters, dtype="float32")
-        self.pool = Pool(BlockMemory(self.model.kv_shape(), blocks), 0)
+        self.pool = Pool(BlockMemory(self.model.kv_shape(kv_dtype=kv_dtype), blocks), 0)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
         self.stage = LanguageStage(self.model, self.pool.memory, None, letters, self._observe, backend)
 

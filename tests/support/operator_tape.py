@@ -36,6 +36,7 @@ def every_operator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(each, "_is_supported", lambda *rows: False)
     monkeypatch.setattr(encoder_attention, "_fits", lambda *heads: False)
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
+    monkeypatch.setattr(native_linear.NativeProduct, "accepts", lambda *given: False)  # of a model loaded before
 
 
 LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}

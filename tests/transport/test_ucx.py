@@ -192,7 +192,11 @@ async def test_what_strangers_begin_to_send_is_bounded(
     await stranger.until(all_sent)
     assert await reading == SMALL[1]
     assert max(kept) <= most
-    assert "one too many" in caplog.text
+    monkeypatch.setattr(source, "MAX_ARRIVING_BYTES", 1 << 19)
+    stranger.send(bytes(1 << 20))
+    await stranger.until(lambda: "one too many" in caplog.text)
+    assert await remote.read([1], [0]) == SMALL[1]
+    await stranger.until(all_sent)
     stranger.close()
     await transport.aclose()
 

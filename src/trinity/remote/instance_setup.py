@@ -10,6 +10,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, LayoutMismatch
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
+from trinity.memory.weight_digests import LoadedFiles, identify_files
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.handshake import derive_block_key
 from trinity.remote.wire import Layout, Setup
@@ -35,6 +36,12 @@ def check_model(setup: Setup) -> None:
     if setup.config and mine != setup.config:
         text = f"the front end has config.json {setup.config}, instance {setup.name} has {mine} in {setup.model}"
         raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
+
+
+def identify_model(setup: Setup) -> LoadedFiles:
+    """Identify the checkpoint's files before they are loaded. Raises as ``check_model`` does."""
+    check_model(setup)
+    return () if setup.paced else identify_files(Path(setup.model))
 
 
 def make_instance_connector(setup: Setup, secret: bytes) -> Connector:

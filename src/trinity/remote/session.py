@@ -22,11 +22,11 @@ from trinity.core.messages import PeerLoad, Value
 from trinity.core.routing import routing_policy
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.weight_digests import LoadedFiles, identify_files, known_whole_digest
+from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.handshake import BrokenHandshake
-from trinity.remote.instance_setup import describe_layouts, load_instance, make_instance_connector
+from trinity.remote.instance_setup import describe_layouts, identify_model, load_instance, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
@@ -118,7 +118,7 @@ class InstanceSession:
             setup = msgspec.structs.replace(setup, model=self.model)
         beating, directory = self.loop.create_task(_beat(channel)), Path(setup.model)
         try:
-            files = () if setup.paced else await asyncio.to_thread(identify_files, directory)
+            files = await asyncio.to_thread(identify_model, setup)
             loaded = await asyncio.to_thread(load_instance, setup)
         finally:
             beating.cancel()

@@ -91,7 +91,7 @@ def resolve_model(model: str | Path | EmulatedModel) -> Path | EmulatedModel:
     if isinstance(model, EmulatedModel):
         return model
     check_directory(Path(model))
-    return Path(model)
+    return Path(model).absolute()  # a program may change its directory before the start
 
 
 def make_processor(
@@ -149,12 +149,17 @@ def profile_copies(
         )
     specs = [_complete_spec(config, spec, instances) for spec in instances]
     models = [hosts[spec.name].loaded.model if spec.name in hosts else _get_model(config, spec) for spec in specs]
-    pools = choose_pools(config, specs, models)
+    served = [_count_blocks(hosts[spec.name]) for spec in specs if spec.name in hosts]
+    pools = served if len(served) == len(specs) else choose_pools(config, specs, models)
     copies = [_build_copy(config, *each) for each in zip(specs, models, pools, strict=True)]
     tables = profile_tables(copies, processor, **counts)
     if path is not None:
         tables.save(path)
     return tables
+
+
+def _count_blocks(host: InstanceHost) -> dict[str, int]:
+    return {kind: memory.blocks for kind, memory in host.loaded.memory.items()}
 
 
 def _build_copy(

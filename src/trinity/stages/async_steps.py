@@ -22,7 +22,7 @@ from trinity.errors import StageError
 from trinity.stages.request_table import OpenRequest, RequestTable
 from trinity.stages.sampler import Drawn, draw, draw_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
-from trinity.stages.token_bans import Texts
+from trinity.stages.token_bans import NO_TOKEN, Texts
 from trinity.stages.uploads import upload
 
 MOST_SLOTS = 1 << 14  # requests whose tokens can stay on the device; a fixed size, so that CUDA graphs keep the address
@@ -60,7 +60,8 @@ class DeviceTokens:
     def write_text(self, slot: int, start: int, ids: np.ndarray) -> None:
         """Write the part of a text that begins at ``start``."""
         self._make_room(slot + 1, start + len(ids) + 1)
-        self.texts[slot, start : start + len(ids)].copy_(upload(ids, self.texts.device))
+        known = np.where(ids < 0, NO_TOKEN, ids)
+        self.texts[slot, start : start + len(ids)].copy_(upload(known, self.texts.device))
 
     def select_texts(self, slots: Tensor, lengths: Tensor, longest: int) -> Texts:
         """Return the texts of these slots ([k, 1]), of these lengths ([k, 1], at most ``longest``)."""
@@ -82,10 +83,6 @@ class DeviceTokens:
             wider = torch.zeros(more, dtype=self.texts.dtype, device=self.texts.device)
             wider[: held[0], : held[1]].copy_(self.texts)
             self.texts = wider
-
-
-def _round_up(count: int) -> int:
-    return 1 << (count - 1).bit_length() if count else 0
 
 
 def draw_next(
@@ -162,6 +159,7 @@ class LaunchedStep:
         if self._begun:
             self._begun = False
             self._table.undo_step(self._slots)
+            self._table.suspects -= self._ran  # it runs again
 
     def _finish(self) -> dict[str, Sampled]:
         self._synchronize()

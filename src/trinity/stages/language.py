@@ -16,6 +16,7 @@ from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, LaunchedStep, draw_next
 from trinity.stages.attention.backends import AUTO, make_backend
+from trinity.stages.attention.fp8 import find_spoilt, storage
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
 from trinity.stages.base import PendingStep
@@ -107,9 +108,11 @@ class LanguageStage:
 
     def clean(self, failed: Collection[str]) -> None:
         """See ``CleanableStage.clean``."""
-        for row in filter(None, map(self._requests.rows.get, failed)):
-            self._zero_spoilt(row)
-        self._requests.suspects.clear()
+        try:
+            for row in filter(None, map(self._requests.rows.get, failed)):
+                self._zero_spoilt(row)
+        finally:
+            self._requests.suspects.clear()
 
     def close(self, request: str) -> None:
         """Drop a request. One whose step failed and was not cleaned up is cleaned up here."""
@@ -121,8 +124,7 @@ class LanguageStage:
     def _zero_spoilt(self, row: OpenRequest) -> None:
         """Zero the request's blocks that hold NaN, because a mask does not stop NaN."""
         table = torch.from_numpy(row.table).to(self.kv.tensor.device)
-        spoilt = ~self.kv.tensor[table].flatten(1).isfinite().all(1)
-        self.kv.tensor[table[spoilt]] = 0
+        storage(self.kv.tensor)[table[find_spoilt(self.kv.tensor, table)]] = 0
 
     def forward(self, step: Step) -> dict[str, Sampled]:
         """Run this stage's rows of ``step``; returns the sampled token of each decode and of each last chunk.
@@ -158,8 +160,12 @@ class LanguageStage:
         table = self._requests
         suspects = rows.requests - table.suspects
         table.suspects |= suspects
-        drawn = draw_next(self._logits(rows, 0), table, rows.sampled, rows.slots, self._tokens)
-        launch = LaunchedStep(table, rows.sampled, rows.slots, drawn, suspects)
+        try:
+            drawn = draw_next(self._logits(rows, 0), table, rows.sampled, rows.slots, self._tokens)
+            launch = LaunchedStep(table, rows.sampled, rows.slots, drawn, suspects)
+        except BaseException:
+            table.suspects -= suspects  # it runs again, as any other step
+            raise
         self._flight.append(launch)
         return launch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from trinity.core.messages import Work
 from trinity.stages.uploads import upload
 
-_NO_TOKEN = (1 << 31) - 1  # an id that no vocabulary has
+NO_TOKEN = (1 << 31) - 1  # an id that no vocabulary has
 _MOST_ELEMENTS = 1 << 24  # comparisons of tokens at once; bounds the memory of long runs in long texts
 
 
@@ -35,7 +35,7 @@ class Texts:
         lengths = np.array([[len(ids)] for ids in texts], dtype=np.int64)
         whole = np.zeros((len(texts), max(1, int(lengths.max()))), dtype=np.int64)
         for row, ids in zip(whole, texts, strict=True):
-            row[: len(ids)] = np.where(ids < 0, _NO_TOKEN, ids)
+            row[: len(ids)] = np.where(ids < 0, NO_TOKEN, ids)
         return cls(upload(whole, device), upload(lengths, device))
 
     def part(self, start: int, end: int) -> Texts:

@@ -72,7 +72,7 @@ class LinkSeal:
 class RequestKey:
     """Source side: its key, and the numbers of the requests that it has believed.
 
-    It remembers a connection for as long as it lives, some 150 bytes for each. Only who has the key makes one.
+    It remembers a connection for as long as it lives, at most some 800 bytes for each. Only who has the key makes one.
     """
 
     def __init__(self, source: str) -> None:

@@ -196,6 +196,21 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert not native_linear._is_exact.__wrapped__(torch.bfloat16)
 
 
+def test_the_look_at_load_runs_both_kernels_and_believes_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 32 rows are the one kernel's, more the other's."""
+    counts: list[int] = []
+
+    def counted(rows: torch.Tensor, *given: Any) -> torch.Tensor:
+        counts.append(len(rows))
+        return multiply(rows, *given)
+
+    monkeypatch.setattr(native_linear, "multiply", counted)
+    assert native_linear._is_exact.__wrapped__(torch.float32)
+    assert min(counts) <= 32 < max(counts)
+    monkeypatch.setattr(native_linear, "multiply", lambda *given: multiply(*given) * torch.nan)
+    assert not native_linear._is_exact.__wrapped__(torch.float32)
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_other_products_take_the_same_way(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: faster)

@@ -14,13 +14,19 @@ LARGEST_FP8 = 448.0
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values`` in ``dtype``, that of a cache; in FP8 what is too large becomes the largest, NaN stays."""
-    return values if values.dtype == dtype else values.clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)
+    """Return ``values`` as a cache of ``dtype`` takes them: in FP8 what is too large is the largest, NaN stays."""
+    return values.clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype) if dtype == FP8 else values
 
 
 def round_like(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``values`` as a cache of ``dtype`` would give them back, in their own dtype."""
     return round_to(values, dtype).to(values.dtype)
+
+
+def find_spoilt(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Tell of each of ``blocks`` [n] if it holds a value that is not finite; bool [n]."""
+    held = storage(cache)[blocks].flatten(1)
+    return ((held & 0x7F) == 0x7F).any(1) if cache.dtype == FP8 else ~held.isfinite().all(1)
 
 
 def storage(cache: Tensor) -> Tensor:

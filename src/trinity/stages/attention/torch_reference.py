@@ -91,7 +91,7 @@ class TorchAttention:
         self, rows: PagedRows, cache: Tensor, params: AttentionParams, dtype: torch.dtype
     ) -> Iterator[_DecodeGroup]:
         _, _, _, heads, height, width = cache.shape
-        block_bytes = 2 * heads * height * width * cache.element_size()
+        block_bytes = 2 * heads * height * width * dtype.itemsize  # as they are attended to
         firsts = params.first_seen(rows.lengths - 1) // height
         counts = -(-rows.lengths // height) - firsts
         start = 0
