@@ -17,7 +17,7 @@ from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport import CopyPlan, link, make_transport
+from trinity.transport import CopyPlan, link, make_transport, sealed_requests
 from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import source
 from trinity.transport.ucx.protocol import (
@@ -173,6 +173,7 @@ async def test_what_strangers_begin_to_send_is_bounded(
     """Large messages come in parts: the source keeps room for some at a time, and serves others all the while."""
     most = 4 << 20
     monkeypatch.setattr(source, "MAX_ARRIVING_BYTES", most)
+    monkeypatch.setattr(sealed_requests, "LOGGED_MESSAGES", 1000)
     transport, memory = UcxTransport(), pool(*SMALL)
     descriptor = transport.publish(pool(*SMALL))
     remote = await transport.attach(descriptor, memory)

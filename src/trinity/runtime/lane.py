@@ -171,7 +171,7 @@ class Lane:
         """Answer the oldest launched step. If it failed, run it and all behind it again, one after the other."""
         first = self._flight.popleft()
         try:
-            sampled = check_complete(first.step, first.pending.wait() or {}, self._vocabulary)
+            found = first.pending.wait() or {}
             first.settle()
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
@@ -182,7 +182,8 @@ class Lane:
             for each in again:
                 self._reply(each.step, self._run_step(each.step))
         else:
-            self._reply(first.step, self._make_answer(first.step, max(first.since, self._free_at), sampled, {}))
+            judged = self._judge(first.step, found)
+            self._reply(first.step, self._make_answer(first.step, max(first.since, self._free_at), *judged))
 
     def _apply(self, command: Value) -> None:
         for stage in self.stages:
@@ -205,10 +206,9 @@ class Lane:
 
     def _run_step(self, step: Step) -> Stepped:
         started = time.perf_counter()
-        failed: dict[str, Failure] = {}
         self._reporting, self._reported = step, False
         try:
-            sampled = self._forward(step)
+            found = self._forward(step)
         except BaseException:  # a stage that calls sys.exit() must not end the lane: its requests would wait for ever
             logger.exception(
                 "step %d of %s failed; its requests run alone to find the one at fault", step.id, self.name
@@ -216,8 +216,35 @@ class Lane:
             self._reporting = None
             if self._reported:
                 self._post(LayersWritten(step.id, self.name, None))
-            sampled, failed = self._run_alone(step)
-        return self._make_answer(step, started, sampled, failed)
+            judged = self._run_alone(step)
+        else:
+            judged = self._judge(step, found)
+        return self._make_answer(step, started, *judged)
+
+    def _judge(self, step: Step, found: dict[str, Sampled]) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+        """Part what a stage returned for a step into good rows and failed ones.
+
+        Nothing runs again: the stage has gone on with every row, and a second token would follow one that nobody saw.
+        """
+        try:
+            return check_complete(step, found, self._vocabulary), {}
+        except (TypeError, RuntimeError):
+            logger.exception("step %d of %s returned what is no token", step.id, self.name)
+        sampled: dict[str, Sampled] = {}
+        failed: dict[str, Failure] = {}
+        for rows in split_by_request(step):
+            request = list_requests(rows)[0]
+            own = {request: found[request]} if type(found) is dict and request in found else {}
+            try:
+                sampled.update(check_complete(rows, own if type(found) is dict else found, self._vocabulary))
+            except (TypeError, RuntimeError) as error:
+                failed[request] = self._describe_failure(rows, error)
+        self._clean(failed)
+        return sampled, failed
+
+    def _describe_failure(self, rows: Step, error: BaseException) -> Failure:
+        text = f"{_title(rows)} on {self.instance} raised {describe_error(error)}"
+        return Failure("StageError", text, {"stage": _letters(rows)})
 
     def _make_answer(
         self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]
@@ -248,7 +275,7 @@ class Lane:
         finally:
             if self._streams:
                 self._stream.settle()  # after a failure too: its blocks soon belong to another request
-        return check_complete(step, sampled, self._vocabulary)
+        return sampled
 
     def _run_alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
         """Run each request's rows alone: only those that fail alone have failed."""
@@ -257,10 +284,9 @@ class Lane:
         for rows in split_by_request(step):
             request = list_requests(rows)[0]
             try:
-                sampled.update(self._forward(rows))
+                sampled.update(check_complete(rows, self._forward(rows), self._vocabulary))
             except BaseException as error:
-                text = f"{_title(rows)} on {self.instance} raised {describe_error(error)}"
-                failed[request] = Failure("StageError", text, {"stage": _letters(rows)})
+                failed[request] = self._describe_failure(rows, error)
         self._clean(failed)
         return sampled, failed
 
