@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -156,7 +157,8 @@ class LanguageStage:
                 each.settle()
             if not all(each.is_over for each in self._flight):
                 raise StageError("an earlier step has failed, and this one needs its tokens")
-            return FinishedStep(self.forward(step))
+            fed = self._requests.token[rows.slots]
+            return FinishedStep(self.forward(step), partial(self._requests.take_back, rows.slots, fed))
         table = self._requests
         suspects = rows.requests - table.suspects
         table.suspects |= suspects
