@@ -88,7 +88,7 @@ class LanguageStage:
         if "P" in self.letters:
             rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
             self._eager(NO_DECODES, [Chunk(ids, rope, 0, one)], 0)
-        else:
+        if "D" in self.letters:  # perhaps by another backend
             self._eager(Decodes(one, one, one + 1, one[None], one), [], 0)
         if (warm_up := getattr(self._backend, "warm_up", None)) is not None:
             warm_up(self.kv.tensor, chunks="P" in self.letters, groups=self.model.adapter.whole_media)
