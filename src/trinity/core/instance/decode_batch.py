@@ -39,10 +39,10 @@ class DecodeBatch:
         self._members: dict[str, DecodeMember] = {}
         self._kept: list[tuple[tuple[str, ...], tuple[Sampled, ...]]] = []  # the last ones, with their rows
         self._counted: Counter[int] = Counter()
-        self._stops: frozenset[int] = frozenset()
-        self._attempts: tuple[int, ...] = ()
-        self._starts: tuple[int, ...] = ()
-        self._due = 0  # the count of columns at which a row ends by its length, or all are written
+        self.stops: frozenset[int] = frozenset()  # of all members
+        self.attempts: tuple[int, ...] = ()
+        self.starts: tuple[int, ...] = ()
+        self.due = 0  # the count of columns at which a row ends by its length, or all are written
 
     @property
     def members(self) -> Collection[str]:
@@ -72,9 +72,9 @@ class DecodeBatch:
         members = [self._members[each] for each in rows]
         self.rows = rows
         self._counted = +self._counted
-        self._stops = frozenset(self._counted)
-        self._attempts = tuple([each.attempt for each in members])
-        self._starts = tuple([each.start for each in members])
+        self.stops = frozenset(self._counted)
+        self.attempts = tuple([each.attempt for each in members])
+        self.starts = tuple([each.start for each in members])
         self._plan()
 
     def add_column(self, sampled: Mapping[str, Sampled]) -> tuple[Emit, bool]:
@@ -82,12 +82,16 @@ class DecodeBatch:
 
         Raises ``KeyError`` for a row without a sample.
         """
-        rows, count = self.rows, self.count
+        rows, count, stops = self.rows, self.count, self.stops
         chosen = tuple(map(sampled.__getitem__, rows))
-        self._kept.append((rows, chosen))
-        self.count = count + 1
-        more = count + 1 >= self._due or (self._stops and not self._stops.isdisjoint([each.token for each in chosen]))
-        return Emit(rows, self._attempts, self._starts, chosen, count), bool(more)
+        self.keep(chosen)
+        more = count + 1 >= self.due or (stops and not stops.isdisjoint([each.token for each in chosen]))
+        return Emit(rows, self.attempts, self.starts, chosen, count), bool(more)
+
+    def keep(self, chosen: tuple[Sampled, ...]) -> None:
+        """Keep a column of the samples of ``rows``, without a look at what it ends."""
+        self._kept.append((self.rows, chosen))
+        self.count += 1
 
     def ends(self) -> list[tuple[str, str]]:
         """List (request, reason) that the last column ends."""
@@ -100,7 +104,7 @@ class DecodeBatch:
 
     def ends_none_within(self, steps: int) -> bool:
         """True where no row can reach its length within ``steps`` more columns."""
-        return self.count + steps < self._due
+        return self.count + steps < self.due
 
     def num_tokens(self, request: str) -> int:
         """Count the outputs of a member."""
@@ -129,4 +133,4 @@ class DecodeBatch:
     def _plan(self) -> None:
         """Compute the column count at which a row may end by its length, or the columns are full."""
         ends = min([each.last for each in self._members.values()], default=0)
-        self._due = min(ends, self.count + MAX_COLUMNS - len(self._kept))
+        self.due = min(ends, self.count + MAX_COLUMNS - len(self._kept))

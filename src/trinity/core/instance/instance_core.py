@@ -8,6 +8,7 @@ from typing import Any
 from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_suspect, handle_peer_up
+from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
 from trinity.core.instance.state import Settings, State
 from trinity.core.instance.steps import handle_stepped, pump
 from trinity.core.instance.timers import handle_tick, next_timer
@@ -71,19 +72,26 @@ class InstanceCore:
         settings.rules.check_cost()
         self.settings = settings
         self.state = State(settings, Router(policy or RoundRobin(), settings.name))
+        self._repeated: RepeatedStep | None = None
 
     def handle(self, event: Value, now: float) -> list[Value]:
+        kind, repeated = type(event), self._repeated
+        if repeated is not None and isinstance(event, Stepped):
+            answer = repeated.answer(event)
+            if answer is not None:
+                return answer
         s = self.state
         s.out = []
-        kind = type(event)
         _HANDLERS[kind](s, event, now)
         if kind is not PeerUp and kind is not PeerLoad:
             pump(s, now)
+        self._repeated = find_repeated(s)
         return s.out
 
     def next_timer(self) -> float | None:
         """Clock time at which a Tick is due; None for never."""
-        return next_timer(self.state)
+        repeated = self._repeated
+        return next_timer(self.state) if repeated is None else repeated.due
 
     def idle(self) -> bool:
         """True where no request, step, transfer or lease is here."""

@@ -27,14 +27,16 @@ class StepRates:
 
     def learn(self, step: Step, seconds: float) -> None:
         """Learn from a step of ``seconds``. A mixed step is shared among its stages by the rates known before."""
-        if self._rules.cost is not None or seconds <= 0.0:
-            return
-        known = self.per_unit
         if step.decodes and not (step.prefills or step.encodes):  # most steps
-            old, new = known["D"], seconds / len(step.decodes)
-            known["D"] = old + LEARN * (new - old) if old else new
-            return
-        self._learn_mixed(units(step), seconds)
+            self.learn_decodes(len(step.decodes), seconds)
+        elif self._rules.cost is None and seconds > 0.0:
+            self._learn_mixed(units(step), seconds)
+
+    def learn_decodes(self, rows: int, seconds: float) -> None:
+        """Learn from a step of ``seconds`` that only decoded."""
+        if self._rules.cost is None and seconds > 0.0:
+            old, new = self.per_unit["D"], seconds / rows
+            self.per_unit["D"] = old + LEARN * (new - old) if old else new
 
     def _learn_mixed(self, counts: dict[str, int], seconds: float) -> None:
         known = self.per_unit
