@@ -20,7 +20,7 @@ from trinity.errors import ConfigError
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown kv 'all'; known: grouped, layer, off"):
+    with pytest.raises(ConfigError, match="unknown kv 'all'; known: auto, grouped, layer, off"):
         TransferPolicy(kv="all")  # type: ignore[arg-type]
     for never in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="lease_s"):

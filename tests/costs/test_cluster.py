@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.step_cost import DEVICES
-from trinity.errors import ConfigError, PlacementError, UnknownName, arguments
+from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.placement import Placement
 
 
@@ -31,23 +30,6 @@ def test_links_within_and_between_hosts() -> None:
     assert cluster.link_between(1, 2).name == "string"
     assert Cluster.of("H100", 2).link_between(0, 1) == INTERCONNECTS["nvlink"]
     assert Cluster.of("H100", 3, per_host=2).hosts == ("host0", "host0", "host1")
-
-
-def test_links_of_what_is_no_device() -> None:
-    cluster = Cluster.of("H100", 2)
-    assert cluster.link_between(np.int64(0), np.uint8(1)) == INTERCONNECTS["nvlink"]  # type: ignore[arg-type]
-    for wrong in (-1, 2, True, "0", None, 0.0, 10**400, np.int64(2)):
-        for pair in ((0, wrong), (wrong, 0)):
-            with pytest.raises(ConfigError):
-                cluster.link_between(*pair)  # type: ignore[arg-type]
-
-
-def test_a_link_that_simulations_ask_for_is_not_checked_by_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for with every transfer; the door of arguments takes nine microseconds."""
-    cluster = Cluster.of("H100", 2)
-    monkeypatch.setattr(arguments, "check_value", None)
-    monkeypatch.setattr("trinity.costs.cluster.check_value", None)
-    assert cluster.link_between(0, 1) == INTERCONNECTS["nvlink"]
 
 
 @pytest.mark.parametrize(
@@ -121,3 +103,21 @@ def test_only_equal_devices_change_places() -> None:
     assert Cluster.of("H100", 3).arrange_for("E+P+D") == Cluster.of("H100", 3), "one host"
     with pytest.raises(PlacementError, match="2 instances"):
         mixed.arrange_for("P+D")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sources", "targets", "kinds"),
+    [
+        ("", [0], [1], "n"),
+        ("aabb", [0], [1], "n"),
+        ("aabb", [0], [2, 3], "i"),
+        ("aabb", [0], [1, 2], "ni"),
+        ("aabb", [], [1], ""),
+        ("aabb", [1], [], ""),
+    ],
+)
+def test_the_kinds_of_interconnect_between_two_groups(
+    hosts: str, sources: list[int], targets: list[int], kinds: str
+) -> None:
+    cluster = Cluster(devices=(DEVICES["H100"],) * 4, hosts=tuple(hosts))
+    assert "".join(each.name[0] for each in cluster.links_between(sources, targets)) == kinds

@@ -78,8 +78,26 @@ def test_tokens_equal_generate_while_layers_and_chunks_move(name: str, mode: KvM
         assert max(each["pulls"] for each in records) > 1
 
 
+def test_tokens_equal_generate_where_streaming_begins_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first pulls every transfer counts as long here: prompts behind those stream."""
+    monkeypatch.setattr("trinity.core.transfers.WORTH_S", 0.0)
+    monkeypatch.setattr("trinity.core.instance.lifecycle.LEAST_PULLS", 2)
+    wanted = oracle("llama").generate_all(requests("llama"))
+
+    async def run() -> list[list[Output]]:
+        settings = pipeline_options({"dtype": "float32", "pools": POOLS, "image_block_size": 7})
+        async with trinity.Pipeline(checkpoint("llama"), "P+D", prefix_cache=False, **settings) as pipe:
+            return [await asyncio.gather(*(pipe.complete(each) for each in requests("llama"))) for _ in range(2)]
+
+    first, second = asyncio.run(run())
+    assert [output.token_ids for output in first + second] == wanted * 2
+    assert {each["mode"] for each in moved_kv(first)} == {"off"}
+    assert {each["mode"] for each in moved_kv(second)} == {"grouped"}
+
+
 @pytest.mark.parametrize(
-    "chosen", [TransferPolicy(prefetch=False), TransferPolicy(early=False), TransferPolicy(kv="layer")]
+    "chosen",
+    [TransferPolicy(prefetch=False, kv="off"), TransferPolicy(early=False, kv="off"), TransferPolicy(kv="layer")],
 )
 def test_tokens_equal_generate_in_processes_over_shm(chosen: TransferPolicy) -> None:
     wanted = oracle("llava").generate_all(requests("llava"))

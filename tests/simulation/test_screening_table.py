@@ -25,7 +25,7 @@ SAID = {"self", "model", "slo", "cluster", "backend"}  # what is simulated, and 
 
 
 def plain(**changes: Any) -> list[Settings]:
-    fixed = {"transfers": TransferPolicy(), "lease_s": inf, "report_s": inf, **changes}
+    fixed = {"transfers": TransferPolicy(kv="off"), "lease_s": inf, "report_s": inf, **changes}
     return make_settings("E+P+D", {"image": 8, "kv": 40}, **fixed)
 
 
@@ -75,10 +75,10 @@ def test_what_the_engine_has_stays_as_it_is() -> None:
         assert (found.settings, found.least_loaded, found.inexact) == (settings, False, "")
 
 
-@pytest.mark.parametrize("kv", ["layer", "grouped"])
+@pytest.mark.parametrize("kv", ["layer", "grouped", "auto"])
 def test_kv_that_streams_is_screened_as_kv_that_moves_after_prefill(kv: Any) -> None:
     found = near(plain(transfers=TransferPolicy(kv=kv, early=False)))
-    assert [each.transfers for each in found.settings] == [TransferPolicy(early=False)] * 3
+    assert [each.transfers for each in found.settings] == [TransferPolicy(early=False, kv="off")] * 3
     assert (found.missing, found.inexact) == ("", f"kv={kv}")
     assert [str(each) for each in found.stand_ins] == [f"kv={kv} as off"]
 
@@ -92,7 +92,7 @@ def test_informed_routing_is_screened_by_loads_known_at_once(policy: str) -> Non
 
 
 def test_on_one_instance_there_is_nothing_to_route() -> None:
-    one = make_settings("EPD", {"image": 8, "kv": 40}, lease_s=inf, report_s=inf)
+    one = make_settings("EPD", {"image": 8, "kv": 40}, lease_s=inf, report_s=inf, transfers=TransferPolicy(kv="off"))
     assert near(one, "prefix_hits").inexact == ""
 
 

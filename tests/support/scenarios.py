@@ -157,7 +157,7 @@ def random_faults(draw: Random) -> Faults:
 def random_transfers(draw: Random) -> TransferPolicy:
     """From a generator of its own: the seeds of the rest keep their meaning."""
     prefetch, early = draw.choice([(True, True), (True, True), (True, False), (False, True)])
-    kv: list[KvMode] = ["off", "layer", "grouped", "grouped"]
+    kv: list[KvMode] = ["off", "layer", "grouped", "auto"]
     return TransferPolicy(prefetch, early, draw.choice(kv))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
@@ -34,7 +35,7 @@ def row(at: float, text: int, out: int, images: Sequence[str] = (), **fields: An
 
 def simulator(devices: int, **options: Any) -> Simulator:
     cluster = options.pop("cluster", None) or Cluster.of("H100", devices, link=LINK, message_s=MESSAGE_S)
-    options = {"cost": COST, "budgets": BUDGETS, **options}
+    options = {"cost": COST, "budgets": BUDGETS, "transfers": TransferPolicy(kv="off"), **options}
     return Simulator("llava-1.5-7b", SLO(8.0, 1.0), cluster=cluster, **options)
 
 

@@ -8,8 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 from trinity.errors.arguments import Positive, check_arguments
 
-KvMode = Literal["off", "layer", "grouped"]
+KvMode = Literal["auto", "off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
+WORTH_S = 5e-3  # of a prompt's transfer: a step that streams takes some 1 ms more for messages and sums
+LEAST_PULLS = 8  # measured before "auto" goes by them
+TYPICAL_PROMPT = 1024  # tokens, where prompts are not known yet
 LEAST_FIXED_S = 1e-4  # a message and a hop between threads, whatever the line through noisy pulls says
 MEMORY = 0.9  # share of what was measured before that stays with each new measurement
 FEED_FORWARD = 2 / 3  # of a layer's time comes behind its attention, as in a Llama's matrices
@@ -28,9 +31,9 @@ class TransferPolicy:
       encoder runs (two-stage allocation, vLLM encoder separation).
     - ``store`` (True): pull the features of an image that another instance has cached from there, in place of encoding
       it again (EPD-Serve 3.2, the multimodal store).
-    - ``kv`` ("off"): "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished
+    - ``kv`` ("auto"): "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished
       chunk while prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve
-      3.3).
+      3.3); "auto" is "grouped" for each prompt whose transfer would take 5 ms, by pulls measured so far, else "off".
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 
@@ -39,7 +42,7 @@ class TransferPolicy:
 
     prefetch: bool = True
     early: bool = True
-    kv: KvMode = "off"
+    kv: KvMode = "auto"
     store: bool = True
     lease_s: Positive = 30.0
 
@@ -56,8 +59,10 @@ class PullTimes:
 
     def __init__(self) -> None:
         self._count = self._cells = self._seconds = self._squares = self._products = 0.0
+        self.pulls = 0  # so far
 
     def add(self, cells: int, seconds: float) -> None:
+        self.pulls += 1
         self._count = self._count * MEMORY + 1
         self._cells = self._cells * MEMORY + cells
         self._seconds = self._seconds * MEMORY + seconds
@@ -90,6 +95,15 @@ class TokenRate:
     def seconds(self, tokens: int) -> float:
         """Predict the seconds of ``tokens`` tokens; 0 where nothing was measured."""
         return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+
+def is_worth_streaming(seconds: float) -> bool:
+    """Tell if KV should move while its prefill runs, whose transfer in one piece takes so long (``kv="auto"``).
+
+    What is gained is nearly all of that, in the gap between the first token and the second. What it costs is a sum of
+    each layer's keys and values, a few messages, and a step that is not launched behind another.
+    """
+    return seconds >= WORTH_S
 
 
 def group_layers(layers: int, compute: float, fixed: float, move: float, rest: float = 0.0) -> int:

@@ -78,7 +78,12 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "BatchRules.cost": ScreeningRow((None, *COSTS), note="by its type"),
     "TransferPolicy.prefetch": ANY_VALUE,
     "TransferPolicy.early": ANY_VALUE,
-    "TransferPolicy.kv": ScreeningRow(("off",), {"layer": "off", "grouped": "off"}, {"layer": 0.0, "grouped": 0.0}),
+    "TransferPolicy.kv": ScreeningRow(
+        ("off",),
+        {"layer": "off", "grouped": "off", "auto": "off"},
+        {"layer": 0.0, "grouped": 0.0, "auto": 0.0},
+        note="a Simulator makes grouped or off of auto",
+    ),
     "TransferPolicy.store": ScreeningRow(note="features are looked for where there are reports: see Simulator.routing"),
     "TransferPolicy.lease_s": ScreeningRow(note="leases do not end in a simulation"),
     "Simulator.routing": ScreeningRow(

@@ -262,7 +262,7 @@ def test_pools_of_one_request_stream_eight_at_once(placement: str) -> None:
 def test_layers_move_while_prefill_runs() -> None:
     """Nine layers of a second each, a pull of each a tenth of a second: one of them is exposed, not nine."""
     times = {}
-    for chosen in (TransferPolicy(), TransferPolicy(kv="layer"), TransferPolicy(kv="grouped")):
+    for chosen in (TransferPolicy(kv="off"), TransferPolicy(kv="layer"), TransferPolicy(kv="grouped")):
         still = Durations(
             lambda *_: 0.0,
             lambda draw, name, step: 11.0 if step.prefills else 0.0,

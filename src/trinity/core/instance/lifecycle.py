@@ -17,6 +17,7 @@ from trinity.core.messages import (
     Release,
     Withdraw,
 )
+from trinity.core.transfers import LEAST_PULLS
 
 
 def queue_prefill(s: State, state: RequestState, now: float) -> None:
@@ -136,9 +137,10 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     assert not incoming.released
     incoming.released = True
     del s.incoming[incoming.offer.id]
-    streams = incoming.offer.kind == KV and s.settings.transfers.kv != "off"
-    times = s.pull_times.get(incoming.offer.source) if streams else None
-    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times else None))
+    mode = s.settings.transfers.kv if incoming.offer.kind == KV else "off"
+    times = s.pull_times.get(incoming.offer.source) if mode != "off" else None
+    told = times is not None and (mode != "auto" or times.pulls >= LEAST_PULLS)
+    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times and told else None))
 
 
 def drop_all(s: State, state: RequestState) -> None:

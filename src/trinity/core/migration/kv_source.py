@@ -10,12 +10,22 @@ from trinity.core.instance.request_state import KvStream, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, LayersWritten, Prefill, Ready, Step, Stepped
 from trinity.core.migration.source import kv_part, open_offer
-from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers
+from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers, is_worth_streaming
 
 
 def streams_kv(s: State, state: RequestState) -> bool:
     """True where a request's KV moves during its prefill. One that ends with its first token needs no transfer."""
-    return s.settings.transfers.kv != "off" and "D" not in s.settings.roles and state.work.max_tokens > 1
+    mode = s.settings.transfers.kv
+    if mode == "off" or "D" in s.settings.roles or state.work.max_tokens <= 1:
+        return False
+    return mode != "auto" or state.kv_stream is not None or _is_worth_it(s, state)
+
+
+def _is_worth_it(s: State, state: RequestState) -> bool:
+    if s.pull_cost is None:
+        return False
+    fixed, cell = s.pull_cost
+    return is_worth_streaming(fixed + cell * s.settings.layers * s.prefill_blocks(state))
 
 
 def open_streams(s: State, step: Step, now: float) -> None:

@@ -155,13 +155,19 @@ def conclude_record(s: State, state: RequestState) -> None:
         assert incoming.prefill_ended_at is not None
         exposed = max(0.0, incoming.last_pull_at - incoming.prefill_ended_at)
         incoming.record |= {
-            "mode": s.settings.transfers.kv,
+            "mode": _mode_of(s, incoming),
             "group": incoming.largest_group,
             "blocks": incoming.progress.blocks - incoming.progress.cached,
             "busy_s": incoming.busy_s,
             "exposed_s": exposed,
             "overlap": overlap_ratio(exposed, incoming.busy_s),
         }
+
+
+def _mode_of(s: State, incoming: IncomingTransfer) -> str:
+    """Name the mode of a transfer; of "auto", the one that its source took."""
+    mode = s.settings.transfers.kv
+    return mode if mode != "auto" else "off" if incoming.from_ended_steps else "grouped"
 
 
 def cached_record(s: State, offer: Offer) -> dict[str, Any]:
