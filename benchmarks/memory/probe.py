@@ -19,10 +19,26 @@ PROMPT_TOKENS = 640
 
 
 def resident() -> dict[str, int]:
-    """Bytes resident in this process: all, each page's share of those that use it, those of this process alone."""
+    """Bytes resident in this process: all, each page's share of those that use it, those of this process alone.
+
+    ``held``: all but pages of libraries' files, of which a host has one copy, and which come as their code first runs.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    return {"rss": sizes["Rss"], "pss": sizes["Pss"], "private": sizes["Private_Clean"] + sizes["Private_Dirty"]}
+    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return {"rss": sizes["Rss"], "pss": sizes["Pss"], "private": private, "held": sizes["Rss"] - libraries()}
+
+
+def libraries() -> int:
+    """Bytes resident of mapped shared libraries."""
+    found, library = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "Rss" and library:
+            found += int(rest.split()[0]) * 1024
+        elif "-" in name.partition(" ")[0]:  # the first line of a mapping
+            library = ".so" in line
+    return found
 
 
 def peak() -> int:
@@ -40,6 +56,7 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     import torch
 
     from trinity.instance import Instance
+    from trinity.memory.freed_memory import release_freed_memory
     from trinity.preprocess.processor import RequestProcessor
     from trinity.runtime.loader import ServingConfig, load_instances
     from trinity.runtime.profiler import Probe
@@ -47,6 +64,7 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     processor = RequestProcessor(directory)
     processor.dummy_inputs()  # libraries that are imported at first use count as imported
+    release_freed_memory()  # of the imports
     imported = resident()
     pools = {"image": 2 * images, "kv": 2 * PROMPT_TOKENS // 16}
     (loaded,) = load_instances(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run, setting
-from benchmarks.memory import memory, shapes
+from benchmarks.memory import epdserve_tables, memory, shapes
 from benchmarks.peers import versus_generate_batch
 from benchmarks.report import Aim, Result, Table, load, save
 from benchmarks.serving import ttft_methods
@@ -151,7 +151,29 @@ def test_shapes_have_the_weights_of_the_published_models() -> None:
     sizes = {each.name: each.memory(0) for each in shapes.SHAPES}
     billions = {name: (each.vision_bytes + each.language_bytes) / 2e9 for name, each in sizes.items()}
     assert billions["MiniCPM-V 2.6"] == pytest.approx(8.1, abs=0.2)
+    assert billions["InternVL2-8B"] == pytest.approx(8.1, abs=0.2)
     assert billions["InternVL2-26B"] == pytest.approx(25.5, abs=0.6)
+
+
+def test_epdserves_tables_are_beside_ours_row_by_row() -> None:
+    images, batches, shares = epdserve_tables.tables()
+    assert [len(each.rows) for each in (images, batches, shares)] == [9, 9, 12]
+    assert images.rows[0][:3] == ["MiniCPM-V 2.6", "313 × 234", "77"]
+    assert batches.rows[-1][2::2] == ["OOM", "6", "1"]
+    assert [row[4] for row in shares.rows[:5]] == ["99%", "97%", "95%", "92%", "OOCL"]
+
+
+def test_our_counts_are_near_epdserves() -> None:
+    """Of the encoder alone, whose memory the tables determine best; and EPD is never behind, as there."""
+    for _, _, (_, encode, _), (together, ours, prefill) in epdserve_tables.batch_rows():
+        assert 0.7 < ours / encode < 1.6
+        assert isinstance(together, str) or together <= min(ours, prefill)
+    for name, _, (_, theirs), (_, ours) in epdserve_tables.image_rows():
+        assert name == "InternVL2-8B" or 0.9 < ours / theirs < 1.7
+    for _, images, (_, paper), (less, apart) in epdserve_tables.kv_share_rows():
+        assert isinstance(paper, str) == isinstance(apart, str), images
+        assert isinstance(paper, str) or isinstance(apart, str) or apart >= paper - 1
+        assert isinstance(less, str) or isinstance(apart, str) or less <= apart
 
 
 def test_every_method_moves_what_it_must_and_nothing_else(quick: Callable[[str], Result]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 URGENT, PATIENT = -1, 0  # CUDA's stream priorities: the lower number runs first when both have kernels ready
+ENCODE_BYTES = 1 << 30  # working memory of an encoder on a GPU: a step's media are encoded in pieces that keep it
 _copy_streams: dict[int, Any] = {}
 _making = threading.Lock()
 

@@ -21,7 +21,8 @@ from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.memory.devices import use_device
+from trinity.memory.devices import ENCODE_BYTES, use_device
+from trinity.memory.freed_memory import release_freed_memory
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -118,6 +119,7 @@ def load_instances(
         transfers = config.transfers
         instance.settings = replace(instance.settings, rules=rules, transfers=transfers, lease_s=transfers.lease_s)
         loaded.append(instance)
+    release_freed_memory()  # of loading: copies, and trials of kernels
     return loaded
 
 
@@ -271,7 +273,7 @@ def _default_pool_bytes(
 
     free, total = torch.cuda.mem_get_info(device)
     apart = [(each, _count_weights(config, each.roles)) for each in config.beside]
-    most = int(free * POOL_SHARE)  # of what others, in this pipeline or not, have left
+    most = int(max(0, free - _encode_bytes(spec.roles)) * POOL_SHARE)  # of what others, in this pipeline or not, leave
     if apart:
         free = free_when_loaded(total, (model.weight_bytes, *(weights for _, weights in apart)))
     given = [
@@ -279,7 +281,13 @@ def _default_pool_bytes(
         for each, weights in (*beside, *apart)
     ]
     others = [roles for roles, fixed in given if fixed is None]
-    return min(most, share_of_pools(free, spec.roles, others, sum(fixed or 0 for _, fixed in given)))
+    free -= sum(map(_encode_bytes, (spec.roles, *(roles for roles, _ in given))))
+    return min(most, share_of_pools(max(0, free), spec.roles, others, sum(fixed or 0 for _, fixed in given)))
+
+
+def _encode_bytes(roles: str) -> int:
+    """Bytes of a GPU that an instance of these roles needs to encode, whatever its image budget."""
+    return ENCODE_BYTES if "E" in roles else 0
 
 
 def _count_weights(config: ServingConfig, roles: str) -> int:

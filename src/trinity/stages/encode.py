@@ -11,6 +11,7 @@ from torch import Tensor
 from trinity.core.messages import Encode, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.freed_memory import release_at_times
 from trinity.stages.cuda_graphs import GraphCache, Tensors
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import MediaInputs
@@ -53,6 +54,9 @@ class EncodeStage:
             features = self._encode(kind, [item.inputs for item in items], counts)
             for item, rows in zip(items, features, strict=True):
                 self._store(rows, item)
+            del features
+        if kinds and self.image.raw is not None:
+            release_at_times()  # an encoder's buffers are as large as a third of its weights
         return {}
 
     @torch.inference_mode()

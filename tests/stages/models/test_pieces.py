@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
+from trinity.memory.devices import ENCODE_BYTES
+from trinity.preprocess.checkpoint import read_config
 from trinity.request import Request
 from trinity.stages.models import load_model, loaded_model
-from trinity.stages.models.loaded_model import split_items
+from trinity.stages.models.loaded_model import UNKNOWN_VALUE_BYTES, LoadedModel, count_value_bytes, split_items
 from trinity.testing.checkpoints import ARCHITECTURES
+from trinity.testing.checkpoints_llava import llava_7b
 
 sizes = st.lists(st.integers(0, 40), max_size=20)
 
@@ -34,6 +37,30 @@ def test_pieces_hold_every_item_once_in_order_and_as_many_as_fit(held: list[int]
     assert all(sum(part) <= most or len(part) == 1 for part in parts)
     assert all(sum(part) + after[0] > most for part, after in itertools.pairwise(parts))
     assert list(split_items([item(size) for size in held], None)) == [slice(0, len(held))]
+
+
+def on_gpu(config: Any) -> LoadedModel:
+    """A model with this config on a GPU, of which nothing is loaded."""
+    nothing: Any = None
+    return LoadedModel(nothing, "E", config, nothing, torch.bfloat16, torch.device("cuda"), "")
+
+
+def test_what_a_gpu_encodes_together_keeps_its_working_memory() -> None:
+    """Of LLaVA-1.5-7B an image of 336 x 336 is 576 patches of 6 x 1024 + 2 x 4096 values in the widest layer."""
+    model, values = on_gpu(llava_7b().config), 3 * 336 * 336
+    of_image = 576 * (6 * 1024 + 2 * 4096) * 2
+    assert model.encode_piece // values == ENCODE_BYTES // of_image == 65
+    pieces = list(split_items([item(values)] * 200, model.encode_piece))
+    assert [part.stop - part.start for part in pieces] == [65, 65, 65, 5]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "mistral")])
+def test_every_encoder_has_a_bound_on_a_gpu(name: str) -> None:
+    config = read_config(checkpoint(name))
+    assert count_value_bytes(config, 2) > 0
+    assert 2 * count_value_bytes(config, 2) == count_value_bytes(config, 4) or not hasattr(config, "vision_config")
+    assert on_gpu(config).encode_piece > 0
+    assert count_value_bytes(None, 2) == UNKNOWN_VALUE_BYTES
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "mistral")])

@@ -13,6 +13,7 @@ from torch import Tensor
 from trinity.core.messages import IMAGE, KV
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import KvDtype
+from trinity.memory.devices import ENCODE_BYTES
 from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
 from trinity.stages.batch import RaggedBatch
@@ -21,6 +22,7 @@ from trinity.stages.models.base import MediaInputs, ModelAdapter
 from trinity.stages.uploads import upload
 
 ENCODE_PIECE = 3 << 19  # pixel values that a CPU encodes together: four images of 336 x 336
+UNKNOWN_VALUE_BYTES = 256  # working memory of a pixel value, where a config does not tell: more than the largest known
 
 
 def split_items(items: Sequence[MediaInputs], most: int | None) -> Iterator[slice]:
@@ -38,6 +40,23 @@ def split_items(items: Sequence[MediaInputs], most: int | None) -> Iterator[slic
             held = 0
         held += size
     yield slice(first, len(items))
+
+
+def count_value_bytes(config: Any, itemsize: int) -> float:
+    """Count the bytes of working memory that encoding takes for a pixel value, by an encoder's config.
+
+    A patch has six rows of the hidden size and two of the feed-forward part's in the widest layer, and so many pixel
+    values as its area and its three colours.
+    """
+    vision = getattr(config, "vision_config", None)
+    hidden = getattr(vision, "hidden_size", None) or getattr(vision, "embed_dim", None)
+    patch = getattr(vision, "patch_size", None)
+    if not isinstance(hidden, int) or not patch:
+        return UNKNOWN_VALUE_BYTES
+    height, width = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    inner = getattr(vision, "intermediate_size", None) or 4 * hidden
+    values: int = 3 * height * width * (getattr(vision, "temporal_patch_size", None) or 1)
+    return itemsize * float(6 * hidden + 2 * inner) / values
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +124,18 @@ class LoadedModel:
         dtype = self.dtype if kv_dtype == "auto" else FP8
         return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, 2, heads, block, width), dtype)
 
+    @property
+    def encode_piece(self) -> int:
+        """Pixel values that are encoded together; on a GPU so many as ``ENCODE_BYTES`` of working memory allow."""
+        if self.device.type == "cpu":
+            return ENCODE_PIECE
+        return int(ENCODE_BYTES / count_value_bytes(self.config, self.dtype.itemsize))
+
     @torch.inference_mode()
     def encode(self, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         """Compute features [counts[i], width] of media items of one kind; see ``ModelAdapter.encode``."""
-        most = ENCODE_PIECE if self.device.type == "cpu" else None
         found = []
-        for some in split_items(items, most):
+        for some in split_items(items, self.encode_piece):
             found += self.adapter.encode(
                 self.vision, kind, [self._upload_item(item) for item in items[some]], counts[some]
             )

@@ -1,0 +1,41 @@
+"""Gives freed memory of this process back to the system, where its C library (glibc) would keep it.
+
+A thread's tensors lie in a heap of its own, which shrinks from its end alone: one small piece that lives on keeps all
+that was freed before it resident. An encoder's buffers so stayed with an instance that had encoded a single image.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+
+RELEASE_EVERY_S = 1.0  # between two returns: each takes some 2 ms, and as much for pages that are needed again
+_last_s = 0.0  # clock time
+
+
+@cache
+def _find_trim() -> Callable[[int], int] | None:
+    """Find glibc's malloc_trim; None with another C library."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+    return found
+
+
+def release_freed_memory() -> bool:
+    """Give all freed pages of every heap back, now. Returns False where the system has no way to."""
+    global _last_s
+    trim = _find_trim()
+    if trim is None:
+        return False
+    _last_s = time.monotonic()
+    trim(0)
+    return True
+
+
+def release_at_times() -> bool:
+    """``release_freed_memory``, once in ``RELEASE_EVERY_S``. Returns True where it was done. Any thread calls."""
+    return time.monotonic() - _last_s >= RELEASE_EVERY_S and release_freed_memory()
