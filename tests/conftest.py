@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from typing import Any
 
@@ -13,6 +15,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# What is measured stays out of the user's home, and no test finds what an earlier run has left.
+os.environ["TRINITY_CACHE"] = tempfile.mkdtemp(prefix="trinity-cache-")
 
 from support import gpu
 
@@ -45,6 +50,9 @@ else:
         phases=list(Phase),
     )
     settings.load_profile("ci")
+
+
+atexit.register(shutil.rmtree, os.environ["TRINITY_CACHE"], ignore_errors=True)
 
 
 @atexit.register  # before any other, so it runs after them

@@ -30,7 +30,7 @@ from benchmarks.setting import Setting
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Device
 from trinity.errors import TrinityError
-from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
+from trinity.stages.attention.backends import BACKENDS, CacheKind, choose_backends, pick_backend
 from trinity.stages.models import load_model
 from trinity.transport import make_transport
 
@@ -164,7 +164,8 @@ def device_of(known: dict[str, Any]) -> Device:
 def attention(work: Work) -> dict[str, str]:
     """What each backend says of a cache of this model on this device: "runs", or why not. What auto takes."""
     model = load_model(work.model, "PD", dtype=work.sizes.dtype, device=work.sizes.device)
-    kind = CacheKind(model.kv_shape().shape, model.dtype, torch.device(work.sizes.device))
+    heads = model.adapter.text_config.num_attention_heads
+    kind = CacheKind(model.kv_shape().shape, model.dtype, torch.device(work.sizes.device), heads)
     said = {}
     for name in BACKENDS:
         try:
@@ -172,7 +173,7 @@ def attention(work: Work) -> dict[str, str]:
             said[name] = "runs"
         except TrinityError as error:
             said[name] = str(error)
-    said["auto"] = pick_backend("auto", kind)
+    said["auto"] = str(choose_backends("auto", kind))
     return said
 
 

@@ -40,7 +40,7 @@ class Instance:
     - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
       ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
     - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
-      ``trinity.stages.attention.backends``.
+      ``trinity.stages.attention.backends``; on a GPU "auto" is the fastest by measurement, "fastest" on a CPU too.
     - ``depth`` (None): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so
       that the lane never waits for the core; a request that a stop token ends is over one step later. None: 2 on a GPU,
       which computes while the host decides, and 1 on a CPU.

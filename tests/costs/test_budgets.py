@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.costs.budgets import BudgetCache, BudgetKey, StepBudgets, StepCost, cache_folder, search_budget
+from trinity.costs.budgets import BudgetCache, BudgetKey, StepBudgets, StepCost, search_budget
 from trinity.errors import ConfigError, TrinityWarning
+from trinity.errors.cache_files import cache_folder
 
 
 class Measured:
@@ -334,7 +335,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("trinity.costs.budgets.os.replace", full)
+    monkeypatch.setattr("trinity.errors.cache_files.os.replace", full)
     assert not cache.put(KEY, StepBudgets())
     assert cache.get(KEY) == BUDGETS
     assert len(list(cache.folder.iterdir())) == 1
@@ -346,10 +347,13 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.delenv(name, raising=False)
     expected = {"linux": ".cache/trinity", "darwin": "Library/Caches/trinity", "win32": "trinity"}
     for platform, path in expected.items():
-        monkeypatch.setattr("trinity.costs.budgets.sys.platform", platform)
+        monkeypatch.setattr("trinity.errors.cache_files.sys.platform", platform)
         assert cache_folder() == tmp_path / path
     monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
     assert cache_folder() == Path("/shared/trinity")
     monkeypatch.setenv("TRINITY_CACHE", "/own")
     assert cache_folder() == Path("/own")
     assert BudgetCache().folder == Path("/own/budgets")
+    monkeypatch.setenv("TRINITY_CACHE", "off")
+    assert not BudgetCache().put(KEY, BUDGETS)
+    assert BudgetCache().get(KEY) is None

@@ -8,13 +8,21 @@ import random
 import struct
 import subprocess
 from concurrent.futures import CancelledError
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from trinity.errors import ConfigError
 from trinity.memory import weight_digests as digests
-from trinity.memory.weight_digests import known_whole_digest, list_weight_files, sample_digest, whole_digest
+from trinity.memory.weight_digests import (
+    are_only_touched,
+    identify_files,
+    known_whole_digest,
+    list_weight_files,
+    sample_digest,
+    whole_digest,
+)
 
 
 def write_checkpoint(directory: Path, tensors: dict[str, bytes], name: str = "model.safetensors") -> Path:
@@ -206,6 +214,45 @@ def test_a_file_is_read_once_until_it_changes(checkpoint: Path, monkeypatch: pyt
     assert known_whole_digest(checkpoint) == ""
     assert whole_digest(checkpoint) != first
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["in the process", "beyond it"])
+def test_what_is_written_over_with_its_time_set_back_is_read_again(
+    shared: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``rsync --times --inplace`` does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SHARED_BYTES", 1000 if shared else 1 << 40)
+    weights = checkpoint / "model.safetensors"
+    loaded, sample, whole = identify_files(checkpoint), sample_digest(checkpoint), whole_digest(checkpoint)
+    before = weights.stat()
+    flip(weights, weights.stat().st_size - 1)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_ino == before.st_ino
+    if shared:
+        monkeypatch.setattr(digests, "_wholes", {})
+    assert sample_digest(checkpoint) != sample
+    assert known_whole_digest(checkpoint) == ""
+    assert whole_digest(checkpoint) != whole
+    assert identify_files(checkpoint) != loaded
+    assert are_only_touched(loaded, identify_files(checkpoint)), "the content has to tell it"
+
+
+def test_a_file_system_that_numbers_its_inodes_anew_costs_readings_alone(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SHARED_BYTES", 1000)
+    monkeypatch.setattr(digests, "MOST_REMEMBERED", 5)
+    for name in ("_samples", "_wholes"):
+        monkeypatch.setattr(digests, name, {})
+    stat_key, numbers = digests._stat_key, count(1)
+    monkeypatch.setattr(digests, "_stat_key", lambda stat: (stat_key(stat)[0], next(numbers), *stat_key(stat)[2:]))
+    loaded, sample, whole = identify_files(checkpoint), sample_digest(checkpoint), whole_digest(checkpoint)
+    for _ in range(5):
+        assert (identify_files(checkpoint), sample_digest(checkpoint)) == (loaded, sample)
+        assert whole_digest(checkpoint, loaded=loaded) == whole
+    assert max(len(digests._samples), len(digests._wholes)) <= 5
 
 
 def test_large_files_are_remembered_for_other_processes(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import trinity
 from support.checkpoint_files import checkpoint
-from trinity.errors import TrinityError
+from trinity.errors import ConfigError, TrinityError
 from trinity.preprocess.checkpoint import MOST_CONFIG_BYTES, count_tensors, read_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import load_model
@@ -149,6 +149,15 @@ class Harm:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("given", ["hf://somebody/a-model", "s3:bucket/a-model", Path("hf://somebody/a-model")])
+def test_an_address_in_place_of_a_directory_is_refused_by_its_scheme(given: str | Path) -> None:
+    scheme = str(given).partition(":")[0]
+    with pytest.raises(ConfigError, match=f"address of the scheme '{scheme}:', and nothing is downloaded; download"):
+        load_model(given, "PD")
+    with pytest.raises(ConfigError, match="'somebody/a-model' does not exist"):
+        load_model("somebody/a-model", "PD")
 
 
 def test_pickled_weights_run_no_code(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from trinity.errors import ConfigError
+from trinity.errors.plain_values import read_source
 from trinity.preprocess import media_sources
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
@@ -70,6 +71,34 @@ def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("/dev/null", "/dev/zero", "."):
         with pytest.raises(MediaProblem, match="not a regular file"):
             read_image(path, DEFAULT)
+
+
+def test_a_relative_path_is_told_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the folder of the server, and of a long one the end, which tells files apart."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("pictures/no cat.png", Path("pictures/no cat.png")):
+        with pytest.raises(MediaProblem, match=r"there is no file 'pictures/no cat.png'; check the path"):
+            read_image(read_source(given), DEFAULT)
+    with pytest.raises(MediaProblem, match=r"there is no file '\.\.\.a{4}.*/the one.png'") as found:
+        read_image(read_source("a" * 200 + "/the one.png"), DEFAULT)
+    assert len(str(found.value)) < 200
+    (tmp_path / "a.png").write_bytes(PNG)
+    assert np.array_equal(np.asarray(read_image(read_source("a.png"), DEFAULT)), PIXELS)
+
+
+@pytest.mark.parametrize("given", ["s3:bucket/a.png", "S3://bucket/a.png", "file:///a.png", "data:image/png;base64,AA"])
+@pytest.mark.parametrize("limits", [DEFAULT, MediaLimits(allow_paths=False)])
+def test_addresses_of_other_schemes_are_refused_by_name(given: str, limits: MediaLimits) -> None:
+    scheme = given.split(":")[0] + ":"
+    for source in (given, read_source(given), read_source(Path(given))):
+        with pytest.raises(MediaProblem, match=f"an address of the scheme '{scheme}', and only http: and https: are"):
+            read_image(source, limits)
+
+
+def test_a_file_that_is_called_like_an_address_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scan:1.png").write_bytes(PNG)
+    assert np.array_equal(np.asarray(read_image(read_source("scan:1.png"), DEFAULT)), PIXELS)
 
 
 def test_only_allowed_directories_are_read(tmp_path: Path) -> None:

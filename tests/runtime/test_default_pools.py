@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -171,6 +173,13 @@ def test_processes_elsewhere_take_nothing(gpu: Gpu, model: Path) -> None:
 
     assert shares({"device": "cuda:0"}, {"device": "cuda:1"}) == 1
     assert shares({"address": "tcp:127.0.0.1:7000"}, {"address": "unix:/tmp/one"}) == 2
+    table = Path("/proc/net/fib_trie").read_text() if Path("/proc/net/fib_trie").exists() else ""
+    own = set(re.findall(r"-- ([\d.]+)\n\s+/32 host LOCAL", table))
+    assert shares(*({"address": f"tcp:{each}:7000"} for each in own)) == len(own), "an interface of this machine"
+    named = ({"address": f"tcp:{each}:7000"} for each in ("[::1]", "localhost", socket.gethostname()))
+    assert shares(*named) == 3
+    others = ("203.0.113.77", "[2001:db8::5]", "no.host.invalid")
+    assert shares(*({"address": f"tcp:{each}:7000"} for each in others)) == 0
     assert shares({"address": "tcp:other:7000"}, {"address": "tcp:localhost:7000"}) == 1
 
 

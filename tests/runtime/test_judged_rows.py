@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from trinity.core.messages import Sampled, Step, Stepped
+from trinity.core.messages import Prefill, Sampled, Step, Stepped
 from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
@@ -77,13 +78,82 @@ def test_the_others_keep_the_tokens_that_were_sampled_with_it(kind: type[Countin
     assert stage.steps == 1
 
 
-def test_what_is_no_answer_at_all_fails_every_row() -> None:
+def run(step: Step, *stages: Any) -> Stepped:
     answers: list[Any] = []
-    stage: Any = Counting(lambda found: [1, 2])
-    lane = Lane("D0", "joint", [stage], answers.append, answers.append, Timeline(), 0)
+    lane = Lane("D0", "joint", stages, answers.append, answers.append, Timeline(), 0, vocabulary=100)
     lane.start()
-    lane.post(STEP)
+    lane.post(step)
     lane.stop()
     lane.join()
-    assert set(answers[0].failed) == {"good", "bad"}
+    (answer,) = answers
+    assert isinstance(answer, Stepped)
+    return answer
+
+
+class Strange:
+    """What no question can be asked of."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("neither true nor false")
+
+    __repr__ = __iter__ = __len__ = __bool__  # type: ignore[assignment]
+
+
+NO_ANSWERS = [lambda found: [1, 2], lambda found: np.ones(2), lambda found: Strange()]
+
+
+@pytest.mark.parametrize("kind", [Counting, Launching])
+@pytest.mark.parametrize("wrong", NO_ANSWERS)
+def test_what_is_no_answer_at_all_fails_every_row(kind: type[Counting], wrong: Any) -> None:
+    stage = kind(wrong)
+    assert set(run(STEP, stage).failed) == {"good", "bad"}
     assert stage.steps == 1
+
+
+class Prefilling(Counting):
+    letters = "P"
+
+    def forward(self, step: Step) -> Any:
+        self.steps += 1
+        return self.wrong({each.request: Sampled(self.steps) for each in step.prefills})
+
+
+def right(found: dict[str, Any]) -> Any:
+    return found
+
+
+def fails(found: dict[str, Any]) -> Any:
+    raise ValueError("no luck")
+
+
+BOTH = Step(1, "joint", prefills=(Prefill("new", 0, 4, True),), decodes=("good", "bad"))
+
+
+@pytest.mark.parametrize("wrong", [*NO_ANSWERS, lambda found: None, fails])
+def test_of_two_stages_the_one_that_went_on_keeps_its_tokens(wrong: Any) -> None:
+    """Whichever of them comes first."""
+    for turned in (False, True):
+        stages = [Prefilling(right), Counting(wrong)]
+        answer = run(BOTH, *(reversed(stages) if turned else stages))
+        assert answer.sampled == {"new": Sampled(1)}
+        assert set(answer.failed) == {"good", "bad"}
+        assert {each.error for each in answer.failed.values()} == {"StageError"}
+        assert stages[0].steps == 1
+        stages = [Prefilling(wrong), Counting(right)]
+        answer = run(BOTH, *(reversed(stages) if turned else stages))
+        assert answer.sampled == {"good": Sampled(1), "bad": Sampled(1)}
+        assert list(answer.failed) == ["new"]
+        assert stages[1].steps == 1
+
+
+def test_a_row_that_failed_in_one_stage_is_not_in_the_next() -> None:
+    again = Step(1, "joint", prefills=(Prefill("bad", 0, 4, True), Prefill("new", 0, 4, True)), decodes=("good", "bad"))
+    answer = run(again, Counting(without_bad), first := Prefilling(right))
+    assert (answer.sampled, list(answer.failed)) == ({"good": Sampled(1), "new": Sampled(1)}, ["bad"])
+    assert first.steps == 1
+
+
+def test_a_row_for_which_there_is_no_stage_fails() -> None:
+    answer = run(BOTH, Counting(right))
+    assert (set(answer.sampled), list(answer.failed)) == ({"good", "bad"}, ["new"])
+    assert list(run(Step(1, "joint", prefills=BOTH.prefills), Counting(right)).failed) == ["new"]

@@ -1,4 +1,6 @@
-"""A stand-in for a GPU on a CPU: tensors on "cuda:0" with real numbers, streams, and captures that fail as CUDA's do.
+"""A stand-in for a GPU on a CPU: tensors on "cuda:0" with real numbers, and captures that fail as CUDA's do.
+
+Streams, events and devices are those of ``lazy_cuda``; operators run at once, whatever the stream.
 
 Operators of mixed devices raise. What makes the host wait for the device (a number read, a size that depends on values,
 a copy between the two) is counted, and refused while a capture is underway. ``torch.cuda.graph`` is torch's own.
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from support.lazy_cuda import LazyCuda, LazyStream, replace_cuda
 
 DEVICE = torch.device("cuda", 0)
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
@@ -73,37 +77,32 @@ class _Bindings(TorchFunctionMode):
             return DeviceTensor(func(*args, **{**kwargs, "device": None}))
 
 
-class Stream:
-    """A CUDA stream of which only the name is known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-
 class CudaStandIn(TorchDispatchMode):
     """The device, as this thread sees it.
 
-    - ``current``: the thread's stream.
+    - ``cuda``: streams, events and devices.
     - ``waits``: operators for which the host waited.
     - ``underway``: pools that the device's allocator records into; ``host_underway``: and that of pinned memory, which
       only a capture that ends well gives up.
     - ``captures``: captures that began; ``replays``: replays of all graphs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: LazyCuda) -> None:
         super().__init__()
         # The place that torch has for fake tensors: with it no factory starts CUDA itself.
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE
-        self.current = Stream("the lane's")
+        self.cuda = cuda
         self.waits: list[str] = []
         self.underway: set[Any] = set()
         self.host_underway: set[Any] = set()
         self.captures = self.replays = self.handles = 0
         self.tape: list[tuple[Any, Any, Any, Any]] | None = None
         self.is_broken = False
+
+    @property
+    def current(self) -> LazyStream:
+        """The thread's stream."""
+        return self.cuda.current_stream()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -187,17 +186,6 @@ def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
     return name in READS and kwargs.get("output_size") is None
 
 
-class _StreamContext:
-    def __init__(self, device: CudaStandIn, stream: Stream) -> None:
-        self._device, self._stream = device, stream
-
-    def __enter__(self) -> None:
-        self._before, self._device.current = self._device.current, self._stream
-
-    def __exit__(self, *error: object) -> None:
-        self._device.current = self._before
-
-
 class Graph:
     """``torch.cuda.CUDAGraph`` over a tape of operators; allocators are told as torch 2.11 to 2.13 do."""
 
@@ -233,7 +221,7 @@ class Graph:
 @pytest.fixture
 def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStandIn]:
     """Run the test's thread with the stand-in in place of CUDA."""
-    device = CudaStandIn()
+    device = CudaStandIn(replace_cuda(monkeypatch))
 
     def new_handle(*given: Any) -> Any:
         device.handles += 1
@@ -245,15 +233,11 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStandIn]:
         device.underway.remove(pool)
 
     parts = {
-        "Stream": lambda *given: Stream("a recorder's"),
-        "stream": lambda stream: _StreamContext(device, stream),
-        "current_stream": lambda *given: device.current,
-        "set_stream": lambda stream: setattr(device, "current", stream),
         "graph_pool_handle": new_handle,
         "CUDAGraph": lambda: Graph(device),
         "mem_get_info": lambda *given: (8 << 30, 8 << 30),
     }
-    zero = ("synchronize", "empty_cache", "memory_reserved", "memory_allocated", "current_device")
+    zero = ("synchronize", "empty_cache", "memory_reserved", "memory_allocated")
     for name, part in parts.items() | {(name, lambda *given: 0) for name in zero}:
         monkeypatch.setattr(torch.cuda, name, part)
     below = {"_host_emptyCache": lambda: None, "_cuda_endAllocateToPool": end_allocate}

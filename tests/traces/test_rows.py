@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.errors import TraceError
+from trinity.errors import ConfigError, TraceError
 from trinity.traces import read_trace
-from trinity.traces.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 GOOD: dict[str, Any] = {"timestamp": 5.0, "input_length": 40, "output_length": 3}
 NO_TIME = [math.nan, math.inf, -math.inf, -1.0, -5e-324, True, "1", None, 10**400, np.float32(np.nan), np.int64(-1)]
@@ -55,6 +56,54 @@ def test_mappings_and_files_refuse_it_too(name: str, value: Any, tmp_path: Path)
     for read in (Trace.load, lambda name: read_trace(name, "trinity")):
         with pytest.raises(TraceError, match="line 2"):
             read(path)
+
+
+def test_texts_and_bools_of_numpy_become_plain(tmp_path: Path) -> None:
+    row = TraceRow(
+        **GOOD,
+        finish_reason=np.str_("stop"),
+        request_id=np.str_("é"),
+        emulated=np.True_,  # type: ignore[arg-type]
+        spans={np.str_("encode"): np.float64(2)},
+        images=[TraceImage(content=np.str_("abc"))],
+    )
+    plain = TraceRow(**GOOD, finish_reason="stop", request_id="é", emulated=True, images=[TraceImage(content="abc")])
+    assert msgspec.structs.replace(plain, spans={"encode": 2.0}) == row
+    told = (row.finish_reason, row.request_id, row.emulated, *row.spans, row.images[0].content)
+    assert [type(each) for each in told] == [str, str, bool, str, str]
+    Trace([row]).save(tmp_path / "rows.jsonl")
+    assert list(Trace.load(tmp_path / "rows.jsonl")) == [row]
+    served = TraceRow(**GOOD, itl_s=[0.1, 0.1], ttft_s=0.5, finish_reason="stop")
+    assert SLO(1.0, 1.0).is_met(served, np.str_("p99"))  # type: ignore[arg-type]
+    assert Trace([row]).attainment(SLO(1.0, 1.0), np.str_("tpot")) == 0  # type: ignore[arg-type]
+    bad: list[tuple[str, Any]] = [("finish_reason", np.str_("\ud800")), ("request_id", 5), ("emulated", 1)]
+    for name, value in (*bad, ("spans", {5: 1.0}), ("spans", [])):
+        with pytest.raises(TraceError):
+            TraceRow(**{**GOOD, name: value})
+
+
+class Named:
+    """A path of somebody's own class."""
+
+    def __init__(self, path: str | bytes) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str | bytes:
+        return self.path
+
+
+def test_any_path_is_one(tmp_path: Path) -> None:
+    """Names are bytes: not all of them are UTF-8 (PEP 383)."""
+    folder, trace = str(tmp_path), Trace([GOOD])
+    odd = os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl")
+    paths: list[Any] = [odd, Path(odd), Named(odd), Named(os.fsencode(odd)), np.str_(f"{folder}/n.jsonl")]
+    for number, path in enumerate(paths):
+        Trace([GOOD] * (number + 1)).save(path)
+        assert len(Trace.load(path)) == number + 1
+    assert b"caf\xe9.jsonl" in os.listdir(os.fsencode(folder))
+    for wrong in (f"{folder}/\ud800", 5, None, b"bytes"):
+        with pytest.raises(ConfigError):
+            trace.save(wrong)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_become_plain(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Launching(Writing):
     """One whose pending steps wait for nothing."""
 
     def launch(self, step: Step) -> FinishedStep:
-        return FinishedStep(self.forward(step))
+        return FinishedStep(self.forward(step), lambda: None)
 
 
 async def read_as_told(

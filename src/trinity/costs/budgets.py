@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import sys
-import tempfile
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +14,7 @@ import msgspec
 
 from trinity.errors import ConfigError, TrinityWarning
 from trinity.errors.arguments import Whole, check_struct
+from trinity.errors.cache_files import cache_folder, read_cached, write_cached
 
 CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
 MAX_DECODE_ROWS = 512  # decode rows of the largest step tried: throughput saturates before (TriInfer figure 3)
@@ -333,35 +330,11 @@ class BudgetCache:
     def get(self, key: BudgetKey) -> StepBudgets | None:
         """Get budgets stored under the same key, or None."""
         try:
-            entry = msgspec.json.decode(self.path(key).read_bytes(), type=_Entry)
-        except (OSError, ValueError):
+            entry = msgspec.json.decode(read_cached(self.path(key)) or b"", type=_Entry)
+        except ValueError:
             return None
         return entry.budgets if entry.key == key else None
 
     def put(self, key: BudgetKey, budgets: StepBudgets) -> bool:
         """Store budgets. Returns False where the folder cannot be written; a later start then measures again."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, scratch = tempfile.mkstemp(dir=self.folder, suffix=".part")
-        except OSError:
-            return False
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.encode(_Entry(key, budgets)))
-            os.replace(scratch, self.path(key))
-        except OSError:
-            with suppress(OSError):
-                os.unlink(scratch)
-            return False
-        return True
-
-
-def cache_folder() -> Path:
-    """Folder of trinity's caches: $TRINITY_CACHE, else ``trinity`` in the platform's cache folder."""
-    if chosen := os.environ.get("TRINITY_CACHE"):
-        return Path(chosen)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "trinity"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "trinity"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "trinity"
+        return write_cached(self.path(key), msgspec.json.encode(_Entry(key, budgets)))

@@ -11,7 +11,7 @@ from trinity.costs.engines import DEFAULT_ENGINE
 from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.step_cost import Device, get_device
 from trinity.errors import ConfigError, PlacementError, UnknownName
-from trinity.errors.arguments import check_call, check_struct, show
+from trinity.errors.arguments import check_call, check_struct, check_value, show
 from trinity.placement import Placement
 
 MOST_DEVICES = 1 << 16  # of one kind
@@ -77,13 +77,20 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     def size(self) -> int:
         return len(self.devices)
 
-    @check_call
     def link_between(self, one: int, other: int) -> Interconnect:
-        """Get the interconnect of two devices, given by their indices in ``devices``."""
-        for each in (one, other):
-            if not 0 <= each < self.size:
-                raise ConfigError(f"devices are numbered from 0 to {self.size - 1}, got {each}")
+        """Get the interconnect of two devices, given by their indices in ``devices``.
+
+        Simulations ask for every transfer: what is right already is not looked at by the door of arguments.
+        """
+        if not (type(one) is type(other) is int and 0 <= one < self.size and 0 <= other < self.size):
+            one, other = self._check_index("one", one), self._check_index("other", other)
         return self.network if self.hosts and self.hosts[one] != self.hosts[other] else self.link
+
+    def _check_index(self, name: str, value: object) -> int:
+        index: int = check_value(name, value, int)
+        if not 0 <= index < self.size:
+            raise ConfigError(f"devices are numbered from 0 to {self.size - 1}, got {index}")
+        return index
 
     def links_between(self, sources: Sequence[int], targets: Sequence[int]) -> list[Interconnect]:
         """List the kinds of interconnect from devices of ``sources`` to ``targets``, each once."""

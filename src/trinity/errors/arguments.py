@@ -11,9 +11,11 @@ import functools
 import inspect
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import msgspec
@@ -191,6 +193,18 @@ def plain_str(value: object) -> str:
     return str.encode(value, "utf-8").decode()  # not the methods of a subclass
 
 
+def _path(value: Any) -> Path:
+    """Read a path of any class, or a text that only a path can be: with bytes that are no UTF-8 (PEP 383)."""
+    if isinstance(value, str):
+        plain = str.encode(value, "utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+        if not any("\udc80" <= each <= "\udcff" for each in plain):
+            raise _Wrong
+        return Path(plain)
+    if not isinstance(value, os.PathLike):
+        raise _Wrong
+    return Path(os.fsdecode(os.fspath(value)))
+
+
 def _int(value: Any) -> int:
     number = plain_int(value)
     if not -_INT64 <= number < _INT64:
@@ -214,6 +228,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
     int: _int,
     float: _float,
     str: plain_str,
+    Path: _path,
 }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
-from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
@@ -15,6 +15,7 @@ T = TypeVar("T")
 Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
 _MOST_LISTED = 4096  # items of a list
 _MOST_PARTS = 100_000  # values in a chat
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # one letter is a drive
 
 
 class Unfit(Exception):
@@ -41,12 +42,19 @@ def read_source(source: Any) -> Any:
     if isinstance(source, str):
         if type(source) is not str:
             source = str.encode(source, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
-        return source if source[:8].lower().startswith(("http://", "https://")) else absolute_path(source)
+        return source if source[:8].lower().startswith(("http://", "https://")) else _mark(source)
     if isinstance(source, os.PathLike):
         with suppress(Exception):  # somebody's own: it is read later, and refused there
             path = os.fsdecode(os.fspath(source))
-            return source if os.path.isabs(path) else Path(absolute_path(path))
+            marked = _mark(path)
+            return source if marked == path else marked
     return source
+
+
+def _mark(path: str) -> str:
+    """Make a path absolute; a dot marks where what was given begins (rsync's way), which ``given_path`` returns."""
+    marked = absolute_path(f"./{path}") if path and not os.path.isabs(path) else path
+    return marked if os.path.isabs(marked) else path
 
 
 def absolute_path(path: str) -> str:
@@ -57,6 +65,17 @@ def absolute_path(path: str) -> str:
         return os.path.join(os.getcwd(), path)  # not abspath, which makes another file of one behind a link and ".."
     except OSError:
         return path
+
+
+def given_path(path: str) -> str:
+    """Return the path of a source as it was given to ``read_source``."""
+    return path.partition("/./")[2] or path if os.path.isabs(path) else path
+
+
+def find_scheme(path: str) -> str:
+    """Return the scheme of what looks like an address ("s3:" of "s3://bucket/a.png") and is no file; else ""."""
+    found = _SCHEME.match(given_path(path))
+    return found.group() if found and not os.path.lexists(path) else ""
 
 
 def read_count(name: str, value: Any) -> int:

@@ -7,6 +7,8 @@ summed there (``device_blocks.py``).
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +24,7 @@ from trinity.memory.digest_function import digest_array
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("trinity")
 API = 1  # version of the extension that this file calls
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
@@ -44,6 +47,8 @@ if extension is not None:
         extension.instructions()
     except ValueError as error:  # of the environment's TRINITY_ISA
         raise ConfigError(str(error)) from error
+    if os.environ.get("TRINITY_AMX") == "0" and "TRINITY_ISA" not in os.environ:
+        logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
 
 
 def has_extension() -> bool:
@@ -103,6 +108,8 @@ def copy_blocks(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if os.environ.get("TRINITY_AMX") == "0" and "TRINITY_ISA" not in os.environ:
+        logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
     return len(targets) * length
 
 
@@ -126,6 +133,8 @@ def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list
         extension.digests(rows.ctypes.data, len(rows), numbers, rows.shape[1], offset, length, found)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if os.environ.get("TRINITY_AMX") == "0" and "TRINITY_ISA" not in os.environ:
+        logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
     result: list[int] = found.tolist()
     return result
 

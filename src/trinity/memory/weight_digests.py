@@ -2,7 +2,9 @@
 
 The sample tells two checkpoints apart in each tensor of which a page differs; only the whole tells a flipped bit. The
 digest of a whole file is SHA-256, as ``sha256sum`` and model hubs have it, and is remembered by the file's inode, size
-and time: within the process, and for large files in the user's cache, where processes of one host share it.
+and times: within the process, and for large files in the user's cache, where processes of one host share it. The time
+of the last change of the inode is among them, for a copy may keep the other one. What is no change of the content, a
+file system that numbers its inodes anew or a changed owner, costs one more reading and no more.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ MAX_HEADER = 100_000_000  # bytes of a safetensors header, as the format bounds 
 CHUNK = 8 << 20
 SHARED_BYTES = 64 << 20  # files from this size on are remembered beyond the process
 LOCK_POLL_S = 0.2
-FileKey = tuple[int, int, int, int]  # device, inode, size, time of change in ns
-LoadedFiles = tuple[tuple[str, FileKey], ...]  # names and keys of a checkpoint's files as they were at some time
+FileKey = tuple[int, int, int, int, int]  # device, inode, size, times of the content's and the inode's change in ns
+FileState = tuple[int, int, int]  # size and both times: what no file system numbers anew
+LoadedFiles = tuple[tuple[str, FileState], ...]  # a checkpoint's files by name, as they were at some time
+MOST_REMEMBERED = 1 << 12  # files; more come where inodes are numbered anew
 _lock = threading.Lock()
 _samples: dict[FileKey, str] = {}
 _wholes: dict[FileKey, str] = {}
@@ -83,9 +87,17 @@ def identify_files(directory: Path) -> LoadedFiles:
     ``ConfigError`` if there is no such directory, or a file is replaced just now.
     """
     try:
-        return tuple((path.name, _stat_key(path.stat())) for path in list_weight_files(directory))
+        return tuple((path.name, _stat_key(path.stat())[2:]) for path in list_weight_files(directory))
     except OSError as error:
         raise ConfigError(f"the files in {directory} change: {error}") from error
+
+
+def are_only_touched(loaded: LoadedFiles, now: LoadedFiles) -> bool:
+    """Tell if nothing but inodes have changed, as by a new owner or link, or by one who writes and sets the time back.
+
+    A look at the content tells these apart.
+    """
+    return [(name, state[:2]) for name, state in loaded] == [(name, state[:2]) for name, state in now]
 
 
 def sample_digest(directory: Path) -> str:
@@ -94,9 +106,11 @@ def sample_digest(directory: Path) -> str:
     for path in list_weight_files(directory):
         with path.open("rb") as file:
             key = _file_key(file.fileno())
-            if key not in _samples:
-                _remember(_samples, key, _sample(file.fileno(), key[2], path.suffix == ".safetensors"))
-        found.update(f"{path.name}:{key[2]}:{_samples[key]};".encode())
+            digest = _samples.get(key, "")
+            if not digest:
+                digest = _sample(file.fileno(), key[2], path.suffix == ".safetensors")
+                _remember(_samples, key, digest)
+        found.update(f"{path.name}:{key[2]}:{digest};".encode())
     return found.hexdigest()
 
 
@@ -164,12 +178,12 @@ def _file_key(descriptor: int) -> FileKey:
 
 
 def _stat_key(stat: os.stat_result) -> FileKey:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _remember(cache: dict[FileKey, str], key: FileKey, digest: str) -> None:
     with _lock:
-        for old in [each for each in cache if each[:2] == key[:2]]:
+        for old in [each for each in cache if each[:2] == key[:2] or len(cache) >= MOST_REMEMBERED]:
             del cache[old]
         cache[key] = digest
 
@@ -220,14 +234,15 @@ def _tensor_spans(descriptor: int, size: int) -> list[tuple[int, int]] | None:
 def _whole(path: Path, stop: Callable[[], bool]) -> str:
     with path.open("rb") as file:
         key = _file_key(file.fileno())
-    if key not in _wholes:
+    digest = _wholes.get(key, "")
+    if not digest:
         with _one_at_a_time(key, stop):
             digest = _read_shared(key)
             if not digest:
                 digest = hash_file(path, stop)
                 _write_shared(key, digest)
         _remember(_wholes, key, digest)
-    return _wholes[key]
+    return digest
 
 
 def _shared_path(key: FileKey) -> Path:
@@ -239,8 +254,8 @@ def _read_shared(key: FileKey) -> str:
     """Return the digest that another process has left in the user's cache for this file as it is now, or ""."""
     if key[2] >= SHARED_BYTES:
         with suppress(OSError, RuntimeError, ValueError):
-            size, changed, digest = _shared_path(key).read_text()[:256].split()
-            if (int(size), int(changed), len(digest)) == (key[2], key[3], 64):
+            *found, digest = _shared_path(key).read_text()[:256].split()
+            if (tuple(map(int, found)), len(digest)) == (key[2:], 64):
                 return digest
     return ""
 
@@ -248,7 +263,7 @@ def _read_shared(key: FileKey) -> str:
 def _write_shared(key: FileKey, digest: str) -> None:
     if key[2] >= SHARED_BYTES:
         with suppress(OSError, RuntimeError):
-            _shared_path(key).write_text(f"{key[2]} {key[3]} {digest}\n")
+            _shared_path(key).write_text(f"{' '.join(map(str, key[2:]))} {digest}\n")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
+from trinity.errors.plain_values import find_scheme
 from trinity.preprocess.model_types import explain_how_to_add
 
 MOST_CONFIG_BYTES = 16 << 20  # the largest published configs have some 100 KB
@@ -46,6 +47,11 @@ def check_directory(model_dir: Path) -> None:
         found, folder = (model_dir / "config.json").is_file(), model_dir.is_dir()
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise ConfigError(f"model directory {show(str(model_dir))} cannot be read ({error.strerror})") from error
+    if not found and (scheme := find_scheme(str(model_dir))):
+        raise ConfigError(
+            f"model {show(str(model_dir))} is an address of the scheme {scheme!r}, and nothing is downloaded; download "
+            "the checkpoint, with huggingface-cli download for example, and give its directory"
+        )
     if not found:
         missing = "has no config.json" if folder else "does not exist"
         raise ConfigError(

@@ -16,9 +16,11 @@ from typing import Any
 from urllib import request
 
 from trinity.errors import describe_error
+from trinity.errors.plain_values import find_scheme, given_path
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 _CHUNK = 1 << 16
+_LONGEST_SHOWN = 80  # characters of a path in a message
 _MOST_LOOKUPS = 32
 _SHORTEST_S = 1e-3  # 0 would mean: do not wait at all
 _lookups = threading.BoundedSemaphore(_MOST_LOOKUPS)
@@ -32,7 +34,12 @@ def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
     is empty, and is not read.
     """
     path = os.fsdecode(os.fspath(source))
-    shown = reprlib.repr(path)
+    shown = _show_path(path)
+    if scheme := find_scheme(path):
+        raise MediaProblem(
+            f"{shown} is an address of the scheme {scheme!r}, and only http: and https: are fetched; fetch it and give "
+            "its bytes, or the path of a file"
+        )
     try:
         real = _allowed(path, shown, limits)
         _check_file(os.stat(real), shown, limits)
@@ -51,6 +58,12 @@ def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
         os.close(descriptor)
     check_bytes(len(data), limits)
     return data
+
+
+def _show_path(path: str) -> str:
+    """Show a path as it was given; of a long one its end, which tells files apart."""
+    given = given_path(path)
+    return repr(given if len(given) <= _LONGEST_SHOWN else f"...{given[-_LONGEST_SHOWN:]}")
 
 
 def _allowed(path: str, shown: str, limits: MediaLimits) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,7 +89,20 @@ def make_setups(
 def _machine(address: str | None) -> str:
     """Name the machine where an instance runs, "" for this one; addresses that differ are taken for machines."""
     host = Address.parse(address).host if address is not None else ""
-    return "" if host == "localhost" or host.startswith("127.") or host == "::1" else host
+    return "" if host in ("", "localhost", socket.gethostname()) or _is_own(host) else host
+
+
+def _is_own(host: str) -> bool:
+    """Tell if a numeric address is one of this host's interfaces: no others can be bound. Asks no name service."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, _, _, place in found:
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(place)
+            return True
+    return False
 
 
 def make_route_configs(connector: Connector, addresses: Sequence[str | None]) -> dict[str, RouteConfig]:

@@ -128,7 +128,8 @@ def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     language = letters.replace("E", "")
     if language:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
-        backend = make_backend(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
+        heads = setup.model.adapter.text_config.num_attention_heads
+        backend = make_backend(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device, heads)
         graphs = make_graph_cache(setup.model.device)
         stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
         if graphs is not None:

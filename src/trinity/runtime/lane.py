@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -14,15 +15,23 @@ from typing import Any
 
 from trinity.core.messages import Close, Failure, Grow, LayersWritten, Open, Sampled, Step, Stepped, Value
 from trinity.errors import describe_error
-from trinity.errors.arguments import show
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
+from trinity.runtime.step_rows import (
+    LARGEST_VOCABULARY,
+    check_complete,
+    describe_rows,
+    leave_out,
+    list_requests,
+    name_letters,
+    name_stages,
+    select_rows,
+    split_by_request,
+)
 from trinity.stages.base import CleanableStage, GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-SAMPLED_ONLY = {Sampled}
-LARGEST_VOCABULARY = 1 << 31
 POLL_S = 0.0002  # between two polls of a launched step, while another may still be launched behind it
 
 
@@ -84,6 +93,7 @@ class Lane:
         self._with_remarks: list[Any] = [stage for stage in self.stages if hasattr(stage, "remarks")]
         self._reporting: Step | None = None  # the step whose layers are reported
         self._reported = False
+        self._suspicious = False  # rows of this step may have left something in blocks
         for stage in self.stages:
             if isinstance(stage, LayerReporter):
                 stage.on_layers = self._report_layers
@@ -159,31 +169,66 @@ class Lane:
             try:
                 self._stream.begin()
                 pending, since = launching.launch(only), time.perf_counter()
-                self._flight.append(InFlightStep(step, pending, since, self._stream.mark()))
-                return True
             except BaseException:  # run as any other step, it shows which request is at fault
                 logger.exception("step %d of %s could not be launched", step.id, self.name)
+            else:
+                self._flight.append(InFlightStep(step, pending, since, self._mark()))
+                return True
         while self._flight:
             self._finish()
         return False
 
+    def _mark(self) -> Callable[[], None]:
+        """Mark the end of a launched step. Where even that fails, the step has: it is told when it is waited for."""
+        try:
+            return self._stream.mark()
+        except BaseException as error:
+            return partial(_raise, error)
+
     def _finish(self) -> None:
-        """Answer the oldest launched step. If it failed, run it and all behind it again, one after the other."""
+        """Answer the oldest launched step. If it failed, undo it and all behind it, and run them one after the other.
+
+        The device comes first: once ``wait`` has returned, nothing can fail any more.
+        """
         first = self._flight.popleft()
         try:
-            found = first.pending.wait() or {}
             first.settle()
+            found = first.pending.wait()
         except BaseException:
             logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
             again = [first, *self._flight]
             self._flight.clear()
-            for each in reversed(again):
-                each.pending.drop()
+            refused = self._undo(again)
             for each in again:
-                self._reply(each.step, self._run_step(each.step))
+                self._reply(each.step, self._run_step(each.step) if refused is None else self._give_up(each, refused))
         else:
-            judged = self._judge(first.step, found)
-            self._reply(first.step, self._make_answer(first.step, max(first.since, self._free_at), *judged))
+            sampled, failed = self._judge(first.step, found)
+            if failed:
+                for each in self._flight:  # no step may write while blocks are cleaned
+                    with suppress(Exception):
+                        each.settle()
+                self._clean(failed)
+            self._reply(first.step, self._make_answer(first.step, max(first.since, self._free_at), sampled, failed))
+
+    def _undo(self, steps: Sequence[InFlightStep]) -> BaseException | None:
+        """Drop launched steps, the youngest first; return what one that cannot be undone raises.
+
+        None of them may run again then: a token that was sampled already would be sampled twice.
+        """
+        refused: BaseException | None = None
+        for each in reversed(steps):
+            try:
+                each.pending.drop()
+            except BaseException as error:
+                logger.exception("step %d of %s cannot be undone: its requests fail", each.step.id, self.name)
+                refused = refused or error
+        return refused
+
+    def _give_up(self, launched: InFlightStep, error: BaseException) -> Stepped:
+        """Answer that every row of a step has failed."""
+        failed = self._fail_all(launched.step, error)
+        self._clean(failed)
+        return self._make_answer(launched.step, launched.since, {}, failed)
 
     def _apply(self, command: Value) -> None:
         for stage in self.stages:
@@ -205,46 +250,82 @@ class Lane:
             self._post(LayersWritten(step.id, self.name, (first, end)))
 
     def _run_step(self, step: Step) -> Stepped:
+        """Run a step's stages one after the other. A stage that returned has gone on, and never runs again."""
         started = time.perf_counter()
-        self._reporting, self._reported = step, False
+        sampled: dict[str, Sampled] = {}
+        failed: dict[str, Failure] = {}
+        self._reporting, self._reported, self._suspicious = step, False, False
+        rows: Step | None = None
         try:
-            found = self._forward(step)
+            if self._streams:
+                self._stream.begin()
+            for stage in self.stages:
+                own = select_rows(step, stage.letters)
+                own = leave_out(own, failed) if failed and own is not None else own
+                if own is not None:
+                    good, bad = self._run_stage(stage, rows := own)
+                    sampled = {**sampled, **good} if sampled else good
+                    failed.update(bad)
+            if rows is not step:  # of several stages, or none: has each row found one?
+                failed.update(self._judge(leave_out(step, failed) or Step(step.id, step.lane), sampled)[1])
+            if self._streams:
+                self._stream.settle()
+        except BaseException as error:  # the device's: nobody knows what it has written
+            logger.exception("step %d of %s has failed on its device", step.id, self.name)
+            self._revoke_layers(step)
+            sampled, failed, self._suspicious = {}, self._fail_all(step, error), True
+        if self._suspicious:
+            self._clean(failed)
+            sampled = {request: one for request, one in sampled.items() if request not in failed}
+        return self._make_answer(step, started, sampled, failed)
+
+    def _run_stage(self, stage: Stage, rows: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+        """Run a stage's rows, after a failure each request's alone; return the good ones and the failed ones."""
+        try:
+            found = stage.forward(rows)
         except BaseException:  # a stage that calls sys.exit() must not end the lane: its requests would wait for ever
             logger.exception(
-                "step %d of %s failed; its requests run alone to find the one at fault", step.id, self.name
+                "step %d of %s failed; its requests run alone to find the one at fault", rows.id, self.name
             )
-            self._reporting = None
-            if self._reported:
-                self._post(LayersWritten(step.id, self.name, None))
-            judged = self._run_alone(step)
-        else:
-            judged = self._judge(step, found)
-        return self._make_answer(step, started, *judged)
+            self._revoke_layers(rows)
+            return self._run_alone(stage, rows)
+        return self._judge(rows, found)
 
-    def _judge(self, step: Step, found: dict[str, Sampled]) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+    def _revoke_layers(self, step: Step) -> None:
+        """Take back what was reported of a step; nothing more of it is."""
+        self._reporting = None
+        if self._reported:
+            self._reported = False
+            self._post(LayersWritten(step.id, self.name, None))
+
+    def _judge(self, step: Step, found: Any) -> tuple[dict[str, Sampled], dict[str, Failure]]:
         """Part what a stage returned for a step into good rows and failed ones.
 
         Nothing runs again: the stage has gone on with every row, and a second token would follow one that nobody saw.
         """
+        found = {} if found is None else found
         try:
             return check_complete(step, found, self._vocabulary), {}
-        except (TypeError, RuntimeError):
+        except Exception:  # a foreign object may raise anything when it is looked at
             logger.exception("step %d of %s returned what is no token", step.id, self.name)
+        self._suspicious = True
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}
         for rows in split_by_request(step):
             request = list_requests(rows)[0]
-            own = {request: found[request]} if type(found) is dict and request in found else {}
             try:
-                sampled.update(check_complete(rows, own if type(found) is dict else found, self._vocabulary))
-            except (TypeError, RuntimeError) as error:
+                own = {each: found[each] for each in (request,) if each in found} if isinstance(found, dict) else found
+                sampled.update(check_complete(rows, own, self._vocabulary))
+            except Exception as error:
                 failed[request] = self._describe_failure(rows, error)
-        self._clean(failed)
         return sampled, failed
 
+    def _fail_all(self, step: Step, error: BaseException) -> dict[str, Failure]:
+        return {list_requests(rows)[0]: self._describe_failure(rows, error) for rows in split_by_request(step)}
+
     def _describe_failure(self, rows: Step, error: BaseException) -> Failure:
-        text = f"{_title(rows)} on {self.instance} raised {describe_error(error)}"
-        return Failure("StageError", text, {"stage": _letters(rows)})
+        text = f"{name_stages(rows)} on {self.instance} raised {describe_error(error)}"
+        return Failure("StageError", text, {"stage": name_letters(rows)})
 
     def _make_answer(
         self, step: Step, started: float, sampled: dict[str, Sampled], failed: dict[str, Failure]
@@ -252,7 +333,7 @@ class Lane:
         self._free_at = time.perf_counter()
         seconds = self._free_at - started
         if step.encodes or step.prefills:
-            title, said = _describe_step(step)
+            title, said = describe_rows(step)
         else:  # most steps
             title, said = "decode", {"media tokens": 0, "prefill tokens": 0, "decodes": len(step.decodes)}
         if self._emulated:  # must not be taken for computed
@@ -262,32 +343,18 @@ class Lane:
         self._timeline.add(self.instance, self.name, title, started, seconds, said)
         return Stepped(step.id, self.name, sampled, failed, seconds)
 
-    def _forward(self, step: Step) -> dict[str, Sampled]:
-        sampled: dict[str, Sampled] = {}
-        if self._streams:
-            self._stream.begin()
-        try:
-            for stage in self.stages:
-                rows = select_rows(step, stage.letters)
-                if rows is not None:
-                    found = stage.forward(rows) or {}
-                    sampled = check_sampled(sampled) | check_sampled(found) if sampled else found
-        finally:
-            if self._streams:
-                self._stream.settle()  # after a failure too: its blocks soon belong to another request
-        return sampled
-
-    def _run_alone(self, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
+    def _run_alone(self, stage: Stage, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
         """Run each request's rows alone: only those that fail alone have failed."""
+        self._suspicious = True
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}
         for rows in split_by_request(step):
             request = list_requests(rows)[0]
             try:
-                sampled.update(check_complete(rows, self._forward(rows), self._vocabulary))
+                found = self._stream.run(partial(stage.forward, rows))
+                sampled.update(check_complete(rows, {} if found is None else found, self._vocabulary))
             except BaseException as error:
                 failed[request] = self._describe_failure(rows, error)
-        self._clean(failed)
         return sampled, failed
 
     def _clean(self, failed: Collection[str]) -> None:
@@ -300,81 +367,5 @@ class Lane:
                     logger.exception("stage %s of %s could not clean up", stage.letters, self.instance)
 
 
-def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
-    """Check what a stage returned. Raises ``TypeError`` if it is not a dict of ``Sampled`` by request."""
-    kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
-    if not all(issubclass(kind, Sampled) for kind in kinds):
-        raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {sampled!r:.200}")
-    return sampled
-
-
-def check_tokens(sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
-    """Check that tokens are plain ids of the vocabulary. Raises ``TypeError`` if not."""
-    tokens = [one.token for one in sampled.values()]
-    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) < vocabulary):
-        wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocabulary)
-        raise TypeError(
-            f"Sampled.token must be an int from 0 to {vocabulary - 1}, got {show(wrong)}; give an id of the vocabulary"
-        )
-    return sampled
-
-
-def check_complete(step: Step, sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
-    """Check that each row that needs a token has one. Raises ``RuntimeError`` if not, ``TypeError`` as above."""
-    if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == SAMPLED_ONLY:
-        return check_tokens(sampled, vocabulary)  # most steps
-    check_tokens(check_sampled(sampled), vocabulary)
-    missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
-    if missing:
-        raise RuntimeError(f"Stage.forward() returned no token for {', '.join(sorted(missing))}")
-    return sampled
-
-
-def select_rows(step: Step, letters: str) -> Step | None:
-    """Select the rows of a step that a stage with these letters runs; None if there are none."""
-    if step.decodes and not (step.encodes or step.prefills) and "D" in letters:
-        return step  # most steps
-    encodes = step.encodes if "E" in letters else ()
-    prefills = step.prefills if "P" in letters else ()
-    decodes = step.decodes if "D" in letters else ()
-    return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
-
-
-def list_requests(step: Step) -> list[str]:
-    """List the requests that have rows in a step, each once."""
-    rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
-    return list(dict.fromkeys(rows + list(step.decodes)))
-
-
-def split_by_request(step: Step) -> list[Step]:
-    """Split a step into one per request."""
-    return [
-        Step(
-            step.id,
-            step.lane,
-            tuple(row for row in step.encodes if row.request == request),
-            tuple(row for row in step.prefills if row.request == request),
-            tuple(each for each in step.decodes if each == request),
-            step.group,
-        )
-        for request in list_requests(step)
-    ]
-
-
-def _letters(step: Step) -> str:
-    present = (("E", step.encodes), ("P", step.prefills), ("D", step.decodes))
-    return "".join(letter for letter, rows in present if rows)
-
-
-def _title(step: Step) -> str:
-    names = {"E": "encode", "P": "prefill", "D": "decode"}
-    return "+".join(names[letter] for letter in _letters(step))
-
-
-def _describe_step(step: Step) -> tuple[str, dict[str, float]]:
-    """Name a step and count its rows, for the timeline."""
-    return _title(step), {
-        "media tokens": sum(row.span.tokens for row in step.encodes),
-        "prefill tokens": sum(row.length for row in step.prefills),
-        "decodes": len(step.decodes),
-    }
+def _raise(error: BaseException) -> None:
+    raise error

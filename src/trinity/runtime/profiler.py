@@ -30,11 +30,11 @@ from trinity.costs.budgets import (
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import TrinityWarning
-from trinity.instance import Instance
 from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
+from trinity.stages.attention.backends import CacheKind, choose_backends
 from trinity.stages.base import Stage
 
 MEAN_CONTEXT = 512  # tokens of context of a profiled decode row, or half the model's context if that is less
@@ -68,9 +68,20 @@ def profile_budgets(
     return known
 
 
-def _describe_kernels(spec: Instance) -> str:
-    """Describe what else decides a step's time here: kernels, attention backend, layout of weights."""
-    return f"{native.describe()}, attention {spec.attention}, {'packed' if spec.pack else 'plain'} weights"
+def _describe_kernels(loaded: LoadedInstance) -> str:
+    """Describe what else decides a step's time here: kernels, attention backends, layout of weights."""
+    weights = "packed" if loaded.spec.pack else "plain"
+    return f"{native.describe()}, attention {_describe_attention(loaded)}, {weights} weights"
+
+
+def _describe_attention(loaded: LoadedInstance) -> str:
+    """Name the backends that were chosen: they depend on what is installed, and on a measurement."""
+    spec, model, kv = loaded.spec, loaded.model, loaded.memory.get(KV)
+    if kv is None or spec.stages or isinstance(model, EmulatedModel):
+        return spec.attention
+    heads = model.adapter.text_config.num_attention_heads
+    kind = CacheKind(tuple(kv.shape.shape), kv.shape.dtype, kv.tensor.device, heads)
+    return str(choose_backends(spec.attention, kind))
 
 
 def profile_tables(loaded: Sequence[LoadedInstance], processor: RequestProcessor, **counts: Any) -> CostTables:
@@ -133,7 +144,7 @@ def _budget_key(loaded: LoadedInstance, limit_s: float) -> BudgetKey:
         threads=spec.threads,
         roles=spec.roles,
         limit_s=limit_s,
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_describe_kernels(spec)}",
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {_describe_kernels(loaded)}",
         lanes=spec.lanes,
         cores=spec.cores,
     )

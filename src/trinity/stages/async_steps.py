@@ -7,7 +7,7 @@ one copy into pinned memory and one event per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -132,6 +132,7 @@ class LaunchedStep:
         self._copy, self._event = _start_copy(drawn.flatten())
         self._begun = True
         self._sampled: dict[str, Sampled] | None = None
+        self._fed = slots[:0]  # once the tokens are recorded: those before them
         table.begin_step(slots)
 
     @property
@@ -155,16 +156,20 @@ class LaunchedStep:
 
     def drop(self) -> None:
         """See ``PendingStep.drop``."""
-        self._synchronize()
         if self._begun:
             self._begun = False
             self._table.undo_step(self._slots)
             self._table.suspects -= self._ran  # it runs again
+        elif self._sampled is not None:
+            self._sampled = None
+            self._table.take_back(self._slots, self._fed)
+        with suppress(Exception):  # a device that has failed runs nothing any more
+            self._synchronize()
 
     def _finish(self) -> dict[str, Sampled]:
         self._synchronize()
         sampled = self._drawn.read(self._copy)
-        self._begun = False
+        self._begun, self._fed = False, self._table.token[self._slots]
         self._table.end_step(self._rows, self._slots, sampled)
         self._table.suspects -= self._ran
         self._sampled = dict(zip([row.request for row in self._rows], sampled, strict=True))
@@ -176,10 +181,10 @@ class LaunchedStep:
 
 
 class FinishedStep:
-    """``PendingStep`` of a step that ran at once."""
+    """``PendingStep`` of a step that ran at once. ``undo`` takes back what it has recorded, for it to run again."""
 
-    def __init__(self, sampled: dict[str, Sampled]) -> None:
-        self._sampled = sampled
+    def __init__(self, sampled: dict[str, Sampled], undo: Callable[[], None]) -> None:
+        self._sampled, self._undos = sampled, [undo]
 
     def ready(self) -> bool:
         return True
@@ -188,7 +193,8 @@ class FinishedStep:
         return self._sampled
 
     def drop(self) -> None:
-        raise AssertionError("a step that was run at once cannot fail later")
+        while self._undos:
+            self._undos.pop()()
 
 
 def _start_copy(tokens: Tensor) -> tuple[Tensor, Any]:

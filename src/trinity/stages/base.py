@@ -88,9 +88,10 @@ class PendingStep(Protocol):
         ...
 
     def drop(self) -> None:
-        """Undo the launch, in place of ``wait`` or after it raised. On return nothing of the step runs any more.
+        """Undo the launch, in place of ``wait`` or after it raised, and what is recorded of a step that ran at once.
 
-        Steps launched later have been dropped before.
+        Nothing of it runs any more on return, and it can run again. Steps launched later have been dropped before. If
+        it cannot be undone, raise: the requests of all steps in flight fail then, and none runs again.
         """
         ...
 

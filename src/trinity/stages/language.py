@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class LanguageStage:
         if "P" in self.letters:
             rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
             self._eager(NO_DECODES, [Chunk(ids, rope, 0, one)], 0)
-        else:
+        if "D" in self.letters:  # perhaps by another backend
             self._eager(Decodes(one, one, one + 1, one[None], one), [], 0)
         if (warm_up := getattr(self._backend, "warm_up", None)) is not None:
             warm_up(self.kv.tensor, chunks="P" in self.letters, groups=self.model.adapter.whole_media)
@@ -156,7 +157,8 @@ class LanguageStage:
                 each.settle()
             if not all(each.is_over for each in self._flight):
                 raise StageError("an earlier step has failed, and this one needs its tokens")
-            return FinishedStep(self.forward(step))
+            fed = self._requests.token[rows.slots]
+            return FinishedStep(self.forward(step), partial(self._requests.take_back, rows.slots, fed))
         table = self._requests
         suspects = rows.requests - table.suspects
         table.suspects |= suspects

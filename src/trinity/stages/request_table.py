@@ -272,6 +272,12 @@ class RequestTable:
         self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
         self.steps_in_flight -= 1
 
+    def take_back(self, slots: np.ndarray, fed: np.ndarray) -> None:
+        """Forget the youngest tokens of these rows, which are recorded; ``fed``: the tokens before them."""
+        self.length[slots] -= 1
+        self.token[slots] = fed
+        self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
+
     def needs_of(self, slots: np.ndarray) -> int:
         """Return what the sampler must do for any of these rows; 0 if their logits say all."""
         selection = self.selection

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from trinity.errors import TraceError
-from trinity.errors.arguments import plain_int, plain_str, show
+from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 
 NAMES = {str: "a text", bool: "True or False"}
 MOST_TOKENS = 1 << 40  # beyond what any model takes, and far from what an array holds
@@ -84,29 +84,36 @@ def check_row(row: Any, image: type) -> None:
 
 
 def check_plain(row: Any, kind: type, *names: str) -> None:
-    """Raise unless these fields of ``row`` are of just this type, and texts can be written."""
+    """Replace these fields of ``row`` by Python's own text or bool. Raises for others, and for half a character."""
     for name in names:
-        value = getattr(row, name)
-        if type(value) is not kind or not (kind is bool or is_text(value)):
-            raise TraceError(f"a row's {name} is {NAMES[kind]}, got {show(value)[:80]}")
+        value: Any = getattr(row, name)
+        exact = type(value) is kind
+        if exact and (kind is bool or value.isascii()):
+            continue
+        try:
+            force_setattr(row, name, plain_bool(value) if kind is bool else plain_str(value))
+        except Exception:  # another type, half a character, or an object of somebody's own
+            raise TraceError(f"a row's {name} is {NAMES[kind]}, got {show(value)[:80]}") from None
 
 
-def is_text(value: object) -> bool:
-    """True for a text that UTF-8 can encode."""
-    if isinstance(value, str) and value.isascii():
-        return True
+def read_content(name: str, value: object) -> str:
+    """Return a text that UTF-8 can encode. Raises for anything else."""
+    if type(value) is str and value.isascii():  # most are
+        return value
     try:
-        plain_str(value)
+        return plain_str(value)
     except Exception:
-        return False
-    return True
+        raise TraceError(f"an image's {name} is the text of a hash, got {show(value)[:80]}") from None
 
 
-def check_spans(name: str, value: object) -> dict[str, float]:
+def check_spans(name: str, value: Any) -> dict[str, float]:
     """Return seconds by name. Raises for anything else."""
-    if not isinstance(value, dict) or not all(type(each) is str for each in value):
-        raise TraceError(f"a row's {name} are seconds by name, got {show(value)[:80]}")
-    return {each: check_time(name, seconds) for each, seconds in value.items()}
+    try:
+        return {plain_str(each): check_time(name, seconds) for each, seconds in dict.items(value)}
+    except TraceError:
+        raise
+    except Exception:
+        raise TraceError(f"a row's {name} are seconds by name, got {show(value)[:80]}") from None
 
 
 def _plain_whole(value: Any) -> int | None:

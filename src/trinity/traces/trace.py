@@ -25,7 +25,7 @@ from trinity.errors.arguments import (
     show,
 )
 from trinity.errors.files import read_regular_file, unzip, write_file
-from trinity.traces.checks import check_count, check_row, is_text
+from trinity.traces.checks import check_count, check_fields, check_row, read_content
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
@@ -75,7 +75,7 @@ class SLO(msgspec.Struct, frozen=True):
         An output of one token has no gaps. Raises ``UnknownName`` for another rule.
         """
         if type(rule) is not str or rule not in SLO_RULES:
-            raise UnknownName("SLO rule", show(rule).strip("'"), SLO_RULES)
+            rule = _read_rule(rule)
         try:
             reason, first, gaps = served.finish_reason, served.ttft_s, served.itl_s
         except Exception:
@@ -122,8 +122,7 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
             if value is not None and (plain := check_count(f"an image's {name}", value)) is not value:
                 msgspec.structs.force_setattr(self, name, plain)
-        if self.content is not None and not is_text(self.content):
-            raise TraceError(f"an image's content is the text of a hash, got {show(self.content)[:80]}")
+        check_fields(self, read_content, "content", optional=True)
 
 
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -364,6 +363,14 @@ class Trace(Sequence[TraceRow]):
 def read_lines(path: str | Path) -> list[bytes]:
     """Read the lines of a file, gzipped or not. Raises ``TraceError`` where it cannot be read."""
     return unzip(read_regular_file(path, TraceError), path, TraceError).split(b"\n")
+
+
+def _read_rule(rule: object) -> SLORule:
+    """Return a rule of another class of text, numpy's for example. Raises ``UnknownName``."""
+    for known in SLO_RULES if isinstance(rule, str) else ():
+        if str.__eq__(known, rule):
+            return known
+    raise UnknownName("SLO rule", show(rule).strip("'"), SLO_RULES)
 
 
 def _check_positive(name: str, value: float | None) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.attention_libraries import paged
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends
@@ -22,7 +23,7 @@ from trinity.stages.attention.flash import (
     call_torch_varlen,
     varlen_supports_block_tables,
 )
-from trinity.stages.attention.interface import AttentionParams, PagedRows, build_mask
+from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
 
@@ -99,6 +100,10 @@ def test_a_wrong_backend_is_found_out(how: str, why: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch saw a GPU; what is tried there is tried here on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(backends, "_known", {})
+    monkeypatch.setenv("TRINITY_CACHE", "off")
     from trinity.stages.attention import probe
 
     monkeypatch.setattr(
@@ -113,7 +118,7 @@ def kind(dtype: torch.dtype = torch.bfloat16, rows: int = 16) -> CacheKind:
 def test_without_a_gpu_each_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    for name in ("triton", "varlen", "flash"):
+    for name in ("triton", "flash3", "flashinfer", "varlen", "flash"):
         with pytest.raises(ConfigError, match=f"attention='{name}' cannot run here: there is no GPU"):
             pick_backend(name, kind())
         with pytest.raises(ConfigError, match=f"attention='{name}' cannot run here: it is a kernel for GPUs"):
@@ -128,6 +133,8 @@ def test_what_is_missing_is_named(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
         "triton": r"triton is not installed: pip install 'trinity-epd\[cuda\]'",
         "varlen": "takes a block table from torch 2.12 on",
         "flash": "the package flash-attn is not installed",
+        "flash3": "flash_attn_interface. is not installed",
+        "flashinfer": "flashinfer-python is not installed",
         "native": "it is a kernel for CPUs",
     }.items():
         with pytest.raises(ConfigError, match=why):
@@ -165,30 +172,6 @@ def test_auto_passes_over_one_that_is_wrong_here_and_says_so(
     assert made == ["bad", "good", "good", "good"], "each is tried once per kind of cache"
     assert sum("attention backend bad is not used" in line for line in caplog.messages) == 1
     assert "attention on cuda:0, torch.float32: good" in caplog.messages
-
-
-def paged(
-    query: Tensor, pages: tuple[Tensor, Tensor], begins: Tensor, lengths: Tensor, tables: Tensor, **how: Any
-) -> Tensor:
-    """What flash-attn promises of paged keys, one sequence at a time; causal, aligned to the end."""
-    assert query.stride(-1) == 1
-    assert all(part.stride(-1) == 1 for part in pages)
-    assert all(part.dtype == torch.int32 for part in (begins, lengths, tables))
-    out = torch.empty_like(query)
-    for i, length in enumerate(lengths.tolist()):
-        low, high = begins[i].item(), begins[i + 1].item()
-        keys, values = (part[tables[i].long()].flatten(0, 1)[:length] for part in pages)
-        keys, values = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[low:high], keys) * how["scale"]
-        if how.get("softcap"):
-            scores = torch.tanh(scores / how["softcap"]) * how["softcap"]
-        window = None if how["window"][0] < 0 else how["window"][0] + 1
-        seen = build_mask(
-            torch.arange(length - (high - low), length), torch.arange(length), AttentionParams(0, 1.0, window)
-        )
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[low:high] = torch.einsum("hqk,khd->qhd", weights, values)
-    return out
 
 
 @pytest.fixture

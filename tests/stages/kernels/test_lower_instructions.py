@@ -55,6 +55,13 @@ def test_a_set_that_nobody_knows_is_refused() -> None:
     assert "ConfigError: TRINITY_ISA is 'avx1024', none of amx, avx512, avx2 and portable" in done.stderr
 
 
+def test_the_setting_of_earlier_times_says_what_to_set() -> None:
+    said = "set TRINITY_ISA=avx512"
+    assert run("-c", "import trinity.memory.native", TRINITY_AMX="0").stderr.count(said) == 1
+    for others in ({"TRINITY_AMX": "1"}, {"TRINITY_AMX": "0", "TRINITY_ISA": "avx2"}):
+        assert said not in run("-c", "import trinity.memory.native", **others).stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("name", SETS[:-1])

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -148,21 +149,34 @@ def test_a_checkpoint_written_anew_is_read_anew(tmp_path: Path) -> None:
     assert not torch.equal(first.language.lm_head.weight, second.language.lm_head.weight)
 
 
+def _no_change(path: Path) -> None:
+    """It is only another file."""
+
+
+def _other_weights(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(("change", "refused"), [(_other_weights, True), (_no_change, False)])
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Path], None], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of one and a fingerprint of the other would pass for a third."""
+    """Weights of one and a fingerprint of the other would pass for a third; a new owner or link changes nothing."""
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     sample = sample_digest
 
-    def replace_first(directory: Path) -> str:
+    def replace_behind(directory: Path) -> str:
+        found = sample(directory)
         shutil.copy2(folder / "model.safetensors", folder / "new")
+        change(folder / "new")
+        shutil.copystat(folder / "model.safetensors", folder / "new")
         (folder / "new").replace(folder / "model.safetensors")
-        return sample(directory)
+        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "sample_digest", replace_first)
-        with pytest.raises(ConfigError, match="were replaced while they were loaded"):
+        patch.setattr(loader, "sample_digest", replace_behind)
+        with pytest.raises(ConfigError, match="were replaced while they were loaded") if refused else nullcontext():
             load_model(folder, "PD")
     assert load_model(folder, "PD").fingerprint
 

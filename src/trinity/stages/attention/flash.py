@@ -1,8 +1,8 @@
-"""FlashAttention: paged attention by flash-attn or torch's varlen function, if these take a block table.
+"""FlashAttention: paged attention by flash-attn 2 or torch's varlen function, if these take a block table.
 
-Both read pages [pages, page_rows, kv_heads, head_dim] with any strides except the last, so that a layer of the
-block-major cache is a view and nothing is copied. Plain torch does the rest: spans, sinks, rows that see each other in
-both directions and, with torch's function, softcaps.
+These and flash-attn 3 read pages [pages, page_rows, kv_heads, head_dim] with any strides except the last, so that a
+layer of the block-major cache is a view and nothing is copied. Plain torch does the rest: spans, sinks, rows that see
+each other in both directions and, with torch's function, softcaps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlashAttention(TorchAttention):
         """Return the batch for ``call``; None if plain torch must serve it."""
         batch: FlashRows | None = rows.memo.get("flash")
         if batch is None:
-            batch = rows.memo["flash"] = _make_flash_rows(make_varlen_rows(rows, cache.device), rows)
+            batch = rows.memo["flash"] = make_flash_rows(make_varlen_rows(rows, cache.device), rows)
         return None if batch.groups or not self._can_serve(params) else batch
 
     def _attend_pages(self, batch: FlashRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
@@ -77,7 +77,8 @@ class FlashAttention(TorchAttention):
         return params.span is None and params.sinks is None and (params.softcap is None or self._softcap)
 
 
-def _make_flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
+def make_flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
+    """Make the numbers that flash-attn takes of a batch."""
     return FlashRows(
         tables=batch.tables.int(),
         begins=batch.begins.int(),
@@ -100,6 +101,27 @@ def call_flash_attn(query: Tensor, pages: Pages, rows: FlashRows, params: Attent
         window_size=_window(params),
         softcap=params.softcap or 0.0,
         block_table=rows.tables,
+    )
+    return seen
+
+
+def call_flash3(query: Tensor, pages: Pages, rows: FlashRows, params: AttentionParams) -> Tensor:
+    """Attend with ``flash_attn_with_kvcache`` of flash-attn 3, the module ``flash_attn_interface``.
+
+    Its pages may have any number of rows (flash-attn 2.7.4 to 2.8.3, folder hopper: its interface and ``mha_fwd``).
+    """
+    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
+
+    seen: Tensor = flash_attn_with_kvcache(
+        *(query, *pages),
+        cache_seqlens=rows.lengths,
+        page_table=rows.tables,
+        cu_seqlens_q=rows.begins,
+        max_seqlen_q=rows.most_rows,
+        softmax_scale=params.scale,
+        causal=True,
+        window_size=_window(params),
+        softcap=params.softcap or 0.0,
     )
     return seen
 

@@ -28,7 +28,8 @@ def find_fault(
     """Return why ``backend`` must not serve blocks of ``shape`` [layers, 2, kv_heads, rows, head_dim]; None if it may.
 
     It runs decodes and chunks of several lengths, with one and with two query heads per KV head; then its ``write`` and
-    ``read``, if it has them; and a decode of a text so long that several programs share it.
+    ``read``, if it has them; a decode of a text so long that several programs share it; and a padding row, if CUDA
+    graphs may hold it.
     """
     try:
         errors = list(_errors(backend, shape, dtype, device))
@@ -72,6 +73,17 @@ def _errors(
                 yield _largest_error(half.read(ends, cache, qkv[0][last], params), wanted[last])
         row = (normal(1, heads * group, width), normal(1, heads, width), normal(1, heads, width))
         yield _error_of_long_row(backend, cache, row)
+        if getattr(backend, "supports_graphs", False):
+            yield _error_of_padding(backend, cache, row)
+
+
+def _error_of_padding(backend: AttentionBackend, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Return the largest number that a padding row gives, or changes in the cache: a recorded step has some."""
+    nowhere = torch.tensor([-1]).to(cache.device)
+    rows = PagedRows(nowhere, nowhere + 1, np.array([[7]], dtype=np.int64), np.zeros(1, dtype=np.int64))
+    before = cache.clone()
+    seen = backend.attend(rows, cache, qkv, AttentionParams(LAYER, 1.0))
+    return max(_largest_error(seen, torch.zeros_like(seen).float()), _largest_error(cache, before.float()))
 
 
 def _error_of_long_row(backend: AttentionBackend, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> float:

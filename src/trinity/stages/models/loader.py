@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.memory.weight_digests import LoadedFiles, identify_files, sample_digest
+from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.admission import is_known
@@ -76,15 +76,21 @@ def load_model(
     }
     with _lock:
         register_attention()
-        held = {name: _part(directory, name, kind, place, packed, files) for name, asked in parts.items() if asked}
         fingerprint = _fingerprint(directory, kind)
-        if identify_files(directory) != files:
-            raise ConfigError(f"the files in {directory} were replaced while they were loaded; load them again")
+        held = {name: _part(directory, name, kind, place, packed, files) for name, asked in parts.items() if asked}
+        _check_unchanged(directory, files, _fingerprint(directory, kind) == fingerprint)
         model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
             model.language.trinity_checked = True
     return model
+
+
+def _check_unchanged(directory: Path, files: LoadedFiles, same: bool) -> None:
+    """Raise ``ConfigError`` unless these files are there, or others of the same content by a look (``same``)."""
+    now = identify_files(directory)
+    if now != files and not (same and are_only_touched(files, now)):
+        raise ConfigError(f"the files in {directory} were replaced while they were loaded; load them again")
 
 
 def count_weight_bytes(model_dir: str | Path, letters: str, *, dtype: torch.dtype | str | None = None) -> int:

@@ -1,0 +1,101 @@
+"""Rows of a step: selected for a stage, split by request, named, and checked against what a stage returned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from trinity.core.messages import Sampled, Step
+from trinity.errors.arguments import show
+
+SAMPLED_ONLY = {Sampled}
+LARGEST_VOCABULARY = 1 << 31
+
+
+def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
+    """Check what a stage returned. Raises ``TypeError`` if it is not a dict of ``Sampled`` by request."""
+    kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
+    if not all(issubclass(kind, Sampled) for kind in kinds):
+        raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {show(sampled)}")
+    return sampled
+
+
+def check_tokens(sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
+    """Check that tokens are plain ids of the vocabulary. Raises ``TypeError`` if not."""
+    tokens = [one.token for one in sampled.values()]
+    if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) < vocabulary):
+        wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocabulary)
+        raise TypeError(
+            f"Sampled.token must be an int from 0 to {vocabulary - 1}, got {show(wrong)}; give an id of the vocabulary"
+        )
+    return sampled
+
+
+def check_complete(step: Step, sampled: dict[str, Sampled], vocabulary: int = LARGEST_VOCABULARY) -> dict[str, Sampled]:
+    """Check that each row that needs a token has one. Raises ``RuntimeError`` if not, ``TypeError`` as above."""
+    if not step.prefills and type(sampled) is dict and set(map(type, map(sampled.get, step.decodes))) == SAMPLED_ONLY:
+        return check_tokens(sampled, vocabulary)  # most steps
+    check_tokens(check_sampled(sampled), vocabulary)
+    missing = {row.request for row in step.prefills if row.last}.union(step.decodes) - sampled.keys()
+    if missing:
+        raise RuntimeError(f"Stage.forward() returned no token for {', '.join(sorted(missing))}")
+    return sampled
+
+
+def select_rows(step: Step, letters: str) -> Step | None:
+    """Select the rows of a step that a stage with these letters runs; None if there are none."""
+    if step.decodes and not (step.encodes or step.prefills) and "D" in letters:
+        return step  # most steps
+    encodes = step.encodes if "E" in letters else ()
+    prefills = step.prefills if "P" in letters else ()
+    decodes = step.decodes if "D" in letters else ()
+    return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
+
+
+def leave_out(step: Step, failed: Collection[str]) -> Step | None:
+    """Leave out the rows of requests that have ``failed``; None if no others are there."""
+    encodes = tuple(row for row in step.encodes if row.request not in failed)
+    prefills = tuple(row for row in step.prefills if row.request not in failed)
+    decodes = tuple(each for each in step.decodes if each not in failed)
+    return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
+
+
+def list_requests(step: Step) -> list[str]:
+    """List the requests that have rows in a step, each once."""
+    rows = [row.request for row in step.encodes] + [row.request for row in step.prefills]
+    return list(dict.fromkeys(rows + list(step.decodes)))
+
+
+def split_by_request(step: Step) -> list[Step]:
+    """Split a step into one per request."""
+    return [
+        Step(
+            step.id,
+            step.lane,
+            tuple(row for row in step.encodes if row.request == request),
+            tuple(row for row in step.prefills if row.request == request),
+            tuple(each for each in step.decodes if each == request),
+            step.group,
+        )
+        for request in list_requests(step)
+    ]
+
+
+def name_letters(step: Step) -> str:
+    """Name the letters of the stages that a step's rows need."""
+    present = (("E", step.encodes), ("P", step.prefills), ("D", step.decodes))
+    return "".join(letter for letter, rows in present if rows)
+
+
+def name_stages(step: Step) -> str:
+    """Name the stages that a step's rows need, as in "prefill+decode"."""
+    names = {"E": "encode", "P": "prefill", "D": "decode"}
+    return "+".join(names[letter] for letter in name_letters(step))
+
+
+def describe_rows(step: Step) -> tuple[str, dict[str, float]]:
+    """Name a step and count its rows, for the timeline."""
+    return name_stages(step), {
+        "media tokens": sum(row.span.tokens for row in step.encodes),
+        "prefill tokens": sum(row.length for row in step.prefills),
+        "decodes": len(step.decodes),
+    }
