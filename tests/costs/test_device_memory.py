@@ -46,7 +46,8 @@ def test_shares_never_add_up_to_more_than_there_is(roles: list[str], free: int, 
 
 def test_what_others_have_yet_to_load_is_not_free() -> None:
     total, weights = 100 << 30, [1 << 30, 14 << 30]
-    assert free_when_loaded(total, weights) == total - sum(weights) - 2 * CONTEXT_BYTES
+    assert free_when_loaded(total, weights, 2) == total - sum(weights) - 2 * CONTEXT_BYTES
+    assert free_when_loaded(total, weights[1:], 2) == total - weights[1] - 2 * CONTEXT_BYTES, "which two share"
 
 
 def test_pools_that_are_set_cost_their_blocks_and_memory_costs_what_weights_leave() -> None:

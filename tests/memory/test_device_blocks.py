@@ -18,7 +18,14 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from trinity.memory import device_blocks, native
-from trinity.memory.device_blocks import DeviceBlocks, TorchBlocks, choose_blocks, find_block_fault, upload_numbers
+from trinity.memory.device_blocks import (
+    DeviceBlocks,
+    TorchBlocks,
+    choose_blocks,
+    find_block_fault,
+    gather_on_device,
+    upload_numbers,
+)
 from trinity.memory.digest_function import digest_array, sum_tensor_words
 from trinity.memory.triton_blocks import TritonBlocks, split_into_grains
 
@@ -99,6 +106,17 @@ def test_grains_are_as_large_as_all_sizes_allow() -> None:
     assert split_into_grains(1 << 40, 32, 48) == ([1 << 36, 2, 3], 8, 2)
     assert split_into_grains(1 << 40, 32, 40) == ([1 << 37, 4, 5], 8, 1)
     assert split_into_grains(1 << 40, 32, 41) == ([1 << 40, 32, 41], 1, 1)
+
+
+@given(pieces(), st.integers(0, 2))
+@settings(max_examples=15)
+@example((64, 8, 48, [8, 0, 3], [1, 1, 8]), 0)
+def test_pieces_are_gathered_as_numpys(asked: tuple[int, int, int, list[int], list[int]], shift: int) -> None:
+    unit, offset, length, _, start = asked
+    source = np.random.default_rng(unit).integers(0, 256, 9 * unit + 2, dtype=np.uint8)
+    rows = on_device(source)[shift : shift + 9 * unit].view(9, unit)
+    found = gather_on_device(rows, np.array(start, dtype=np.int64), offset, length)
+    assert np.array_equal(found, source[shift : shift + 9 * unit].reshape(9, unit)[start, offset : offset + length])
 
 
 # ---------------------------------------------------------------- tried before it is used

@@ -14,7 +14,7 @@ import torch
 
 from support.lazy_cuda import LazyCuda, replace_cuda
 from support.paths import PYTHON_PATH
-from trinity.memory import native
+from trinity.memory import device_blocks, native
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.devices import gpu_number, make_device_buffer, use_copy_stream, use_device, wait_for_default_stream
 
@@ -152,6 +152,15 @@ def test_copies_and_digests_pass_the_door(cuda: LazyCuda, monkeypatch: pytest.Mo
     seen.clear()
     native.compute_digests(pool, [0])
     assert seen == [(1, False), (-1, True)]
+    seen.clear()
+    monkeypatch.setattr(native, "gather_on_device", note)
+    assert list(native.read_blocks(pool, [0])) == []
+    assert seen == [(1, False), (-1, True)]
+    seen.clear()
+    monkeypatch.setattr(device_blocks, "choose_blocks", note)
+    device_blocks.warm_up_blocks("cpu")
+    device_blocks.warm_up_blocks("cuda:1")
+    assert seen == [(1, False), (-1, True)], "kernels are tried as they will run, and a CPU has none"
 
 
 def test_the_zeros_of_a_pool_are_there_when_it_is_made(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> None:

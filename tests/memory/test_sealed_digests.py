@@ -16,8 +16,10 @@ from support.pipeline_driver import ONE, good_ones, serving
 from trinity.connector import Connector
 from trinity.core.messages import Fetched, Offer, Part, Pull, Ready, Send, Work
 from trinity.core.transfers import TransferPolicy
-from trinity.errors import IntegrityError
+from trinity.errors import ConfigError, IntegrityError
+from trinity.memory import native
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.device_blocks import gather_on_device
 from trinity.memory.digests import Digests, Sealed, digest_rows, verify_pull
 from trinity.memory.native import compute_digests
 from trinity.testing.transports import WrappedTransport
@@ -172,3 +174,34 @@ async def test_tokens_stay_exact_under_a_key(kv: Literal["off", "layer"]) -> Non
         output = await pipe.complete(ONE.request())
     assert output.token_ids == ONE.tokens
     assert all(record["digest_s"] > 0 for record in output.transfers if record["outcome"] == "pulled")
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("at_once", "gathers"), [(1 << 20, 1), (1, 3)])
+def test_blocks_of_a_gpu_are_gathered_once(
+    kind: str, at_once: int, gathers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not block by block; the digests are those of the host."""
+    memory, sealed, asked = pools()[kind], Sealed(KEY, "P0:1", BLOCKS), list[int]()
+    tails, layers = {2: 3}, (1, 3) if kind == "kv" else None
+    wanted = digest_rows(memory, BLOCKS, layers, tails, sealed)
+
+    def gather(rows: torch.Tensor, numbers: np.ndarray, offset: int, length: int) -> np.ndarray:
+        asked.append(len(numbers))
+        return gather_on_device(rows, numbers, offset, length)
+
+    monkeypatch.setattr(native, "_on_device", lambda pool: isinstance(pool, torch.Tensor))
+    monkeypatch.setattr(native, "gather_on_device", gather)
+    monkeypatch.setattr(native, "READ_AT_ONCE", at_once)
+    assert memory.tensor is not None
+    memory.raw = None  # as on a GPU
+    advances: list[int] = []
+    assert digest_rows(memory, BLOCKS, layers, tails, sealed, lambda: advances.append(1)) == wanted
+    assert asked == [len(BLOCKS) // gathers] * gathers
+    assert len(advances) == len(BLOCKS)
+
+
+def test_a_block_that_is_not_there_has_no_digest() -> None:
+    memory = pools()["kv"]
+    with pytest.raises(ConfigError, match="not all in a pool of 8"):
+        digest_rows(memory, (1, 8), None, {}, Sealed(KEY, "P0:1", (1, 8)))

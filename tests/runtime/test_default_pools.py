@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_setup
 
 from support.checkpoint_files import checkpoint
 from trinity.connector import Connector
@@ -26,7 +27,7 @@ from trinity.preprocess.checkpoint import read_config
 from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setups
 from trinity.remote.wire import Setup, decode, encode
-from trinity.runtime import loader
+from trinity.runtime import host, loader
 from trinity.runtime.host import block_shapes
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.models.loaded_model import LoadedModel
@@ -189,6 +190,56 @@ def test_the_memory_of_an_instance_goes_before_the_pipelines_pools(gpu: Gpu, mod
     assert (setup.pools, setup.memory_bytes) == (None, 20 * GIB)
 
 
+# ------------------------------------------------------------ weights that processes share
+
+
+def load_sharing(gpu: Gpu, asked: Sequence[Setup], model: Path) -> int:
+    """As ``load_each``, where each part of the weights is on the GPU once."""
+    weights = count_once(model, "".join(sorted({*"".join(each.roles for each in asked)})))
+    taken = weights
+    for setup in asked:
+        gpu.used = {"cuda": weights + CONTEXT_BYTES}
+        load_instance(replace_setup(setup, shelf="weights.sock"))
+        taken += CONTEXT_BYTES + gpu.made[setup.name]
+    return taken
+
+
+@pytest.mark.parametrize("placement", [("E", "P", "D"), ("EPD", "EPD"), ("EP", "D", "D"), ("P",) * 3 + ("D",) * 3])
+def test_weights_that_processes_share_are_counted_once(
+    gpu: Gpu, model: Path, placement: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = setups(model, [Instance(roles) for roles in placement])
+    load_each(gpu, asked, model)
+    apart = sum(gpu.made.values())
+    monkeypatch.setattr(loader, "can_share", lambda device: device == "cuda")
+    taken = load_sharing(gpu, asked, model)
+    assert 0.75 * TOTAL < taken <= TOTAL
+    copies = sum(count_once(model, roles) for roles in placement) - count_once(
+        model, "".join(sorted({*"".join(placement)}))
+    )
+    assert sum(gpu.made.values()) - apart == pytest.approx(0.8 * copies, rel=0.01), "what copies took is for pools"
+
+
+def test_one_that_was_started_by_hand_has_its_own(gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "can_share", lambda device: True)
+    asked = setups(model, [Instance("P"), Instance("D"), Instance("D", address="tcp:127.0.0.1:7000")])
+    assert [each.shares for each in asked[0].beside] == [True, False]
+    found = []
+    for sharing in (asked, [replace_setup(each, beside=each.beside[:1]) for each in asked]):
+        load_sharing(gpu, sharing[:1], model)
+        found.append(gpu.made["P0"])
+    assert found[0] < 0.6 * found[1], "its weights and pools are taken off"
+
+
+def test_a_gpu_that_cannot_share_has_each_copy(gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "can_share", lambda device: False)
+    asked = setups(model, [Instance("P"), Instance("D")])
+    load_each(gpu, asked, model)
+    apart = dict(gpu.made)
+    load_each(gpu, [replace_setup(each, shelf="weights.sock") for each in asked], model)
+    assert gpu.made == apart
+
+
 # ------------------------------------------------------------ instances in threads
 
 
@@ -221,6 +272,9 @@ def test_pools_that_are_set_are_not_for_the_others(gpu: Gpu, model: Path) -> Non
 
 
 def test_processes_on_a_cpu_divide_its_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of its copies are chosen, and on a GPU compiled, before an instance serves."""
+    warmed: list[object] = []
+    monkeypatch.setattr(host, "warm_up_blocks", warmed.append)
     monkeypatch.setattr(loader, "available_memory", lambda: 8 << 20)
     config = replace(ServingConfig(checkpoint("llava"), "float32"), device="cpu")
     found = []
@@ -230,6 +284,7 @@ def test_processes_on_a_cpu_divide_its_memory_too(monkeypatch: pytest.MonkeyPatc
         found.append(sum(memory.blocks * memory.block_bytes for memory in loaded.memory.values()))
         for memory in loaded.memory.values():
             memory.close()
+    assert warmed == ["cpu"] * 2
     assert found[0] <= 1 << 20
     assert found[1] <= found[0] // 4
 

@@ -1,5 +1,8 @@
 /* A stand-in for libcuda.so.1: device memory is a file in /dev/shm, a stream runs at once, every call is counted.
-   FAKE_CUDA_FAIL="name:code" makes one call fail; FAKE_CUDA_POOL=1 makes memory that cannot be exported. */
+   Memory of the driver's virtual memory management is a memory file, of which handles are descriptors.
+   FAKE_CUDA_FAIL="name:code" makes one call fail; FAKE_CUDA_POOL=1 makes memory that cannot be exported;
+   FAKE_CUDA_LACKS=n: the device lacks attribute n. */
+#define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -58,6 +61,12 @@ int cuGetErrorName(int code, const char **name) {
     return 0;
 }
 int cuDeviceGet(int *device, int ordinal) { NOTE(); *device = ordinal; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    (void)device; NOTE();
+    const char *lacks = getenv("FAKE_CUDA_LACKS");
+    *value = !(lacks && atoi(lacks) == attribute);
+    return 0;
+}
 int cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; NOTE(); *context = calls; return 0; }
 int cuCtxPushCurrent_v2(void *context) { if (context != calls) return 201; current++; return 0; }
 int cuCtxPopCurrent_v2(void **context) { if (!current) return 201; *context = calls; current--; return 0; }
@@ -113,3 +122,62 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, void *stream) 
     (void)stream; NOTE(); NEED(); memcpy((void *)to, (void *)from, size); return 0;
 }
 int cuStreamSynchronize(void *stream) { (void)stream; NOTE(); NEED(); return 0; }
+
+/* virtual memory management: a handle is a descriptor and one; an address is reserved without access, then mapped */
+typedef struct { int kind, handles, place, device; void *windows; uint64_t flags; } Properties;
+typedef struct { int place, device, flags; } Access;
+#define GRAIN (2u << 20)
+
+static int is_good(const Properties *asked) {
+    return asked->kind == 1 && asked->handles == 1 && asked->place == 1 && !asked->windows && !asked->flags;
+}
+int cuMemGetAllocationGranularity(size_t *grain, const Properties *asked, int option) {
+    NOTE(); NEED(); *grain = GRAIN; return is_good(asked) && !option ? 0 : 1;
+}
+int cuMemCreate(uint64_t *handle, size_t size, const Properties *asked, uint64_t flags) {
+    NOTE(); NEED();
+    if (!is_good(asked) || flags || size % GRAIN) return 1;
+    int file = memfd_create("trinity-fake-memory", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, (off_t)size)) return 2;
+    *handle = (uint64_t)file + 1;
+    return 0;
+}
+int cuMemExportToShareableHandle(int *file, uint64_t handle, int kind, uint64_t flags) {
+    NOTE(); NEED();
+    if (kind != 1 || flags) return 1;
+    *file = fcntl((int)handle - 1, F_DUPFD_CLOEXEC, 0);
+    return *file < 0;
+}
+int cuMemImportFromShareableHandle(uint64_t *handle, void *file, int kind) {
+    NOTE(); NEED();
+    if (kind != 1) return 1;
+    int held = fcntl((int)(intptr_t)file, F_DUPFD_CLOEXEC, 0);
+    if (held < 0) return 400;
+    *handle = (uint64_t)held + 1;
+    return 0;
+}
+int cuMemRelease(uint64_t handle) { NOTE(); NEED(); return close((int)handle - 1) ? 1 : 0; }
+int cuMemAddressReserve(uint64_t *at, size_t size, size_t alignment, uint64_t wish, uint64_t flags) {
+    NOTE(); NEED();
+    if (size % GRAIN || alignment || wish || flags) return 1;
+    *at = (uint64_t)mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return 0;
+}
+int cuMemMap(uint64_t at, size_t size, size_t offset, uint64_t handle, uint64_t flags) {
+    NOTE(); NEED();
+    if (offset || flags) return 1;
+    void *got = mmap((void *)at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle - 1, 0);
+    return got == MAP_FAILED ? 1 : 0;
+}
+int cuMemSetAccess(uint64_t at, size_t size, const Access *access, size_t count) {
+    NOTE(); NEED();
+    if (count != 1 || access->place != 1 || access->flags != 3) return 1;
+    return mprotect((void *)at, size, PROT_READ | PROT_WRITE) ? 1 : 0;
+}
+int cuCtxSynchronize(void) { NOTE(); NEED(); return 0; }
+int cuMemUnmap(uint64_t at, size_t size) {
+    NOTE(); NEED();
+    void *got = mmap((void *)at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return got == MAP_FAILED ? 1 : 0;
+}
+int cuMemAddressFree(uint64_t at, size_t size) { NOTE(); NEED(); return munmap((void *)at, size) ? 1 : 0; }

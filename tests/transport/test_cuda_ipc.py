@@ -22,11 +22,11 @@ from trinity.connector import Connector
 from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.cuda_driver import CudaDriver, make_driver_error
 from trinity.testing import transport_contract
 from trinity.testing.transport_contract import check_transport
 from trinity.transport.base import CopyPlan
 from trinity.transport.cuda_ipc import transport as cuda_ipc
-from trinity.transport.cuda_ipc.driver import CudaDriver, make_driver_error
 from trinity.transport.cuda_ipc.transport import CudaIpcDescriptor, CudaIpcTransport, list_copies
 
 BLOCKS, BLOCK_BYTES = 32, 16 << 10

@@ -19,11 +19,13 @@ class DeviceTenant(Value, frozen=True):
 
     roles: letters of its stages.
     pools (blocks by kind, None), memory_bytes (bytes, None): as its user has set them; None: by default.
+    shares: it has its weights in common with the others, where the device allows it.
     """
 
     roles: str
     pools: dict[str, int] | None = None
     memory_bytes: int | None = None
+    shares: bool = False
 
     def fixed_bytes(self, weight_bytes: int, block_bytes: Mapping[str, int]) -> int | None:
         """Bytes of pools that the user has set, for weights and blocks of these roles' sizes; None: by default."""
@@ -49,9 +51,12 @@ def share_of_pools(free_bytes: int, roles: str, others: Iterable[str], fixed_byt
     return max(0, int((free_bytes * POOL_SHARE - fixed_bytes) * weight / (weight + sum(map(pool_weight, others)))))
 
 
-def free_when_loaded(total_bytes: int, weight_bytes: Iterable[int]) -> int:
-    """Compute the bytes of a GPU that are free once every process there has its context and these weights."""
-    return total_bytes - sum(weights + CONTEXT_BYTES for weights in weight_bytes)
+def free_when_loaded(total_bytes: int, copies: Iterable[int], processes: int) -> int:
+    """Compute the bytes of a GPU that are free once every process there has its context and its weights.
+
+    copies (bytes): of each copy of weights; those that processes share are there once.
+    """
+    return total_bytes - sum(copies) - processes * CONTEXT_BYTES
 
 
 def group_by_device(places: Iterable[tuple[str, str]]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trinity.memory.devices import use_copy_stream, use_device
+from trinity.memory.devices import gpu_number, use_copy_stream, use_device
 from trinity.memory.digest_function import digest_array, finish_digests, sum_tensor_words
 
 if TYPE_CHECKING:
@@ -80,19 +80,47 @@ def digest_on_device(rows: torch.Tensor, numbers: UnitNumbers, offset: int, leng
         return _choose_for(rows, rows).digest(rows, units, offset, length)
 
 
+def gather_on_device(rows: torch.Tensor, numbers: UnitNumbers, offset: int, length: int) -> npt.NDArray[np.uint8]:
+    """Gather pieces of blocks of one GPU, in one kernel, and copy them to the host: uint8 [blocks, length].
+
+    Runs on the current stream, and is done on return.
+    """
+    library: Any = sys.modules["torch"]
+    units, dtype, size = upload_numbers(numbers, rows.device), library.uint8, 1
+    if all(each % 8 == 0 for each in (offset, length, rows.shape[1], rows.data_ptr())):
+        dtype, size = library.int64, 8
+    with use_device(rows.device):
+        pieces = rows.view(dtype)[:, offset // size : (offset + length) // size].index_select(0, units)
+        found: npt.NDArray[np.uint8] = pieces.view(library.uint8).cpu().numpy()
+    return found
+
+
+def warm_up_blocks(device: object) -> None:
+    """Choose what copies and digests blocks of a GPU, and compile all of its kernels; nothing for a CPU."""
+    number = gpu_number(device)
+    if number is None:
+        return
+    import torch
+
+    with use_copy_stream(number):
+        choose_blocks(torch.device("cuda", number))
+
+
 def copy_by_address(
-    device: torch.device, target: int, source: int, numbers: UnitNumbers, unit_bytes: int, piece: tuple[int, int]
+    device: object, target: int, source: int, numbers: UnitNumbers, unit_bytes: int, piece: tuple[int, int]
 ) -> bool:
     """Copy pieces (offset, length) of units between two addresses that ``device`` can read, such as a peer's pool.
 
     ``numbers``: see ``DeviceBlocks.copy``. The copy runs on the device's copy stream and is done on return. Returns
     False, and copies nothing, if no kernel here can do it.
     """
-    blocks: Any = choose_blocks(device)
-    if isinstance(blocks, TorchBlocks):
-        return False
-    with use_copy_stream(device):
-        blocks.copy_addresses(target, source, upload_numbers(numbers, device), unit_bytes, piece)
+    library: Any = sys.modules["torch"]
+    place = library.device(device)
+    with use_copy_stream(place):
+        blocks: Any = choose_blocks(place)
+        if isinstance(blocks, TorchBlocks):
+            return False
+        blocks.copy_addresses(target, source, upload_numbers(numbers, place), unit_bytes, piece)
     return True
 
 

@@ -25,7 +25,7 @@ from trinity.core.messages import IMAGE, Fetched, Offer, Part, PeerDown, Pull, R
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import layer_byte_range, list_units, tail_byte_range, view_units
-from trinity.memory.native import compute_digests
+from trinity.memory.native import compute_digests, read_blocks
 
 Verify = Literal["always", "network", "never"]
 PieceKey = tuple[int, tuple[int, int] | None]  # a source block and its layers [first, end); None: all layers
@@ -91,16 +91,15 @@ def _seal_rows(
     sealed: Sealed,
     advance: Callable[[], None],
 ) -> list[int]:
-    """Compute keyed digests of the same rows. Those of a pool on a GPU are copied to the host, block by block."""
-    pool = view_units(memory.pool, memory.block_bytes)
+    """Compute keyed digests of the same rows, on the host: those of a pool on a GPU are gathered there and copied."""
     offset, length = layer_byte_range(memory, layers) or (0, memory.block_bytes)
     found: list[int] = []
-    for place, (block, number) in enumerate(zip(blocks, sealed.source_blocks, strict=True)):
-        rows, tail = pool[block, offset : offset + length], tails.get(place, 0)
+    held = read_blocks(memory.pool, blocks, (offset, length))
+    for place, (number, rows) in enumerate(zip(sealed.source_blocks, held, strict=True)):
+        filled, tail = rows, tails.get(place, 0)
         if tail:
             within = tail_byte_range(memory, layers, tail)
-            rows = rows.reshape(within.runs, within.stride)[:, : within.length]
-        filled = rows if isinstance(rows, np.ndarray) else rows.cpu().numpy()
+            filled = rows.reshape(within.runs, within.stride)[:, : within.length]
         which = repr((memory.kind, sealed.offer, number, offset, length, tail)).encode()  # its end is its own
         keyed = hashlib.blake2b(which, key=sealed.key, digest_size=DIGEST_BYTES)
         keyed.update(np.ascontiguousarray(filled).reshape(-1).data)

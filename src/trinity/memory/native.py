@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trinity.errors import ConfigError
-from trinity.memory.device_blocks import copy_on_device, digest_on_device
+from trinity.memory.device_blocks import copy_on_device, digest_on_device, gather_on_device
 from trinity.memory.devices import use_copy_stream
 from trinity.memory.digest_function import digest_array
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trinity")
 API = 1  # version of the extension that this file calls
+READ_AT_ONCE = 64 << 20  # bytes of blocks on a GPU
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
@@ -137,6 +138,26 @@ def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list
         logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
     result: list[int] = found.tolist()
     return result
+
+
+def read_blocks(source: Pool, blocks: Blocks, within: Within = None) -> Iterator[Rows]:
+    """Yield the bytes of each block, or those ``within`` (offset, length) of it, in memory of the host, to be read.
+
+    Blocks on a GPU are gathered by one kernel and copied once, on its copy stream, ``READ_AT_ONCE`` bytes at a time.
+    Raises ``ConfigError`` if a number or a piece is out of range.
+    """
+    numbers = _numbers(blocks)
+    rows: Any = _bytes(source) if not isinstance(source, np.ndarray) and _on_device(source) else _rows(source)
+    offset, length = _piece(within, rows.shape[1])
+    _check_numbers("source", numbers, len(rows))
+    if isinstance(rows, np.ndarray):
+        yield from (rows[number, offset : offset + length] for number in numbers)
+        return
+    at_once = max(1, READ_AT_ONCE // max(1, length))
+    for first in range(0, len(numbers), at_once):
+        with use_copy_stream(rows.device):
+            found = gather_on_device(rows, numbers[first : first + at_once], offset, length)
+        yield from found
 
 
 # ---------------------------------------------------------------- arguments

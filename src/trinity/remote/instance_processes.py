@@ -14,6 +14,7 @@ import msgspec
 
 from trinity.core.messages import PeerSuspect, Tick, Value
 from trinity.errors import ConfigError, PeerLost, TrinityError
+from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import INSTANCE_STOP_S, LAUNCHER_ENDED, Launcher, LauncherSilent, get_launcher
@@ -75,6 +76,7 @@ class InstanceSupervisor:
         self._addresses = addresses
         self._secret = secret or secrets.token_bytes(32)
         self._folder, self._shared, self._weights = OwnedFolder(), make_shared_folder(), WeightsAgreement()
+        self._shelf: WeightShelf | None = None
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])
         self._setups: dict[str, Setup] = {}
@@ -94,6 +96,8 @@ class InstanceSupervisor:
         """Fork and load every instance, and have them connect to each other. Raises the first error of any."""
         self._setups = {setup.name: setup for setup in setups}
         self.core = SupervisorCore(list(self._setups), list(self._addresses), self._config.silence_s)
+        if any(setup.paced is None for setup in setups):
+            self._shelf = open_shelf(self._folder.path)
         self._run(self._watch_silence())
         self._handle(Begin())
         await self._all_up
@@ -152,7 +156,8 @@ class InstanceSupervisor:
     def _carry_out(self, command: Event) -> None:
         if isinstance(command, Launch):
             life = (command.name, command.epoch)
-            setup = msgspec.structs.replace(self._setups[command.name], epoch=command.epoch)
+            shelf = "" if self._shelf is None or command.name in self._addresses else self._shelf.path
+            setup = msgspec.structs.replace(self._setups[command.name], epoch=command.epoch, shelf=shelf)
             self._lives[life] = InstanceClient(
                 setup, self._watcher, self._timeline, self._handle, weights=self._weights
             )
@@ -355,6 +360,8 @@ class InstanceSupervisor:
             await asyncio.gather(*self._tasks, *self._endings, return_exceptions=True)
             for number in list(self._launchers):
                 await self._end_launcher(number)
+            if self._shelf is not None:
+                await asyncio.to_thread(self._shelf.close)
             self._folder.remove()
             if self._shared is not None:
                 self._shared.remove()

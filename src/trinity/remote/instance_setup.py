@@ -102,6 +102,7 @@ def load_instance(setup: Setup) -> LoadedInstance:
         shared=True,
         transfers=setup.transfers,
         beside=setup.beside,
+        shelf=setup.shelf,
     )
     measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
     processor = RequestProcessor(setup.model) if measured and setup.paced is None else None

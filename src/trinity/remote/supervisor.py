@@ -72,7 +72,10 @@ def make_setups(
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
     routes = make_route_configs(connector, [each.address for each in instances])
-    tenants = [describe_tenant(each, deployment.cache) for each in instances]
+    tenants = [
+        msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=each.address is None)
+        for each in instances
+    ]
     sharers = group_by_device((_machine(each.address), each.device or deployment.device) for each in instances)
     return [
         msgspec.structs.replace(

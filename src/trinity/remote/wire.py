@@ -94,7 +94,8 @@ class Setup(Value, frozen=True, kw_only=True):
 
     ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
     this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
-    checkpoint's config.json. ``beside``: the pipeline's other instances on the same device.
+    checkpoint's config.json. ``beside``: the pipeline's other instances on the same device. ``shelf``: the socket where
+    they leave weights for each other; "": none.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Setup(Value, frozen=True, kw_only=True):
     transfers: TransferPolicy = TransferPolicy()
     paced: EmulatedModel | None = None
     beside: tuple[DeviceTenant, ...] = ()
+    shelf: str = ""
 
 
 class InstanceInfo(Value, frozen=True):

@@ -40,6 +40,7 @@ from trinity.errors import ConfigError
 from trinity.instance import Instance, split_cores
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.cache_config import CacheConfig
+from trinity.memory.device_blocks import warm_up_blocks
 from trinity.memory.devices import use_device
 from trinity.memory.digests import Digests
 from trinity.runtime.core_thread import CoreThread, StopCore
@@ -162,6 +163,7 @@ def build_instance(
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         check_available(needed, f"the pools of instance {spec.name} ({spec.roles})")
     with use_device(device):
+        warm_up_blocks(device)
         memory = {kind: BlockMemory(shape, pools[kind], device, shared=shared) for kind, shape in shapes.items()}
         loaded = LoadedInstance(spec, model, memory, _make_stages(spec, model, memory, observe))
     loaded.settings = Settings(

@@ -23,6 +23,7 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES, use_device
 from trinity.memory.freed_memory import release_freed_memory
+from trinity.memory.shared_regions import can_share
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -57,6 +58,7 @@ class ServingConfig:
     - ``transfers``: when blocks start to move.
     - ``shared`` (False): pools in memory files, which other processes can map.
     - ``beside`` (()): instances in processes of their own that share the device of this one's.
+    - ``shelf`` (""): path of the ``WeightShelf`` by which they share weights; "": each has its own.
     """
 
     model: Path | EmulatedModel
@@ -70,6 +72,7 @@ class ServingConfig:
     transfers: TransferPolicy = DEFAULT_TRANSFERS
     shared: bool = False
     beside: tuple[DeviceTenant, ...] = ()
+    shelf: str = ""
 
 
 def config_digest(model: Path | EmulatedModel) -> str:
@@ -184,7 +187,9 @@ def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedM
 
     device, packed = spec.device or "cpu", bool(spec.pack)
     with use_device(device):
-        return load_model(config.model, spec.roles, dtype=config.dtype, device=device, packed=packed)
+        return load_model(
+            config.model, spec.roles, dtype=config.dtype, device=device, packed=packed, shelf=config.shelf
+        )
 
 
 def import_model_classes(model: Path) -> None:
@@ -275,7 +280,7 @@ def _default_pool_bytes(
     apart = [(each, _count_weights(config, each.roles)) for each in config.beside]
     most = int(max(0, free - _encode_bytes(spec.roles)) * POOL_SHARE)  # of what others, in this pipeline or not, leave
     if apart:
-        free = free_when_loaded(total, (model.weight_bytes, *(weights for _, weights in apart)))
+        free = free_when_loaded(total, _list_copies(config, spec, model), 1 + len(apart))
     given = [
         (each.roles, each.fixed_bytes(weights, _block_bytes(config, model, each.roles)))
         for each, weights in (*beside, *apart)
@@ -288,6 +293,15 @@ def _default_pool_bytes(
 def _encode_bytes(roles: str) -> int:
     """Bytes of a GPU that an instance of these roles needs to encode, whatever its image budget."""
     return ENCODE_BYTES if "E" in roles else 0
+
+
+def _list_copies(config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel) -> list[int]:
+    """List the bytes of each copy of weights on a GPU that this instance's process uses with others."""
+    sharing = [each.roles for each in config.beside if each.shares]
+    if not (sharing and config.shelf and can_share(spec.device)):
+        return [model.weight_bytes, *(_count_weights(config, each.roles) for each in config.beside)]
+    alone = [_count_weights(config, each.roles) for each in config.beside if not each.shares]
+    return [_count_weights(config, "".join(sorted({*spec.roles, *"".join(sharing)}))), *alone]
 
 
 def _count_weights(config: ServingConfig, roles: str) -> int:

@@ -80,3 +80,10 @@ def test_nothing_is_compiled_while_serving(model: str, letters: str, kernels: in
     )
     assert int(launches) > 1000, "this test must launch"
     assert (int(warm), int(served)) == (kernels, 0)
+
+
+def test_nothing_is_compiled_for_a_copy(tmp_path: Path) -> None:
+    """What is tried at the start are all kernels of copies and digests, whatever blocks are like."""
+    ((warm, served, launches),) = run_compiling(TESTS / "support" / "block_variants.py", cache=tmp_path)
+    assert int(launches) >= 900, "this test must launch"
+    assert (int(warm), int(served)) == (6, 0)

@@ -75,7 +75,10 @@ class MergedProduct:
 
 
 def merge_products(modules: Sequence[Any]) -> MergedProduct:
-    """Lay the weights of linear layers behind each other; their own parameters become views of the one tensor."""
+    """Lay the weights of linear layers behind each other; their own parameters become views of the one tensor.
+
+    Those that lie so already, as in memory that processes share, stay where they are.
+    """
     with torch.inference_mode(False):
         found = [_merge(modules, name) for name in ("weight", "bias")]
     if found[0].is_cuda:
@@ -87,10 +90,24 @@ def _merge(modules: Sequence[Any], name: str) -> Any:
     parts = [getattr(each, name) for each in modules]
     if parts[0] is None:
         return None
+    whole = _find_whole(parts)
+    if whole is not None:
+        return whole
     whole = torch.cat([each.detach() for each in parts])
     for module, part in zip(modules, torch.split(whole, [len(each) for each in parts]), strict=True):
         setattr(module, name, nn.Parameter(part, requires_grad=False))
     return whole
+
+
+def _find_whole(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor whose rows are those of ``parts``, if they follow each other in memory."""
+    first, ends = parts[0], [each.data_ptr() + each.nbytes for each in parts]
+    alike = all(each.is_contiguous() and each.shape[1:] == first.shape[1:] for each in parts)
+    storages = {each.untyped_storage().data_ptr() for each in parts}
+    if not alike or len(storages) > 1 or any(one.data_ptr() != end for one, end in zip(parts[1:], ends, strict=False)):
+        return None
+    rows = sum(len(each) for each in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 class DeviceLayerPlan(DecoderLayerPlan):

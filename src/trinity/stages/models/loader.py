@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 
-from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors import ConfigError, TransportError, UnsupportedModel
+from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
+from trinity.memory.weight_shelf import Turn, take_turn
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.admission import is_known
@@ -24,13 +28,15 @@ from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
-from trinity.stages.kernels.linear import pack_weights, use_onednn
-from trinity.stages.kernels.native_linear import use_native_products
+from trinity.stages.kernels.linear import _is_packing_faster, pack_weights, use_onednn
+from trinity.stages.kernels.native_linear import is_native_faster, use_native_products
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
+from trinity.stages.models.shared_parts import PartMismatch, fill_part, move_part
 
+logger = logging.getLogger("trinity")
 _lock = threading.RLock()
 _parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
@@ -43,6 +49,7 @@ def load_model(
     device: str | torch.device = "cpu",
     threads: int | None = None,
     packed: bool = False,
+    shelf: str = "",
 ) -> LoadedModel:
     """Load the weights that an instance with the roles ``letters`` needs, and no others.
 
@@ -54,6 +61,7 @@ def load_model(
     - ``threads`` (None): torch's threads for this process; None leaves them.
     - ``packed`` (False): give linear layers a packed copy of their weights, owned by this process, if decode steps on
       its CPU are then faster (prefill and encode gain less).
+    - ``shelf`` (""): path of a ``WeightShelf``, by which processes share weights on a GPU, and converted ones on a CPU.
 
     Raises ``ConfigError`` if there is no such checkpoint or it lacks weights, ``UnsupportedModel`` if no adapter fits
     it or a paged cache cannot serve it.
@@ -70,14 +78,11 @@ def load_model(
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
     kind, place = _pick_dtype(dtype, config), _pick_device(device)
-    parts = {
-        "vision": "E" in letters and adapter.multimodal,
-        "language": bool(set(letters) & set("PD")),
-    }
+    names = _list_parts(letters, adapter)
     with _lock:
         register_attention()
         fingerprint = _fingerprint(directory, kind)
-        held = {name: _part(directory, name, kind, place, packed, files) for name, asked in parts.items() if asked}
+        held = {name: _part(directory, name, kind, place, packed, files, shelf) for name in names}
         _check_unchanged(directory, files, _fingerprint(directory, kind) == fingerprint)
         model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
@@ -101,15 +106,14 @@ def count_weight_bytes(model_dir: str | Path, letters: str, *, dtype: torch.dtyp
     directory = Path(model_dir)
     config = read_config(directory)
     adapter, _ = find_adapter(config)
-    names = ["vision"] * ("E" in letters and adapter.multimodal) + ["language"] * bool(set(letters) & set("PD"))
-    kind, whole, total = _pick_dtype(dtype, config), find_model_class(config), 0
+    kind = _pick_dtype(dtype, config)
     register_attention()
-    for name in names:
-        with _lock, _quiet(), torch.device("meta"):
-            part = _partial_class(whole, adapter, name)._from_config(read_config(directory), dtype=kind)
-        _fit_part(part, adapter, name)
-        total += sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
-    return total
+    parts = [_make_empty_part(directory, name, kind) for name in _list_parts(letters, adapter)]
+    return sum(tensor.nbytes for part in parts for tensor in (*part.parameters(), *part.buffers()))
+
+
+def _list_parts(letters: str, adapter: ModelAdapter) -> list[str]:
+    return ["vision"] * ("E" in letters and adapter.multimodal) + ["language"] * bool(set(letters) & set("PD"))
 
 
 def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
@@ -137,12 +141,20 @@ def _pick_device(device: torch.device | str) -> torch.device:
 
 
 def _part(
-    directory: Path, name: str, dtype: torch.dtype, device: torch.device, packed: bool, files: LoadedFiles
+    directory: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    files: LoadedFiles,
+    shelf: str = "",
 ) -> Any:
     key = (directory.resolve(), name, dtype, device, packed, files)
     part = _parts.get(key)
     if part is None:
-        part = _parts[key] = _load_part(directory, name, dtype).to(device).eval().requires_grad_(False)
+        shared = shelf and _is_worth_sharing(directory, dtype, device, packed)
+        made = _share_part(shelf, *key[:4], files) if shared else _load_part(directory, name, dtype)
+        part = _parts[key] = made.to(device).eval().requires_grad_(False)
         use_native_products(part)
         if packed:
             pack_weights(part)
@@ -155,6 +167,48 @@ def _part(
             from trinity.stages.kernels.device_layers import fuse_device_layers
 
             fuse_device_layers(part)
+    return part
+
+
+def _is_worth_sharing(directory: Path, dtype: torch.dtype, device: torch.device, packed: bool) -> bool:
+    """Tell if each process would hold these weights by itself; what is mapped from files is shared already."""
+    if not can_share(device):
+        return False
+    packs = packed and not is_native_faster(dtype) and _is_packing_faster(dtype)
+    return device.type == "cuda" or (not packs and dtype != _pick_dtype(None, read_config(directory)))
+
+
+def _share_part(
+    shelf: str, directory: Path, name: str, dtype: torch.dtype, device: torch.device, files: LoadedFiles
+) -> Any:
+    """Take a part that another process has loaded, or load it and leave it to others; alone where neither works."""
+    with take_turn(shelf, repr((str(directory), name, dtype, device, files))) as turn:
+        try:
+            if turn.part is not None:
+                return _take_part(turn, _make_empty_part(directory, name, dtype), device)
+            model = _load_part(directory, name, dtype)
+            region, table = move_part(model, device)
+            if identify_files(directory) == files:
+                turn.leave(region.size, table, region.file)
+            return model
+        except (OSError, TransportError, torch.OutOfMemoryError, PartMismatch, msgspec.DecodeError) as error:
+            logger.warning("the weights of the %s part are this process's alone: %s", name, error)
+    return _load_part(directory, name, dtype)
+
+
+def _take_part(turn: Turn, model: Any, device: torch.device) -> Any:
+    assert turn.part is not None
+    fill_part(model, open_region(device, turn.file, turn.part.size), turn.part.table)
+    return model
+
+
+def _make_empty_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
+    """Make the modules of a part without weights, on the meta device."""
+    config = read_config(directory)
+    adapter, _ = find_adapter(config)
+    with _lock, _quiet(), torch.device("meta"):
+        part = _partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
+    _fit_part(part, adapter, name)
     return part
 
 

@@ -1,11 +1,11 @@
 """cuda_ipc: pools on GPUs of one host, mapped by peers and copied from device to device.
 
-The source exports the allocation that contains its pool. A target opens it once, and copies on a stream of its own that
-waits for no other: a source's blocks are written before they are offered, a target's are free of queued writes before
-they are reserved (decision 0048). Before every read it asks the source over a Unix socket for a sign of life, after it
-for generations; if the socket closes, the source is gone. Pools come from torch's caching allocator, which gives a pool
-of more than 10 MiB one cudaMalloc of its own. Memory that cannot be exported (expandable segments, stream-ordered) is
-refused by ``publish``.
+The source exports the allocation that contains its pool. A target opens it once, and copies on a stream that waits for
+no lane: its own, or for many runs that of the GPU's copies, in one kernel. A source's blocks are written before they
+are offered, a target's are free of queued writes before they are reserved (decision 0048). Before every read it asks
+the source over a Unix socket for a sign of life, after it for generations; if the socket closes,
+the source is gone. Pools come from torch's caching allocator, which gives a pool of more than 10 MiB one cudaMalloc of
+its own. Memory that cannot be exported (expandable segments, stream-ordered) is refused by ``publish``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from hmac import compare_digest
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.cuda_driver import LIBRARY, CudaDriver
+from trinity.memory.device_blocks import copy_by_address
 from trinity.transport.base import (
     MAX_REQUEST_BYTES,
     ByteRange,
@@ -33,9 +36,9 @@ from trinity.transport.base import (
     find_runs,
     wait_for_copy,
 )
-from trinity.transport.cuda_ipc.driver import LIBRARY, CudaDriver
 from trinity.transport.inproc import InprocTransport
 
+MANY_RUNS = 8  # of a copy by a kernel: the driver takes some microseconds of the host for each
 COPY_POLL_S = 0.001  # between two looks for copies still running when a remote is closed
 
 
@@ -262,9 +265,14 @@ class CudaIpcRemote:
     def _copy(self, plan: CopyPlan) -> None:
         driver, size, offset = self._driver, plan.unit_bytes, plan.offset
         theirs, ours = self._address + self._peer.offset, address_of(self._into)
+        runs = list_copies(plan)
+        if len(runs) >= MANY_RUNS:
+            units = np.array((plan.target, plan.source), np.int64)
+            if copy_by_address(f"cuda:{self._device}", ours, theirs, units, size, plan.piece):
+                return
         with driver.use(self._device):
             try:
-                for start, to, length in list_copies(plan):
+                for start, to, length in runs:
                     driver.copy(ours + to * size + offset, theirs + start * size + offset, length, self._stream)
             finally:
                 driver.finish(self._stream)

@@ -1,11 +1,15 @@
-"""CUDA driver calls that IPC needs, by ctypes: nothing to link, and nothing needed on a host without a GPU."""
+"""CUDA driver calls that sharing between processes needs, by ctypes: nothing to link, nothing needed without a GPU.
+
+Pools are exported whole, as torch has allocated them (CUDA IPC); their owner must outlive all readers. Weights lie in
+allocations of the driver's virtual memory management, whose descriptors each hold the memory (decision 0057).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trinity.errors import HandshakeError, PeerLost, TransportError, TransportUnavailable
@@ -15,6 +19,8 @@ HANDLE_BYTES = 64
 LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 LAZY_PEER_ACCESS = 1
 OWN_STREAM = 1  # CU_STREAM_NON_BLOCKING
+PINNED, ON_DEVICE, FILE_DESCRIPTOR, READ_AND_WRITE = 1, 1, 1, 3  # of CUmemAllocationProp and CUmemAccessDesc
+SHARES_MEMORY = (102, 103)  # device attributes: virtual memory management, handles that are file descriptors
 UNAVAILABLE_CODES = {2, 3, 34, 35, 100, 101, 801, 802, 803, 804, 999}  # no memory, no driver, no device, not supported
 BAD_HANDLE_CODES = {
     1,
@@ -35,6 +41,35 @@ class IpcHandle(ctypes.Structure):
     def of(cls, data: bytes) -> IpcHandle:
         """Make a handle from its bytes."""
         return cls.from_buffer_copy(data.ljust(HANDLE_BYTES, b"\0")[:HANDLE_BYTES])
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("kind", ctypes.c_int), ("device", ctypes.c_int))
+
+
+class AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp, with its flags as one number."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, device: int) -> AllocationProperties:
+        """Describe memory of a device that other processes can open."""
+        return cls(PINNED, FILE_DESCRIPTOR, Location(ON_DEVICE, device), None, 0)
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
 class CudaDriver:
@@ -117,6 +152,57 @@ class CudaDriver:
     def close(self, address: int) -> None:
         """Close an allocation of another process."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def shares_memory(self, device: int) -> bool:
+        """Tell if memory of a device can be handed to other processes as a file descriptor."""
+        found, number = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(number), device)
+        for attribute in SHARES_MEMORY:
+            self._call("cuDeviceGetAttribute", ctypes.byref(found), attribute, number)
+            if not found.value:
+                return False
+        return True
+
+    def create_memory(self, device: int, size: int) -> tuple[int, int]:
+        """Allocate at least ``size`` bytes; return a file descriptor that holds them, and their number."""
+        kind, grain, none = AllocationProperties.of(device), ctypes.c_size_t(), ctypes.c_uint64(0)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(kind), 0)
+        whole = -(-size // grain.value) * grain.value
+        handle, file = ctypes.c_uint64(), ctypes.c_int(-1)
+        self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(whole), ctypes.byref(kind), none)
+        try:
+            self._call("cuMemExportToShareableHandle", ctypes.byref(file), handle, FILE_DESCRIPTOR, none)
+        finally:
+            self._call("cuMemRelease", handle)  # the descriptor holds the memory
+        return file.value, whole
+
+    def map_memory(self, device: int, file: int, size: int) -> int:
+        """Map the memory that a descriptor of ``create_memory`` holds; return its address in this process."""
+        handle = ctypes.c_uint64()
+        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(file), FILE_DESCRIPTOR)
+        try:
+            return self._map(device, handle, size)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping holds the memory
+
+    def _map(self, device: int, handle: ctypes.c_uint64, size: int) -> int:
+        address, whole, none = ctypes.c_uint64(), ctypes.c_size_t(size), ctypes.c_uint64(0)
+        self._call("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), none, none)
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuMemAddressFree", address, whole)
+            self._call("cuMemMap", address, whole, ctypes.c_size_t(0), handle, none)
+            undo.callback(self._call, "cuMemUnmap", address, whole)
+            access = Access(Location(ON_DEVICE, device), READ_AND_WRITE)
+            self._call("cuMemSetAccess", address, whole, ctypes.byref(access), ctypes.c_size_t(1))
+            undo.pop_all()
+        return address.value
+
+    def unmap_memory(self, address: int, size: int) -> None:
+        """Wait for the device, and take back a mapping of ``map_memory``."""
+        place, whole = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        self._call("cuCtxSynchronize")
+        self._call("cuMemUnmap", place, whole)
+        self._call("cuMemAddressFree", place, whole)
 
     def make_stream(self) -> Any:
         """Make a stream that does not wait for the default one."""
