@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from trinity import Instance, Pipeline, Request
 from trinity.core.messages import Encode, ResolvedSampling, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
-from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention import backends
+from trinity.stages.attention.backends import CacheKind, choose_backends, pick_backend
+from trinity.stages.attention.measurement import measure_backends
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.encode import EncodeStage
 from trinity.stages.models import load_model
@@ -37,6 +40,26 @@ pytestmark = [
 def test_auto_takes_the_triton_kernels(dtype: torch.dtype) -> None:
     kind = CacheKind((32, 2, 32, 16, 128), dtype, torch.device(DEVICE))
     assert pick_backend("auto", kind) == pick_backend("triton", kind) == "triton"
+
+
+def test_the_choice_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed: decodes can be recorded, and the second start reads what the first has kept."""
+    from trinity.stages.attention.triton import TritonAttention
+
+    monkeypatch.setenv("TRINITY_CACHE", str(tmp_path))
+    kind, found = CacheKind((32, 2, 8, 16, 128), torch.bfloat16, torch.device(DEVICE), 32), []
+    for _ in range(2):
+        monkeypatch.setattr(backends, "_known", {})
+        found.append(choose_backends("auto", kind))
+    assert found[0] == found[1]
+    assert found[0].decodes in ("triton", "flash3")
+    if found[0].decodes != found[0].chunks:
+        assert len(list(tmp_path.rglob("*.json"))) == 1
+    several = {name: TritonAttention() for name in ("one", "same")}
+    times = measure_backends(several, kind.shape, 32, kind.dtype, kind.device)
+    assert {case: set(each) for case, each in times.items()} == {case: {"one", "same"} for case in times}
+    assert min(each["one"] for each in times.values()) > 0
+    assert len(times) == 6, "all cases fit the time that they have"
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.attention_scenes import LAYER, Scene, Text
 from support.language_stage import PROMPT, Solo, work
 from trinity.memory import native
 from trinity.stages.attention import backends, choice, measurement
@@ -36,7 +36,7 @@ from trinity.stages.attention.choice import (
     make_choice_key,
     read_choice,
 )
-from trinity.stages.attention.interface import AttentionParams, PagedRows, as_split_attention
+from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.native import NativeAttention
 from trinity.stages.attention.per_step import PerStepAttention
 from trinity.stages.attention.torch_reference import TorchAttention
@@ -288,67 +288,7 @@ def test_triton_is_measured_beside_the_others(counted: list[Any], monkeypatch: p
     assert "triton" not in (found.decodes, found.chunks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_what_is_measured_has_the_models_shape(dtype: torch.dtype) -> None:
-    """Tables name blocks of the cache, each row its own place; a bfloat16 model asks an FP8 cache."""
-    workload = measurement.AttentionWorkload((3, 2, 2, 16, 8), 6, dtype, CPU)
-    assert workload.cache.dtype == dtype
-    assert workload.cache.shape[2:] == (2, 2, 16, 8)
-    assert workload.qkv[0].dtype == (torch.bfloat16 if dtype.itemsize == 1 else dtype)
-    assert [part.shape[1] for part in workload.qkv] == [6, 2, 2]
-    for case in workload.cases:
-        rows = workload._make_rows(case)
-        assert rows.decodes == case.decodes
-        assert len(rows.blocks) == case.decodes + case.rows
-        assert int(rows.blocks.max()) < len(workload.cache)
-        workload.run(TorchAttention(), case)
-    assert workload.calls == 2
-
-
-def test_a_models_cases_are_of_both_kinds_and_fit_the_cache() -> None:
-    for cases in (measurement.list_cases((1, 32, 128), 1024, 512), measurement.list_cases((1, 8, 32), 256, 128)):
-        assert ["chunk" in case.name for case in cases] == [False, True] * 3
-        assert len({case.name for case in cases}) == 6
-        assert all(case.decodes + case.rows > 0 for case in cases)
-
-
-def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit is left out, for all alike."""
-    monkeypatch.setattr(measurement, "MOST_MEASURED_S", 0.0)
-    made = {name: TorchAttention() for name in ("a", "b")}
-    assert measurement.measure_backends(made, KIND.shape, 4, KIND.dtype, CPU) == {}
-
-
 # ---------------------------------------------------------------- two backends for one instance
-
-
-class Noted(TorchAttention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def attend(
-        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
-    ) -> Tensor:
-        self.calls.append("chunks" if rows.chunks else "decodes")
-        return super().attend(rows, cache, qkv, params)
-
-    def warm_up(self, cache: Tensor, chunks: bool, groups: bool) -> None:
-        self.calls.append(f"warm up {chunks} {groups}")
-
-
-def test_each_kind_of_step_has_its_own_backend() -> None:
-    decodes, chunks = Noted(), Noted()
-    both: Any = PerStepAttention(decodes, chunks)
-    params = AttentionParams(LAYER, 0.3)
-    for texts in ([Text(21, 1, True)], [Text(21, 1, True), Text(20, 7, False)]):
-        scene = Scene(texts, (4, 2), 8, 16, seed=1)
-        torch.testing.assert_close(scene.run(both, params), scene.oracle(params), atol=2e-5, rtol=1e-4)
-    assert as_split_attention(both) is not None
-    both.warm_up(scene.cache, chunks=True, groups=True)
-    assert decodes.calls == ["decodes", "warm up False False"]
-    assert chunks.calls == ["chunks", "warm up True True"]
-    assert (both.supports_graphs, both.reads_chunks) == (False, False)
 
 
 @needs_native
@@ -366,3 +306,51 @@ def test_a_request_passes_from_one_to_the_other(monkeypatch: pytest.MonkeyPatch)
         assert {type(made._decodes), type(made._chunks)} == {NativeAttention, TorchAttention}
         assert Solo(backend=made).serve(work(prompt=PROMPT), 6) == wanted
         assert str(chosen) == f"{chosen.decodes} for steps of decodes, {chosen.chunks} for steps with chunks"
+
+
+# ---------------------------------------------------------------- as on a GPU
+
+
+GPU_KIND = replace(KIND, device=torch.device("cuda", 0))
+
+
+class Recordable(TorchAttention):
+    supports_graphs = True
+
+
+@pytest.fixture
+def gpu_line(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Three backends of a GPU, of which graphs can hold two; those that are measured, by the table below."""
+    asked: list[tuple[str, ...]] = []
+    classes: dict[str, type[TorchAttention]] = {"slow": Recordable, "quick": TorchAttention, "fair": Recordable}
+    seconds = {"slow": 3e-3, "quick": 1e-3, "fair": 2e-3}
+
+    def measure(made: dict[str, Any], *given: Any) -> Any:
+        asked.append(tuple(made))
+        return {case: {name: seconds[name] for name in made} for case in ("decode 1", "chunk")}
+
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(measurement, "measure_backends", measure)
+    specs = {
+        name: BackendSpec(lambda kind: None, lambda kind, each=each: each())  # type: ignore[misc]
+        for name, each in classes.items()
+    }
+    never = BackendSpec(lambda kind: None, lambda kind: TorchAttention(), None, lambda kind: "it compiles for minutes")
+    monkeypatch.setattr(backends, "BACKENDS", {**specs, "late": never, "torch": BACKENDS["torch"]})
+    return asked
+
+
+def test_auto_on_a_gpu_measures_and_decodes_in_graphs(gpu_line: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The quickest cannot be recorded, so it has the chunks alone; the reference is in no line."""
+    with caplog.at_level(logging.INFO, "trinity"):
+        made = make_backend("auto", GPU_KIND.shape, GPU_KIND.dtype, GPU_KIND.device, 4)
+    assert gpu_line == [("slow", "quick", "fair")]
+    assert isinstance(made, PerStepAttention)
+    assert made.supports_graphs, "decode steps are recorded"
+    said = "attention on cuda:0, torch.float32: fair for steps of decodes, quick for steps with chunks"
+    assert said in caplog.messages
+    assert "attention, microseconds of a step: decode 1: slow 3000, quick 1000, fair 2000; chunk: slow 3000" in "".join(
+        caplog.messages
+    )
+    assert choose_backends("late", GPU_KIND) == StepChoice("late", "late")
