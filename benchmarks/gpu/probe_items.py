@@ -23,7 +23,7 @@ from trinity.memory import native
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
 from trinity.request import Request, Sampling
-from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
+from trinity.stages.attention.backends import BACKENDS, CacheKind, choose_backends, pick_backend
 from trinity.stages.cuda_graphs import make_graph_cache
 from trinity.testing.checkpoints import build_checkpoint
 from trinity.transport import make_transport
@@ -92,13 +92,14 @@ def pick_attention(device: str) -> str:
     said = []
     for dtype in DTYPES:
         kind, started = CacheKind(SHAPE, dtype, torch.device(device)), time.perf_counter()
-        chosen = pick_backend("auto", kind)
-        others = [name for name in BACKENDS if name != chosen and _runs(name, kind)]
+        chosen = choose_backends("auto", kind)
+        taken = (chosen.decodes, chosen.chunks)
+        others = [name for name in BACKENDS if name not in taken and _runs(name, kind)]
         spent = time.perf_counter() - started
         beside = f"; {', '.join(others)} would run too" if others else ""
         said.append(f"{str(dtype).removeprefix('torch.')} takes {chosen} ({spent:.1f} s{beside})")
-    if device.startswith("cuda") and "takes triton" not in said[1]:
-        raise RuntimeError(f"bfloat16 should take triton: {'; '.join(said)}")
+    if device.startswith("cuda") and "takes torch" in said[1]:
+        raise RuntimeError(f"bfloat16 should take a kernel: {'; '.join(said)}")
     return "; ".join(said)
 
 

@@ -57,6 +57,7 @@ def test_the_choice_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert len(list(tmp_path.rglob("*.json"))) == 1
     several = {name: TritonAttention() for name in ("one", "same")}
     times = measure_backends(several, kind.shape, 32, kind.dtype, kind.device)
+    assert times is not None
     assert {case: set(each) for case, each in times.items()} == {case: {"one", "same"} for case in times}
     assert min(each["one"] for each in times.values()) > 0
     assert len(times) == 6, "all cases fit the time that they have"

@@ -271,6 +271,24 @@ def test_a_kept_backend_that_is_wrong_now_is_not_taken(monkeypatch: pytest.Monke
     assert read_choice(key) == StepChoice("torch", "torch")
 
 
+def test_where_nothing_can_be_measured_the_first_serves_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No memory for the workload is no reason not to start, nor one to remember."""
+
+    def full(*given: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 MiB")
+
+    monkeypatch.setattr(measurement, "_find_room", full)
+    first = pick_backend("auto", KIND)
+    monkeypatch.setattr(
+        backends, "BACKENDS", {first: BACKENDS[first], "torch": BACKENDS["torch"], "more": BACKENDS["torch"]}
+    )
+    assert choose_backends("fastest", KIND) == StepChoice(first, first)
+    assert kept(tmp_path) == []
+    assert any("attention is not measured: CUDA out of memory" in line for line in caplog.messages)
+
+
 def test_triton_is_measured_beside_the_others(counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is a real backend, and far the slowest one."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
