@@ -17,11 +17,14 @@ from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.byte_ranges import Strided
 from trinity.transport import CopyPlan, link, make_transport, sealed_requests
 from trinity.transport.link import LinkRemote
-from trinity.transport.ucx import source
+from trinity.transport.ucx import protocol, source
 from trinity.transport.ucx.protocol import (
+    MOST_RUNS,
     REQUEST_TAG,
+    WHOLE_BYTES,
     UcxDescriptor,
     UcxReply,
     UcxWorker,
@@ -170,35 +173,60 @@ async def test_a_request_that_is_replayed_moves_nothing(sent: Sent, caplog: pyte
 async def test_what_strangers_begin_to_send_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Large messages come in parts: the source keeps room for some at a time, and serves others all the while."""
-    most = 4 << 20
-    monkeypatch.setattr(source, "MAX_ARRIVING_BYTES", most)
+    """Messages that come in parts, and whose rest never comes, hold little memory, and nobody waits for them."""
+    may_receive, receive = threading.Event(), UcxSource._receive
+
+    def receive_late(*given: Any) -> bool:
+        assert may_receive.wait(60)
+        return receive(*given)
+
+    async def logged(what: str, count: int) -> None:
+        async with asyncio.timeout(60):
+            while caplog.text.count(what) < count:
+                await asyncio.sleep(0.01)
+
+    may_receive.set()
+    monkeypatch.setattr(UcxSource, "_receive", receive_late)
+    monkeypatch.setattr(source, "MAX_ARRIVING", 20)
     monkeypatch.setattr(sealed_requests, "LOGGED_MESSAGES", 1000)
     transport, memory = UcxTransport(), pool(*SMALL)
     descriptor = transport.publish(pool(*SMALL))
     remote = await transport.attach(descriptor, memory)
     served: Any = transport._source
+    monkeypatch.setattr(protocol, "make_ucx_config", lambda: {"TLS": "tcp", "RNDV_THRESH": "0"})  # it only announces
     stranger = Stranger(address_of(descriptor))
     stranger.send(bytes(100))
     await stranger.until(lambda: "lacks its secret" in caplog.text)
-    kept: list[int] = []
-
-    def all_sent() -> bool:
-        kept.append(sum(len(data) for _, data in served._waiting))
-        return all(request.completed for request, _ in stranger.kept)
-
-    for _ in range(40):
-        stranger.send(bytes(1 << 20))
-    reading = asyncio.create_task(remote.read([1], [1]))
-    await stranger.until(all_sent)
-    assert await reading == SMALL[1]
-    assert max(kept) <= most
-    monkeypatch.setattr(source, "MAX_ARRIVING_BYTES", 1 << 19)
-    stranger.send(bytes(1 << 20))
-    await stranger.until(lambda: "one too many" in caplog.text)
-    assert await remote.read([1], [0]) == SMALL[1]
-    await stranger.until(all_sent)
+    may_receive.clear()
+    for size in (*(WHOLE_BYTES,) * 50, 1 << 20, 64 << 20, 10):
+        stranger.send(bytes(size))
+    for _ in range(500):
+        stranger.worker.wait(0)
+    may_receive.set()  # and the stranger does no more
+    await logged("one too many", 30)
+    await logged("a wrong size", 3)
+    for _ in range(3):
+        assert await remote.read([1, 0], [1, 3]) == 2 * SMALL[1]
+        assert len(served._waiting) == 20
+    await stranger.until(lambda: not served._waiting)
     stranger.close()
+    await transport.aclose()
+
+
+async def test_requests_are_as_short_as_come_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
+    """Whatever is asked for, in blocks or in parts of them, and however scattered."""
+    many = 4 * MOST_RUNS
+    transport, memory = UcxTransport(), pool(many, 128)
+    other = pool(many, 128)
+    other.tensor.copy_(torch.arange(other.tensor.numel()).reshape(other.tensor.shape) % 97)
+    remote = await transport.attach(transport.publish(other), memory)
+    blocks = list(range(0, many, 2)) + [1]
+    assert await remote.read(blocks, blocks[::-1]) == len(blocks) * other.block_bytes
+    assert torch.equal(memory.tensor[blocks[::-1]], other.tensor[blocks])
+    assert await remote.read(blocks, blocks, Strided(0, 16, 64, 2)) == len(blocks) * 32
+    assert await remote.generation(list(range(many))) == max(other.generation([each]) for each in (0, many - 1))
+    requests = [len(message) for tag, message in sent if tag == REQUEST_TAG]
+    assert max(requests) <= WHOLE_BYTES < sum(requests)
     await transport.aclose()
 
 

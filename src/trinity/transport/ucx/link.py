@@ -14,11 +14,14 @@ import numpy as np
 
 from trinity.errors import HandshakeError, OfferRefused, PeerLost, TransferTimeout, TransportError
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import MAX_REQUEST_BYTES, CopyPlan, find_runs
+from trinity.transport.base import CopyPlan, find_runs
 from trinity.transport.link import Link, PendingRead
 from trinity.transport.sealed_requests import LinkSeal
 from trinity.transport.ucx.protocol import (
+    MOST_GENERATIONS,
+    MOST_RUNS,
     REQUEST_TAG,
+    WHOLE_BYTES,
     PoolBytes,
     UcxDescriptor,
     UcxReply,
@@ -67,7 +70,15 @@ class UcxLink(Link):
         self._endpoint: Any = None
 
     async def read(self, plan: CopyPlan, timeout_s: float) -> None:
-        found = list(find_runs(plan.source, plan.target))
+        until, runs, done = time.monotonic() + timeout_s, list(find_runs(plan.source, plan.target)), 0
+        for first in range(0, len(runs), MOST_RUNS):  # requests are short: see ``UcxSource``
+            asked = runs[first : first + MOST_RUNS]
+            end = done + sum(length for _, _, length in asked)
+            part = plan._replace(source=plan.source[done:end], target=plan.target[done:end])
+            await self._read_part(part, asked, until - time.monotonic())
+            done = end
+
+    async def _read_part(self, plan: CopyPlan, found: list[tuple[int, int, int]], timeout_s: float) -> None:
         theirs = [(start, length) for start, _, length in found]
         ours = [(to, length) for _, to, length in found]
         if plan.unit_bytes == self._theirs.block_bytes:
@@ -87,8 +98,12 @@ class UcxLink(Link):
         return make(size) if self._ours.memory.gpu is None else await asyncio.to_thread(make, size)
 
     async def generation(self, source: Sequence[int], timeout_s: float) -> int:
-        reply: UcxReply = await self.ask(lambda: self._request_generations(source), "generations", timeout_s)
-        return reply.generation
+        until, highest = time.monotonic() + timeout_s, 0
+        for first in range(0, len(source), MOST_GENERATIONS):
+            asked = partial(self._request_generations, source[first : first + MOST_GENERATIONS])
+            reply: UcxReply = await self.ask(asked, "generations", until - time.monotonic())
+            highest = max(highest, reply.generation)
+        return highest
 
     def _wake(self) -> None:
         if self._worker is not None:
@@ -120,8 +135,8 @@ class UcxLink(Link):
         request = UcxRequest(self._worker.address, self._theirs.pool, *size, theirs, list(generations))
         number, message = self._seal.seal(msgspec.msgpack.encode(request))
         data = np.frombuffer(message, np.uint8)
-        if len(data) > MAX_REQUEST_BYTES:
-            raise OfferRefused(f"{len(theirs)} runs of blocks are too many for one request", "blocks", "ucx")
+        if len(data) > WHOLE_BYTES:
+            raise OfferRefused(f"this host's address of {len(self._worker.address)} bytes is too long", "blocks", "ucx")
         sent = self._worker.send(self._endpoint, data, REQUEST_TAG)
         return UcxTransfer(number, (sent, data), places, end)
 
