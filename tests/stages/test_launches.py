@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -221,20 +220,6 @@ def test_a_token_that_is_none_is_never_looked_up() -> None:
     tokens.store(slots, torch.tensor([-1, 9]))
     assert tokens.fill_unknown(torch.tensor([-1, -1]), slots).tolist() == [0, 9]
     assert tokens.fill_unknown(torch.tensor([5, -1]), slots).tolist() == [5, 9]
-
-
-def test_texts_grow_with_slots_and_tokens() -> None:
-    kept = DeviceTokens(torch.device("cpu"))
-    kept.write_text(2, 0, np.array([4, 5, 6]))
-    slot, length = torch.tensor([[2]]), torch.tensor([[3]])
-    for at in range(3, 9):
-        kept.extend_texts(slot, length, at, torch.tensor([at * 10]))
-        length = length + 1
-    kept.write_text(5, 1, np.array([7]))
-    texts = kept.select_texts(slot, length, 9)
-    assert texts.ids.tolist() == [[4, 5, 6, 30, 40, 50, 60, 70, 80]]
-    assert (texts.newest(2).tolist(), texts.newest(11).tolist()[0][:3]) == ([[70, 80]], [-1, -1, 4])
-    assert kept.texts.shape == (8, 16)
 
 
 class OnDevice(LanguageStage):

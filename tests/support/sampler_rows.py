@@ -11,7 +11,7 @@ import torch
 
 from trinity.core.messages import ResolvedSampling
 from trinity.stages.sampler_rows import LOOKS_BACK, SAMPLER, SamplerBatch, describe_sampler, make_batch
-from trinity.stages.token_bans import Texts, TokenBans
+from trinity.stages.token_bans import HostTexts, TokenBans
 
 NO_IDS = np.zeros(0, dtype=np.int64)
 CPU = torch.device("cpu")
@@ -37,4 +37,4 @@ def batch(rows: Sequence[SamplerRow], device: torch.device = CPU) -> SamplerBatc
     indexes = np.array([row.index for row in rows], dtype=np.int64)
     bans = [(at, row.bans, row.index) for at, row in enumerate(rows) if row.bans is not None]
     back = [rows[at].ids for at in np.flatnonzero(given["needs"] & LOOKS_BACK).tolist()]
-    return make_batch(given, indexes, bans, device, Texts.of(back, device) if back else None)
+    return make_batch(given, indexes, bans, device, HostTexts(back, device) if back else None)

@@ -22,9 +22,9 @@ from trinity.transport import CopyPlan, link, make_transport, sealed_requests
 from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import protocol, source
 from trinity.transport.ucx.protocol import (
-    MOST_RUNS,
+    REQUEST_BYTES,
+    REQUEST_RUNS,
     REQUEST_TAG,
-    WHOLE_BYTES,
     UcxDescriptor,
     UcxReply,
     UcxWorker,
@@ -198,7 +198,7 @@ async def test_what_strangers_begin_to_send_is_bounded(
     stranger.send(bytes(100))
     await stranger.until(lambda: "lacks its secret" in caplog.text)
     may_receive.clear()
-    for size in (*(WHOLE_BYTES,) * 50, 1 << 20, 64 << 20, 10):
+    for size in (*(REQUEST_BYTES,) * 50, 1 << 20, 64 << 20, 10):
         stranger.send(bytes(size))
     for _ in range(500):
         stranger.worker.wait(0)
@@ -215,18 +215,18 @@ async def test_what_strangers_begin_to_send_is_bounded(
 
 async def test_requests_are_as_short_as_come_whole(monkeypatch: pytest.MonkeyPatch, sent: Sent) -> None:
     """Whatever is asked for, in blocks or in parts of them, and however scattered."""
-    many = 4 * MOST_RUNS
+    many = 4 * REQUEST_RUNS
     transport, memory = UcxTransport(), pool(many, 128)
     other = pool(many, 128)
     other.tensor.copy_(torch.arange(other.tensor.numel()).reshape(other.tensor.shape) % 97)
     remote = await transport.attach(transport.publish(other), memory)
-    blocks = list(range(0, many, 2)) + [1]
+    blocks = [*range(0, many, 2), 1]
     assert await remote.read(blocks, blocks[::-1]) == len(blocks) * other.block_bytes
     assert torch.equal(memory.tensor[blocks[::-1]], other.tensor[blocks])
     assert await remote.read(blocks, blocks, Strided(0, 16, 64, 2)) == len(blocks) * 32
     assert await remote.generation(list(range(many))) == max(other.generation([each]) for each in (0, many - 1))
     requests = [len(message) for tag, message in sent if tag == REQUEST_TAG]
-    assert max(requests) <= WHOLE_BYTES < sum(requests)
+    assert max(requests) <= REQUEST_BYTES < sum(requests)
     await transport.aclose()
 
 

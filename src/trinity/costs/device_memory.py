@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from trinity.core.messages import Value
 
 POOL_SHARE = 0.8  # of a GPU's memory beside weights and encoding; the rest is for prefill, graphs and fragments
-CONTEXT_BYTES = 512 << 20  # of each process on a GPU: its context, and the workspaces of its libraries
+CONTEXT_BYTES = 608 << 20  # of each process on a GPU: its context, workspaces of its libraries, and sampled texts
 DECODES, PREFILLS, ENCODES = 1.0, 0.5, 0.1  # of the memory for pools: blocks of P and E are free once they have moved
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
+from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.request_table import OpenRequest, RequestTable
 from trinity.stages.sampler import Drawn, draw, draw_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
-from trinity.stages.token_bans import NO_TOKEN, Texts
 from trinity.stages.uploads import upload
 
 MOST_SLOTS = 1 << 14  # requests whose tokens can stay on the device; a fixed size, so that CUDA graphs keep the address
@@ -32,12 +32,12 @@ class DeviceTokens:
     """Tokens of open requests by slot, on the device.
 
     - ``newest`` (int64 [MOST_SLOTS]): the last token that a launched step sampled for each.
-    - ``texts`` (int32 [slots, width]): prompt and outputs of each whose sampler looks back.
+    - ``texts``: prompt and outputs of each whose sampler looks back.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.newest = torch.zeros(MOST_SLOTS, dtype=torch.long, device=device)
-        self.texts = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        self.texts = DeviceTexts(device)
         self._uploaded = np.empty(0, dtype=np.int64), self.newest[:0]
 
     def upload_slots(self, slots: np.ndarray) -> Tensor:
@@ -57,33 +57,6 @@ class DeviceTokens:
         """
         return torch.where(ids < 0, self.newest[slots].clamp(min=0), ids)
 
-    def write_text(self, slot: int, start: int, ids: np.ndarray) -> None:
-        """Write the part of a text that begins at ``start``."""
-        self._make_room(slot + 1, start + len(ids) + 1)
-        known = np.where(ids < 0, NO_TOKEN, ids)
-        self.texts[slot, start : start + len(ids)].copy_(upload(known, self.texts.device))
-
-    def select_texts(self, slots: Tensor, lengths: Tensor, longest: int) -> Texts:
-        """Return the texts of these slots ([k, 1]), of these lengths ([k, 1], at most ``longest``)."""
-        return Texts(self.texts[:, :longest].index_select(0, slots.flatten()).long(), lengths)
-
-    def extend_texts(self, slots: Tensor, lengths: Tensor, longest: int, tokens: Tensor) -> None:
-        """Append a token [k] to each of these texts."""
-        self._make_room(0, longest + 1)
-        places = (slots * self.texts.shape[1] + lengths).flatten()
-        self.texts.view(-1).index_copy_(0, places, tokens.clamp(min=0).int())
-
-    def _make_room(self, slots: int, width: int) -> None:
-        held = self.texts.shape
-        if slots > held[0] or width > held[1]:
-            more = [
-                max(old, 1 << (new - 1).bit_length() if new else 0)
-                for old, new in zip(held, (slots, width), strict=True)
-            ]
-            wider = torch.zeros(more, dtype=self.texts.dtype, device=self.texts.device)
-            wider[: held[0], : held[1]].copy_(self.texts)
-            self.texts = wider
-
 
 def draw_next(
     logits: Tensor, table: RequestTable, rows: Sequence[OpenRequest], slots: np.ndarray, kept: DeviceTokens
@@ -98,23 +71,23 @@ def draw_next(
     if not len(back):
         drawn = draw(logits, batch)
     else:
-        _write_texts(table, [rows[at] for at in back.tolist()], kept)
-        at, longest = upload(back, logits.device), int(batch.given["length"][back].max())
-        chosen = batch.select(back, at)
-        places = chosen.column("slot"), chosen.column("length"), longest
-        drawn = draw(logits, replace(batch, texts=kept.select_texts(*places)))
-        kept.extend_texts(*places, drawn.tokens.index_select(0, at))
+        looking, sizes, texts = slots[back], batch.given["length"][back], kept.texts
+        if not texts.reserve(looking, sizes + 1):
+            raise StageError("the texts of open requests have no room on the device")
+        _write_texts(table, [rows[at] for at in back.tolist()], texts)
+        drawn = draw(logits, replace(batch, texts=texts.select(looking, sizes)))
+        texts.append(looking, sizes, drawn.tokens.index_select(0, upload(back, logits.device)))
         table.stored[slots[back]] += 1
     kept.store(batch.column("slot").flatten(), drawn.tokens)
     return drawn
 
 
-def _write_texts(table: RequestTable, rows: Sequence[OpenRequest], kept: DeviceTokens) -> None:
+def _write_texts(table: RequestTable, rows: Sequence[OpenRequest], texts: DeviceTexts) -> None:
     """Write what the device lacks of these texts. It has all tokens of unread steps: they were drawn there."""
     for row in rows:
         stored, length = int(table.stored[row.slot]), int(table.length[row.slot]) + 1
         if stored < length:
-            kept.write_text(row.slot, stored, row.ids[stored:length])
+            texts.write(row.slot, stored, row.ids[stored:length])
             table.stored[row.slot] = length
 
 

@@ -28,7 +28,7 @@ from trinity.stages.models import LoadedModel
 from trinity.stages.request_table import OpenRequest, RequestTable
 from trinity.stages.sampler import sample, sample_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
-from trinity.stages.token_bans import Texts
+from trinity.stages.token_bans import HostTexts
 from trinity.stages.uploads import upload
 
 LogitsObserver = Callable[[str, int, Tensor], None]
@@ -118,6 +118,8 @@ class LanguageStage:
     def close(self, request: str) -> None:
         """Drop a request. One whose step failed and was not cleaned up is cleaned up here."""
         row = self._requests.close(request)
+        if row is not None:
+            self._tokens.texts.release(row.slot)
         if row is not None and row.suspect:
             self._zero_spoilt(row)
 
@@ -146,12 +148,13 @@ class LanguageStage:
     def launch_on_device(self, step: Step) -> PendingStep:
         """Launch a step (``LaunchableStage.launch``, which this stage has only on a GPU).
 
-        The step runs at once if logits are observed, or for requests beyond those whose tokens the device keeps.
+        The step runs at once if logits are observed, or for requests whose tokens or texts the device cannot keep.
         """
         while self._flight and self._flight[0].is_over:
             self._flight.popleft()
         rows = self._collect_rows(step)
         near = len(self._requests.token) <= MOST_SLOTS or not (rows.slots >= MOST_SLOTS).any()
+        near = near and self._requests.make_room(rows.slots, self._tokens.texts)
         if not near or self.observe is not None or not rows.requests:
             for each in self._flight:
                 each.settle()
@@ -216,7 +219,7 @@ class LanguageStage:
         if table.needs_of(rows.slots):
             batch = table.batch_samplers(rows.sampled, rows.slots, logits.device)
             texts = [table.text(rows.sampled[at]) for at in batch.find(LOOKS_BACK).tolist()]
-            sampled = sample(logits, replace(batch, texts=Texts.of(texts, logits.device) if texts else None))
+            sampled = sample(logits, replace(batch, texts=HostTexts(texts, logits.device) if texts else None))
         else:
             sampled = sample_greedy(logits)
         if self.observe is not None:

@@ -11,6 +11,7 @@ import torch
 from trinity.core.messages import Open, Prefill, Sampled
 from trinity.errors import StageError
 from trinity.stages.batch import Chunk, Decodes
+from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.models import LoadedModel, RotaryPositions
 from trinity.stages.models.base import MEDIA_KINDS
 from trinity.stages.sampler_rows import BANS, LOOKS_BACK, SAMPLER, SamplerBatch, describe_sampler, make_batch
@@ -284,6 +285,13 @@ class RequestTable:
         if selection is not None and selection.slots is slots:
             return selection.needs
         return int(np.bitwise_or.reduce(self.samplers["needs"][slots]))
+
+    def make_room(self, slots: np.ndarray, texts: DeviceTexts) -> bool:
+        """Make room for the texts that the samplers of these rows look at; False if there is none."""
+        if not self.needs_of(slots) & LOOKS_BACK:
+            return True
+        back = slots[self.samplers["needs"][slots] & LOOKS_BACK != 0]
+        return texts.reserve(back, self.length[back] + 2)
 
     def slots_of(self, rows: Sequence[OpenRequest]) -> np.ndarray:
         """Return the slots of these rows."""

@@ -11,7 +11,7 @@ look costs nothing and saves work, for the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,11 +33,12 @@ from trinity.stages.sampler_rows import (
     WARMS,
     SamplerBatch,
 )
-from trinity.stages.token_bans import ban_tokens
+from trinity.stages.token_bans import Texts, ban_tokens
 from trinity.stages.uploads import upload
 
 _WEIGHT_ONE = 1 << 40  # fixed point of exp(0) in top-p sums: 2**22 such weights stay far below 2**63
 _CACHED_ELEMENTS = 1 << 18  # logits per pass on a CPU, so that they stay in its cache
+_MOST_TEXT = 1 << 20  # tokens of texts per pass: a text that is longer has one of its own
 _MOST_ELEMENTS = 1 << 23  # logits per pass on a device; bounds the float64 and int64 temporaries to about 400 MB
 _FEW_CANDIDATES = 256  # few of the largest scores usually hold most of the weight, and a full sort is slow
 
@@ -121,11 +122,24 @@ def draw(logits: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Drawn:
     asked = list(zip(asking.tolist(), batch.given["logprobs"][asking].tolist(), strict=True))
     most = min(max((number for _, number in asked), default=0), logits.shape[1])
     found = [
-        _draw_part(logits[at : at + size], batch.part(at, at + size), most, looks)
-        for at in range(0, len(batch.given), size)
+        _draw_part(logits[start:end], batch.part(start, end), most, looks) for start, end in _split_rows(batch, size)
     ]
     told = [logprobs for _, logprobs in found if logprobs is not None]
     return Drawn(_join([tokens for tokens, _ in found]), _join(told) if told else None, asked)
+
+
+def _split_rows(batch: SamplerBatch, size: int) -> Iterator[tuple[int, int]]:
+    """Split rows into passes (start, end) of at most ``size`` rows, and of so much text."""
+    texts = np.zeros(len(batch.given), dtype=np.int64)
+    if batch.texts is not None:
+        texts[batch.find(LOOKS_BACK)] = batch.texts.sizes
+    start, held = 0, 0
+    for row, tokens in enumerate(texts.tolist()):
+        if row - start == size or (row > start and held + tokens > _MOST_TEXT):
+            yield start, row
+            start, held = row, 0
+        held += tokens
+    yield start, len(texts)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -171,22 +185,20 @@ def warp(logits: Tensor, batch: SamplerBatch) -> Tensor:
     scores = logits.float()
     if batch.some & (LOOKS_BACK | BANS):
         wide = torch.nn.functional.pad(scores, (0, 1))  # a copy, with a spare column for ids that no logit has
-        back = batch.find(LOOKS_BACK)
-        if (batch.given["penalty"][back] != 1.0).any():
-            _penalise(wide, batch, back)
-        ban_tokens(wide, batch.bans, back, batch.texts)
+        back, texts = batch.find(LOOKS_BACK), None if batch.texts is None else batch.texts.read()
+        if texts is not None and (batch.given["penalty"][back] != 1.0).any():
+            _penalise(wide, batch, back, texts)
+        ban_tokens(wide, batch.bans, back, texts)
         scores = wide[:, :-1]
     return scores / batch.column("divisor").float() if batch.some & WARMS else scores
 
 
-def _penalise(scores: Tensor, batch: SamplerBatch, back: np.ndarray) -> None:
+def _penalise(scores: Tensor, batch: SamplerBatch, back: np.ndarray, texts: Texts) -> None:
     """Make each token that a row's text holds less likely, once however often it occurs, in place."""
-    assert batch.texts is not None
-    at, flat, width = upload(back, scores.device), scores.view(-1), scores.shape[1]
-    places = (at[:, None] * width + batch.texts.tokens(width - 1)).view(-1)
-    penalty = batch.column("penalty").float().index_select(0, at)
-    score = flat.index_select(0, places).view(len(back), -1)
-    flat.index_copy_(0, places, torch.where(score < 0, score * penalty, score / penalty).view(-1))
+    rows, flat, width = upload(back, scores.device).index_select(0, texts.rows), scores.view(-1), scores.shape[1]
+    places = rows * width + texts.tokens(width - 1)
+    penalty, score = batch.column("penalty").float().view(-1).index_select(0, rows), flat.index_select(0, places)
+    flat.index_copy_(0, places, torch.where(score < 0, score * penalty, score / penalty))
 
 
 def truncate(scores: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trinity.core.messages import ResolvedSampling
 from trinity.stages.noise import hash_seed, make_keys
-from trinity.stages.token_bans import Texts, TokenBans
+from trinity.stages.token_bans import TextSource, TokenBans
 from trinity.stages.uploads import upload
 
 DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS = (1 << bit for bit in range(8))
@@ -44,7 +44,7 @@ class SamplerBatch:
     given: np.ndarray
     columns: Tensor
     bans: Sequence[tuple[int, TokenBans, int]] = ()
-    texts: Texts | None = None
+    texts: TextSource | None = None
     some: int = field(init=False)
     every: int = field(init=False)
 
@@ -115,7 +115,7 @@ def make_batch(
     indexes: np.ndarray,
     bans: Sequence[tuple[int, TokenBans, int]],
     device: torch.device,
-    texts: Texts | None = None,
+    texts: TextSource | None = None,
 ) -> SamplerBatch:
     """Make the batch of the rows ``given``, whose keys become those of the outputs of these indexes (int64 [n])."""
     given["key"] = make_keys(given["key"], indexes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,38 +20,97 @@ from trinity.core.messages import Work
 from trinity.stages.uploads import upload
 
 NO_TOKEN = (1 << 31) - 1  # an id that no vocabulary has
-_MOST_ELEMENTS = 1 << 24  # comparisons of tokens at once; bounds the memory of long runs in long texts
+_MOST_ELEMENTS = 1 << 21  # comparisons of tokens at once; bounds the memory of long runs in long texts
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Prompt and outputs of k rows on the device: ``ids`` (int64 [k, width], not negative), ``lengths`` ([k, 1])."""
+    """Prompt and outputs of k rows on the device, one behind the other, so that a long one widens no other.
+
+    - ``ids`` (int64 [n], not negative): of each row ``spans`` ids, of which the first ``sizes`` are its text.
+    - ``rows`` (int64 [n]): the number of each id's row.
+    - ``starts``, ``lengths`` (int64 [k]): where each row begins, and its size.
+    - ``spans``, ``sizes`` (int64 [k]): as the host knows them.
+    """
 
     ids: Tensor
+    rows: Tensor
+    starts: Tensor
     lengths: Tensor
+    spans: np.ndarray
+    sizes: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[np.ndarray], device: torch.device) -> Texts:
-        """Take texts that the host knows."""
-        lengths = np.array([[len(ids)] for ids in texts], dtype=np.int64)
-        whole = np.zeros((len(texts), max(1, int(lengths.max()))), dtype=np.int64)
-        for row, ids in zip(whole, texts, strict=True):
-            row[: len(ids)] = np.where(ids < 0, NO_TOKEN, ids)
-        return cls(upload(whole, device), upload(lengths, device))
+    def lay_out(cls, ids: Tensor, spans: np.ndarray, sizes: np.ndarray) -> Texts:
+        """Take ids of rows of so many ``spans``."""
+        told = upload(np.stack((np.cumsum(spans) - spans, sizes, spans)), ids.device)
+        rows = torch.repeat_interleave(told[2], output_size=len(ids))
+        return cls(ids, rows, told[0], told[1], spans, sizes)
 
-    def part(self, start: int, end: int) -> Texts:
-        """Return rows [start, end)."""
-        return Texts(self.ids[start:end], self.lengths[start:end])
+    def select(self, rows: Sequence[int]) -> Texts:
+        """Select rows."""
+        if len(rows) == len(self.sizes):
+            return self
+        spans = self.spans[list(rows)]
+        ends = np.cumsum(self.spans)[list(rows)]
+        places = np.concatenate([np.arange(end - span, end) for end, span in zip(ends, spans, strict=True)])
+        ids = self.ids.index_select(0, upload(places, self.ids.device))
+        return self.lay_out(ids, spans, self.sizes[list(rows)])
 
     def newest(self, count: int) -> Tensor:
-        """Return the last ``count`` ids of each row; -1 in place of those before its first."""
-        places = self.lengths - count + torch.arange(count, device=self.ids.device)
-        return torch.where(places < 0, -1, self.ids.gather(1, places.clamp(min=0)))
+        """Return the last ``count`` ids of each row ([k, count]); -1 in place of those before its first."""
+        places = self.lengths[:, None] - count + torch.arange(count, device=self.ids.device)
+        found = self.ids.index_select(0, (self.starts[:, None] + places.clamp(min=0)).view(-1)).view(places.shape)
+        return torch.where(places < 0, -1, found)
 
     def tokens(self, vocabulary: int) -> Tensor:
         """Return the ids that are tokens, and ``vocabulary`` for all else."""
-        real = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths
-        return torch.where(real, self.ids.clamp(max=vocabulary), vocabulary)
+        return torch.where(self.left() > 0, self.ids.clamp(max=vocabulary), vocabulary)
+
+    def left(self) -> Tensor:
+        """Return for each id how many tokens its row has from there on; none are left where it is no token."""
+        places = torch.arange(len(self.ids), device=self.ids.device)
+        return (self.starts + self.lengths).index_select(0, self.rows) - places
+
+
+class TextSource(Protocol):
+    """Texts of rows that are put on the device when they are looked at."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each row, int64."""
+        ...
+
+    def part(self, start: int, end: int) -> TextSource:
+        """Return rows [start, end)."""
+        ...
+
+    def read(self) -> Texts:
+        """Put them on the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostTexts:
+    """``TextSource`` of texts that the host knows."""
+
+    texts: Sequence[np.ndarray]
+    device: torch.device
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.fromiter(map(len, self.texts), dtype=np.int64, count=len(self.texts))
+
+    def part(self, start: int, end: int) -> HostTexts:
+        return HostTexts(self.texts[start:end], self.device)
+
+    def read(self) -> Texts:
+        ids = np.concatenate([*self.texts, np.empty(0, dtype=np.int64)])
+        spans = self.sizes
+        if not spans.all():  # a row without a token has one id, which is none
+            spans = np.maximum(spans, 1)
+            ids = np.concatenate([text if len(text) else np.zeros(1, dtype=np.int64) for text in self.texts])
+        return Texts.lay_out(upload(np.where(ids < 0, NO_TOKEN, ids), self.device), spans, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +239,26 @@ def _repeat(looking: _Looking, texts: Texts, width: int) -> list[Tensor]:
     """Return the places of tokens with which a run would occur again, one tensor for each length of runs."""
     found = defaultdict[int, list[tuple[int, int]]](list)
     for row, text, bans in looking:
-        if 0 < bans.ngram <= texts.ids.shape[1]:
+        if 0 < bans.ngram <= texts.sizes[text]:
             found[bans.ngram].append((row, text))
-    return [_repeat_one(upload(np.array(at), texts.ids.device), texts, size, width) for size, at in found.items()]
+    return [
+        _repeat_one(upload(np.array([row for row, _ in at]), texts.ids.device), own, size, width)
+        for size, at in found.items()
+        for own in (texts.select([text for _, text in at]),)
+    ]
 
 
-def _repeat_one(at: Tensor, texts: Texts, size: int, width: int) -> Tensor:
-    """``at`` ([m, 2]): the row in the batch and that in the texts."""
-    own = Texts(texts.ids.index_select(0, at[:, 1]), texts.lengths.index_select(0, at[:, 1]))
-    runs, newest = own.ids.unfold(1, size, 1), own.newest(size - 1)[:, None]
-    count = runs.shape[1]
-    fits = torch.arange(size, size + count, device=at.device) <= own.lengths
-    step = max(1, _MOST_ELEMENTS // (len(at) * count))
+def _repeat_one(batch_rows: Tensor, texts: Texts, size: int, width: int) -> Tensor:
+    """``batch_rows`` ([k]): the row in the batch of each text."""
+    runs, newest = texts.ids.unfold(0, size, 1), texts.newest(size - 1)
+    count = len(runs)
+    rows, fits = texts.rows[:count], texts.left()[:count] >= size
+    step = max(1, _MOST_ELEMENTS // count)
     for first in range(0, size - 1, step):
         end = min(first + step, size - 1)
-        fits = fits & (runs[:, :, first:end] == newest[:, :, first:end]).all(dim=2)
-    last = torch.where(fits, own.ids[:, size - 1 :].clamp(max=width - 1), width - 1)
-    return (at[:, :1] * width + last).view(-1)
+        fits = fits & (runs[:, first:end] == newest[:, first:end].index_select(0, rows)).all(dim=1)
+    last = torch.where(fits, texts.ids[size - 1 :].clamp(max=width - 1), width - 1)
+    return batch_rows.index_select(0, rows) * width + last
 
 
 def _ids(values: object) -> np.ndarray:

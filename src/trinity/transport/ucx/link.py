@@ -18,10 +18,10 @@ from trinity.transport.base import CopyPlan, find_runs
 from trinity.transport.link import Link, PendingRead
 from trinity.transport.sealed_requests import LinkSeal
 from trinity.transport.ucx.protocol import (
-    MOST_GENERATIONS,
-    MOST_RUNS,
+    REQUEST_BYTES,
+    REQUEST_GENERATIONS,
+    REQUEST_RUNS,
     REQUEST_TAG,
-    WHOLE_BYTES,
     PoolBytes,
     UcxDescriptor,
     UcxReply,
@@ -71,8 +71,8 @@ class UcxLink(Link):
 
     async def read(self, plan: CopyPlan, timeout_s: float) -> None:
         until, runs, done = time.monotonic() + timeout_s, list(find_runs(plan.source, plan.target)), 0
-        for first in range(0, len(runs), MOST_RUNS):  # requests are short: see ``UcxSource``
-            asked = runs[first : first + MOST_RUNS]
+        for first in range(0, len(runs), REQUEST_RUNS):  # requests are short: see ``UcxSource``
+            asked = runs[first : first + REQUEST_RUNS]
             end = done + sum(length for _, _, length in asked)
             part = plan._replace(source=plan.source[done:end], target=plan.target[done:end])
             await self._read_part(part, asked, until - time.monotonic())
@@ -99,8 +99,8 @@ class UcxLink(Link):
 
     async def generation(self, source: Sequence[int], timeout_s: float) -> int:
         until, highest = time.monotonic() + timeout_s, 0
-        for first in range(0, len(source), MOST_GENERATIONS):
-            asked = partial(self._request_generations, source[first : first + MOST_GENERATIONS])
+        for first in range(0, len(source), REQUEST_GENERATIONS):
+            asked = partial(self._request_generations, source[first : first + REQUEST_GENERATIONS])
             reply: UcxReply = await self.ask(asked, "generations", until - time.monotonic())
             highest = max(highest, reply.generation)
         return highest
@@ -135,7 +135,7 @@ class UcxLink(Link):
         request = UcxRequest(self._worker.address, self._theirs.pool, *size, theirs, list(generations))
         number, message = self._seal.seal(msgspec.msgpack.encode(request))
         data = np.frombuffer(message, np.uint8)
-        if len(data) > WHOLE_BYTES:
+        if len(data) > REQUEST_BYTES:
             raise OfferRefused(f"this host's address of {len(self._worker.address)} bytes is too long", "blocks", "ucx")
         sent = self._worker.send(self._endpoint, data, REQUEST_TAG)
         return UcxTransfer(number, (sent, data), places, end)

@@ -23,8 +23,8 @@ from trinity.transport.ucx_environment import set_ucx_defaults
 INSTALL_UCXX = 'pip install "ucxx-cu13==0.52.*"'
 REQUEST_TAG = 1  # tag of requests to a source; replies are tagged by request and piece, see piece_tag
 PIECE_BITS = 24
-WHOLE_BYTES = 8000  # of a request: UCX hands over as many in one piece, on every medium that was tried
-MOST_RUNS, MOST_GENERATIONS = 500, 1000  # of one request: so many fit beside an address of 2 KB
+REQUEST_BYTES = 8000  # of a request: UCX hands over as many in one piece, on every medium that was tried
+REQUEST_RUNS, REQUEST_GENERATIONS = 500, 1000  # of one request: so many fit beside an address of 2 KB
 CLOSE_NS = 10**9  # for UCX to close an endpoint
 CLOSE_WAIT_S, CLOSE_POLL_S = 2.0, 0.001
 

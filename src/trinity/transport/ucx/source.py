@@ -17,8 +17,8 @@ from trinity.memory.devices import use_device
 from trinity.transport.link import JOIN_S, stop_at_exit
 from trinity.transport.sealed_requests import SEAL_BYTES, RequestKey, SealedRequest
 from trinity.transport.ucx.protocol import (
+    REQUEST_BYTES,
     REQUEST_TAG,
-    WHOLE_BYTES,
     PoolBytes,
     UcxDescriptor,
     UcxReply,
@@ -32,7 +32,7 @@ logger = logging.getLogger("trinity")
 SOURCE_IDLE_S = 0.5  # UCX wakes the thread; this bounds what it misses
 MAX_SENDS = 1 << 16  # messages in flight to one peer
 MAX_RECEIVED = 64  # messages taken at a turn
-MAX_ARRIVING = 256  # requests that have not arrived whole, of ``WHOLE_BYTES`` at most
+MAX_ARRIVING = 256  # requests that have not arrived whole, of ``REQUEST_BYTES`` at most
 
 
 class UcxPeer:
@@ -62,7 +62,7 @@ class UcxSource:
         self._peers: dict[bytes, UcxPeer] = {}
         self._waiting: list[tuple[Any, np.ndarray]] = []  # receives in progress, and where they go
         self._nowhere, self._more = np.empty(1, np.uint8), False
-        self._at_once = np.empty(WHOLE_BYTES, np.uint8)  # for requests that come whole or not at all
+        self._at_once = np.empty(REQUEST_BYTES, np.uint8)  # for requests that come whole or not at all
         self._gpu = gpu
         with use_device(gpu):  # UCX asks for the calling thread's CUDA context
             self._worker: UcxWorker | None = UcxWorker()
@@ -130,15 +130,15 @@ class UcxSource:
     def _receive(self, worker: UcxWorker) -> bool:
         """Begin to receive messages; True if more may be there. Whoever reaches the port sends them.
 
-        Requests are short, so that they are here whole as soon as they are announced. What comes in parts, as a stranger
-        or a setting of UCX may have it, cannot be cancelled, and may stay so for ever: only so many have memory of their
+        Requests are short, so that they are here whole as soon as they are announced. What comes in parts, by a
+        stranger or a setting of UCX, cannot be cancelled, and may stay so for ever: only so many have memory of their
         own. Beyond these all use the same: a request that is here whole is served, and any other one dropped.
         """
         for _ in range(MAX_RECEIVED):
             message = worker.take_message(REQUEST_TAG)
             if message is None:
                 return False
-            if not SEAL_BYTES < message.length <= WHOLE_BYTES:
+            if not SEAL_BYTES < message.length <= REQUEST_BYTES:
                 worker.receive(message, self._nowhere)
                 self._key.suspicions.add("a request for blocks of a wrong size")
                 continue
