@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import mmap
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +19,12 @@ import torch
 from support import fake_cuda
 from support.fake_cuda import Fake
 from support.fake_regions import use_fake_gpu
+from support.paths import PYTHON_PATH
 from trinity.errors import TransportError
 from trinity.memory import shared_regions
 from trinity.memory.cuda_driver import CudaDriver
 from trinity.memory.shared_regions import HostRegion, SharedRegion, can_share, make_region, open_region
+from trinity.memory.weight_shelf import WeightShelf, take_turn
 
 SIZE = 1 << 20
 
@@ -132,12 +137,17 @@ def test_a_descriptor_that_could_change_is_refused(fault: str, tmp_path: Path) -
 # ---------------------------------------------------------------- a GPU that cannot
 
 
-def test_a_host_without_a_gpu_shares_none_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_gpu_shares_none_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing() -> CudaDriver:
         return CudaDriver("libcuda-that-nobody-has.so")
 
     monkeypatch.setattr(shared_regions, "_load_driver", missing)
-    assert (can_share("cuda"), can_share("cpu")) == (False, True)
+    shared_regions._find_fault.cache_clear()
+    with caplog.at_level(logging.WARNING, "trinity"):
+        assert (can_share("cuda"), can_share("cpu")) == (False, True)
+    assert "processes share no weights on cuda:0: TransportUnavailable: cuda_ipc needs the driver" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
@@ -153,3 +163,50 @@ def test_a_gpu_says_if_it_shares(library: str, monkeypatch: pytest.MonkeyPatch, 
     use_fake_gpu(library, monkeypatch.setattr)
     monkeypatch.setenv("FAKE_CUDA_LACKS", lacking)
     assert can_share("cuda:0") is able
+
+
+@pytest.mark.parametrize("fault", ["raises", "wrong"])
+def test_a_gpu_is_tried_before_it_is_trusted(library: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """What torch makes of a mapping may differ from release to release."""
+    use_fake_gpu(library, monkeypatch.setattr)
+
+    def make(memory: object, gpu: int) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("pointer resides on host memory and is not registered with any CUDA device")
+        return torch.zeros(4 << 20, dtype=torch.uint8)
+
+    monkeypatch.setattr(shared_regions, "_make_device_tensor", make)
+    assert not can_share("cuda:0")
+
+
+MAKER = """
+import signal, sys, torch
+from trinity.memory.shared_regions import make_region
+from trinity.memory.weight_shelf import take_turn
+with take_turn(sys.argv[1], "part") as turn:
+    region = make_region("cuda", 1 << 20)
+    region.write(128, torch.arange(999))
+    region.seal()
+    turn.leave(region.size, b"", region.file)
+print("left", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: memory of a process that is killed")
+def test_memory_of_a_gpu_outlasts_the_process_that_made_it(tmp_path: Path) -> None:
+    shelf = WeightShelf(tmp_path / "weights.sock")
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    command = [sys.executable, "-c", MAKER, shelf.path]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as maker:
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == b"left\n"
+        with take_turn(shelf.path, "part") as turn:
+            assert turn.part is not None
+            found = open_region("cuda", turn.file, turn.part.size).view(128, (999,), torch.int64)
+        for _ in range(2):
+            assert torch.equal(found.cpu(), torch.arange(999))
+            maker.kill()
+            maker.wait()
+    shelf.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import math
 import mmap
 import os
@@ -27,6 +28,7 @@ from trinity.memory.devices import gpu_number, use_device, wait_for_default_stre
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("trinity")
 ALIGNMENT = 64  # bytes: of a CPU's cache line, and more than any kernel here asks for
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -48,14 +50,30 @@ class SharedRegion(Protocol):
 
 
 def can_share(device: object) -> bool:
-    """Tell if processes can share memory of a device; all processes of a host answer alike."""
+    """Tell if processes can share memory of a device: by a trial, so that all processes of a host answer alike."""
     number = gpu_number(device)
-    if number is None:
-        return hasattr(os, "memfd_create")
+    fault = _find_fault(number)
+    if fault is not None:
+        logger.warning("processes share no weights on %s: %s", "the CPU" if number is None else f"cuda:{number}", fault)
+    return fault is None
+
+
+@cache
+def _find_fault(gpu: int | None) -> str | None:
+    """Return why a device's memory cannot be shared: write some, and read it by another mapping."""
+    import torch
+
     try:
-        return _load_driver().shares_memory(number)
-    except TransportError:
-        return False
+        if gpu is not None and not _load_driver().shares_memory(gpu):
+            return "its driver hands out no file descriptors of memory"
+        values = torch.arange(1024)
+        made = make_region(gpu, values.nbytes)
+        made.write(0, values)
+        made.seal()
+        found = open_region(gpu, os.dup(made.file), made.size).view(0, (len(values),), values.dtype)
+        return None if torch.equal(found.cpu(), values) else "another mapping of its memory has other bytes"
+    except Exception as error:  # of a driver, or of torch, that this has never met
+        return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def make_region(device: object, size: int) -> SharedRegion:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import msgspec
 import torch
 
-from trinity.errors import ConfigError, TransportError, UnsupportedModel
+from trinity.errors import ConfigError, UnsupportedModel
 from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
@@ -34,7 +33,7 @@ from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
-from trinity.stages.models.shared_parts import PartMismatch, fill_part, move_part
+from trinity.stages.models.shared_parts import fill_part, move_part
 
 logger = logging.getLogger("trinity")
 _lock = threading.RLock()
@@ -191,8 +190,12 @@ def _share_part(
             if identify_files(directory) == files:
                 turn.leave(region.size, table, region.file)
             return model
-        except (OSError, TransportError, torch.OutOfMemoryError, PartMismatch, msgspec.DecodeError) as error:
-            logger.warning("the weights of the %s part are this process's alone: %s", name, error)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the system, a driver, torch, or a model that does not do without weights
+            logger.warning(
+                "the weights of the %s part are this process's alone: %s: %s", name, type(error).__name__, error
+            )
     return _load_part(directory, name, dtype)
 
 
