@@ -51,6 +51,11 @@ class Forecast:
             return None
         if each["what"] == "decode":
             return predictions.predict_decode(self.model, self.device, each["n"], context)
+        if each["what"] in ("chunk", "mixed"):
+            beside, behind = (32, 0) if each["what"] == "mixed" else (0, context // 2)
+            return predictions.predict_chunk(
+                self.model, self.device, each["n"], behind, beside, context, each["graphs"]
+            )
         predict = {"prefill": predictions.predict_prefill, "encode": predictions.predict_encode}[each["what"]]
         return predict(self.model, self.device, each["n"])
 

@@ -8,7 +8,7 @@ assumptions is wrong.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ KERNEL_S = (1.5e-6, 2.2e-6)  # of a small kernel in a graph
 ATTENTION_BANDWIDTH = (0.90, 0.78)  # of a copy's: keys and values read by the attention kernel
 ATTENTION_FLOOR_S = (6e-6, 10e-6)  # a layer, however few the keys
 HOST_S = (0.05e-3, 0.3e-3)  # of a step beside the device at depth 2
+EAGER_HOST_S = (6e-3, 15e-3)  # of a step with chunks: 13 ms here (``benchmarks.steps.prefill_steps``), CUDA's calls
+SPARE_S = (3e-6, 15e-6)  # a layer of a recorded one: programs of tiles that turn out to be empty
 PREFILL_SHARE, ENCODE_SHARE = (0.85, 0.72), (0.80, 0.65)  # of the limit
 ENCODE_FLOOR_S = (0.8e-3, 1.2e-3)  # 24 layers of an encoder, one image, replayed from a graph
 MOVE_BANDWIDTH, MOVE_S = (0.95, 0.75), (30e-6, 150e-6)  # of a copy's; of a call
@@ -73,9 +75,29 @@ def predict_decode(model: ModelShape, device: Device, rows: int, context: int) -
 
 
 def predict_prefill(model: ModelShape, device: Device, tokens: int) -> Range:
-    """Predict seconds of a prompt's prefill in one step."""
+    """Predict seconds of a prompt's prefill in one step, so long that none is recorded."""
     limit = Roofline(model=model, device=device).seconds(0, tokens, 0)
-    return Range(*(limit / PREFILL_SHARE[at] + HOST_S[at] for at in (0, 1)))
+    return Range(*(max(EAGER_HOST_S[at], limit / PREFILL_SHARE[at] + HOST_S[at]) for at in (0, 1)))
+
+
+def predict_chunk(
+    model: ModelShape, device: Device, tokens: int, behind: int, decodes: int, context: int, graphs: bool
+) -> Range:
+    """Predict seconds of a short chunk of ``tokens``, after ``behind`` others, beside ``decodes`` sequences.
+
+    Eagerly a step takes the host's time if that is longer than the device's.
+    """
+    found = []
+    for at in (0, 1):
+        weights = model.read_bytes / (device.bandwidth * PRODUCT_BANDWIDTH[at])
+        operations = 2 * (decodes + tokens) * model.language.weights / device.flops
+        keys = (decodes * context + behind + tokens) * model.kv_bytes / (device.bandwidth * ATTENTION_BANDWIDTH[at])
+        floor = ATTENTION_FLOOR_S[at] * (2 if decodes else 1)
+        spent = max(weights + EXPOSED * operations, operations / PREFILL_SHARE[at])
+        spent += max(model.language.layers * floor, keys)
+        spent += model.language.layers * (KERNELS_A_LAYER * KERNEL_S[at] + SPARE_S[at] * graphs)
+        found.append(spent + HOST_S[at] if graphs else max(EAGER_HOST_S[at], spent))
+    return Range(*found)
 
 
 def predict_encode(model: ModelShape, device: Device, images: int) -> Range:
@@ -107,6 +129,17 @@ def predict_burst(steps: Mapping[tuple[str, int], float], requests: int, outputs
     return Range(0.9 * spent, 1.5 * spent)
 
 
+def chunk_rows(model: ModelShape, device: Device, cost: Roofline, context: int) -> Iterator[tuple[str, float, Range]]:
+    """Yield the rows of short chunks: what, limit and prediction, recorded and eager."""
+    for tokens, decodes in ((64, 0), (128, 0), (256, 0), (128, 32)):
+        behind = 0 if decodes else context // 2
+        what = f"{tokens} tokens beside {decodes} decodes" if decodes else f"chunk of {tokens} tokens"
+        limit = cost.at(decodes, tokens, 0, context=context, prefilled=behind)
+        for graphs in (True, False):
+            found = predict_chunk(model, device, tokens, behind, decodes, context, graphs)
+            yield f"{what}{', graph' if graphs else ''}", limit, found
+
+
 def table(device: Device = H200, context: int = 1024) -> list[str]:
     """Lines of Markdown: every figure that needs no measured part."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -122,6 +155,7 @@ def table(device: Device = H200, context: int = 1024) -> list[str]:
             )
         )
     rows += [(f"prefill, {n:,} tokens", cost.seconds(0, n, 0), predict_prefill(model, device, n)) for n in (600, 1024)]
+    rows += list(chunk_rows(model, device, cost, context))
     for n in (1, 8):
         limit = cost.seconds(0, 0, n * model.image_tokens)
         rows.append((f"encode, {n} image{'s' * (n > 1)} of 336 x 336", limit, predict_encode(model, device, n)))

@@ -1,4 +1,4 @@
-"""Steps of one EPD instance on a device: decode, prefill and encode, with CUDA graphs and without."""
+"""Steps of one EPD instance on a device: decode, prefill, both and encode, with CUDA graphs and without."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trinity.stages.base import Stage
 from trinity.stages.encode import MOST_GRAPH_ITEMS
 
 BLOCK, MOST_MEMORY = 16, 0.75  # tokens of a KV block; share of the device's memory for KV
+_GRAPHS = ("_graphs", "_prefill_graphs")
 
 
 class StepSizes(Protocol):
@@ -36,12 +37,22 @@ class StepSizes(Protocol):
     @property
     def images(self) -> tuple[int, ...]: ...
     @property
+    def chunks(self) -> tuple[int, ...]: ...
+    @property
+    def mixed(self) -> tuple[int, ...]: ...
+    @property
+    def beside(self) -> int: ...
+    @property
     def repeats(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step: "decode", "prefill" or "encode", of ``n`` rows, tokens or images, replayed from a graph or not."""
+    """A step of ``n`` rows, tokens or images, replayed from a graph or not.
+
+    ``what``: "decode"; "prefill" of whole prompts; "chunk", so few tokens behind half of the context that a graph may
+    serve; "mixed", such tokens beside decodes; "encode".
+    """
 
     what: str
     n: int
@@ -73,6 +84,9 @@ class StepBench:
         for graphs in (True, False) if self.sizes.device.startswith("cuda") else (False,):
             found += [StepCase("decode", n, graphs) for n in fitting]
             found += [StepCase("encode", n, graphs) for n in self.sizes.images if not graphs or n <= MOST_GRAPH_ITEMS]
+            found += [StepCase("chunk", n, graphs) for n in self.sizes.chunks]
+            if self.sizes.beside in fitting:
+                found += [StepCase("mixed", n, graphs) for n in self.sizes.mixed]
         return found + [StepCase("prefill", n, False) for n in self.sizes.prefills]
 
     @property
@@ -86,8 +100,11 @@ class StepBench:
         if not case.graphs and self._loaded is not None:
             drop_graphs(self._loaded)
         cost, n = Roofline(model=self.shape, device=self.limit), case.n
+        context, beside = self.sizes.context, self.sizes.beside
         runs: dict[str, tuple[Callable[[], float], float]] = {
-            "decode": (lambda: probe.decode(n, self.sizes.context), cost.at(n, 0, 0, context=self.sizes.context)),
+            "decode": (lambda: probe.decode(n, context), cost.at(n, 0, 0, context=context)),
+            "chunk": (lambda: probe.prefill(n, context // 2), cost.at(0, n, 0, context=0, prefilled=context // 2)),
+            "mixed": (lambda: probe.mixed(beside, context, n), cost.at(beside, n, 0, context=context)),
             "encode": (lambda: probe.encode(n), cost.seconds(0, 0, n * probe.image_tokens)),
             "prefill": (lambda: probe.prefill(n), cost.seconds(0, n, 0)),
         }
@@ -99,7 +116,8 @@ class StepBench:
         if self._probe is None:
             self._hold()
             decodes = [case.n for case in self.list_cases() if case.what == "decode"]
-            longest = -(-max(self.sizes.prefills, default=1) // BLOCK) + 1
+            tokens = [*self.sizes.prefills, *self.sizes.mixed, *(self.sizes.context + n for n in self.sizes.chunks), 1]
+            longest = -(-max(tokens) // BLOCK) + 1
             held = {"kv": max([*decodes, 1]) * self.blocks + longest, "image": max(self.sizes.images) + 1}
             config = ServingConfig(self.model, self.sizes.dtype, self.sizes.device, cache=CacheConfig(pools=held))
             processor = make_processor(self.model)
@@ -115,10 +133,10 @@ class StepBench:
 
 def stages_with_graphs(loaded: LoadedInstance) -> list[Stage]:
     """List the stages that use CUDA graphs."""
-    return [stage for stage in loaded.stages if getattr(stage, "_graphs", None) is not None]
+    return [stage for stage in loaded.stages if any(getattr(stage, name, None) is not None for name in _GRAPHS)]
 
 
 def drop_graphs(loaded: LoadedInstance) -> None:
     """Have the stages run as they are from now on."""
     for stage in stages_with_graphs(loaded):
-        vars(stage)["_graphs"] = None
+        vars(stage).update({name: None for name in _GRAPHS if name in vars(stage)})

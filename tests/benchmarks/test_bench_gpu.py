@@ -47,6 +47,8 @@ def test_steps_stand_beside_the_models_roofline(found: Result) -> None:
     assert [(each["what"], each["n"]) for each in steps] == [
         *(("decode", n) for n in SMALL.rows),
         *(("encode", n) for n in SMALL.images),
+        ("chunk", 8),
+        ("mixed", 6),
         *(("prefill", n) for n in SMALL.prefills),
     ]
     assert not any(each["graphs"] for each in steps), "there are no CUDA graphs here"

@@ -37,7 +37,7 @@ def test_decode_is_predicted_as_it_was_by_hand(model: ModelShape, rows: int, by_
 
 def test_no_prediction_is_better_than_the_limit(model: ModelShape) -> None:
     lines = predictions.table()[2:]
-    assert len(lines) == 10
+    assert len(lines) == 18
     for line in lines:
         _, what, limit, range_, _, _ = (cell.strip() for cell in line.split("|"))
         low, high = map(float, range_.split(" to "))

@@ -71,12 +71,15 @@ def test_no_launch_waits_for_the_device(asked: list[ResolvedSampling]) -> None:
         lambda logits: logits.cpu(),
         lambda logits: torch.nonzero(logits),
         lambda logits: logits[logits > 1],
+        lambda logits: logits[[0, 1]],
+        lambda logits: logits[0, torch.tensor([0])],
     ],
-    ids=["item", "tolist", "bool", "tensor", "pageable", "cpu", "nonzero", "mask"],
+    ids=["item", "tolist", "bool", "tensor", "pageable", "cpu", "nonzero", "mask", "list", "indices"],
 )
 def test_the_stand_in_sees_what_waits(read: Any) -> None:
     with no_device_waits():
         logits = torch.empty((2, 5), device=DEVICE)
         assert upload(np.arange(3), DEVICE).is_meta
-        with pytest.raises(RuntimeError, match=r"reads a value|by a mask|from cpu to meta|from meta to cpu"):
+        said = r"reads a value|by a mask|indices of the host|from cpu to meta|from meta to cpu"
+        with pytest.raises(RuntimeError, match=said):
             read(logits)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -70,6 +72,17 @@ class _Watch(TorchDispatchMode):
         return True
 
 
+class _Indices(TorchFunctionMode):
+    """Indices of the host, which torch's Python bindings copy to the device by themselves, and wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            for each in args[1] if isinstance(args[1], tuple) else args[1:2]:
+                if isinstance(each, list | np.ndarray) or (isinstance(each, Tensor) and each.ndim and not each.is_meta):
+                    raise DeviceWait(f"indices of the host, {type(each).__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 class _Event:
     """Of a device that is never done."""
 
@@ -108,5 +121,5 @@ def no_device_waits() -> Iterator[_Watch]:
         patch.setattr(torch, "empty", make_empty)
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch, "tensor", make_tensor)
-        with _Watch(pinned) as watch:
+        with _Watch(pinned) as watch, _Indices():
             yield watch

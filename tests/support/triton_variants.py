@@ -17,12 +17,14 @@ from torch import Tensor
 from support.checkpoint_files import checkpoint
 from tools.kernel_table import record_launches
 from trinity.memory.block_memory import BlockMemory
+from trinity.stages import prefill_graphs
 from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes
 from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage, StepRows
 from trinity.stages.models import load_model
+from trinity.stages.prefill_graphs import PrefillGraphs
 
 STEPS, BLOCKS, BLOCK_ROWS, PROCESSORS = 300, 300, 16, 132
 
@@ -41,7 +43,10 @@ def stage(name: str, letters: str) -> LanguageStage:
     model = load_model(checkpoint(name), letters, dtype="float32")
     kv, backend = BlockMemory(model.kv_shape(), BLOCKS), TritonAttention(PROCESSORS)
     made = LanguageStage(model, kv, None, letters, backend=backend)
-    made._graphs = DecodeGraphs(model, kv.tensor, backend, GraphCache(Eager(), torch.device("cpu")))
+    graphs = GraphCache(Eager(), torch.device("cpu"))
+    made._graphs = DecodeGraphs(model, kv.tensor, backend, graphs)
+    if "P" in letters:
+        made._prefill_graphs = PrefillGraphs(model, kv.tensor, backend, graphs, made._tokens, None, letters)
     return made
 
 
@@ -74,6 +79,7 @@ def mixed_steps(made: LanguageStage) -> Iterator[StepRows]:
 
 
 def main(name: str, letters: str) -> None:
+    prefill_graphs.DECODE_COUNTS, prefill_graphs.CHUNK_ROW_COUNTS = (0, 32), (64, 384)  # others ask for the same
     logging.getLogger("trinity").setLevel(logging.ERROR)  # a replay of noise is another noise
     made = stage(name, letters)
     with record_launches() as launches, torch.inference_mode():

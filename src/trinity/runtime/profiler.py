@@ -257,6 +257,13 @@ class Probe:
         opened = [self._open(n, length, (0,)) for n in range(rows)]
         return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
 
+    def mixed(self, rows: int, context: int, tokens: int) -> float:
+        """Time a step of ``rows`` decodes at this context beside a prompt of ``tokens`` tokens, in seconds."""
+        opened = [self._open(n, context, (0,)) for n in range(rows)]
+        one = self._open(rows, tokens, ())
+        chunk, names = Prefill(one.work.request, 0, tokens, True), tuple(each.work.request for each in opened)
+        return self._run("P", Step(0, "joint", prefills=(chunk,), decodes=names), [*opened, one])
+
     def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
         """Make a request with KV blocks of its own while there are some; their content does not matter.
 

@@ -77,7 +77,8 @@ class RaggedBatch:
     - ``ids``, ``position_ids``: [T] and [1, T], or [3, 1, T] with three rotary axes.
     - ``rows``: cache places of the rows.
     - ``last``: indices of the rows whose logits are needed; None: all, in order.
-    - ``feature_rows``, ``feature_at``: image-cache rows and the tokens that they replace.
+    - ``feature_rows``, ``feature_at``: image-cache rows and the tokens that they replace; without ``feature_at`` one
+      image-cache row for each token, -1 for none.
     - ``sampled``: the rows of ``last`` as decode rows, if the batch has at least ``LEAST_UNSAMPLED_ROWS`` others.
     """
 
@@ -119,25 +120,29 @@ def build_batch(
     ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
     last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.needs_logits)]
     feature_rows, feature_at = _join_features(chunks, firsts, put)
+    at = put(np.array(last, dtype=np.int64))
     return RaggedBatch(
         ids,
         put(_join_rope(decodes, chunks, axes)),
         rows,
-        put(np.array(last, dtype=np.int64)),
+        at,
         feature_rows,
         feature_at,
-        _sampled_rows(rows, chunks, last) if firsts[-1] - len(last) >= LEAST_UNSAMPLED_ROWS else None,
+        _sampled_rows(rows, chunks, at) if firsts[-1] - len(last) >= LEAST_UNSAMPLED_ROWS else None,
     )
 
 
-def _sampled_rows(rows: PagedRows, chunks: Sequence[Chunk], last: Sequence[int]) -> PagedRows:
-    """Return the decode rows and, as further decode rows, the last row of every chunk that needs logits."""
+def _sampled_rows(rows: PagedRows, chunks: Sequence[Chunk], last: Tensor) -> PagedRows:
+    """Return the decode rows and, as further decode rows, the last row of every chunk that needs logits.
+
+    ``last``: indices of both on the device; a list would be copied there while the host waits.
+    """
     ends = [chunk for chunk in chunks if chunk.needs_logits]
     width = max([rows.tables.shape[1], *(len(chunk.table) for chunk in ends)])
     parts = [rows.tables, *(chunk.table[None] for chunk in ends)]
     return PagedRows(
-        rows.blocks[last],
-        rows.offsets[last],
+        rows.blocks.index_select(0, last),
+        rows.offsets.index_select(0, last),
         np.concatenate([_pad_tables(part, width) for part in parts if len(part)] or [rows.tables]),
         np.append(rows.lengths, [chunk.start + len(chunk.ids) for chunk in ends]).astype(np.int64),
     )

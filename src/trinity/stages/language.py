@@ -25,6 +25,7 @@ from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.models import LoadedModel
+from trinity.stages.prefill_graphs import PrefillGraphs
 from trinity.stages.request_table import OpenRequest, RequestTable
 from trinity.stages.sampler import sample, sample_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
@@ -54,7 +55,7 @@ class LanguageStage:
     - ``letters`` ("PD"): "P" runs prefill chunks, "D" decodes, "PD" both in one batch.
     - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
     - ``backend`` (None): attention backend; None takes the best one for ``kv``.
-    - ``graphs`` (None): CUDA graphs, for steps of decodes alone, if the backend can run in them.
+    - ``graphs`` (None): CUDA graphs, for decodes and for steps with few prefill rows, if the backend can run in them.
 
     State of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
     """
@@ -77,6 +78,12 @@ class LanguageStage:
         self._graphs: DecodeGraphs | None = None
         if graphs is not None and "D" in letters and getattr(self._backend, "supports_graphs", False):
             self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
+        self._prefill_graphs: PrefillGraphs | None = None
+        if graphs is not None and "P" in letters and getattr(self._backend, "supports_chunk_slots", False):
+            features = None if image is None else image.tensor
+            self._prefill_graphs = PrefillGraphs(
+                *(model, kv.tensor, self._backend, graphs, self._tokens, features, letters)
+            )
         self.on_layers: LayersCallback | None = None
         self._block_rows = kv.shape.shape[3]
         self._requests = RequestTable(model, self._block_rows, 1 if image is None else image.shape.shape[0])
@@ -94,6 +101,8 @@ class LanguageStage:
             warm_up(self.kv.tensor, chunks="P" in self.letters, groups=self.model.adapter.whole_media)
         if self._graphs is not None and "D" in self.letters:
             self._graphs.warm_up()
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.warm_up()
         self.kv.tensor.zero_()
         if self.kv.tensor.is_cuda:
             torch.cuda.synchronize(self.kv.tensor.device)  # the lane runs on another stream
@@ -191,7 +200,11 @@ class LanguageStage:
         return StepRows(decodes, chunks, decoded + ended, slots, requests | {row.request for row in filled})
 
     def _logits(self, rows: StepRows, group: int) -> Tensor:
-        logits = None if self._graphs is None or rows.chunks else self._graphs.run(rows.decodes)
+        logits = None
+        if not rows.chunks:
+            logits = None if self._graphs is None else self._graphs.run(rows.decodes)
+        elif self._prefill_graphs is not None and not (group and self.on_layers is not None):
+            logits = self._prefill_graphs.run(rows.decodes, rows.chunks)
         if logits is None:
             return self._eager(rows.decodes, rows.chunks, group)
         return logits if self.observe is None else logits.clone()  # the next step writes into the same memory

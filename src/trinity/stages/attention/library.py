@@ -14,13 +14,13 @@ from torch import Tensor
 from trinity.stages.attention.flash import FlashRows, Pages, call_flash3, make_flash_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.triton import LayerKind, TritonAttention
-from trinity.stages.attention.varlen import make_varlen_rows
+from trinity.stages.attention.varlen import VarlenRows, make_varlen_rows
 
 
 class LibraryAttention(TritonAttention):
     """``AttentionBackend`` by a library, for batches that are not recorded; ``processors``: see ``TritonAttention``."""
 
-    supports_graphs = False
+    supports_graphs = supports_chunk_slots = False
 
     def __init__(self, processors: int | None = None) -> None:
         super().__init__(processors)
@@ -33,7 +33,9 @@ class LibraryAttention(TritonAttention):
     def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         """See ``SplitAttention.read``; rows of chunks may be among them."""
         grouped = any(chunk.groups is not None for chunk in rows.chunks)
-        if grouped or params.span is not None or params.sinks is not None:
+        varlen: VarlenRows | None = rows.memo.get("varlen")
+        recorded = varlen is not None and varlen.slots is not None
+        if grouped or recorded or params.span is not None or params.sinks is not None:
             return super().read(rows, cache, query, params)
         capped, windowed = params.softcap is not None, params.window is not None
         self._served.setdefault(LayerKind(query.shape[1], query.dtype, capped, windowed, False, None), params)
@@ -52,7 +54,7 @@ class FlashAttention3(LibraryAttention):
     A padding row, of length 0, comes out as zeros, as flash-attn has it for rows that see nothing.
     """
 
-    supports_graphs = True
+    supports_graphs = supports_chunk_slots = True  # chunks of a recording are read by trinity's own kernels
 
     def _read_pages(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         batch: FlashRows | None = rows.memo.get("flash")

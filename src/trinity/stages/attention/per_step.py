@@ -12,12 +12,14 @@ from trinity.stages.attention.interface import AttentionParams, PagedRows
 class PerStepAttention:
     """``AttentionBackend`` of two that can both write and read: ``decodes`` and, for batches with chunks, ``chunks``.
 
-    Both read and write the same cache, so a request passes from one to the other as it begins to decode.
+    Both read and write the same cache, so a request passes from one to the other as it begins to decode. Chunks of a
+    recording (``ChunkSlots``), which are few, are for the backend of decodes.
     """
 
     def __init__(self, decodes: Any, chunks: Any) -> None:
         self._decodes, self._chunks = decodes, chunks
         self.supports_graphs: bool = getattr(decodes, "supports_graphs", False)
+        self.supports_chunk_slots: bool = getattr(decodes, "supports_chunk_slots", False)
         self.reads_chunks: bool = all(getattr(each, "reads_chunks", False) for each in (decodes, chunks))
 
     def attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from trinity.stages.attention.interface import (
     as_split_attention,
 )
 from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.attention.varlen import ChunkSlots, make_varlen_rows
 
 LAYERS, LAYER = 2, 1
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # scores and values are of size 1
@@ -66,6 +68,8 @@ def _errors(
             found = backend.attend(rows, cache, qkv, params)
             yield _largest_error(found, wanted)
             yield _largest_error(cache, wide)
+            if getattr(backend, "supports_chunk_slots", False):
+                yield _largest_error(backend.attend(_make_slots(rows), cache, qkv, params), wanted)
             if (half := as_split_attention(backend)) is not None:
                 half.write(rows, fresh, *qkv[1:], params.layer)
                 yield _largest_error(fresh, wide)
@@ -106,6 +110,14 @@ def _last_rows(rows: PagedRows) -> tuple[Tensor, PagedRows]:
     lengths = np.append(rows.lengths, [chunk.end for chunk in rows.chunks])
     last = last.to(rows.blocks.device)
     return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
+
+
+def _make_slots(rows: PagedRows) -> PagedRows:
+    """Make the same rows with chunks whose lengths only the device knows."""
+    longest, total = max(chunk.end for chunk in rows.chunks), sum(chunk.length for chunk in rows.chunks)
+    slots = ChunkSlots(len(rows.chunks), total, longest)
+    varlen = replace(make_varlen_rows(rows, rows.blocks.device), slots=slots)
+    return PagedRows(rows.blocks, rows.offsets, rows.tables, rows.lengths, memo={"varlen": varlen})
 
 
 def _make_long_row(block_rows: int, device: torch.device) -> PagedRows:

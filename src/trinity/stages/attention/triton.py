@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity.stages.attention import triton_kernels as kernels
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.attention.varlen import VarlenRows, make_varlen_rows
+from trinity.stages.attention.varlen import ChunkSlots, VarlenRows, make_varlen_rows
 from trinity.stages.uploads import upload
 
 KEYS_PER_STEP = 64  # keys that a program loads at once
@@ -33,6 +33,7 @@ class Wave:
     - ``packed``: packed rows of a tile.
     - ``longest``: KV positions of the longest sequence.
     - ``groups`` (None): see ``VarlenRows``; decode rows have none.
+    - ``spare`` (False): about half of the tiles are padding (``ChunkSlots``).
     """
 
     tiles: Tensor
@@ -41,6 +42,7 @@ class Wave:
     packed: int
     longest: int
     groups: Tensor | None = None
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,10 @@ class TritonAttention:
     - ``shared_bytes`` (None): shared memory of a multiprocessor that programs may have; None: the device's.
 
     Rows whose block is negative are not written, and sequences of length 0 give zeros. CUDA graphs
-    (``supports_graphs``) pad their batches with both.
+    (``supports_graphs``) pad their batches with both, and have room for chunks (``supports_chunk_slots``).
     """
 
-    supports_graphs = True
+    supports_graphs = supports_chunk_slots = True
     reads_chunks = True  # by ``read``, whoever has written their keys and values
 
     def __init__(self, processors: int | None = None, shared_bytes: int | None = None) -> None:
@@ -192,7 +194,8 @@ class TritonAttention:
         """Return the number of programs that share one tile's keys; 1 if there are enough tiles."""
         if self._processors is None:
             self._processors = torch.cuda.get_device_properties(cache.device).multi_processor_count
-        wanted = PROGRAMS_PER_PROCESSOR * self._processors // (wave.tiles.shape[1] * cache.shape[3])
+        wanted = PROGRAMS_PER_PROCESSOR * self._processors * (2 if wave.spare else 1)
+        wanted //= wave.tiles.shape[1] * cache.shape[3]
         return max(1, min(wanted, -(-wave.longest // KEYS_PER_STEP), MOST_SPLITS))
 
 
@@ -259,4 +262,23 @@ def make_triton_rows(varlen: VarlenRows, rows: PagedRows, group: int) -> TritonR
         total = sum(chunk.length for chunk in rows.chunks)
         tiles = upload(np.ascontiguousarray(found), varlen.tables.device)
         waves.append(Wave(tiles, rows.decodes, total, packed, longest, varlen.groups))
+    if varlen.slots is not None:
+        waves.append(make_slots_wave(varlen, varlen.slots, rows.decodes, group))
     return TritonRows(varlen, tuple(waves))
+
+
+def make_slots_wave(varlen: VarlenRows, slots: ChunkSlots, decodes: int, group: int) -> Wave:
+    """Make a wave for chunks whose lengths only the device knows: as many tiles as they may need.
+
+    Tiles behind the last one that is needed begin behind the padding's rows, and so have none.
+    """
+    packed = _packed_rows(CHUNK_ROWS, group)
+    each = packed // group
+    counts = varlen.begins[decodes:].diff()
+    needed = (counts + each - 1) // each
+    ends = needed.cumsum(0)
+    most = (slots.rows + slots.sequences * (each - 1)) // each
+    numbers = torch.arange(most, device=ends.device)
+    sequence = torch.searchsorted(ends, numbers, right=True).clamp(max=slots.sequences - 1)
+    firsts = (numbers - (ends - needed)[sequence]) * each
+    return Wave(torch.stack((decodes + sequence, firsts)), decodes, slots.rows, packed, slots.longest, spare=True)

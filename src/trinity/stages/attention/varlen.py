@@ -13,6 +13,20 @@ from trinity.stages.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSlots:
+    """Room for chunks in a CUDA graph: their lengths are read on the device.
+
+    - ``sequences``: how many, behind the decode rows; the last one is padding, as are those of length 0.
+    - ``rows``: rows of all of them, which are the batch's last.
+    - ``longest``: KV positions that any of them may have.
+    """
+
+    sequences: int
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class VarlenRows:
     """Sequences of one batch in int64: decode rows, one sequence each, then chunks.
 
@@ -20,12 +34,14 @@ class VarlenRows:
     - ``begins`` ([sequences + 1]): first row of each sequence in the batch (flash-attn's cu_seqlens_q).
     - ``lengths`` ([sequences]): KV positions, those of the sequence's own rows included.
     - ``groups`` ([rows], None): see ``ChunkRows``; None if no row has a group.
+    - ``slots`` (None): chunks of a CUDA graph; ``PagedRows`` then names none.
     """
 
     tables: Tensor
     begins: Tensor
     lengths: Tensor
     groups: Tensor | None = None
+    slots: ChunkSlots | None = None
 
 
 def make_varlen_rows(rows: PagedRows, device: torch.device) -> VarlenRows:

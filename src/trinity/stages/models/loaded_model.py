@@ -148,6 +148,18 @@ class LoadedModel:
             if isinstance(value, Tensor)
         }
 
+    def _embed(self, embeds: Tensor, batch: RaggedBatch, image: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        """Put features in place of their tokens' embeddings; returns these and further inputs of the text model."""
+        if batch.feature_rows is None or image is None:
+            return embeds, {}
+        held, hidden = image.view(-1, image.shape[-1]), embeds.shape[-1]
+        if batch.feature_at is None:
+            rows = held.index_select(0, batch.feature_rows.clamp(min=0))[:, :hidden]
+            return torch.where((batch.feature_rows >= 0)[:, None], rows.to(embeds.dtype), embeds), {}
+        rows = held.index_select(0, batch.feature_rows).to(embeds.dtype)
+        embeds.index_copy_(0, batch.feature_at, rows[:, :hidden])
+        return embeds, self.adapter.language_inputs(rows[:, hidden:], batch.feature_at, len(embeds))
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: Tensor, image: Tensor | None, backend: AttentionBackend) -> Tensor:
         """Run a ragged batch; returns logits [rows of ``batch.last``, vocabulary].
@@ -157,13 +169,7 @@ class LoadedModel:
         features from ``image`` [blocks, rows, width].
         """
         text = self.adapter.language(self.language)
-        embeds: Tensor = text.get_input_embeddings()(batch.ids)
-        further = {}
-        if batch.feature_rows is not None and batch.feature_at is not None and image is not None:
-            rows = image.view(-1, image.shape[-1]).index_select(0, batch.feature_rows).to(embeds.dtype)
-            hidden = embeds.shape[-1]
-            embeds.index_copy_(0, batch.feature_at, rows[:, :hidden])
-            further = self.adapter.language_inputs(rows[:, hidden:], batch.feature_at, len(embeds))
+        embeds, further = self._embed(text.get_input_embeddings()(batch.ids), batch, image)
         try:
             output = text(
                 inputs_embeds=embeds[None],
