@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,13 +33,17 @@ def read_gb_s(size: int = STREAM_BYTES, rounds: int = 7) -> float:
 
 
 def gemm_gflops(dtype: Any, rounds: int = 5) -> float:
-    """The best GFLOP/s of a few large products: torch's own way and packed weights."""
+    """The best GFLOP/s of a few large products: torch's own way, packed weights and the extension's."""
     import torch
+
+    from trinity.stages.kernels.native_linear import has_native_product, multiply
 
     best = 0.0
     for rows, inputs, outputs in ((1024, 2048, 2048), (608, 768, 2048), (2048, 1024, 1024)):
         left, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
         runs = {"plain": _product(left, weight)}
+        if has_native_product(dtype):
+            runs["native"] = partial(multiply, left, weight, None)
         try:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
             runs["packed"] = _packed_product(left, packed)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 if not all(map(native_linear.has_native_product, DTYPES)):
     pytest.skip(f"no products with plain weights on this processor: {native.describe()}", allow_module_level=True)
 
-MOST_FEW, PANEL_ROWS, PANEL_DEPTH = 32, 192, 256  # where csrc/linear/product_avx2.cpp begins another piece
+LANES, MOST_FEW, PANEL_ROWS, PANEL_DEPTH = 16, 64, 300, 256  # where csrc/linear/*_avx2.* begin another piece
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -47,14 +51,14 @@ def test_equals_the_exact_product(rows: int, inputs: int, outputs: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("count", [1, 5, 20, 70])
 def test_more_outputs_than_are_summed_together(dtype: torch.dtype, count: int) -> None:
     rows, weight = drawn(count, 40, dtype=dtype), drawn(4133, 40, dtype=dtype, seed=1)
     check(multiply(rows, weight, None), rows, weight, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 6, 100])
+@pytest.mark.parametrize("count", [1, 6, 31, 100])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_share_outputs(dtype: torch.dtype, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = drawn(2, count, 768, dtype=dtype), drawn(2050, 768, dtype=dtype, seed=1)
@@ -67,7 +71,7 @@ def test_threads_share_outputs(dtype: torch.dtype, count: int, threads: int, mon
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("count", [3, 20, 40, 70])
 def test_no_number_that_is_none_is_hidden(dtype: torch.dtype, count: int) -> None:
     rows, weight = drawn(count, 50, dtype=dtype), drawn(37, 50, dtype=dtype, seed=1)
     rows[1, 49], rows[2, 7] = float("nan"), float("inf")
@@ -81,19 +85,51 @@ def test_bfloat16_is_rounded_once_to_the_even_number() -> None:
     """Sums that lie between two numbers of bfloat16, which a product in pieces of bfloat16 would lose."""
     ones = torch.ones(1, 3, dtype=torch.bfloat16)
     weight = torch.tensor([[256.0, 0.5, 0.5], [256.0, 2.0, 1.0], [258.0, 1.0, 0.0]], dtype=torch.bfloat16)
-    for count in (1, 50):
+    for count in (1, 50, 70):
         assert multiply(ones.expand(count, 3).contiguous(), weight, None)[-1].tolist() == [256.0, 260.0, 260.0]
 
 
 def test_memory_beside_rows_and_results_is_left_alone() -> None:
     """Weights and rows end where their memory does, and what is around the results stays."""
-    for count in (1, 4, 40):
+    for count in (1, 4, 20, 40, 70):
         rows, weight = drawn(count, 21, dtype=torch.bfloat16), drawn(19, 21, dtype=torch.bfloat16, seed=1)
         around = torch.full((count + 2, 19), 7.0, dtype=torch.bfloat16)
         place = (around[1].data_ptr(), 19)
         native.extension.product((rows.data_ptr(), 21), place, weight.data_ptr(), 0, count, 21, 19, True, 1)
         assert torch.equal(around[0], around[-1])
         check(around[1:-1], rows, weight, None)
+
+
+class AtTheEnd:
+    """Memory that ends where a page begins that nobody may read."""
+
+    def __init__(self, size: int) -> None:
+        whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, whole + mmap.PAGESIZE)
+        start = np.frombuffer(self.memory, np.uint8).ctypes.data
+        assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + whole), ctypes.c_size_t(mmap.PAGESIZE), 0)
+        self.address = start + whole - size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 7, 16, 31, 70])
+@pytest.mark.parametrize(("inputs", "outputs"), [(21, 19), (259, 26), (32, 24)])
+def test_nothing_is_read_behind_rows_weights_and_bias(
+    count: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    rows, weight = drawn(count, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype, seed=1)
+    bias, out = drawn(outputs, dtype=dtype, seed=2), torch.empty(count, outputs, dtype=dtype)
+    at: list[int] = []
+    held = []
+    for each in (rows, weight, bias, out):
+        held.append(AtTheEnd(each.nbytes))
+        ctypes.memmove(held[-1].address, each.data_ptr(), each.nbytes)
+        at.append(held[-1].address)
+    sizes = (count, inputs, outputs)
+    native.extension.product((at[0], inputs), (at[3], outputs), at[1], at[2], *sizes, dtype == torch.bfloat16, 1)
+    ctypes.memmove(out.data_ptr(), at[3], out.nbytes)
+    check(out, rows, weight, bias)
 
 
 @pytest.mark.parametrize("wrong", [{"rows": -1}, {"inputs": 0}, {"outputs": 0}])
@@ -197,7 +233,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_look_at_load_runs_both_kernels_and_believes_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 32 rows are the one kernel's, more the other's."""
+    """A few rows are dotted, sixteen are lanes, and many pass over panels."""
     counts: list[int] = []
 
     def counted(rows: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -206,7 +242,7 @@ def test_the_look_at_load_runs_both_kernels_and_believes_no_nan(monkeypatch: pyt
 
     monkeypatch.setattr(native_linear, "multiply", counted)
     assert native_linear._is_exact.__wrapped__(torch.float32)
-    assert min(counts) <= 32 < max(counts)
+    assert min(counts) < LANES < sorted(counts)[-2] <= MOST_FEW < max(counts)
     monkeypatch.setattr(native_linear, "multiply", lambda *given: multiply(*given) * torch.nan)
     assert not native_linear._is_exact.__wrapped__(torch.float32)
 
