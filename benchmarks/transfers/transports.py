@@ -179,8 +179,9 @@ def result(
             "Scattered blocks out of a pool that another process lends (inproc: the same process) into one of the "
             "consumer's, which is measured, control and threads included: `await remote.read(...)`. In one piece: the "
             "same number of bytes, in turn with the reads in the same process; for inproc and shm one pass of csrc "
-            "from the lent memory into the target (non-temporal from 1 MiB on), for the others one contiguous read by "
-            "the same transport. digest: of the blocks that were read, what verification costs each side. At least "
+            "from the lent memory into the target (non-temporal from 1 MiB on), of which the cache has as much as of "
+            "the reads' target, for the others one contiguous read by the same transport. digest: of the blocks that "
+            "were read, what verification costs each side. At least "
             "5 rounds, a second of them, at most 200."
         ),
         tables=[Table(medium.name, HEADER, [case.row() for case in found[medium.name]]) for medium in media],

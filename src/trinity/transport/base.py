@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange as ByteRange
 from trinity.memory.byte_ranges import Strided as Strided
-from trinity.memory.byte_ranges import is_within, list_units, view_units
-from trinity.memory.native import Pool, copy_blocks
+from trinity.memory.byte_ranges import is_within, list_units
+from trinity.memory.native import Pool
+from trinity.memory.pool_copier import PoolCopier
 
 MAX_REQUEST_BYTES = 16 << 20  # of one request to the source of a pool
 TURN_BYTES = 4 << 20  # copied between two turns of the event loop, in about 200 µs
@@ -149,25 +148,32 @@ def find_runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[in
 
 
 async def copy_pieces(target: Pool, source: Pool, plan: CopyPlan) -> int:
-    """Copy what ``plan`` says from one pool to another; return the bytes moved.
+    """Copy what ``plan`` says from one pool to another; return the bytes moved. See ``run_copy``."""
+    return await run_copy(PoolCopier(target, source), plan)
+
+
+async def run_copy(copier: PoolCopier, plan: CopyPlan) -> int:
+    """Copy what ``plan`` says between the pools of ``copier``; return the bytes moved.
 
     Small copies between CPU pools run on the event loop, which gets a turn after every ``TURN_BYTES``. Copies above
     ``INLINE_COPY_BYTES`` run on a thread, because reaching one takes as long as several turns; so do copies of a GPU,
     which block until the device has run them. Nothing is written after a cancellation.
     """
-    on_cpu = isinstance(target, np.ndarray) and isinstance(source, np.ndarray)
-    ours, theirs = view_units(target, plan.unit_bytes), view_units(source, plan.unit_bytes)
-    if plan.bytes > (INLINE_COPY_BYTES if on_cpu else 0):
-        await wait_for_copy(asyncio.to_thread(copy_blocks, ours, theirs, plan.target, plan.source, plan.piece))
-        return plan.bytes
+    unit_bytes, moved = plan.unit_bytes, plan.bytes
+    if moved > (INLINE_COPY_BYTES if copier.on_host else 0):
+        await wait_for_copy(asyncio.to_thread(copier.copy, unit_bytes, plan.target, plan.source, plan.piece))
+        return moved
+    if moved <= TURN_BYTES:
+        copier.copy(unit_bytes, plan.target, plan.source, plan.piece)
+        return moved
     units, end = max(1, TURN_BYTES // plan.length), plan.offset + plan.length
     for first in range(0, len(plan.target), units):
         now = slice(first, first + units)
         for begin in range(plan.offset, end, TURN_BYTES):
             if first or begin > plan.offset:
                 await asyncio.sleep(0)
-            copy_blocks(ours, theirs, plan.target[now], plan.source[now], (begin, min(TURN_BYTES, end - begin)))
-    return plan.bytes
+            copier.copy(unit_bytes, plan.target[now], plan.source[now], (begin, min(TURN_BYTES, end - begin)))
+    return moved
 
 
 async def wait_for_copy(copying: Coroutine[Any, Any, object]) -> None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import ByteRange, check_block_numbers, check_read, copy_pieces
+from trinity.memory.pool_copier import PoolCopier
+from trinity.transport.base import ByteRange, check_block_numbers, check_read, run_copy
 
-_published: dict[int, BlockMemory] = {}
+
+class Published(NamedTuple):
+    """A published pool, and what copies from it into each pool that is attached."""
+
+    memory: BlockMemory
+    copiers: WeakKeyDictionary[BlockMemory, PoolCopier]
+
+
+_published: dict[int, Published] = {}
 _numbers = count(1)
 
 
@@ -36,13 +47,13 @@ class InprocTransport:
 
     def publish(self, memory: BlockMemory) -> bytes:
         number = next(_numbers)
-        _published[number] = memory
+        _published[number] = Published(memory, WeakKeyDictionary())
         self._numbers.append(number)
         return msgspec.msgpack.encode(InprocDescriptor(os.getpid(), number, memory.block_bytes, memory.blocks))
 
     def withdraw(self, memory: BlockMemory) -> None:
         """Let go of a published pool: nobody attaches to it, or reads from it, any more."""
-        for number in [number for number in self._numbers if _published.get(number) is memory]:
+        for number in [each for each in self._numbers if each in _published and _published[each].memory is memory]:
             self._numbers.remove(number)
             del _published[number]
 
@@ -74,17 +85,24 @@ class InprocRemote:
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         plan = check_read("inproc", source, self._peer.blocks, target, self._into, within)
-        return await copy_pieces(self._into.pool, self._memory().pool, plan)
+        return await run_copy(self._find_copier(), plan)
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("inproc", "source", source, self._peer.blocks)
-        return self._memory().generation(source)
+        return self._find_published().memory.generation(source)
 
-    def _memory(self) -> BlockMemory:
-        memory = _published.get(self._peer.number)
-        if memory is None:
+    def _find_copier(self) -> PoolCopier:
+        memory, copiers = self._find_published()
+        copier = copiers.get(self._into)
+        if copier is None:
+            copier = copiers[self._into] = PoolCopier(self._into.pool, memory.pool)
+        return copier
+
+    def _find_published(self) -> Published:
+        published = _published.get(self._peer.number)
+        if published is None:
             raise PeerLost(f"pool {self._peer.number} is no longer published", "inproc", str(self._peer.number))
-        return memory
+        return published
 
     async def aclose(self) -> None:
         return None

@@ -21,7 +21,8 @@ import numpy as np
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
 from trinity.memory.block_memory import GENERATION_BYTES, BlockMemory, generations_at
-from trinity.transport.base import ByteRange, check_block_numbers, check_read, copy_pieces
+from trinity.memory.pool_copier import PoolCopier
+from trinity.transport.base import ByteRange, check_block_numbers, check_read, run_copy
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -96,12 +97,14 @@ class ShmRemote:
             raise TransportUnavailable(
                 "shm copies only into CPU pools; use connector='cuda_ipc' or 'nixl' for pools on a GPU", "shm"
             )
-        self._ours = into.raw
+        self._copier: PoolCopier | None = PoolCopier(into.raw, file[: peer.size])
         self._process = ProcessWatch(peer)
 
     async def read(self, source: Sequence[int], target: Sequence[int], within: ByteRange = None) -> int:
         plan = check_read("shm", source, self._peer.blocks, target, self._into, within)
-        return await copy_pieces(self._ours, self._bytes()[: self._peer.size], plan)
+        self._bytes()
+        assert self._copier is not None
+        return await run_copy(self._copier, plan)
 
     async def generation(self, source: Sequence[int]) -> int:
         check_block_numbers("shm", "source", source, self._peer.blocks)
@@ -116,7 +119,7 @@ class ShmRemote:
         return self._file
 
     async def aclose(self) -> None:
-        self._file = None  # the last reader releases the mapping
+        self._file = self._copier = None  # the last reader releases the mapping
         self._process.close()
 
 
