@@ -22,6 +22,7 @@ from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import view_units
 from trinity.memory.devices import make_device_buffer, use_copy_stream
+from trinity.memory.native import copy_blocks
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
 from trinity.transport.nixl.source import PushReply, PushRequest
@@ -29,6 +30,7 @@ from trinity.transport.sealed_requests import LinkSeal
 
 logger = logging.getLogger("trinity")
 STAGING_BYTES = 16 << 20
+PARTS = 2  # of a staging area: one is copied from while the source fills the other
 HEARTBEAT_S = 0.05  # between two checks that the source is alive, while it writes
 PROT_NONE = 0
 _abandoned: list[Any] = []
@@ -50,14 +52,18 @@ class StagingArea:
         self._bytes = self._memory = make_device_buffer(self.size, into.gpu)
         self.address, self.device = self._bytes.data_ptr(), self._bytes.get_device()
 
-    def region(self, length: int) -> Region:
-        """Describe the staging area as an array of pieces of ``length`` bytes each."""
+    def region(self, length: int, at: int = 0, size: int | None = None) -> Region:
+        """Describe ``size`` bytes of the staging area from byte ``at`` on as an array of pieces of ``length`` bytes."""
         kind = "DRAM" if self._into.raw is not None else "VRAM"
-        return Region(self.address, length, self.size // length, kind, self.device)
+        count = (self.size if size is None else size) // length
+        return Region(self.address + at, length, count, kind, self.device)
 
-    def copy(self, plan: CopyPlan) -> None:
-        """Copy the first pieces, side by side here, to where ``plan`` says."""
-        pieces = self._bytes[: plan.bytes].reshape(-1, plan.length)
+    def copy(self, plan: CopyPlan, at: int = 0) -> None:
+        """Copy the pieces that lie side by side from byte ``at`` on to where ``plan`` says."""
+        pieces = self._bytes[at : at + plan.bytes].reshape(-1, plan.length)
+        if self._into.raw is not None and plan.length == plan.unit_bytes:
+            copy_blocks(view_units(self._into.pool, plan.length), pieces, plan.target, range(len(pieces)))
+            return
         ours = view_units(self._into.pool, plan.unit_bytes)
         with use_copy_stream(self._into.gpu):
             ours[list(plan.target), plan.offset : plan.offset + plan.length] = pieces
@@ -71,10 +77,10 @@ class StagingArea:
 
 
 class PushTransfer:
-    """One request to the source, and the part of a read that it carries out."""
+    """One request to the source, and the share of a read that it writes into the staging area from byte ``at`` on."""
 
-    def __init__(self, number: int, plan: CopyPlan) -> None:
-        self.number, self.plan = number, plan
+    def __init__(self, number: int, plan: CopyPlan, at: int) -> None:
+        self.number, self.plan, self.at = number, plan, at
 
 
 class NixlPushLink(NixlLink):
@@ -90,13 +96,22 @@ class NixlPushLink(NixlLink):
         self._last_heartbeat = 0.0
 
     async def read(self, plan: CopyPlan, timeout_s: float) -> None:
-        """Read as many blocks at a time as the staging area holds; reads of one link take turns."""
-        most = self._stage.size // plan.length
+        """Read as many blocks at a time as a part of the staging area holds; reads of one link take turns."""
+        parts = PARTS if plan.bytes > self._stage.size >= PARTS * plan.length else 1
         async with self._read_lock:
-            for start in range(0, len(plan.source), most):
-                now = slice(start, start + most)
-                part = plan._replace(source=plan.source[now], target=plan.target[now])
-                await self.ask(partial(self._push, part), f"{len(part.source)} blocks", timeout_s)
+            ways = (self._read_through(plan, part, parts, timeout_s) for part in range(parts))
+            failed = [each for each in await asyncio.gather(*ways, return_exceptions=True) if each is not None]
+        if failed:
+            raise failed[0]
+
+    async def _read_through(self, plan: CopyPlan, part: int, parts: int, timeout_s: float) -> None:
+        """Read every ``parts``-th share of ``plan`` through one part of the staging area."""
+        size = self._stage.size // parts
+        stage, most = (part * size, size), size // plan.length
+        for start in range(part * most, len(plan.source), parts * most):
+            now = slice(start, start + most)
+            share = plan._replace(source=plan.source[now], target=plan.target[now])
+            await self.ask(partial(self._push, share, stage), f"{len(share.source)} blocks", timeout_s)
 
     # ------------------------------------------------------------ on the thread
 
@@ -106,13 +121,13 @@ class NixlPushLink(NixlLink):
         self._agent.register_memory(whole.whole, whole.memory)
         self._metadata = self._agent.get_agent_metadata()
 
-    def _push(self, plan: CopyPlan) -> PushTransfer:
-        stage, pool = self._stage.region(plan.length), self._theirs.pool
+    def _push(self, plan: CopyPlan, part: tuple[int, int]) -> PushTransfer:
+        stage, pool = self._stage.region(plan.length, *part), self._theirs.pool
         request = PushRequest(self._metadata, pool, stage, plan.offset, list(plan.source), plan.unit_bytes)
         number, message = self._seal.seal(msgspec.msgpack.encode(request))
         self._replies[number] = None
         self._agent.send_notif(self._theirs.agent, message)
-        return PushTransfer(number, plan)
+        return PushTransfer(number, plan, part[0])
 
     def _take_notifications(self) -> None:
         for name, messages in self._agent.get_new_notifs().items():
@@ -132,7 +147,7 @@ class NixlPushLink(NixlLink):
         del self._replies[handle.number]
         if reply.reason:
             raise OfferRefused(f"{self.peer} refuses: {reply.text}", reply.reason, "nixl", self.peer)
-        self._stage.copy(handle.plan)
+        self._stage.copy(handle.plan, handle.at)
         return True, None
 
     def _check_heartbeat(self) -> None:
