@@ -41,7 +41,7 @@ class ReplyWriter:
 
 
 def make_pipeline(settings: WireMessage) -> Pipeline:
-    """Make the pipeline: one instance on threads of this process, several in processes of their own.
+    """Make the pipeline: one instance on threads of this process, several in processes of their own, or as asked.
 
     ``settings["pipeline"]`` has options of ``Pipeline`` and of its instances, and these:
 
@@ -54,10 +54,11 @@ def make_pipeline(settings: WireMessage) -> Pipeline:
     each = {"prefix_cache": settings["caches"], "image_cache": settings["caches"]}
     each |= {name: given.pop(name) for name in [*given] if name in InstanceOptions.__annotations__}
     named = Placement.parse(settings["placement"]).instances()
+    hosting = given.pop("hosting", "process" if len(named) > 1 else "thread")
     return Pipeline(
         settings["checkpoint"],
         [Instance(roles, name, threads=threads.get(roles, settings["threads"]), **each) for name, roles in named],
-        hosting="process" if len(named) > 1 else "thread",
+        hosting=hosting,
         dtype=settings["dtype"],
         slo=SLO(*slo) if slo else None,
         budgets=None if slo else StepBudgets(token_budget=settings["tokens"], image_budget=settings["media"]),
