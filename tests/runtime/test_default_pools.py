@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime import host, loader
 from trinity.runtime.host import block_shapes
 from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.stages.models import loader as weights
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.loader import count_weight_bytes, load_model
 from trinity.stages.models.registry import find_adapter
@@ -211,7 +213,7 @@ def test_weights_that_processes_share_are_counted_once(
     asked = setups(model, [Instance(roles) for roles in placement])
     load_each(gpu, asked, model)
     apart = sum(gpu.made.values())
-    monkeypatch.setattr(loader, "can_share", lambda device: device == "cuda")
+    monkeypatch.setattr(weights, "can_share", lambda device: device == "cuda")
     taken = load_sharing(gpu, asked, model)
     assert 0.75 * TOTAL < taken <= TOTAL
     copies = sum(count_once(model, roles) for roles in placement) - count_once(
@@ -221,7 +223,7 @@ def test_weights_that_processes_share_are_counted_once(
 
 
 def test_one_that_was_started_by_hand_has_its_own(gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "can_share", lambda device: True)
+    monkeypatch.setattr(weights, "can_share", lambda device: True)
     asked = setups(model, [Instance("P"), Instance("D"), Instance("D", address="tcp:127.0.0.1:7000")])
     assert [each.shares for each in asked[0].beside] == [True, False]
     found = []
@@ -231,8 +233,16 @@ def test_one_that_was_started_by_hand_has_its_own(gpu: Gpu, model: Path, monkeyp
     assert found[0] < 0.6 * found[1], "its weights and pools are taken off"
 
 
-def test_a_gpu_that_cannot_share_has_each_copy(gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "can_share", lambda device: False)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_where_weights_are_not_shared_each_copy_counts(
+    gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool, tmp_path: Path
+) -> None:
+    """On a GPU that cannot, and of quantised checkpoints."""
+    monkeypatch.setattr(weights, "can_share", lambda device: quantised)
+    if quantised:
+        config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        model = tmp_path
+        (model / "config.json").write_text(json.dumps(config))
     asked = setups(model, [Instance("P"), Instance("D")])
     load_each(gpu, asked, model)
     apart = dict(gpu.made)

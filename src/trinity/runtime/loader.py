@@ -23,7 +23,6 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES, use_device
 from trinity.memory.freed_memory import release_freed_memory
-from trinity.memory.shared_regions import can_share
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -298,10 +297,18 @@ def _encode_bytes(roles: str) -> int:
 def _list_copies(config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel) -> list[int]:
     """List the bytes of each copy of weights on a GPU that this instance's process uses with others."""
     sharing = [each.roles for each in config.beside if each.shares]
-    if not (sharing and config.shelf and can_share(spec.device)):
+    if not (sharing and config.shelf and _can_share(config, spec.device)):
         return [model.weight_bytes, *(_count_weights(config, each.roles) for each in config.beside)]
     alone = [_count_weights(config, each.roles) for each in config.beside if not each.shares]
     return [_count_weights(config, "".join(sorted({*spec.roles, *"".join(sharing)}))), *alone]
+
+
+def _can_share(config: ServingConfig, device: str | None) -> bool:
+    if isinstance(config.model, EmulatedModel):
+        return False
+    from trinity.stages.models.loader import can_share_weights
+
+    return can_share_weights(config.model, device)
 
 
 def _count_weights(config: ServingConfig, roles: str) -> int:

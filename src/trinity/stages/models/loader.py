@@ -169,9 +169,14 @@ def _part(
     return part
 
 
+def can_share_weights(directory: Path, device: object) -> bool:
+    """Tell if processes share weights on a device; quantised ones they do not, whose modules depend on who loads."""
+    return getattr(read_config(directory), "quantization_config", None) is None and can_share(device)
+
+
 def _is_worth_sharing(directory: Path, dtype: torch.dtype, device: torch.device, packed: bool) -> bool:
     """Tell if each process would hold these weights by itself; what is mapped from files is shared already."""
-    if not can_share(device):
+    if not can_share_weights(directory, device):
         return False
     packs = packed and not is_native_faster(dtype) and _is_packing_faster(dtype)
     return device.type == "cuda" or (not packs and dtype != _pick_dtype(None, read_config(directory)))
