@@ -24,8 +24,8 @@ LENGTHS = (1024, 2048)
 OVERLAP = 0.98  # the aim, with paced compute
 IMAGE_ROWS = (100, 400, 529, 1196, 2691, 16206)  # the six resolutions of EPD-Serve table 3, 280 x 280 to 4096 x 3112
 COMBINATIONS = (
-    ("neither", TransferPolicy(prefetch=False)),
-    ("feature prefetch", TransferPolicy()),
+    ("neither", TransferPolicy(prefetch=False, kv="off")),
+    ("feature prefetch", TransferPolicy(kv="off")),
     ("grouped KV", TransferPolicy(prefetch=False, kv="grouped")),
     ("both", TransferPolicy(kv="grouped")),
 )
@@ -250,7 +250,7 @@ async def measure(setting: Setting) -> Found:
                 found.kv["emulated", tokens, mode] = await paced_kv(mode, tokens, rounds)
         for rows in sizes:
             for prefetch in (False, True):
-                chosen = TransferPolicy(prefetch=prefetch)
+                chosen = TransferPolicy(prefetch=prefetch, kv="off")
                 found.features[rows, prefetch] = await paced_features(chosen, rows, requests)
         for name, chosen in COMBINATIONS:
             found.combinations[name] = await combined(chosen, 3 if setting.quick else 16)

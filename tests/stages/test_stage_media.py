@@ -33,6 +33,17 @@ def test_media_that_do_not_fit_their_placeholders() -> None:
         driver.prefill.open(opened_with(driver, media=(span,)))
 
 
+def test_memory_is_given_back_behind_an_encode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("trinity.stages.encode.release_at_times", lambda: asked.append(1))
+    driver, made = Driver("llava"), processed("llava", 1)
+    assert driver.encode is not None
+    driver.encode.forward(Step(0, "joint"))
+    assert not asked
+    encode(driver, Encode(made.work.request, 0, made.work.media[0], (0, 1, 2, 3), made.inputs[0]))
+    assert asked == [1]
+
+
 def test_features_may_be_missing_only_where_cached_kv_covers_them() -> None:
     driver, made = Driver("llava"), processed("llava", 1)
     span = made.work.media[0]

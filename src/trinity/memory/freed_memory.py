@@ -10,9 +10,10 @@ import ctypes
 import time
 from collections.abc import Callable
 from functools import cache
+from math import inf
 
 RELEASE_EVERY_S = 1.0  # between two returns: each takes some 2 ms, and as much for pages that are needed again
-_last_s = 0.0  # clock time
+_last_s = -inf  # clock time
 
 
 @cache
@@ -27,15 +28,18 @@ def _find_trim() -> Callable[[int], int] | None:
 
 def release_freed_memory() -> bool:
     """Give all freed pages of every heap back, now. Returns False where the system has no way to."""
-    global _last_s
     trim = _find_trim()
     if trim is None:
         return False
-    _last_s = time.monotonic()
     trim(0)
     return True
 
 
 def release_at_times() -> bool:
     """``release_freed_memory``, once in ``RELEASE_EVERY_S``. Returns True where it was done. Any thread calls."""
-    return time.monotonic() - _last_s >= RELEASE_EVERY_S and release_freed_memory()
+    global _last_s
+    now = time.monotonic()
+    if now - _last_s < RELEASE_EVERY_S:
+        return False
+    _last_s = now
+    return release_freed_memory()
