@@ -105,7 +105,8 @@ def result(found: Mapping[str, Any], held: Mapping[str, Held]) -> Result:
         title="Memory of instances, and what they hold",
         method=(
             "Each instance in a fresh process that loads it as a pipeline does and runs a step of each of its stages; "
-            "sizes are above those of the same process with the libraries imported. Capacities: `sizing.capacity`, as "
+            "sizes are above those of the same process with the libraries imported; weights are not packed. "
+            "Capacities: `sizing.capacity`, as "
             "EPDServe counts: all images of a request at once, and four fifths of what the weights leave for the "
             "KV cache where an instance has both. llava-110m with its measured working memory and no context limit; "
             "the larger models by their published shapes, images of 4032 × 3024 where a model cuts them into tiles. "

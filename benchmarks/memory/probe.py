@@ -58,17 +58,20 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     from trinity.instance import Instance
     from trinity.memory.freed_memory import release_freed_memory
     from trinity.preprocess.processor import RequestProcessor
-    from trinity.runtime.loader import ServingConfig, load_instances
+    from trinity.runtime.loader import ServingConfig, import_model_classes, load_instances
     from trinity.runtime.profiler import Probe
 
     torch.set_num_threads(1)
     processor = RequestProcessor(directory)
-    processor.dummy_inputs()  # libraries that are imported at first use count as imported
+    processor.dummy_inputs()  # libraries that are imported at first use count as imported, and the model's classes
+    import_model_classes(directory)
     release_freed_memory()  # of the imports
     imported = resident()
     pools = {"image": 2 * images, "kv": 2 * PROMPT_TOKENS // 16}
     (loaded,) = load_instances(
-        ServingConfig(directory, "float32", cache=CacheConfig(pools=pools)), [Instance(roles, roles)], processor
+        ServingConfig(directory, "float32", cache=CacheConfig(pools=pools)),
+        [Instance(roles, roles, pack=False)],
+        processor,
     )
     sizes: dict[str, Any] = {"imported": imported, "loaded": resident(), "weight_bytes": loaded.model.weight_bytes}
     work = Probe(loaded, processor)

@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 GENERATION_BYTES = 8
+HUGE_FROM_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,17 @@ def create_sealed_file(name: str, size: int) -> int:
 
 
 def _untouched_zeros(size: int) -> np.ndarray:
-    """Allocate ``size`` zero bytes whose pages cost no memory until written, so that unused blocks stay cheap."""
+    """Allocate ``size`` zero bytes whose pages cost no memory until written, so that unused blocks stay cheap.
+
+    A mapping of their own: an allocator would clear those of a small pool, and keep them when the pool is gone. In huge
+    pages where the system allows it, as numpy would.
+    """
     import numpy as np
 
-    return np.zeros(size, dtype=np.uint8)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.zeros(size, dtype=np.uint8)
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_FROM_BYTES:
+        with suppress(OSError):  # advice only: a system without them refuses
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(made, dtype=np.uint8)

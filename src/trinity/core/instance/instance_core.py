@@ -80,7 +80,7 @@ class InstanceCore:
             answer = repeated.answer(event)
             if answer is not None:
                 return answer
-        s = self.state
+        s, self._repeated = self.state, None
         s.out = []
         _HANDLERS[kind](s, event, now)
         if kind is not PeerUp and kind is not PeerLoad:
