@@ -109,8 +109,6 @@ def copy_blocks(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if os.environ.get("TRINITY_AMX") == "0" and "TRINITY_ISA" not in os.environ:
-        logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
     return len(targets) * length
 
 
@@ -134,8 +132,6 @@ def compute_digests(source: Pool, blocks: Blocks, within: Within = None) -> list
         extension.digests(rows.ctypes.data, len(rows), numbers, rows.shape[1], offset, length, found)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if os.environ.get("TRINITY_AMX") == "0" and "TRINITY_ISA" not in os.environ:
-        logger.warning("TRINITY_AMX=0 means nothing any more: set TRINITY_ISA=avx512 for kernels without AMX")
     result: list[int] = found.tolist()
     return result
 

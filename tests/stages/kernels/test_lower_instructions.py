@@ -57,7 +57,9 @@ def test_a_set_that_nobody_knows_is_refused() -> None:
 
 def test_the_setting_of_earlier_times_says_what_to_set() -> None:
     said = "set TRINITY_ISA=avx512"
-    assert run("-c", "import trinity.memory.native", TRINITY_AMX="0").stderr.count(said) == 1
+    copies = "import numpy as np; from trinity.memory import native; a = np.zeros((2, 64), np.uint8);"
+    copies += "[native.copy_blocks(a, a.copy(), [0], [1]) for _ in range(2)]"
+    assert run("-c", copies, TRINITY_AMX="0").stderr.count(said) == 1, "once, and not with each copy"
     for others in ({"TRINITY_AMX": "1"}, {"TRINITY_AMX": "0", "TRINITY_ISA": "avx2"}):
         assert said not in run("-c", "import trinity.memory.native", **others).stderr
 
