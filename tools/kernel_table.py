@@ -25,10 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
+from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
 from trinity.stages.attention.triton import TritonAttention
+from trinity.stages.kernels.fp8_linear import TILES, Fp8Product, launch_fp8_product
 
 CAPABILITIES = (80, 90, 100)
+FIRST_FP8 = 89
 LAYERS, LAYER, QUERY_HEADS, HEADS, BLOCK_ROWS, WIDTH = 32, 5, 32, 8, 16, 128  # those of Llama 3 8B
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PLAIN = AttentionParams(LAYER, WIDTH**-0.5)
@@ -131,10 +134,17 @@ def _target(instruction: str, text: str) -> int:
 
 
 def attention_launches(
-    dtype: torch.dtype, capability: int = 90, params: AttentionParams = PLAIN, grouped: bool = False
+    dtype: torch.dtype,
+    capability: int = 90,
+    params: AttentionParams = PLAIN,
+    grouped: bool = False,
+    held: torch.dtype | None = None,
 ) -> dict[str, Launch]:
-    """The launches of a decode, a split decode and a prefill chunk (``grouped``: with groups), by what they do."""
-    cache = torch.empty((1, LAYERS, 2, HEADS, BLOCK_ROWS, WIDTH), dtype=dtype)
+    """The launches of a decode, a split decode and a prefill chunk (``grouped``: with groups), by what they do.
+
+    ``held``: dtype of the cache, as ``dtype`` unless given.
+    """
+    cache = torch.empty((1, LAYERS, 2, HEADS, BLOCK_ROWS, WIDTH), dtype=held or dtype)
     zeros = torch.zeros(300, dtype=torch.long)
     one = PagedRows(zeros[:1], zeros[:1], np.zeros((1, 19), dtype=np.int64), np.full(1, 301, dtype=np.int64))
     chunk = PagedRows(
@@ -152,16 +162,43 @@ def attention_launches(
     return found
 
 
+def product_launches(dtype: torch.dtype, capability: int = 90) -> dict[str, Launch]:
+    """The launches of a linear layer with FP8 weights, for each of its tiles; 4,096 inputs and outputs."""
+    weight, scales = torch.empty((4096, 4096), dtype=FP8), torch.empty((32, 32))
+    found: dict[str, Launch] = {}
+    for rows, *_ in TILES:
+        with record_launches(capability) as launches:
+            launch_fp8_product(torch.empty((rows, 4096), dtype=dtype), Fp8Product(weight, scales, None, 128))
+        by_kernel = {launch.name: launch for launch in launches}
+        found |= {
+            "round inputs": by_kernel["quantize_groups"],
+            f"FP8 product, {rows} rows": by_kernel["multiply_groups"],
+        }
+    return found
+
+
+def list_launches(capability: int) -> Iterator[tuple[str, str, Launch]]:
+    """Yield what each launch is for, its type (of queries, and of the cache or weights if another) and the launch."""
+    for name, dtype in TYPES.items():
+        for what, launch in attention_launches(dtype, capability).items():
+            yield what, name, launch
+    if capability >= FIRST_FP8:
+        for what, launch in attention_launches(torch.bfloat16, capability, held=FP8).items():
+            if what != "combine_splits":
+                yield what, "bf16, FP8 cache", launch
+        for what, launch in product_launches(torch.bfloat16, capability).items():
+            yield what, "bf16, FP8 weights", launch
+
+
 def table(capabilities: tuple[int, ...]) -> Iterator[str]:
     """Lines of the table, in markdown."""
     yield "| kernel | type | sm | registers | stack | shared KiB | instructions | of the loop | calls | matrix |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for capability in capabilities:
-        for name, dtype in TYPES.items():
-            for what, launch in attention_launches(dtype, capability).items():
-                made = compile_launch(launch, capability)
-                cells = [what, name, capability, made.registers, made.stack, f"{made.shared / 1024:.1f}", *made[3:]]
-                yield f"| {' | '.join(map(str, cells))} |"
+        for what, name, launch in list_launches(capability):
+            made = compile_launch(launch, capability)
+            cells = [what, name, capability, made.registers, made.stack, f"{made.shared / 1024:.1f}", *made[3:]]
+            yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main(arguments: list[str]) -> int:

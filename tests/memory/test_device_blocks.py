@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from trinity.memory import device_blocks, native
+from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.device_blocks import (
     DeviceBlocks,
     TorchBlocks,
@@ -77,6 +78,19 @@ def test_copies_and_digests_are_numpys(
     assert blocks.digest(theirs, units[1], offset, length) == [
         digest_array(held[number, offset : offset + length]) for number in start
     ]
+
+
+def test_blocks_in_fp8_are_bytes_like_others() -> None:
+    """Every byte there is, NaN among them, is copied and summed as it stands."""
+    pools = [BlockMemory(BlockShape("kv", (2, 2, 1, 16, 8), torch.float8_e4m3fn), 3) for _ in range(2)]
+    for number, pool in enumerate(pools):
+        pool.tensor.view(torch.uint8).flatten().copy_(torch.arange(3 * 512).roll(number).to(torch.uint8))
+    target, source = (pool.piece(0, 512).contiguous().view(torch.uint8).to(DEVICE) for pool in pools)
+    blocks = TritonBlocks()
+    blocks.copy(target, source, upload_numbers(np.array([[2, 0], [1, 2]], dtype=np.int64), DEVICE), 0, 512)
+    assert torch.equal(target[[2, 0]], source[[1, 2]])
+    held = [digest_array(source[number].cpu().numpy()) for number in (2, 1)]
+    assert blocks.digest(source, upload_numbers(np.array([2, 1], dtype=np.int64), DEVICE), 0, 512) == held
 
 
 def test_a_digest_of_several_programs() -> None:

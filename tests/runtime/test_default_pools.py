@@ -98,7 +98,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         return Weighed(config.model, spec.roles, None, adapter, torch.bfloat16, torch.device("cuda"), "")
 
     monkeypatch.setattr(loader, "DEFAULT_BLOCKS", 1 << 30)
-    monkeypatch.setattr(loader, "_count_weights", lambda config, roles: count_once(config.model, roles))
+    monkeypatch.setattr(loader, "_count_weights", lambda config, roles, device: count_once(config.model, roles))
     monkeypatch.setattr(torch.cuda, "mem_get_info", made.mem_get_info)
     monkeypatch.setattr(loader, "_get_model", get_model)
     monkeypatch.setattr(loader, "build_instance", made.build)

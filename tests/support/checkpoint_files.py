@@ -11,7 +11,9 @@ from pathlib import Path
 
 import trinity.testing.checkpoints as checkpoints
 from support.paths import ROOT
+from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
 
+FP8 = "fp8-"
 CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"
 
 
@@ -28,13 +30,18 @@ def recipe_hash() -> str:
 
 @cache
 def checkpoint(name: str) -> Path:
-    """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared."""
+    """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared.
+
+    "fp8-llava" is "llava" with FP8 weights.
+    """
     target = CACHE / recipe_hash() / name
     if not target.exists():
         build = checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
+        if name.startswith(FP8):
+            build = build_fp8_checkpoint
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
-        build(name, scratch / name)
+        build(name.removeprefix(FP8), scratch / name)
         _publish(scratch, name, target)
     return target
 

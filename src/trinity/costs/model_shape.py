@@ -92,6 +92,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tied (False): input and output embedding share one matrix.
     dtype_bytes (bytes, 2): size of an element.
     kv_dtype_bytes (bytes, None): size of an element of the KV cache, 1 in FP8; as ``dtype_bytes``.
+    layer_dtype_bytes (bytes, None): size of a weight of the language model's layers, 1 in FP8; as ``dtype_bytes``.
     context (tokens, 4096): longest sequence.
     source (""): assumptions behind these numbers, for reports.
     """
@@ -105,6 +106,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool = False
     dtype_bytes: int = 2
     kv_dtype_bytes: int | None = None
+    layer_dtype_bytes: int | None = None
     context: int = 4096
     source: str = ""
 
@@ -127,7 +129,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def read_bytes(self) -> int:
         """Bytes of weights that a step of the language model reads: layers and head, no embedding table."""
-        return (self.language.weights + self.head) * self.dtype_bytes
+        layers = self.language.weights * (self.layer_dtype_bytes or self.dtype_bytes)
+        return layers + self.head * self.dtype_bytes
 
     @property
     def vision_bytes(self) -> int:

@@ -140,13 +140,15 @@ def check_elements(model_dir: Path, elements: int) -> None:
 
 def count_tensors(model_dir: Path) -> int:
     """Count the tensors in a checkpoint's files of safetensors, by their headers alone; 0 for other formats."""
-    return sum(map(_count_in_header, model_dir.glob("*.safetensors")))
+    return sum(len(list_tensors(path)) for path in model_dir.glob("*.safetensors"))
 
 
-def _count_in_header(path: Path) -> int:
+def list_tensors(path: Path) -> dict[str, str]:
+    """List the names of a safetensors file's tensors and their types, by its header; {} where it cannot be read."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            return len(json.loads(file.read(length))) if length <= MOST_HEADER_BYTES else 0
-    except (OSError, ValueError, RecursionError):
-        return 0  # what is wrong with it is said when it is loaded
+            header = json.loads(file.read(length)) if length <= MOST_HEADER_BYTES else {}
+            return {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return {}  # what is wrong with it is said when it is loaded

@@ -276,7 +276,7 @@ def _default_pool_bytes(
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    apart = [(each, _count_weights(config, each.roles)) for each in config.beside]
+    apart = [(each, _count_weights(config, each.roles, device)) for each in config.beside]
     most = int(max(0, free - _encode_bytes(spec.roles)) * POOL_SHARE)  # of what others, in this pipeline or not, leave
     if apart:
         free = free_when_loaded(total, _list_copies(config, spec, model), 1 + len(apart))
@@ -296,11 +296,12 @@ def _encode_bytes(roles: str) -> int:
 
 def _list_copies(config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel) -> list[int]:
     """List the bytes of each copy of weights on a GPU that this instance's process uses with others."""
+    device = spec.device or "cpu"
     sharing = [each.roles for each in config.beside if each.shares]
     if not (sharing and config.shelf and _can_share(config, spec.device)):
-        return [model.weight_bytes, *(_count_weights(config, each.roles) for each in config.beside)]
-    alone = [_count_weights(config, each.roles) for each in config.beside if not each.shares]
-    return [_count_weights(config, "".join(sorted({*spec.roles, *"".join(sharing)}))), *alone]
+        return [model.weight_bytes, *(_count_weights(config, each.roles, device) for each in config.beside)]
+    alone = [_count_weights(config, each.roles, device) for each in config.beside if not each.shares]
+    return [_count_weights(config, "".join(sorted({*spec.roles, *"".join(sharing)})), device), *alone]
 
 
 def _can_share(config: ServingConfig, device: str | None) -> bool:
@@ -311,13 +312,15 @@ def _can_share(config: ServingConfig, device: str | None) -> bool:
     return can_share_weights(config.model, device)
 
 
-def _count_weights(config: ServingConfig, roles: str) -> int:
-    """Count the bytes of weights that another process holds for these roles."""
+def _count_weights(config: ServingConfig, roles: str, device: str) -> int:
+    """Count the bytes of weights that another process holds for these roles on ``device``."""
     if isinstance(config.model, EmulatedModel):
         return 0
+    import torch
+
     from trinity.stages.models.loader import count_weight_bytes
 
-    return count_weight_bytes(config.model, roles, dtype=config.dtype)
+    return count_weight_bytes(config.model, roles, dtype=config.dtype, device=torch.device(device))
 
 
 def _make_rules(config: ServingConfig, instance: LoadedInstance, processor: RequestProcessor | None) -> BatchRules:

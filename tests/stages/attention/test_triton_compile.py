@@ -29,19 +29,26 @@ def run_compiling(script: Path, *arguments: str, cache: Path) -> list[list[str]]
 
 
 ATTENTION = ("decode", "split_decode", "prefill")
+FP8_KERNELS = (*ATTENTION, "write_kv", "round_inputs", *(f"FP8_product_{rows}_rows" for rows in (16, 64, 128)))
 
 
 @pytest.mark.parametrize(
-    ("capability", "shared", "instruction"),
+    ("capability", "shared", "instruction", "fp8"),
     [
-        (90, 227, "wgmma"),
-        pytest.param(80, 163, "mma.sync", marks=pytest.mark.slow),
-        pytest.param(100, 227, "tcgen05", marks=pytest.mark.slow),
+        (90, 227, "wgmma", ("write_kv", "FP8_product_16_rows")),
+        pytest.param(90, 227, "wgmma", FP8_KERNELS, marks=pytest.mark.slow),
+        pytest.param(80, 163, "mma.sync", (), marks=pytest.mark.slow),
+        pytest.param(100, 227, "tcgen05", FP8_KERNELS, marks=pytest.mark.slow),
     ],
 )
-def test_they_compile_and_fit(capability: int, shared: int, instruction: str, tmp_path: Path) -> None:
-    """``shared``: KiB of shared memory that a program can have there. Chunks run on the matrix units of that GPU."""
-    lines = run_compiling(TESTS / "support" / "triton_compiler.py", str(capability), cache=tmp_path)
+def test_they_compile_and_fit(
+    capability: int, shared: int, instruction: str, fp8: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``shared``: KiB of shared memory that a program can have there. Chunks run on the matrix units of that GPU.
+
+    ``fp8``: kernels for caches and weights in FP8 that are compiled; a GPU without FP8 refuses them.
+    """
+    lines = run_compiling(TESTS / "support" / "triton_compiler.py", str(capability), *fp8, cache=tmp_path)
     found = {(name, case): (list(map(int, figures)), kind) for name, case, *figures, kind in lines}
     assert set(found) == {
         *(
@@ -51,15 +58,19 @@ def test_they_compile_and_fit(capability: int, shared: int, instruction: str, tm
         ),
         *(("write_kv", "plain"), ("split_decode", "exact")),
         *((name, "bytes") for name in ("copy_pieces_kernel", "digest_pieces_kernel")),
+        *((name, "fp8") for name in fp8),
+        *([] if fp8 else [("write_kv", "refused")]),
     }
     for kernel, ((_, stack, held, _, _, calls), kind) in found.items():
         assert held <= shared << 10, kernel
         if kernel[1] != "exact":  # float32, for tests
             few = 32 if kernel == ("prefill", "all") and capability != 90 else 0  # bytes; no model has all of it
             assert stack <= few, f"{kernel} spills registers"
-        if kernel[0] in ATTENTION and kernel[1] == "plain":
+        if kernel[0] in ATTENTION and kernel[1] in ("plain", "fp8"):
             assert calls == 0, f"{kernel} calls a division between two tiles of keys"
             assert kind == (instruction if kernel[0] == "prefill" else "mma.sync"), kernel
+        if "product" in kernel[0]:
+            assert kind == ("mma.sync" if "16" in kernel[0] else instruction), kernel
     assert found["split_decode", "exact"][-1] == "none", "float32 is exact: no rounding to tf32"
 
 

@@ -33,6 +33,8 @@ AUTO = "auto"
 FASTEST = "fastest"  # measured on a CPU too
 FLASHINFER_HEADS = (64, 128, 256)  # head sizes of which FlashInfer has kernels
 REFERENCE = "torch"  # what the others are held to: in no line of a GPU's while another can serve
+FP8_NAME = "torch.float8_e4m3fn"
+FP8_CAPABILITY = (8, 9)  # the first with conversions and products of E4M3
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,27 @@ def _gpu_obstacle(kind: CacheKind) -> str | None:
 
     if not torch.cuda.is_available():
         return "there is no GPU that torch can use"
-    if str(kind.dtype) not in ("torch.float32", "torch.bfloat16", "torch.float16"):
-        return f"it computes in float32, bfloat16 and float16, and the cache holds {kind.dtype}"
     return None
 
 
 def _triton_obstacle(kind: CacheKind) -> str | None:
-    return None if find_spec("triton") else f"triton is not installed: {pip_install('cuda')}"
+    if str(kind.dtype) not in ("torch.float32", "torch.bfloat16", "torch.float16", FP8_NAME):
+        return f"it reads FP8 (E4M3), float32, bfloat16 and float16, and the cache holds {kind.dtype}"
+    if not find_spec("triton"):
+        return f"triton is not installed: {pip_install('cuda')}"
+    return explain_no_fp8(kind.device) if str(kind.dtype) == FP8_NAME else None
+
+
+def explain_no_fp8(device: torch.device) -> str | None:
+    """Return why kernels cannot read or write FP8 on a GPU, as words that end a sentence; None if they can."""
+    import torch
+
+    found = torch.cuda.get_device_capability(device)
+    if found >= FP8_CAPABILITY:
+        return None
+    return "FP8 takes a GPU of compute capability {}.{} (Ada, Hopper) or later, and this one has {}.{}".format(
+        *FP8_CAPABILITY, *found
+    )
 
 
 def _make_triton(kind: CacheKind) -> AttentionBackend:

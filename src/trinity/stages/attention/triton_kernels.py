@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST_E4M3 = tl.constexpr(448.0)
 _VARYING = (  # arguments that change from layer to layer, step to step or batch to batch
     *("layer", "layers", "table_width", "tile_count", "first_row", "row_count", "splits", "window", "span"),
     *("query_row", "query_head", "key_row", "key_head", "value_row", "value_head"),
@@ -47,8 +48,18 @@ def write_kv(
     place = (((block * layers + layer) * 2 * HEADS + heads) * BLOCK_ROWS + offset) * WIDTH + columns
     key = tl.load(keys + (row * key_row + heads * key_head) * GRAIN + columns, mask=inside)
     value = tl.load(values + (row * value_row + heads * value_head) * GRAIN + columns, mask=inside)
-    tl.store(cache + place, key, mask=inside)
-    tl.store(cache + place + HEADS * BLOCK_ROWS * WIDTH, value, mask=inside)
+    tl.store(cache + place, round_to_cache(key, cache), mask=inside)
+    tl.store(cache + place + HEADS * BLOCK_ROWS * WIDTH, round_to_cache(value, cache), mask=inside)
+
+
+@triton.jit
+def round_to_cache(part, cache):
+    """Round ``part`` as ``fp8.round_to`` does, to the type of ``cache``: too large is the largest, NaN stays NaN."""
+    if cache.dtype.element_ty != tl.float8e4nv:
+        return part
+    else:  # Triton compiles one of two branches, but all that follows them
+        wide = part.to(tl.float32)
+        return tl.clamp(wide, -LARGEST_E4M3, LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 # fmt: off
@@ -87,8 +98,8 @@ def attend_tile(
         place = keys + block.to(tl.int64) * block_size + key % BLOCK_ROWS * WIDTH
         block = _load_blocks(table, key + N, end, BLOCK_ROWS)  # a tile ahead: else no load is in flight meanwhile
         there = _mask_columns(held, columns, WIDTH, WIDTH_2)
-        k = tl.load(place[:, None] + columns[None, :], mask=there, other=0.0)
-        v = tl.load(place[:, None] + (HEADS * BLOCK_ROWS * WIDTH + columns)[None, :], mask=there, other=0.0)
+        k = _load_held(place[:, None] + columns[None, :], there, q)
+        v = _load_held(place[:, None] + (HEADS * BLOCK_ROWS * WIDTH + columns)[None, :], there, q)
         score = _cap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
         key_group = _load_groups(groups, begin, key - start, held & (key >= start), GROUPS)
         seen = _build_mask(key, start + row, key_group, own_group, window, span, WINDOW, SPAN, GROUPS) & held[None, :]
@@ -103,6 +114,13 @@ def attend_tile(
     else:
         found = _normalize(found, total, most, sinks + own_head, real, SINKS)
     tl.store(out + spot[:, None] * WIDTH + columns[None, :], found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_held(place, there, like):
+    """Load what the cache holds, in the type of ``like``; by float32, since hardware has no way from FP8 to bf16."""
+    part = tl.load(place, mask=there, other=0.0)
+    return part if part.dtype == like.dtype else part.to(tl.float32).to(like.dtype)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import PagedBatch, PagedRows
 from trinity.stages.kernels.admission import fingerprint_part, is_known_module
 from trinity.stages.kernels.decoder_layers import (
@@ -45,6 +46,7 @@ from trinity.stages.kernels.device_elementwise import (
     launch_norm,
     launch_rotary,
 )
+from trinity.stages.kernels.fp8_linear import Fp8Linear, Fp8Product, can_merge
 from trinity.stages.kernels.fused_elementwise import _eps
 from trinity.stages.kernels.known_sources import KNOWN_SOURCES, NORMS_ROUNDED_ONCE, LayerPart
 from trinity.stages.kernels.last_layer import _TwoPassLayer
@@ -74,16 +76,17 @@ class MergedProduct:
         return MergedProduct(self.weight[outputs], None if self.bias is None else self.bias[outputs])
 
 
-def merge_products(modules: Sequence[Any]) -> MergedProduct:
+def merge_products(modules: Sequence[Any]) -> MergedProduct | Fp8Product:
     """Lay the weights of linear layers behind each other; their own parameters become views of the one tensor.
 
     Those that lie so already, as in memory that processes share, stay where they are.
     """
     with torch.inference_mode(False):
-        found = [_merge(modules, name) for name in ("weight", "bias")]
-    if found[0].is_cuda:
+        weight, bias = (_merge(modules, name) for name in ("weight", "bias"))
+        scales = _merge(modules, "weight_scale_inv") if isinstance(modules[0], Fp8Linear) else None
+    if weight.is_cuda:
         torch.cuda.empty_cache()  # the parts were blocks of their own: too small for the next merged tensor
-    return MergedProduct(*found)
+    return MergedProduct(weight, bias) if scales is None else Fp8Product(weight, scales, bias, modules[0].block_size[0])
 
 
 def _merge(modules: Sequence[Any], name: str) -> Any:
@@ -129,7 +132,10 @@ class DeviceLayerPlan(DecoderLayerPlan):
         self._qkv, self._gate_up = merge_products([query, key, value]), merge_products([gate, up])
         self._query = self._qkv.part(slice(0, len(query.weight)))
         self._key_value = self._qkv.part(slice(len(query.weight), None))
-        self._out, self._down = (MergedProduct(each.weight, each.bias) for each in (out, down))
+        self._out, self._down = (
+            each.product() if isinstance(each, Fp8Linear) else MergedProduct(each.weight, each.bias)
+            for each in (out, down)
+        )
         self._activation = find_activation(layer.mlp.act_fn) or GateActivation.SILU  # suits() has found one
         self._next_norm: DeviceNorm | None = None
         self._between: Hooks = ()
@@ -148,11 +154,14 @@ class DeviceLayerPlan(DecoderLayerPlan):
         products, norms = list_products(layer), (layer.input_layernorm, layer.post_attention_layernorm)
         if not all(_is_plain_linear(each) for each in products) or not all(_is_plain_norm(each) for each in norms):
             return False
-        weights = [each.weight for each in (*products, *norms)]
+        plain = [each for each in products if not isinstance(each, Fp8Linear)]
+        weights = [each.weight for each in (*norms, *plain)]
         key, value, gate, up = (products[index] for index in (1, 2, 4, 5))
         return (
-            len({(each.dtype, each.device) for each in weights}) == 1
+            len({each.dtype for each in weights}) == 1
+            and len({each.weight.device for each in (*norms, *products)}) == 1
             and weights[0].dtype in DEVICE_DTYPES
+            and all(map(_is_mergeable, (products[:3], products[4:6])))
             and len({each.bias is None for each in products[:3]}) == 1
             and (gate.bias is None) == (up.bias is None)
             and key.weight.shape == value.weight.shape
@@ -176,7 +185,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         return super().accepts(rows, named)
 
     def _supports(self, *rows: Tensor) -> bool:
-        like = self._out.weight
+        like = self._norms[0].weight
         return all(each.dtype == like.dtype and each.device == like.device and each.is_contiguous() for each in rows)
 
     def run(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor:
@@ -234,10 +243,10 @@ class DeviceLayerPlan(DecoderLayerPlan):
     def _writes_itself(self, batch: PagedBatch) -> bool:
         """Tell if the kernel may write in place of the backend, whose ``read`` then serves chunks as well.
 
-        A cache of another dtype is the backend's to round (decision 0055).
+        It rounds to FP8 as the backend does; a cache of yet another dtype is the backend's.
         """
         reads: bool = getattr(batch.backend, "reads_chunks", False)
-        return reads and batch.cache.is_contiguous() and batch.cache.dtype == self._out.weight.dtype
+        return reads and batch.cache.is_contiguous() and batch.cache.dtype in (self._norms[0].weight.dtype, FP8)
 
     def _place(self, batch: PagedBatch) -> CachePlace:
         return CachePlace(batch.cache, self.params.layer, batch.rows.blocks, batch.rows.offsets)
@@ -354,6 +363,14 @@ def _is_plain_norm(norm: Any) -> bool:
     return plain and _eps(norm) is not None and is_known_module(LayerPart.RMS_NORM, norm)
 
 
+def _is_mergeable(modules: Sequence[Any]) -> bool:
+    """Tell if these layers are all plain, or all in FP8 with scales that may lie behind each other."""
+    count = sum(isinstance(each, Fp8Linear) for each in modules)
+    return count == 0 or (count == len(modules) and can_merge(modules))
+
+
 def _is_plain_linear(module: Any) -> bool:
+    if isinstance(module, Fp8Linear):
+        return not module.weight.is_meta
     plain = find_own_class(module) is nn.Linear and not module.weight.is_meta
     return plain and is_known_module(LayerPart.LINEAR, module)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trinity.stages.attention.triton_kernels import round_to_cache
+
 SILU, GELU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 MOST_EXPONENT = tl.constexpr(88.0)  # of e, in float32
 ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -83,8 +85,8 @@ def rotate_heads(
         goes = (head >= QUERIES) & (head < tl.where(block < 0, 0, held)) & real
         pair = ((block * layers + layer) * 2) * KEYS + head - QUERIES  # values lie behind all keys
         into = cache + (pair * block_rows + offset) * WIDTH + column
-        tl.store(into, low, mask=goes)
-        tl.store(into + half, high, mask=goes)
+        tl.store(into, round_to_cache(low, cache), mask=goes)
+        tl.store(into + half, round_to_cache(high, cache), mask=goes)
     tl.store(near, low, mask=stays)
     tl.store(near + half, high, mask=stays)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity.stages.kernels.fp8_linear import Fp8Linear
 from trinity.stages.kernels.linear import PackedLinear
 
 _Kept = dict[str, Tensor | None]
@@ -49,6 +50,8 @@ def _convert_calls(module: Any, undone: ExitStack) -> None:
         parameters, buffers = ({name: _to_float32(each) for name, each in held.items()} for held in own)
         if kind is PackedLinear:
             parameters["weight"] = module.packed.to_dense().float()
+        elif isinstance(module, Fp8Linear):
+            parameters["weight"] = module.to_dense()
         module._parameters.update({name: _as_parameter(each) for name, each in parameters.items()})
         module._buffers.update(buffers)
 

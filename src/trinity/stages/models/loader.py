@@ -24,6 +24,7 @@ from trinity.stages.kernels.admission import is_known
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
 from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
+from trinity.stages.kernels.fp8_linear import use_fp8_products
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
@@ -32,6 +33,13 @@ from trinity.stages.kernels.native_linear import is_native_faster, use_native_pr
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.quantization import (
+    align_dtypes,
+    choose_fp8,
+    convert_to_fp8,
+    prepare_quantized,
+    read_quantization,
+)
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
 
@@ -62,8 +70,8 @@ def load_model(
       its CPU are then faster (prefill and encode gain less).
     - ``shelf`` (""): path of a ``WeightShelf``, by which processes share weights on a GPU, and converted ones on a CPU.
 
-    Raises ``ConfigError`` if there is no such checkpoint or it lacks weights, ``UnsupportedModel`` if no adapter fits
-    it or a paged cache cannot serve it.
+    FP8 weights stay so on a GPU that has FP8, and are widened elsewhere (``quantization``). Raises ``ConfigError`` if
+    there is no such checkpoint or it lacks weights, ``UnsupportedModel`` if it cannot be served.
     """
     directory = Path(model_dir)
     if not letters or set(letters) - set("EPD"):
@@ -74,6 +82,7 @@ def load_model(
     files = identify_files(directory)
     adapter, known = find_adapter(config)
     refuse_layers(adapter)
+    read_quantization(directory)
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
     kind, place = _pick_dtype(dtype, config), _pick_device(device)
@@ -97,17 +106,21 @@ def _check_unchanged(directory: Path, files: LoadedFiles, same: bool) -> None:
         raise ConfigError(f"the files in {directory} were replaced while they were loaded; load them again")
 
 
-def count_weight_bytes(model_dir: str | Path, letters: str, *, dtype: torch.dtype | str | None = None) -> int:
+def count_weight_bytes(
+    model_dir: str | Path, letters: str, *, dtype: torch.dtype | str | None = None, device: torch.device | None = None
+) -> int:
     """Count the bytes of the weights that ``load_model`` holds on a GPU for these roles, from the config alone.
 
-    Raises ``ConfigError`` and ``UnsupportedModel`` as ``load_model`` does.
+    ``device`` (None): the GPU, which tells if weights stay in FP8. Raises ``ConfigError`` and ``UnsupportedModel`` as
+    ``load_model`` does.
     """
     directory = Path(model_dir)
     config = read_config(directory)
     adapter, _ = find_adapter(config)
-    kind = _pick_dtype(dtype, config)
+    kind, fields = _pick_dtype(dtype, config), read_quantization(directory)
+    keep = device is not None and choose_fp8(fields, directory, kind, device)
     register_attention()
-    parts = [_make_empty_part(directory, name, kind) for name in _list_parts(letters, adapter)]
+    parts = [_make_empty_part(directory, name, kind, keep) for name in _list_parts(letters, adapter)]
     return sum(tensor.nbytes for part in parts for tensor in (*part.parameters(), *part.buffers()))
 
 
@@ -151,9 +164,11 @@ def _part(
     key = (directory.resolve(), name, dtype, device, packed, files)
     part = _parts.get(key)
     if part is None:
+        keep = choose_fp8(read_quantization(directory), directory, dtype, device)
         shared = shelf and _is_worth_sharing(directory, dtype, device, packed)
-        made = _share_part(shelf, *key[:4], files) if shared else _load_part(directory, name, dtype)
+        made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep)
         part = _parts[key] = made.to(device).eval().requires_grad_(False)
+        use_fp8_products(part)
         use_native_products(part)
         if packed:
             pack_weights(part)
@@ -183,14 +198,14 @@ def _is_worth_sharing(directory: Path, dtype: torch.dtype, device: torch.device,
 
 
 def _share_part(
-    shelf: str, directory: Path, name: str, dtype: torch.dtype, device: torch.device, files: LoadedFiles
+    shelf: str, directory: Path, name: str, dtype: torch.dtype, device: torch.device, files: LoadedFiles, keep_fp8: bool
 ) -> Any:
     """Take a part that another process has loaded, or load it and leave it to others; alone where neither works."""
-    with take_turn(shelf, repr((str(directory), name, dtype, device, files))) as turn:
+    with take_turn(shelf, repr((str(directory), name, dtype, device, files, keep_fp8))) as turn:
         try:
             if turn.part is not None:
-                return _take_part(turn, _make_empty_part(directory, name, dtype), device)
-            model = _load_part(directory, name, dtype)
+                return _take_part(turn, _make_empty_part(directory, name, dtype, keep_fp8), device)
+            model = _load_part(directory, name, dtype, keep_fp8)
             region, table = move_part(model, device)
             if identify_files(directory) == files:
                 turn.leave(region.size, table, region.file)
@@ -201,7 +216,7 @@ def _share_part(
             logger.warning(
                 "the weights of the %s part are this process's alone: %s: %s", name, type(error).__name__, error
             )
-    return _load_part(directory, name, dtype)
+    return _load_part(directory, name, dtype, keep_fp8)
 
 
 def _take_part(turn: Turn, model: Any, device: torch.device) -> Any:
@@ -210,12 +225,15 @@ def _take_part(turn: Turn, model: Any, device: torch.device) -> Any:
     return model
 
 
-def _make_empty_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
+def _make_empty_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
     """Make the modules of a part without weights, on the meta device."""
+    fields = read_quantization(directory)
     config = read_config(directory)
     adapter, _ = find_adapter(config)
     with _lock, _quiet(), torch.device("meta"):
         part = _partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
+        if fields is not None and keep_fp8:
+            convert_to_fp8(part, fields, directory)
     _fit_part(part, adapter, name)
     return part
 
@@ -224,10 +242,13 @@ def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
     return hashlib.sha256(f"{sample_digest(directory)} {dtype}".encode()).hexdigest()[:32]
 
 
-def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
+def _load_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
     """Load a model of the checkpoint's class with the weights of one part and its own copy of the config."""
     config = read_config(directory)
     adapter, _ = find_adapter(config)
+    fields = read_quantization(directory)
+    if fields is not None:
+        prepare_quantized(config, fields, directory, keep_fp8)
     with _quiet():
         try:
             model, report = _partial_class(find_model_class(config), adapter, name, directory).from_pretrained(
@@ -238,7 +259,7 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except ConfigError:
+        except (ConfigError, UnsupportedModel):
             raise
         except Exception as exc:  # of transformers, torch, safetensors and pickle, which share no class
             raise ConfigError(
@@ -248,6 +269,8 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
+    if fields is not None:
+        align_dtypes(model, dtype)
     _fit_part(model, adapter, name)
     return model
 
@@ -289,6 +312,7 @@ def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path
             super().__init__(*given, **named)
             if self.get_output_embeddings() is None:
                 raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
+            self.whole_names = {name for name, _ in self.named_modules()}
             if adapter.multimodal:
                 _drop(self, adapter, part)
             if directory is not None:
