@@ -15,7 +15,7 @@ from trinity.core.messages import Encode, LayersWritten, MediaSpan, Open, Prefil
 from trinity.instance import Instance
 from trinity.runtime.cuda_stream import CudaLaneStream, LaneStream, make_lane_stream
 from trinity.runtime.lane import Lane
-from trinity.stages.async_steps import _start_copy
+from trinity.stages.async_steps import HostCopies
 from trinity.timeline import Timeline
 
 SPAN = MediaSpan("image", 4, 0, 4, "a cat")
@@ -304,6 +304,6 @@ def test_tokens_are_read_behind_the_kernels_of_their_launch(cuda: LazyCuda, monk
     did: list[str] = []
     with make_lane_stream("cuda:1", "joint", "D"):
         cuda.launch(lambda: did.append("step"), 1)
-        _, event = _start_copy(OnGpu(torch.ones(3, dtype=torch.long)))
-        event.synchronize()
+        copy = HostCopies().start(OnGpu(torch.ones(3, dtype=torch.long)))
+        assert copy.wait().tolist() == [1, 1, 1]
     assert did == ["step"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.bare_table import bare_table
 from support.device_waits import DEVICE, DeviceWait, no_device_waits
 from trinity.core.messages import Open, ResolvedSampling, Work
-from trinity.stages.async_steps import DeviceTokens, LaunchedStep, draw_next
+from trinity.stages.async_steps import DeviceTokens, HostCopies, LaunchedStep, draw_next
 from trinity.stages.uploads import upload
 
 VOCABULARY = 500
@@ -37,7 +37,7 @@ samplings = st.builds(
 
 def launch(asked: list[ResolvedSampling], steps: int = 2) -> LaunchedStep:
     """Steps of a table of open requests, none of which is read before the next is launched."""
-    table, kept = bare_table(), DeviceTokens(DEVICE)
+    table, kept, copies = bare_table(), DeviceTokens(DEVICE), HostCopies()
     for number, sampling in enumerate(asked):
         work = Work(request=str(number), prompt=(1, 2, 3), max_tokens=steps, sampling=sampling, stop_ids=frozenset({7}))
         table.open(Open(work=work, blocks=(number,)))
@@ -45,7 +45,8 @@ def launch(asked: list[ResolvedSampling], steps: int = 2) -> LaunchedStep:
     slots = table.slots_of(rows)
     for _ in range(steps):
         logits = torch.empty((len(rows), VOCABULARY), device=DEVICE, dtype=torch.bfloat16)
-        made = LaunchedStep(table, rows, slots, draw_next(logits, table, rows, slots, kept), set())
+        drawn = draw_next(logits, table, rows, slots, kept)
+        made = LaunchedStep(table, rows, slots, [row.request for row in rows], drawn, copies)
     return made
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from support.language_stage import PROMPT, Solo, work
 from support.operator_tape import CPU, StaticTorch, every_operator_is_torchs, graphs
 from trinity.stages import decode_graphs
+from trinity.stages.async_steps import SPARE_SLOT, DeviceTokens
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.cuda_graphs import make_graph_cache
-from trinity.stages.decode_graphs import DecodeGraphs, make_static_rows, pack_decodes
+from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.decode_state import ADVANCE, LENGTH, PLACE, ROPE, SLOT, DecodeState
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 
@@ -108,12 +110,17 @@ def test_a_batch_as_one_array() -> None:
     decodes = Decodes(
         np.array([7, 8]), np.array([20, 31]), np.array([17, 32]), np.array([[5, 3], [9, 2]]), np.array([6, 1])
     )
-    flat = torch.from_numpy(pack_decodes(decodes, 4, 16))
-    columns, tables = flat[:24].view(6, 4), flat[24:].view(2, 2)
-    assert columns[:, :2].T.tolist() == [[7, 20, 3, 0, 17, 6], [8, 31, 2, 15, 32, 1]]
-    assert columns[:, 2:].T.tolist() == [[0, 0, -1, 0, 0, 0]] * 2
-    assert tables.tolist() == [[5, 3], [9, 2]]
-    rows = make_static_rows(columns[2], columns[3], torch.zeros((4, 3), dtype=torch.long), columns[4], 16)
+    state = DecodeState(8, 3, 16, DeviceTokens(CPU), CPU)
+    state.write(decodes, 4, None, None)
+    for step in range(2):
+        ids, rope, rows = state.move(4)
+        assert (ids.tolist(), rope.tolist()) == ([7, 8, 0, 0], [20 + step, 31 + step, 0, 0])
+        assert rows.blocks.tolist() == [3, 2 if step == 0 else 0, -1, -1]
+        assert rows.offsets.tolist() == [step, (15 + step) % 16, 0, 0]
+        assert rows.memo["varlen"].lengths.tolist() == [17 + step, 32 + step, 0, 0]
+    assert state.columns[[SLOT, ADVANCE], :4].tolist() == [[6, 1, SPARE_SLOT, SPARE_SLOT], [1, 1, 0, 0]]
+    assert state.columns[[PLACE, ROPE, LENGTH], :4].T.tolist() == [[17, 21, 18], [32, 32, 33], [0, 0, 0], [0, 0, 0]]
+    assert state.tables[:4].tolist() == [[5, 3, 0], [9, 2, 0], [-1, -1, 0], [-1, -1, 0]]
     assert (rows.decodes, rows.lengths.max(), rows.memo["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])
 
 
@@ -262,12 +269,12 @@ def test_static_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return DecodeGraphs(solo.model, solo.pool.memory.tensor, StaticTorch(), made)
 
     assert own().sizes[-1] == 96
-    assert own().tables.shape == (96, 120), "no table is longer than the cache"
+    assert own().state.tables.shape == (96, 120), "no table is longer than the cache"
     monkeypatch.setattr(solo.model.adapter.text_config, "max_position_embeddings", 100)
-    assert own().tables.shape[1] == 7, "100 tokens in blocks of 16"
+    assert own().state.tables.shape[1] == 7, "100 tokens in blocks of 16"
     monkeypatch.setattr(decode_graphs, "MOST_TABLE_BYTES", 8 * 96 * 2)
     short = own()
-    assert short.tables.shape[1] == 2
+    assert short.state.tables.shape[1] == 2
     one = np.array([5])
     assert short.run(Decodes(one, one, one + 28, np.array([[1, 2, 3]]))) is None
     assert short.run(Decodes(one, one, one + 24, np.array([[1, 2]]))) is not None

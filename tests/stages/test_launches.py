@@ -88,8 +88,9 @@ def test_tokens_that_stay_on_the_device_are_fed_from_there(depth: int) -> None:
     assert (table.steps_in_flight, table.in_flight.max(), table.suspects) == (0, 0, set())
 
 
-def test_recorded_decodes_read_them_there_too() -> None:
-    solo, works = silent(backend=StaticTorch()), asked()
+@pytest.mark.parametrize("further", [[], LOOKING_BACK[:1], LOOKING_BACK], ids=["plain", "penalty", "bans"])
+def test_recorded_decodes_read_them_there_too(further: list[dict[str, Any]]) -> None:
+    solo, works = silent(backend=StaticTorch()), asked(*further)
     made, recorder = graphs()
     kv = solo.pool.memory.tensor
     solo.stage._graphs = DecodeGraphs(solo.model, kv, StaticTorch(), made, solo.stage._tokens)

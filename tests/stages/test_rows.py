@@ -28,7 +28,8 @@ def table() -> RequestTable:
 
 
 def told(rows: RequestTable, names: tuple[str, ...]) -> list[Any]:
-    ordered, decodes = rows.select_decodes(names)
+    selection = rows.select(names)
+    ordered, decodes = selection.rows, rows.read_decodes(selection)
     arrays = [decodes.ids, decodes.rope, decodes.lengths, decodes.tables]
     return [{row.request: tuple(array[at].tolist() for array in arrays[:3]) for at, row in enumerate(ordered)}, *arrays]
 
@@ -62,7 +63,7 @@ def test_a_batch_picked_before_is_as_one_picked_now(ops: list[tuple[str, int]]) 
         assert all(np.array_equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
         if op != "fail":
             for rows in (kept, fresh):
-                ordered, _ = rows.select_decodes(names)
+                ordered = rows.select(names).rows
                 rows.commit(ordered, [Sampled(int(row.request) + at) for row in ordered])
     assert {row.request: int(kept.length[row.slot]) for row in kept.rows.values()} == {
         row.request: int(fresh.length[row.slot]) for row in fresh.rows.values()
@@ -76,7 +77,7 @@ def test_a_closed_row_is_not_picked_again() -> None:
     told(rows, ("0", "1"))
     rows.close("0")
     with pytest.raises(StageError, match="not open on this stage"):
-        rows.select_decodes(("0", "1"))
+        rows.select(("0", "1"))
     rows.open(opened("0", 5))
     assert told(rows, ("0", "1"))[0]["0"] == (7, 5, 6)
 
@@ -86,8 +87,7 @@ def test_a_sampler_that_looks_back_sees_all_tokens_and_one_that_does_not_keeps_n
     rows.open(opened("0", 2, repetition_penalty=1.5))
     rows.open(opened("1", 2))
     for token in (8, 9):
-        ordered, _ = rows.select_decodes(("0", "1"))
-        rows.commit(ordered, [Sampled(token)] * 2)
+        rows.commit(rows.select(("0", "1")).rows, [Sampled(token)] * 2)
     back, plain = rows.rows["0"], rows.rows["1"]
     assert rows.text(back).tolist() == [0, 1, 7, 8, 9]
     assert rows.indexes(np.array([back.slot, plain.slot])).tolist() == [3, 3]

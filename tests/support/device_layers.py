@@ -21,7 +21,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.stages.attention import triton_kernels
 from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.batch import Decodes
-from trinity.stages.decode_graphs import DecodeGraphs, pack_decodes
+from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.kernels import triton_elementwise
 from trinity.stages.kernels.device_layers import fuse_device_layers
 from trinity.stages.models import LoadedModel, load_model, loader
@@ -110,8 +110,8 @@ def count_decode_step(model: LoadedModel, layers: int, size: int = 4) -> Counter
     steps = DecodeGraphs(model, kv.tensor, TritonAttention(1), graphs)
     at = np.arange(size)
     decodes = Decodes(at, at, at + 1, np.zeros((size, 1), np.int64))
-    given = torch.from_numpy(pack_decodes(decodes, size, 16))[: 6 * size]
+    steps.state.write(decodes, size, None, None)
     text = model.adapter.language(model.language)
     with patch.dict(text._modules, layers=text.layers[:layers]), operators_counted() as found:
-        steps._forward([given], size)
+        steps._forward(size)
     return found

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 READS = {
     "_local_scalar_dense",
@@ -39,7 +38,7 @@ class DeviceWait(RuntimeError):
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, pinned: WeakIdKeyDictionary) -> None:
+    def __init__(self, pinned: dict[int, Tensor]) -> None:
         super().__init__()
         self._pinned = pinned
         self.copies = 0
@@ -65,7 +64,7 @@ class _Watch(TorchDispatchMode):
         if source.device == goal or (name == "copy_" and source.ndim == 0):
             return False
         asynchronous = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
-        pinned = source in self._pinned or (name == "copy_" and args[0] in self._pinned)
+        pinned = _place(source) in self._pinned or (name == "copy_" and _place(args[0]) in self._pinned)
         if not (asynchronous and pinned):
             raise DeviceWait(f"{name} of {tuple(source.shape)} from {source.device} to {goal}")
         self.copies += 1
@@ -81,6 +80,11 @@ class _Indices(TorchFunctionMode):
                 if isinstance(each, list | np.ndarray) or (isinstance(each, Tensor) and each.ndim and not each.is_meta):
                     raise DeviceWait(f"indices of the host, {type(each).__name__}")
         return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor and its views lie; 0 on the device."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 class _Event:
@@ -100,17 +104,17 @@ class _Event:
 @contextmanager
 def no_device_waits() -> Iterator[_Watch]:
     """Raise ``DeviceWait`` where the host would wait for ``DEVICE``."""
-    pinned, empty, tensor = WeakIdKeyDictionary(), torch.empty, torch.tensor
+    pinned, empty, tensor = dict[int, Tensor](), torch.empty, torch.tensor
 
     def pin(tensor: Tensor) -> Tensor:
         found = tensor.clone()
-        pinned[found] = True
+        pinned[_place(found)] = found
         return found
 
     def make_empty(*shape: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         found = empty(*shape, **kwargs)
         if pin_memory:
-            pinned[found] = True
+            pinned[_place(found)] = found
         return found
 
     def make_tensor(values: Any, *, device: Any = None, **kwargs: Any) -> Tensor:

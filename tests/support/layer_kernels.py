@@ -28,7 +28,7 @@ from support.device_layers import KERNELS, launches_told
 from trinity.stages.attention.interface import PAGED_ATTENTION, PagedBatch, register_attention
 from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.batch import Chunk, Decodes, RaggedBatch, build_batch
-from trinity.stages.decode_graphs import make_static_rows
+from trinity.stages.decode_state import make_static_rows
 from trinity.stages.kernels import decoder_layers, device_layers, last_layer, triton_elementwise
 from trinity.stages.kernels.last_layer import skip_unsampled_rows
 

@@ -65,8 +65,12 @@ class TapeRecorder:
     def has_room(self) -> bool:
         return self.recordings < self.memory
 
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    def record(
+        self, run: Callable[[], Sequence[Tensor]], restore: Callable[[], None]
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        restore()
         run()
+        restore()
         with _Recording() as recording:
             outputs = run()
         assert recording.tape

@@ -35,7 +35,9 @@ class Eager:
     def has_room(self) -> bool:
         return True
 
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    def record(
+        self, run: Callable[[], Sequence[Tensor]], restore: Callable[[], None]
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         return (lambda: None), run()
 
 

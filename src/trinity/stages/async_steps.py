@@ -7,8 +7,8 @@ one copy into pinned memory and one event per step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,23 +20,26 @@ from torch import Tensor
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
 from trinity.stages.device_texts import DeviceTexts
-from trinity.stages.request_table import OpenRequest, RequestTable
+from trinity.stages.open_request import OpenRequest
+from trinity.stages.request_table import RequestTable
 from trinity.stages.sampler import Drawn, draw, draw_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
 from trinity.stages.uploads import upload
 
 MOST_SLOTS = 1 << 14  # requests whose tokens can stay on the device; a fixed size, so that CUDA graphs keep the address
+SPARE_SLOT = MOST_SLOTS  # of padding rows
+_LEAST_COPY = 64  # numbers of the smallest buffer that copies to the host go to
 
 
 class DeviceTokens:
     """Tokens of open requests by slot, on the device.
 
-    - ``newest`` (int64 [MOST_SLOTS]): the last token that a launched step sampled for each.
+    - ``newest`` (int64 [MOST_SLOTS + 1]): the last token that a launched step sampled for each.
     - ``texts``: prompt and outputs of each whose sampler looks back.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.newest = torch.zeros(MOST_SLOTS, dtype=torch.long, device=device)
+        self.newest = torch.zeros(MOST_SLOTS + 1, dtype=torch.long, device=device)
         self.texts = DeviceTexts(device)
         self._uploaded = np.empty(0, dtype=np.int64), self.newest[:0]
 
@@ -50,12 +53,13 @@ class DeviceTokens:
         """Store tokens [n] by slot, -1 for a row that failed."""
         self.newest.index_copy_(0, slots, tokens)
 
-    def fill_unknown(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """Return ``ids`` with the newest token in place of each that the host does not know (-1).
+    def take(self, slots: Tensor) -> Tensor:
+        """Return the newest tokens; 0 in place of a failed row's, so that the embedding lookup stays in range."""
+        return self.newest.index_select(0, slots).clamp(min=0)
 
-        0 in place of a failed row's, so that the embedding lookup stays in range.
-        """
-        return torch.where(ids < 0, self.newest[slots].clamp(min=0), ids)
+    def fill_unknown(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """Return ``ids`` with the newest token in place of each that the host does not know (-1)."""
+        return torch.where(ids < 0, self.take(slots), ids)
 
 
 def draw_next(
@@ -77,7 +81,6 @@ def draw_next(
         _write_texts(table, [rows[at] for at in back.tolist()], texts)
         drawn = draw(logits, replace(batch, texts=texts.select(looking, sizes)))
         texts.append(looking, sizes, drawn.tokens.index_select(0, upload(back, logits.device)))
-        table.stored[slots[back]] += 1
     kept.store(batch.column("slot").flatten(), drawn.tokens)
     return drawn
 
@@ -91,18 +94,76 @@ def _write_texts(table: RequestTable, rows: Sequence[OpenRequest], texts: Device
             table.stored[row.slot] = length
 
 
-class LaunchedStep:
-    """``PendingStep`` whose tokens have been ``drawn`` on the device.
+class HostCopies:
+    """Copies of drawn tokens to the host, into pinned memory that is used again once it was read."""
 
-    From the launch on its rows, which have these ``slots``, are one token longer. ``ran``: requests that are suspect
-    until it ends.
+    def __init__(self) -> None:
+        self._idle: defaultdict[int, list[HostCopy]] = defaultdict(list)
+        self._source: Tensor | None = None  # of the last copy: recorded steps draw into the same memory again
+        self._size = 0
+
+    def start(self, numbers: Tensor) -> HostCopy:
+        """Start to copy ``numbers`` [n], int64 or float64."""
+        if numbers is not self._source:
+            self._source, self._size = numbers, max(_LEAST_COPY, 1 << (len(numbers) - 1).bit_length())
+        idle = self._idle[self._size]
+        copy = idle.pop() if idle else HostCopy(self._size, numbers.device, idle)
+        copy.start(numbers)
+        return copy
+
+
+class HostCopy:
+    """Memory of the host for one copy of at most ``size`` numbers, and the event that completes it."""
+
+    def __init__(self, size: int, device: torch.device, idle: list[HostCopy]) -> None:
+        pinned = device.type != "cpu"
+        with torch.inference_mode(False):  # a copy into it may start inside of that mode, or outside
+            self._whole, self._idle = torch.empty(size, dtype=torch.long, pin_memory=pinned), idle
+            self._real = self._whole.view(torch.float64)
+        self._source: Tensor | None = None
+        self._event: Any = torch.cuda.Event(blocking=True) if pinned else None  # type: ignore[no-untyped-call]
+
+    def start(self, numbers: Tensor) -> None:
+        if numbers is not self._source:
+            self._source = numbers
+            self._here = (self._whole if numbers.dtype == torch.long else self._real)[: len(numbers)]
+            self._numbers: np.ndarray = self._here.numpy()
+        self._here.copy_(numbers, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Tell if ``wait`` would return at once."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> np.ndarray:
+        """Wait for the device and return the numbers, which are the caller's until ``release``."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers
+
+    def release(self) -> None:
+        """Give the memory back; nothing may copy into it any more."""
+        self._idle.append(self)
+
+
+class LaunchedStep:
+    """``PendingStep`` whose tokens have been ``drawn`` on the device, and whose copy to the host is on its way.
+
+    From the launch on its rows, which have these ``slots`` and ``names``, are one token longer.
     """
 
     def __init__(
-        self, table: RequestTable, rows: Sequence[OpenRequest], slots: np.ndarray, drawn: Drawn, ran: AbstractSet[str]
+        self,
+        table: RequestTable,
+        rows: Sequence[OpenRequest],
+        slots: np.ndarray,
+        names: Sequence[str],
+        drawn: Drawn,
+        copies: HostCopies,
     ) -> None:
-        self._table, self._rows, self._slots, self._ran, self._drawn = table, rows, slots, ran, drawn
-        self._copy, self._event = _start_copy(drawn.flatten())
+        self._table, self._rows, self._slots, self._names, self._drawn = table, rows, slots, names, drawn
+        self._copy = copies.start(drawn.flat)
         self._begun = True
         self._sampled: dict[str, Sampled] | None = None
         self._fed = slots[:0]  # once the tokens are recorded: those before them
@@ -115,7 +176,7 @@ class LaunchedStep:
 
     def ready(self) -> bool:
         """See ``PendingStep.ready``."""
-        return self._event is None or bool(self._event.query())
+        return self._copy.ready()
 
     def settle(self) -> None:
         """Wait for the device and record the tokens; an error is left for ``wait`` to raise."""
@@ -129,28 +190,24 @@ class LaunchedStep:
 
     def drop(self) -> None:
         """See ``PendingStep.drop``."""
-        if self._begun:
-            self._begun = False
+        begun, self._begun = self._begun, False
+        if begun:
             self._table.undo_step(self._slots)
-            self._table.suspects -= self._ran  # it runs again
         elif self._sampled is not None:
             self._sampled = None
             self._table.take_back(self._slots, self._fed)
         with suppress(Exception):  # a device that has failed runs nothing any more
-            self._synchronize()
+            self._copy.wait()
+            if begun:
+                self._copy.release()
 
     def _finish(self) -> dict[str, Sampled]:
-        self._synchronize()
-        sampled = self._drawn.read(self._copy)
-        self._begun, self._fed = False, self._table.token[self._slots]
-        self._table.end_step(self._rows, self._slots, sampled)
-        self._table.suspects -= self._ran
-        self._sampled = dict(zip([row.request for row in self._rows], sampled, strict=True))
+        tokens, sampled = self._drawn.read(self._copy.wait(), len(self._names))
+        self._begun = False
+        self._copy.release()
+        self._fed = self._table.end_step(self._rows, self._slots, tokens)
+        self._sampled = dict(zip(self._names, sampled, strict=True))
         return self._sampled
-
-    def _synchronize(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
 
 
 class FinishedStep:
@@ -168,14 +225,3 @@ class FinishedStep:
     def drop(self) -> None:
         while self._undos:
             self._undos.pop()()
-
-
-def _start_copy(tokens: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy to the host; returns it and the event that completes it (None: complete already)."""
-    if tokens.device.type == "cpu":
-        return tokens.clone(), None
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
-    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event

@@ -21,6 +21,7 @@ from trinity.stages.uploads import upload
 logger = logging.getLogger("trinity")
 Tensors = Sequence[Tensor]
 GraphFunction = Callable[[Tensors], Tensors]
+Restore = Callable[[], None]
 MOST_GRAPHS = 64
 RESERVED_BYTES = 1 << 30
 MOST_FAILED_CAPTURES = 3  # each may keep memory for good
@@ -30,8 +31,11 @@ REPLAY_TOLERANCE = 0.02  # relative to the largest value: what another matrix ke
 class GraphRecorder(Protocol):
     """Records calls and replays them."""
 
-    def record(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """Run ``run`` to warm up and record it; returns the replay function and the outputs that it fills."""
+    def record(self, run: Callable[[], Tensors], restore: Restore) -> tuple[Callable[[], None], Tensors]:
+        """Run ``run`` to warm up and record it; returns the replay function and the outputs that it fills.
+
+        ``restore`` is to be called before each run that is carried out.
+        """
         ...
 
     def has_room(self) -> bool:
@@ -56,11 +60,12 @@ class CudaRecorder:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) > self._spare
 
-    def record(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+    def record(self, run: Callable[[], Tensors], restore: Restore) -> tuple[Callable[[], None], Tensors]:
         """See ``GraphRecorder.record``. After a capture that fails this thread is on its own stream as before."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
+            restore()
             run()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -123,33 +128,46 @@ class GraphCache:
         """Tell if there is a recording of ``key``."""
         return self._calls.get(key) is not None
 
-    def call(self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable = None) -> Tensors | None:
+    def call(
+        self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable = None, moved: Tensors = ()
+    ) -> Tensors | None:
         """Return ``run(inputs)`` by the recording of ``key``, which is made at the first call.
 
         Returns None if it cannot be recorded: call ``run`` then. ``run`` must depend only on its inputs' values, on
         ``key`` and on memory whose address stays; tensors of the host may stand for numbers in ``key``. The first call
-        runs it three times, so it must be repeatable. Of a ``kind`` that is ``Unrecordable`` no other key is tried.
+        runs it three times, so it must be repeatable, but for tensors that it has ``moved`` on: those are put back.
+        Of a ``kind`` that is ``Unrecordable`` no other key is tried.
         """
         if key not in self._calls:
             if kind in self._refused or len(self._calls) >= self._most or not self._recorder.has_room():
                 return None
-            self._calls[key] = self._try(key, run, inputs, kind)
+            self._calls[key] = self._try(key, run, inputs, kind, moved)
         call = self._calls[key]
         return None if call is None else call(inputs)
 
-    def _try(self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable) -> GraphCall | None:
+    def _try(
+        self, key: Hashable, run: GraphFunction, inputs: Tensors, kind: Hashable, moved: Tensors
+    ) -> GraphCall | None:
         """Record the call; None, with a warning, if that fails."""
+        before = [each.clone() for each in moved]
+
+        def restore() -> None:
+            for own, held in zip(moved, before, strict=True):
+                own.copy_(held)
+
         try:
-            return self._record(run, inputs)
+            return self._record(run, inputs, restore)
         except Unrecordable as error:
             if kind is not None:
                 self._refused.add(kind)
             logger.warning("no CUDA graph of %s: %s", key if kind is None else kind, error)
         except Exception as error:  # of the recording alone: the call itself runs eagerly next, and says what it must
             logger.warning("no CUDA graph of %s: %s", key, str(error).partition("\n")[0])
+        finally:
+            restore()
         return None
 
-    def _record(self, run: GraphFunction, inputs: Tensors) -> GraphCall:
+    def _record(self, run: GraphFunction, inputs: Tensors, restore: Restore) -> GraphCall:
         static = [upload(each, self._device).clone() for each in inputs]
         constants = GraphConstants(self._device)
 
@@ -159,7 +177,8 @@ class GraphCache:
 
         wanted = [each.clone() for each in lifted()]
         constants.seal()
-        call = GraphCall(static, constants, *self._recorder.record(lifted))
+        call = GraphCall(static, constants, *self._recorder.record(lifted, restore))
+        restore()
         if not all(_is_close(one, other) for one, other in zip(call(inputs), wanted, strict=True)):
             raise RuntimeError("a replay gives another result")
         return call

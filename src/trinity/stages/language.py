@@ -15,7 +15,7 @@ from torch import Tensor
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, LaunchedStep, draw_next
+from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, HostCopies, LaunchedStep, draw_next
 from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
 from trinity.stages.attention.interface import AttentionBackend
@@ -25,9 +25,10 @@ from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.models import LoadedModel
+from trinity.stages.open_request import OpenRequest
 from trinity.stages.prefill_graphs import PrefillGraphs
-from trinity.stages.request_table import OpenRequest, RequestTable
-from trinity.stages.sampler import sample, sample_greedy
+from trinity.stages.request_table import RequestTable
+from trinity.stages.sampler import Drawn, sample, sample_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
 from trinity.stages.token_bans import HostTexts
 from trinity.stages.uploads import upload
@@ -72,7 +73,7 @@ class LanguageStage:
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
         self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
-        self._tokens, self._flight = DeviceTokens(kv.tensor.device), deque[LaunchedStep]()
+        self._tokens, self._flight, self._copies = DeviceTokens(kv.tensor.device), deque[LaunchedStep](), HostCopies()
         if kv.tensor.is_cuda:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
@@ -153,7 +154,6 @@ class LanguageStage:
         self._requests.suspects -= suspects
         return sampled
 
-    @torch.inference_mode()
     def launch_on_device(self, step: Step) -> PendingStep:
         """Launch a step (``LaunchableStage.launch``, which this stage has only on a GPU).
 
@@ -161,6 +161,14 @@ class LanguageStage:
         """
         while self._flight and self._flight[0].is_over:
             self._flight.popleft()
+        if self._graphs is not None and self.observe is None and step.decodes and not step.prefills:
+            launch = self._launch_recorded(self._graphs, step.decodes)
+            if launch is not None:
+                return launch
+        return self._launch_eagerly(step)
+
+    @torch.inference_mode()
+    def _launch_eagerly(self, step: Step) -> PendingStep:
         rows = self._collect_rows(step)
         near = len(self._requests.token) <= MOST_SLOTS or not (rows.slots >= MOST_SLOTS).any()
         near = near and self._requests.make_room(rows.slots, self._tokens.texts)
@@ -171,15 +179,26 @@ class LanguageStage:
                 raise StageError("an earlier step has failed, and this one needs its tokens")
             fed = self._requests.token[rows.slots]
             return FinishedStep(self.forward(step), partial(self._requests.take_back, rows.slots, fed))
-        table = self._requests
-        suspects = rows.requests - table.suspects
-        table.suspects |= suspects
+        drawn = draw_next(self._logits(rows, 0), self._requests, rows.sampled, rows.slots, self._tokens)
+        return self._begin(rows.sampled, rows.slots, [row.request for row in rows.sampled], drawn)
+
+    def _launch_recorded(self, graphs: DecodeGraphs, requests: Sequence[str]) -> PendingStep | None:
+        """Launch a step of decodes by a CUDA graph; None if none can run it."""
+        selection = self._requests.select(requests)
+        if not self._requests.make_room(selection.slots, self._tokens.texts):
+            return None
         try:
-            drawn = draw_next(self._logits(rows, 0), table, rows.sampled, rows.slots, self._tokens)
-            launch = LaunchedStep(table, rows.sampled, rows.slots, drawn, suspects)
+            drawn = graphs.launch(self._requests, selection)
+            if drawn is None:
+                return None
+            return self._begin(selection.rows, selection.slots, selection.names, drawn)
         except BaseException:
-            table.suspects -= suspects  # it runs again, as any other step
+            graphs.leave()
             raise
+
+    def _begin(self, rows: list[OpenRequest], slots: np.ndarray, names: Sequence[str], drawn: Drawn) -> LaunchedStep:
+        """Begin a step that is queued. It makes nobody suspect: if it fails it is dropped and runs again at once."""
+        launch = LaunchedStep(self._requests, rows, slots, names, drawn, self._copies)
         self._flight.append(launch)
         return launch
 
@@ -189,8 +208,9 @@ class LanguageStage:
         decoded, decodes, slots = list[OpenRequest](), NO_DECODES, NO_DECODES.slots
         requests: AbstractSet[str] = frozenset()
         if step.decodes and "D" in self.letters:
-            decoded, decodes = table.select_decodes(step.decodes)
-            slots, requests = decodes.slots, table.members()
+            selection = table.select(step.decodes)
+            decoded, decodes = selection.rows, table.read_decodes(selection)
+            slots, requests = selection.slots, selection.members
         if not step.prefills or "P" not in self.letters:  # most steps
             return StepRows(decodes, [], decoded, slots, requests)
         filled = [table.find(prefill.request) for prefill in step.prefills]
@@ -201,6 +221,8 @@ class LanguageStage:
 
     def _logits(self, rows: StepRows, group: int) -> Tensor:
         logits = None
+        if self._graphs is not None and len(rows.decodes.ids):
+            self._graphs.leave()
         if not rows.chunks:
             logits = None if self._graphs is None else self._graphs.run(rows.decodes)
         elif self._prefill_graphs is not None and not (group and self.on_layers is not None):

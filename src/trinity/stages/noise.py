@@ -39,12 +39,22 @@ def make_keys(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
 
 def make_gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Make float64 Gumbel noise of each token under its key (int64, broadcast), by ``scramble`` in wrapping int64."""
-    value = (tokens + 1).mul_(_signed(_STRIDE)) + keys
+    value = _scramble_there((tokens + 1).mul_(_signed(_STRIDE)) + keys)
+    uniform = _logical_shift(value, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()  # the interval is open: neither log meets 0
+
+
+def make_keys_there(seeds: Tensor, indexes: Tensor) -> Tensor:
+    """Make the keys of ``make_keys`` where the seeds and indexes are, int64 [n]."""
+    return _scramble_there((indexes + 1).mul_(_signed(_STRIDE)) + seeds)
+
+
+def _scramble_there(value: Tensor) -> Tensor:
+    """Apply ``scramble`` in place, to int64."""
     for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
         value = value.bitwise_xor_(_logical_shift(value, shift))
         value = value if factor == 1 else value.mul_(_signed(factor))
-    uniform = _logical_shift(value, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
-    return uniform.log_().neg_().log_().neg_()  # the interval is open: neither log meets 0
+    return value
 
 
 def _logical_shift(value: Tensor, shift: int) -> Tensor:

@@ -8,106 +8,29 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from trinity.core.messages import Open, Prefill, Sampled
+from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
-from trinity.stages.batch import Chunk, Decodes
+from trinity.stages.batch import Decodes
 from trinity.stages.device_texts import DeviceTexts
-from trinity.stages.models import LoadedModel, RotaryPositions
+from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import MEDIA_KINDS
-from trinity.stages.sampler_rows import BANS, LOOKS_BACK, SAMPLER, SamplerBatch, describe_sampler, make_batch
-from trinity.stages.token_bans import TokenBans, make_bans
+from trinity.stages.open_request import DecodeSelection, OpenRequest
+from trinity.stages.sampler_rows import (
+    BANS,
+    LOOKS_BACK,
+    SAMPLER,
+    SamplerBatch,
+    SamplerKind,
+    describe_sampler,
+    list_asked,
+    make_batch,
+)
+from trinity.stages.token_bans import make_bans
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_TOKEN = -1
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """One open request (vLLM's cached request state).
-
-    - ``opening``: the message that opened it.
-    - ``slot``: its index in the arrays of ``RequestTable``.
-    - ``ids``: prompt and, if its sampler looks back, the outputs that the host knows.
-    - ``input_ids``: the prompt's ids with 0 in place of placeholders.
-    - ``rope``: rotary positions.
-    - ``table``: block table.
-    - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
-    - ``groups``: see ``ChunkRows``; None if all rows are causal.
-    - ``bans``: tokens that it may not take; None for no such rule.
-    - ``suspect``: set on closing if its last step failed.
-    """
-
-    opening: Open
-    request: str
-    slot: int
-    ids: np.ndarray
-    input_ids: np.ndarray
-    rope: RotaryPositions
-    table: np.ndarray
-    feature_at: np.ndarray
-    feature_rows: np.ndarray
-    groups: np.ndarray | None
-    bans: TokenBans | None = None
-    suspect: bool = False
-
-    def set_token(self, token: int, place: int) -> None:
-        """Store the token at this position of the text."""
-        if place == len(self.ids):
-            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
-        self.ids[place] = token
-
-    def chunk(self, asked: Prefill) -> Chunk:
-        """Build the chunk's host arrays.
-
-        Raises ``StageError`` if the chunk leaves the text, lacks features or cuts an image.
-        """
-        start, end = asked.start, asked.start + asked.length
-        if not 0 <= start < end <= len(self.input_ids):
-            raise StageError(
-                f"prefill of [{start}, {end}) in a text of {len(self.input_ids)} tokens", self.request, "P"
-            )
-        low, high = np.searchsorted(self.feature_at, (start, end))
-        if low < high and self.feature_rows[low:high].min() < 0:
-            raise StageError(f"prefill of [{start}, {end}) needs features that were not given", self.request, "P")
-        return Chunk(
-            ids=self.input_ids[start:end],
-            rope=self._rope(start, end),
-            start=start,
-            table=self.table,
-            feature_rows=self.feature_rows[low:high],
-            feature_at=self.feature_at[low:high] - start,
-            groups=self._groups(start, end),
-            needs_logits=asked.last,
-        )
-
-    def _rope(self, start: int, end: int) -> np.ndarray:
-        if self.rope.prompt is None:
-            return np.arange(start, end) + self.rope.delta
-        length = self.rope.prompt.shape[1]
-        after = np.arange(max(start, length), max(end, length)) + self.rope.delta
-        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (3, len(after)))), axis=1)
-
-    def _groups(self, start: int, end: int) -> np.ndarray | None:
-        if self.groups is None or (self.groups[start:end] < 0).all():
-            return None
-        for cut in (start, end):
-            if 0 < cut < len(self.groups) and self.groups[cut] == self.groups[cut - 1] >= 0:
-                raise StageError(f"a prefill chunk cuts the media item around position {cut}", self.request, "P")
-        return self.groups[start:end]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSelection:
-    """Decode rows of one step: ``requests`` as the step names them, ``rows`` and ``slots`` in the batch's order.
-
-    ``needs``: what any of them needs of the sampler.
-    """
-
-    requests: Sequence[str]
-    members: frozenset[str]
-    needs: int
-    rows: list[OpenRequest]
-    slots: np.ndarray
+_TOKEN, _LENGTH, _DELTA, _CAPACITY, _IN_FLIGHT, _STORED = range(6)
+_MOST_TOLD = 64  # steps whose tokens a selection keeps before requests that look back get them
 
 
 @dataclass(slots=True)
@@ -117,7 +40,7 @@ class RequestTable:
     - ``block_rows``, ``image_rows``: rows of a KV block and of an image block.
     - ``rows``: open requests by id; ``free``: free slots.
     - ``tables``: block tables, each padded with its own last block.
-    - ``samplers``: ``SAMPLER`` rows; ``prompt``: tokens of prompts; ``stored``: tokens of a text on the device.
+    - ``samplers``: ``SAMPLER`` rows; ``prompt``: tokens of prompts.
     - ``suspects``: requests whose step has not succeeded yet.
     - ``selection``: decode rows of the last step, since the next one mostly decodes the same.
     """
@@ -127,22 +50,62 @@ class RequestTable:
     image_rows: int
     rows: dict[str, OpenRequest] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
-    decoded: np.ndarray = field(default_factory=lambda: np.empty((5, 0), dtype=np.int64))  # the five below, in rows
-    token: np.ndarray = field(init=False)  # last token, the next input
-    length: np.ndarray = field(init=False)  # KV positions written
-    delta: np.ndarray = field(init=False)  # rotary position minus KV position
-    capacity: np.ndarray = field(init=False)  # KV positions that its blocks can hold
-    in_flight: np.ndarray = field(init=False)  # unread steps that a request has a row in
     steps_in_flight: int = 0  # unread steps
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
     samplers: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=SAMPLER))
     prompt: np.ndarray = field(default_factory=lambda: _NO_IDS)
-    stored: np.ndarray = field(default_factory=lambda: _NO_IDS)
     suspects: set[str] = field(default_factory=set)
     selection: DecodeSelection | None = None
+    _decoded: np.ndarray = field(default_factory=lambda: np.zeros((6, 0), dtype=np.int64))
 
-    def __post_init__(self) -> None:
-        self.token, self.length, self.delta, self.capacity, self.in_flight = self.decoded
+    @property
+    def decoded(self) -> np.ndarray:
+        """The six arrays below, in rows, with all that steps of the selection did, which are counted until asked."""
+        one, arrays = self.selection, self._decoded
+        if one is not None and (one.begun or one.ended):
+            arrays[_LENGTH, one.slots] += one.begun
+            arrays[_IN_FLIGHT, one.slots] += one.begun - one.ended
+            arrays[_STORED, one.slots[one.back]] += one.begun
+            told, one.told, one.begun, one.ended = one.told, [], 0, 0
+            if told:
+                self._record(one.rows, one.slots, told)
+        return arrays
+
+    @property
+    def token(self) -> np.ndarray:
+        """Last token of each, the next input."""
+        found: np.ndarray = self.decoded[_TOKEN]
+        return found
+
+    @property
+    def length(self) -> np.ndarray:
+        """KV positions written."""
+        found: np.ndarray = self.decoded[_LENGTH]
+        return found
+
+    @property
+    def delta(self) -> np.ndarray:
+        """Rotary position minus KV position."""
+        found: np.ndarray = self.decoded[_DELTA]
+        return found
+
+    @property
+    def capacity(self) -> np.ndarray:
+        """KV positions that its blocks can hold."""
+        found: np.ndarray = self.decoded[_CAPACITY]
+        return found
+
+    @property
+    def in_flight(self) -> np.ndarray:
+        """Unread steps that a request has a row in."""
+        found: np.ndarray = self.decoded[_IN_FLIGHT]
+        return found
+
+    @property
+    def stored(self) -> np.ndarray:
+        """Tokens of its text on the device."""
+        found: np.ndarray = self.decoded[_STORED]
+        return found
 
     def open(self, opening: Open) -> None:
         """Give the request a slot. Raises ``StageError`` if it is open already or its media do not fit its prompt."""
@@ -178,6 +141,8 @@ class RequestTable:
         self.tables[row.slot, held:] = row.table[-1]
         self.tables[row.slot, held : len(row.table)] = row.table[held:]
         self.capacity[row.slot] = len(row.table) * self.block_rows
+        if self.selection is not None:
+            self.selection.grown.append(row.slot)
 
     def close(self, request: str) -> OpenRequest | None:
         """Free the request's slot and return it; None if it is not open."""
@@ -186,7 +151,7 @@ class RequestTable:
             self.free.append(row.slot)
             row.suspect = request in self.suspects
             self.suspects.discard(request)
-            self.selection = None
+            self._deselect()
         return row
 
     def find(self, request: str) -> OpenRequest:
@@ -195,16 +160,25 @@ class RequestTable:
             raise StageError("the request is not open on this stage", request)
         return self.rows[request]
 
-    def select_decodes(self, requests: Sequence[str]) -> tuple[list[OpenRequest], Decodes]:
-        """Return the requests in the batch's order (ascending length) and the host arrays of their decode rows.
+    def select(self, requests: Sequence[str]) -> DecodeSelection:
+        """Select requests to decode; the selection of the last step if they are the same.
 
-        Raises ``StageError`` if one has no token yet or no room in its blocks.
+        Raises ``StageError`` if one is not open.
         """
         selection = self.selection
         if selection is None or selection.requests != requests:
-            selection = self.selection = self._select(requests)
+            selection = self._select(requests)
+            self._deselect()
+            self.selection = selection
+        return selection
+
+    def read_decodes(self, selection: DecodeSelection, ahead: int = 0) -> Decodes:
+        """Return the host arrays of the selection's next step, with ``ahead`` blocks of each table that it needs later.
+
+        Raises ``StageError`` if a request has no token yet or no room in its blocks.
+        """
         slots = selection.slots
-        ids, lengths, delta, capacity, flown = self.decoded.take(slots, axis=1)  # one look-up in place of five
+        ids, lengths, delta, capacity, flown, _ = self.decoded.take(slots, axis=1)  # one look-up in place of five
         lengths += 1  # still ascending: a step that succeeds makes each one longer
         unknown = ids == _NO_TOKEN
         if self.steps_in_flight:
@@ -213,21 +187,34 @@ class RequestTable:
             ids[unread] = _NO_TOKEN
         if np.count_nonzero(unknown) or np.count_nonzero(lengths > capacity):
             raise _find_bad_decode(selection.rows, unknown, lengths, capacity)
-        blocks = -(-int(lengths[-1]) // self.block_rows)
+        blocks = -(-int(lengths[-1]) // self.block_rows) + ahead
         delta += lengths
         delta -= 1
-        return selection.rows, Decodes(ids, delta, lengths, self.tables[slots, :blocks], slots)
+        return Decodes(ids, delta, lengths, self.tables[slots, :blocks], slots)
 
-    def members(self) -> frozenset[str]:
-        """Return the requests that were selected last."""
-        return frozenset() if self.selection is None else self.selection.members
+    def _deselect(self) -> None:
+        """Forget the selection, whose steps the arrays then hold."""
+        _ = self.decoded
+        self.selection = None
 
     def _select(self, requests: Sequence[str]) -> DecodeSelection:
         rows = [self.find(request) for request in requests]
         slots = _slots(rows)
         order = np.argsort(self.length[slots], kind="stable")
-        needs = int(np.bitwise_or.reduce(self.samplers["needs"][slots]))
-        return DecodeSelection(requests, frozenset(requests), needs, [rows[i] for i in order.tolist()], slots[order])
+        rows, slots = [rows[i] for i in order.tolist()], slots[order]
+        given = self.samplers[slots]
+        kind = SamplerKind.of(given)
+        return DecodeSelection(
+            requests,
+            frozenset(requests),
+            tuple([row.request for row in rows]),
+            rows,
+            slots,
+            kind.some,
+            kind.rounded(),
+            np.flatnonzero(given["needs"] & LOOKS_BACK) if kind.some else _NO_IDS,
+            list_asked(given) if kind.some else (),
+        )
 
     def text(self, row: OpenRequest) -> np.ndarray:
         """Return the prompt and outputs of a request whose sampler looks back and that is in no unread step."""
@@ -251,30 +238,50 @@ class RequestTable:
         """Record one sampled token for each of ``rows``."""
         slots = self.slots_of(rows)
         self.length[slots] += 1
-        self._set_tokens(rows, slots, self.length[slots], [one.token for one in sampled])
+        self._record(rows, slots, [np.fromiter((one.token for one in sampled), np.int64, len(sampled))])
 
     def begin_step(self, slots: np.ndarray) -> None:
-        """Count a launched step: each of its rows is longer by one token that the host does not know yet."""
-        self.in_flight[slots] += 1
-        self.length[slots] += 1
-        self.steps_in_flight += 1
+        """Count a launched step: each of its rows is longer by one token that the host does not know yet.
 
-    def end_step(self, rows: Sequence[OpenRequest], slots: np.ndarray, sampled: Sequence[Sampled]) -> None:
-        """Record the tokens of the oldest launched step of ``rows``."""
-        flown = self.in_flight[slots] - 1
-        self._set_tokens(rows, slots, self.length[slots] - flown, [one.token for one in sampled])
-        self.in_flight[slots] = flown
+        The texts of those that look back have that token on the device.
+        """
+        self.steps_in_flight += 1
+        if self.selection is not None and slots is self.selection.slots:
+            self.selection.begun += 1  # most steps
+            return
+        arrays = self.decoded
+        arrays[_IN_FLIGHT, slots] += 1
+        arrays[_LENGTH, slots] += 1
+        arrays[_STORED, slots] += (self.samplers["needs"][slots] & LOOKS_BACK) != 0
+
+    def end_step(self, rows: Sequence[OpenRequest], slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Record the tokens [n] of the oldest launched step of ``rows``; returns those before them."""
         self.steps_in_flight -= 1
+        selection = self.selection
+        if selection is not None and slots is selection.slots:  # most steps
+            fed: np.ndarray = selection.told[-1] if selection.told else self._decoded[_TOKEN, slots]
+            selection.ended += 1
+            selection.told = [*selection.told, tokens] if len(selection.back) else [tokens]
+            if len(selection.told) >= _MOST_TOLD:
+                _ = self.decoded
+            return fed
+        fed = self.token[slots]
+        self.in_flight[slots] -= 1
+        self._record(rows, slots, [tokens])
+        return fed
 
     def undo_step(self, slots: np.ndarray) -> None:
         """Forget the youngest launched step of these rows."""
-        self.in_flight[slots] -= 1
-        self.length[slots] -= 1
-        self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
+        self._deselect()
+        arrays = self.decoded
+        arrays[_IN_FLIGHT, slots] -= 1
+        arrays[_LENGTH, slots] -= 1
+        arrays[_STORED, slots] = np.minimum(arrays[_STORED, slots], arrays[_LENGTH, slots] + 1)
         self.steps_in_flight -= 1
 
     def take_back(self, slots: np.ndarray, fed: np.ndarray) -> None:
         """Forget the youngest tokens of these rows, which are recorded; ``fed``: the tokens before them."""
+        self._deselect()
         self.length[slots] -= 1
         self.token[slots] = fed
         self.stored[slots] = np.minimum(self.stored[slots], self.length[slots] + 1)
@@ -298,14 +305,15 @@ class RequestTable:
         selection = self.selection
         return selection.slots if selection is not None and selection.rows is rows else _slots(rows)
 
-    def _set_tokens(
-        self, rows: Sequence[OpenRequest], slots: np.ndarray, places: np.ndarray, tokens: Sequence[int]
-    ) -> None:
-        self.token[slots] = tokens
+    def _record(self, rows: Sequence[OpenRequest], slots: np.ndarray, told: Sequence[np.ndarray]) -> None:
+        """Record the newest tokens of ``rows`` that the host knows, those of one step behind those of another."""
+        arrays = self._decoded
+        arrays[_TOKEN, slots] = told[-1]
         if not self.needs_of(slots) & LOOKS_BACK:
             return
+        places = arrays[_LENGTH, slots] - arrays[_IN_FLIGHT, slots] - len(told) + 1
         for at in np.flatnonzero(self.samplers["needs"][slots] & LOOKS_BACK).tolist():
-            rows[at].set_token(tokens[at], int(places[at]))
+            rows[at].set_tokens([int(tokens[at]) for tokens in told], int(places[at]))
 
     def _row(self, opening: Open, table: np.ndarray) -> OpenRequest:
         work = opening.work
@@ -354,13 +362,12 @@ class RequestTable:
         return found
 
     def _grow(self) -> None:
-        old = len(self.token)
+        old = len(self.prompt)
         more = max(8, old)
-        for name in ("decoded", "samplers", "prompt", "stored"):
+        for name in ("_decoded", "samplers", "prompt"):
             held = getattr(self, name)
             new = np.zeros((*held.shape[:-1], more), dtype=held.dtype)
             setattr(self, name, np.concatenate((held, new), axis=-1))
-        self.__post_init__()
         self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))
 

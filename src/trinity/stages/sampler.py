@@ -32,6 +32,7 @@ from trinity.stages.sampler_rows import (
     TRUNCATES,
     WARMS,
     SamplerBatch,
+    list_asked,
 )
 from trinity.stages.token_bans import Texts, ban_tokens
 from trinity.stages.uploads import upload
@@ -47,24 +48,31 @@ _FEW_CANDIDATES = 256  # few of the largest scores usually hold most of the weig
 class Drawn:
     """Tokens of n rows, and the log-probabilities of those that ask, where they were drawn.
 
+    - ``flat``: all in one tensor, for one copy to the host; ``read`` takes the copy.
     - ``tokens`` (int64 [n]): -1 if a row has no largest value.
-    - ``logprobs`` (float64 [m, 1 + 2 * most], None): of each row that asks: of its token, then ids and
+    - ``logprobs`` (float64 [m, 1 + 2 * most], None): of each row that asks, or of all: of its token, then ids and
       log-probabilities of the ``most`` likeliest.
-    - ``asked``: number of each of these rows, and how many it asks for.
+    - ``asked``: number of each row that asks, and how many it asks for.
     """
 
+    flat: Tensor
     tokens: Tensor
-    logprobs: Tensor | None = None
-    asked: Sequence[tuple[int, int]] = ()
+    logprobs: Tensor | None
+    asked: Sequence[tuple[int, int]]
 
-    def flatten(self) -> Tensor:
-        """Join all to one tensor, for one copy to the host; ``read`` takes the copy."""
-        return self.tokens if self.logprobs is None else torch.cat((self.tokens.double(), self.logprobs.view(-1)))
+    @classmethod
+    def of(cls, tokens: Tensor, logprobs: Tensor | None = None, asked: Sequence[tuple[int, int]] = ()) -> Drawn:
+        """Join tokens and log-probabilities."""
+        flat = tokens if logprobs is None else torch.cat((tokens.double(), logprobs.view(-1)))
+        return cls(flat, tokens, logprobs, asked)
 
-    def read(self, copy: Tensor) -> list[Sampled]:
-        """Read a copy of ``flatten()`` on the host. Raises ``StageError`` if a row has no largest value."""
-        count, numbers = len(self.tokens), copy.numpy()
-        tokens: list[int] = numbers[:count].astype(np.int64, copy=False).tolist()
+    def read(self, numbers: np.ndarray, count: int) -> tuple[np.ndarray, list[Sampled]]:
+        """Read a copy of ``flat`` on the host: the first ``count`` tokens, int64, and with what was asked for.
+
+        Raises ``StageError`` if a row has no largest value.
+        """
+        ids = numbers[:count].astype(np.int64)  # a copy: the memory is another step's next
+        tokens: list[int] = ids.tolist()
         if -1 in tokens:
             raise StageError(
                 f"row {tokens.index(-1)} of the logits holds NaN or no finite value; check the model's weights, and "
@@ -72,10 +80,13 @@ class Drawn:
             )
         found = list(map(Sampled, tokens))
         if self.logprobs is not None:
-            own, ids, values = _split_logprobs(numbers[count:].reshape(self.logprobs.shape))
-            for (row, number), value, top, of_top in zip(self.asked, own, ids, values, strict=True):
+            told = numbers[len(self.tokens) :].reshape(self.logprobs.shape)
+            if len(told) > len(self.asked):
+                told = told[[row for row, _ in self.asked]]
+            own, listed, values = _split_logprobs(told)
+            for (row, number), value, top, of_top in zip(self.asked, own, listed, values, strict=True):
                 found[row] = Sampled(tokens[row], value, tuple(zip(top[:number], of_top, strict=False)))
-        return found
+        return ids, found
 
 
 def _split_logprobs(told: np.ndarray) -> tuple[list[float], list[list[int]], list[list[float]]]:
@@ -99,18 +110,18 @@ def sample(logits: Tensor, batch: SamplerBatch) -> list[Sampled]:
             chosen[row] = sampled
         return chosen
     drawn = draw(logits, batch, looks=looks)
-    return drawn.read(drawn.flatten().cpu())
+    return drawn.read(drawn.flat.cpu().numpy(), len(batch.given))[1]
 
 
 def sample_greedy(logits: Tensor) -> list[Sampled]:
     """Take the largest logit of each row, as ``sample`` does for greedy rows without penalty or logprobs."""
     drawn = draw_greedy(logits, looks=logits.device.type == "cpu")
-    return drawn.read(drawn.tokens.cpu())
+    return drawn.read(drawn.tokens.cpu().numpy(), logits.shape[0])[1]
 
 
 def draw_greedy(logits: Tensor, *, looks: bool = False) -> Drawn:
     """Take the largest logit of each row, where the logits are."""
-    return Drawn(_find_largest(logits, looks))
+    return Drawn.of(_find_largest(logits, looks))
 
 
 def draw(logits: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Drawn:
@@ -118,14 +129,13 @@ def draw(logits: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Drawn:
     if not batch.some:
         return draw_greedy(logits, looks=looks)
     size = max(1, (_CACHED_ELEMENTS if looks else _MOST_ELEMENTS) // logits.shape[1])
-    asking = batch.find(LOGPROBS)
-    asked = list(zip(asking.tolist(), batch.given["logprobs"][asking].tolist(), strict=True))
-    most = min(max((number for _, number in asked), default=0), logits.shape[1])
+    most = min(batch.kind.logprobs, logits.shape[1])
     found = [
-        _draw_part(logits[start:end], batch.part(start, end), most, looks) for start, end in _split_rows(batch, size)
+        _draw_part(logits[start:end], batch.part(start, end, looks), most, looks)
+        for start, end in _split_rows(batch, size)
     ]
     told = [logprobs for _, logprobs in found if logprobs is not None]
-    return Drawn(_join([tokens for tokens, _ in found]), _join(told) if told else None, asked)
+    return Drawn.of(_join([tokens for tokens, _ in found]), _join(told) if told else None, list_asked(batch.given))
 
 
 def _split_rows(batch: SamplerBatch, size: int) -> Iterator[tuple[int, int]]:
@@ -151,12 +161,14 @@ def _draw_part(logits: Tensor, batch: SamplerBatch, most: int, looks: bool) -> t
     tokens = _find_largest(scores, looks)  # also finds NaN before noise could hide it
     if batch.every & DRAWS:
         tokens = _draw_rows(scores, batch, tokens, looks)
-    elif batch.some & DRAWS:
+    elif batch.some & DRAWS and looks:
         rows = batch.find(DRAWS)
-        at = upload(rows, scores.device)
+        at = torch.from_numpy(rows)
         some = _draw_rows(scores.index_select(0, at), batch.select(rows, at), tokens.index_select(0, at), looks)
         tokens = tokens.index_copy(0, at, some)
-    return tokens, _take_logprobs(scores, tokens, batch, most)
+    elif batch.some & DRAWS:
+        tokens = torch.where(batch.asks(DRAWS)[:, 0], _draw_rows(scores, batch, tokens, looks), tokens)
+    return tokens, _take_logprobs(scores, tokens, batch, most, looks)
 
 
 def _draw_rows(scores: Tensor, batch: SamplerBatch, largest: Tensor, looks: bool) -> Tensor:
@@ -206,25 +218,29 @@ def truncate(scores: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Ten
 
     Order and meaning are those of transformers' logits processors, except that top-p never splits tokens that tie.
     """
-    for need, cut in ((TOP_K, _top_k), (TOP_P, _top_p), (MIN_P, _min_p)):
-        if batch.every & need:
-            scores = cut(scores, batch, looks)
-        elif batch.some & need:
+    for need, find_dropped in ((TOP_K, _below_top_k), (TOP_P, _beyond_top_p), (MIN_P, _below_min_p)):
+        if looks and batch.some & need and not batch.every & need:
             rows = batch.find(need)
-            at = upload(rows, scores.device)
-            scores = scores.index_copy(0, at, cut(scores.index_select(0, at), batch.select(rows, at), looks))
+            at = torch.from_numpy(rows)
+            some = scores.index_select(0, at)
+            dropped = find_dropped(some, batch.select(rows, at), looks)
+            scores = scores.index_copy(0, at, some.masked_fill_(dropped, -torch.inf))
+        elif batch.some & need:
+            dropped = find_dropped(scores, batch, looks)
+            if not batch.every & need:
+                dropped &= batch.asks(need)
+            scores = scores.masked_fill(dropped, -torch.inf)
     return scores
 
 
-def _top_k(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
-    most = min(int(batch.given["top_k"].max()), scores.shape[1])
+def _below_top_k(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
+    most = min(batch.kind.top_k, scores.shape[1])
     best = scores.topk(most, dim=-1).values
-    least = best.gather(1, batch.column("top_k").clamp(max=most) - 1)
-    return scores.masked_fill(scores < least, -torch.inf)
+    return scores < best.gather(1, batch.column("top_k").clamp(1, most) - 1)
 
 
-def _top_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
-    """Apply top-p. Tokens that tie with the last one kept stay, so that the result does not depend on sort order."""
+def _beyond_top_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
+    """Find what top-p drops. Tokens that tie with the last one kept stay, so that no order of sorting matters."""
     total = _weights(scores).sum(dim=-1, keepdim=True)
     limit = total * batch.column("tail")
     for size in _candidate_counts(batch, scores.shape[1], looks):
@@ -234,7 +250,7 @@ def _top_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
         kept = (left > limit).sum(dim=-1, keepdim=True).clamp_(min=1)
         if looks and bool((kept < size).all()):
             break
-    return scores.masked_fill(scores < best.gather(1, kept - 1), -torch.inf)
+    return scores < best.gather(1, kept - 1)
 
 
 def _weights(scores: Tensor) -> Tensor:
@@ -250,7 +266,7 @@ def _candidate_counts(batch: SamplerBatch, vocab: int, looks: bool) -> list[int]
     """
     enough = vocab
     if batch.every & TOP_K:
-        enough = min(vocab, int(batch.given["top_k"].max()))
+        enough = min(vocab, batch.kind.top_k)
     few, counts = _FEW_CANDIDATES, list[int]()
     while looks and few < enough:
         counts.append(few)
@@ -258,9 +274,9 @@ def _candidate_counts(batch: SamplerBatch, vocab: int, looks: bool) -> list[int]
     return [*counts, enough]
 
 
-def _min_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
+def _below_min_p(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
     floor = batch.column("min_p").float().log()
-    return scores.masked_fill(scores - scores.amax(dim=-1, keepdim=True) < floor, -torch.inf)
+    return scores - scores.amax(dim=-1, keepdim=True) < floor
 
 
 def _perturb(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
@@ -275,12 +291,14 @@ def _perturb(scores: Tensor, batch: SamplerBatch, looks: bool) -> Tensor:
     return noisy
 
 
-def _take_logprobs(scores: Tensor, tokens: Tensor, batch: SamplerBatch, most: int) -> Tensor | None:
+def _take_logprobs(scores: Tensor, tokens: Tensor, batch: SamplerBatch, most: int, looks: bool) -> Tensor | None:
+    """Return the ``Drawn.logprobs`` of the rows that ask; of all, where the host looks at nothing."""
     if not batch.some & LOGPROBS:
         return None
-    rows = batch.find(LOGPROBS)
-    at = upload(rows, scores.device)
-    logprobs = scores.index_select(0, at).log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens.index_select(0, at).clamp(min=0)[:, None])
+    if looks and not batch.every & LOGPROBS:
+        at = torch.from_numpy(batch.find(LOGPROBS))
+        scores, tokens = scores.index_select(0, at), tokens.index_select(0, at)
+    logprobs = scores.log_softmax(dim=-1)
+    own = logprobs.gather(1, tokens.clamp(min=0)[:, None])
     top = logprobs.topk(most, dim=-1)
     return torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,12 +23,41 @@ _REAL = ("divisor", "penalty", "tail", "min_p")
 SAMPLER = np.dtype([(name, "<i8") for name in _WHOLE[:-1]] + [("key", "<u8")] + [(name, "<f8") for name in _REAL])
 """One row, 64-bit numbers alone.
 
-- ``needs``: what there is to be done for it, bits of ``DRAWS`` to ``LOGPROBS``; 0 for a greedy row of its logits alone.
+- ``needs``: what is to be done for it, bits of ``DRAWS`` to ``LOGPROBS``; 0 for a greedy row of its logits alone.
 - ``top_k``, ``logprobs``, ``min_p``: as in ``ResolvedSampling``; ``tail``: 1 - top_p.
 - ``slot``, ``length``: its slot in a ``RequestTable``, and the tokens that its text has.
 - ``key``: hash of its seed, and in a batch of its seed and the index of its output.
 - ``divisor``, ``penalty``: of its logits.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerKind:
+    """Needs of the rows of a batch together: all that the host must know to launch their sampling.
+
+    - ``some``, ``every``: what any row needs, and what all do.
+    - ``top_k``, ``logprobs``: the largest that a row has.
+    """
+
+    some: int
+    every: int
+    top_k: int
+    logprobs: int
+
+    @classmethod
+    def of(cls, given: np.ndarray) -> SamplerKind:
+        """Return the kind of a batch of these ``SAMPLER`` rows."""
+        if not len(given):
+            return cls(0, 0, 0, 0)
+        needs = given["needs"]
+        some, every = int(np.bitwise_or.reduce(needs)), int(np.bitwise_and.reduce(needs))
+        top_k = int(given["top_k"].max()) if some & TOP_K else 0
+        return cls(some, every, top_k, int(given["logprobs"].max()) if some & LOGPROBS else 0)
+
+    def rounded(self) -> SamplerKind:
+        """Return a kind whose sampling gives these rows, and padding, the same tokens: few kinds cover all batches."""
+        top_k, logprobs = (1 << (number - 1).bit_length() if number else 0 for number in (self.top_k, self.logprobs))
+        return SamplerKind(self.some | WARMS, self.every & TOP_K if self.some & TOP_P else 0, top_k, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +67,22 @@ class SamplerBatch:
     - ``given`` (``SAMPLER`` [n]), ``columns`` (int64 [n, 10], on the device): the same numbers.
     - ``bans``: the number of each row that has bans, these, and the index of its output.
     - ``texts``: of the rows that look back, in their order; None if none does.
-    - ``some``, ``every``: what any row needs, and what all do.
+    - ``kind``: what they ask for together. Where the host looks at no values it launches by this alone.
     """
 
     given: np.ndarray
     columns: Tensor
     bans: Sequence[tuple[int, TokenBans, int]] = ()
     texts: TextSource | None = None
-    some: int = field(init=False)
-    every: int = field(init=False)
+    kind: SamplerKind = SamplerKind(0, 0, 0, 0)
 
-    def __post_init__(self) -> None:
-        needs = self.given["needs"]
-        object.__setattr__(self, "some", int(np.bitwise_or.reduce(needs)))
-        object.__setattr__(self, "every", int(np.bitwise_and.reduce(needs)) if len(needs) else 0)
+    @property
+    def some(self) -> int:
+        return self.kind.some
+
+    @property
+    def every(self) -> int:
+        return self.kind.every
 
     def find(self, need: int) -> np.ndarray:
         """Return the numbers of the rows that need any of these."""
@@ -65,19 +96,25 @@ class SamplerBatch:
         found = self.columns.narrow(1, at, 1)
         return found if at < len(_WHOLE) else found.view(torch.float64)
 
+    def asks(self, need: int) -> Tensor:
+        """Return on the device, bool [n, 1], which rows need any of these."""
+        return self.column("needs").bitwise_and(need) != 0
+
     def select(self, rows: np.ndarray, at: Tensor) -> SamplerBatch:
         """Select rows, whose bans and texts have been looked at; ``at`` is ``rows`` on the device."""
-        return SamplerBatch(self.given[rows], self.columns.index_select(0, at))
+        given = self.given[rows]
+        return SamplerBatch(given, self.columns.index_select(0, at), kind=SamplerKind.of(given))
 
-    def part(self, start: int, end: int) -> SamplerBatch:
-        """Return rows [start, end)."""
+    def part(self, start: int, end: int, looks: bool) -> SamplerBatch:
+        """Return rows [start, end); of the whole batch's kind, unless the host ``looks`` at their numbers."""
         if start == 0 and end >= len(self.given):
             return self
         back, texts = np.flatnonzero(self.given["needs"][:end] & LOOKS_BACK), None
         if self.texts is not None and len(back) and back[-1] >= start:
             texts = self.texts.part(int(np.searchsorted(back, start)), len(back))
         bans = [(row - start, bans, index) for row, bans, index in self.bans if start <= row < end]
-        return SamplerBatch(self.given[start:end], self.columns[start:end], bans, texts)
+        given = self.given[start:end]
+        return SamplerBatch(given, self.columns[start:end], bans, texts, SamplerKind.of(given) if looks else self.kind)
 
 
 def describe_sampler(sampling: ResolvedSampling, bans: TokenBans | None = None) -> np.ndarray:
@@ -110,6 +147,18 @@ def _list_needs(sampling: ResolvedSampling, bans: TokenBans | None) -> int:
     return sum(bit for bit, needed in needs.items() if needed)
 
 
+def list_asked(given: np.ndarray) -> list[tuple[int, int]]:
+    """List the number of each ``SAMPLER`` row that asks for log-probabilities, and how many."""
+    asking = np.flatnonzero(given["needs"] & LOGPROBS)
+    return list(zip(asking.tolist(), given["logprobs"][asking].tolist(), strict=True))
+
+
+def as_columns(given: np.ndarray) -> np.ndarray:
+    """Return ``SAMPLER`` rows as int64 [n, 10], without a copy."""
+    found: np.ndarray = given.view(np.int64).reshape(len(given), len(_WHOLE) + len(_REAL))
+    return found
+
+
 def make_batch(
     given: np.ndarray,
     indexes: np.ndarray,
@@ -119,5 +168,5 @@ def make_batch(
 ) -> SamplerBatch:
     """Make the batch of the rows ``given``, whose keys become those of the outputs of these indexes (int64 [n])."""
     given["key"] = make_keys(given["key"], indexes)
-    columns = upload(given.view(np.int64).reshape(len(given), len(_WHOLE) + len(_REAL)), device)
-    return SamplerBatch(given, columns, bans, texts)
+    columns = upload(as_columns(given), device)
+    return SamplerBatch(given, columns, bans, texts, SamplerKind.of(given))

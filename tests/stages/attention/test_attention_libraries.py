@@ -34,7 +34,7 @@ from trinity.stages.attention.library import FlashAttention3
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.attention.varlen import make_varlen_rows
-from trinity.stages.decode_graphs import make_static_rows
+from trinity.stages.decode_state import make_static_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SINKS = torch.tensor([0.5, 1.0, -1.0, 2.0])

@@ -265,7 +265,10 @@ class Again:
     def has_room(self) -> bool:
         return True
 
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    def record(
+        self, run: Callable[[], Sequence[Tensor]], restore: Callable[[], None]
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        restore()
         outputs = run()
 
         def replay() -> None:

@@ -1,0 +1,119 @@
+"""An open request of a language stage, and the requests that a run of decode steps decodes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trinity.core.messages import Open, Prefill
+from trinity.errors import StageError
+from trinity.stages.batch import Chunk
+from trinity.stages.models import RotaryPositions
+from trinity.stages.sampler_rows import SamplerKind
+from trinity.stages.token_bans import TokenBans
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """One open request (vLLM's cached request state).
+
+    - ``opening``: the message that opened it.
+    - ``slot``: its index in the arrays of ``RequestTable``.
+    - ``ids``: prompt and, if its sampler looks back, the outputs that the host knows.
+    - ``input_ids``: the prompt's ids with 0 in place of placeholders.
+    - ``rope``: rotary positions.
+    - ``table``: block table.
+    - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
+    - ``groups``: see ``ChunkRows``; None if all rows are causal.
+    - ``bans``: tokens that it may not take; None for no such rule.
+    - ``suspect``: set on closing if its last step failed.
+    """
+
+    opening: Open
+    request: str
+    slot: int
+    ids: np.ndarray
+    input_ids: np.ndarray
+    rope: RotaryPositions
+    table: np.ndarray
+    feature_at: np.ndarray
+    feature_rows: np.ndarray
+    groups: np.ndarray | None
+    bans: TokenBans | None = None
+    suspect: bool = False
+
+    def set_tokens(self, tokens: Sequence[int], place: int) -> None:
+        """Store tokens from this position of the text on."""
+        end = place + len(tokens)
+        while end > len(self.ids):
+            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
+        self.ids[place:end] = tokens
+
+    def chunk(self, asked: Prefill) -> Chunk:
+        """Build the chunk's host arrays.
+
+        Raises ``StageError`` if the chunk leaves the text, lacks features or cuts an image.
+        """
+        start, end = asked.start, asked.start + asked.length
+        if not 0 <= start < end <= len(self.input_ids):
+            raise StageError(
+                f"prefill of [{start}, {end}) in a text of {len(self.input_ids)} tokens", self.request, "P"
+            )
+        low, high = np.searchsorted(self.feature_at, (start, end))
+        if low < high and self.feature_rows[low:high].min() < 0:
+            raise StageError(f"prefill of [{start}, {end}) needs features that were not given", self.request, "P")
+        return Chunk(
+            ids=self.input_ids[start:end],
+            rope=self._rope(start, end),
+            start=start,
+            table=self.table,
+            feature_rows=self.feature_rows[low:high],
+            feature_at=self.feature_at[low:high] - start,
+            groups=self._groups(start, end),
+            needs_logits=asked.last,
+        )
+
+    def _rope(self, start: int, end: int) -> np.ndarray:
+        if self.rope.prompt is None:
+            return np.arange(start, end) + self.rope.delta
+        length = self.rope.prompt.shape[1]
+        after = np.arange(max(start, length), max(end, length)) + self.rope.delta
+        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (3, len(after)))), axis=1)
+
+    def _groups(self, start: int, end: int) -> np.ndarray | None:
+        if self.groups is None or (self.groups[start:end] < 0).all():
+            return None
+        for cut in (start, end):
+            if 0 < cut < len(self.groups) and self.groups[cut] == self.groups[cut - 1] >= 0:
+                raise StageError(f"a prefill chunk cuts the media item around position {cut}", self.request, "P")
+        return self.groups[start:end]
+
+
+@dataclass(slots=True)
+class DecodeSelection:
+    """Decode rows of one step, and of those behind it that decode the same requests.
+
+    - ``requests``: as the step names them. ``names``, ``rows``, ``slots``: in the batch's order (ascending length).
+    - ``needs``, ``kind``: what they need of the sampler. ``back``: numbers of the rows that look back. ``asked``: of
+      those that ask for log-probabilities, and how many each asks for.
+    - ``begun``, ``told``: steps that were launched, and tokens [n] of steps that were read, which the table's arrays do
+      not hold yet (``RequestTable.decoded``).
+    - ``ended``: steps that were read, likewise.
+    - ``grown``: slots that have got blocks since a device heard of their tables.
+    """
+
+    requests: Sequence[str]
+    members: frozenset[str]
+    names: tuple[str, ...]
+    rows: list[OpenRequest]
+    slots: np.ndarray
+    needs: int
+    kind: SamplerKind
+    back: np.ndarray
+    asked: Sequence[tuple[int, int]]
+    begun: int = 0
+    ended: int = 0
+    told: list[np.ndarray] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
