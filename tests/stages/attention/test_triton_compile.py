@@ -15,6 +15,7 @@ import pytest
 from support.paths import ROOT, TESTS
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+pytestmark = pytest.mark.timeout(600)  # compilers of half a minute, in processes of their own
 
 
 def run_compiling(script: Path, *arguments: str, cache: Path) -> list[list[str]]:

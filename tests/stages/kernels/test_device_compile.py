@@ -12,6 +12,7 @@ import pytest
 from support.paths import PYTHON_PATH, TESTS
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+pytestmark = pytest.mark.timeout(600)  # compilers of half a minute, in processes of their own
 
 
 def run(tmp_path: Path, *capabilities: int) -> list[list[str]]:
