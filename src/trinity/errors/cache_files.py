@@ -7,6 +7,7 @@ can be written, nothing is kept. A file appears whole or not at all, so that no 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from contextlib import suppress
@@ -17,6 +18,7 @@ from trinity.errors.files import read_regular_file
 
 CACHE_OFF = "off"  # TRINITY_CACHE=off: nothing is kept
 MOST_CACHED_BYTES = 1 << 20  # of one file
+_OWN_NAME = re.compile(r"[0-9a-f]{32,64}\.json|tmp\w+\.part")  # a digest, or what was left half written
 
 
 def cache_folder() -> Path:
@@ -28,9 +30,13 @@ def cache_folder() -> Path:
         return Path(os.devnull if chosen == CACHE_OFF else chosen)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "trinity"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one, as in containers
+        return Path(os.devnull)
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "trinity"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "trinity"
+        return Path(os.environ.get("LOCALAPPDATA") or home) / "trinity"
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "trinity"
 
 
 def read_cached(path: Path, most: int = MOST_CACHED_BYTES) -> bytes | None:
@@ -44,7 +50,7 @@ def read_cached(path: Path, most: int = MOST_CACHED_BYTES) -> bytes | None:
 def write_cached(path: Path, content: bytes, files: int | None = None) -> bool:
     """Write a cached file whole, in place of any other. Returns False where that cannot be done.
 
-    ``files`` (None): the most files that the folder keeps; the oldest are removed.
+    ``files`` (None): the most files of such a name that the folder keeps; the oldest are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +71,9 @@ def write_cached(path: Path, content: bytes, files: int | None = None) -> bool:
 
 
 def _remove_oldest(folder: Path, files: int) -> None:
+    """Remove the oldest beyond ``files``, of those alone that this module may have written."""
     with suppress(OSError):
-        found = sorted(folder.iterdir(), key=_age)
+        found = sorted((each for each in folder.iterdir() if _OWN_NAME.fullmatch(each.name)), key=_age)
         for each in found[: max(0, len(found) - files)]:
             with suppress(OSError):
                 each.unlink()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from support.core_streams import source
+from support.core_streams import layers, source
 from support.core_tables import done, sent, work
 from trinity.core import InstanceCore
-from trinity.core.messages import Offer, Release, Step, Submit
+from trinity.core.messages import Offer, Prefill, Ready, Release, Step, Submit
+from trinity.core.migration.kv_source import open_streams
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import LEAST_PULLS, KvMode, TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
@@ -44,6 +45,19 @@ def test_auto_goes_on_with_a_stream_that_it_began() -> None:
     core.state.pull_cost = (0.0, 0.0)
     (second,) = [each for each in core.handle(done(2), 0.0) if isinstance(each, Step)]
     assert second.group, "half of its blocks are announced"
+
+
+def test_a_stream_that_begins_in_the_middle_of_a_step_is_told_of_it_at_its_end() -> None:
+    """Two steps in flight, and the one that runs has reported layers when the next chunk opens the stream."""
+    core = source(transfers=TransferPolicy(), kv=99, rules=BatchRules(token_budget=8))
+    core.handle(Submit(work("r", 20)), 0.0)
+    assert core.handle(layers(1, 0, 1), 0.0) == []
+    core.state.pull_cost = (9e-3, 0.0)
+    open_streams(core.state, Step(2, "joint", (), (Prefill("r", 8, 8, False),), ()), 0.0)
+    assert core.state.requests["r"].kv_stream is not None
+    core.handle(layers(1, 1, 3), 0.0)
+    (whole,) = sent(core.handle(done(1), 0.0), Ready)
+    assert (whole.layers, whole.blocks) == (None, (0, 2))
 
 
 def test_a_target_tells_what_pulls_took_once_it_has_seen_some() -> None:

@@ -206,10 +206,12 @@ class KvStream:
     """KV of a request announced to its target while prefill runs.
 
     The first ``announced_blocks`` blocks, and ``layers`` layers of those that the running chunk completes. ``again``:
-    the chunk's step failed midway, so these layers are written and announced again.
+    the chunk's step failed midway, so these layers are written and announced again. ``first_step``: the step that the
+    stream began with; what one before it writes is announced as it ends.
     """
 
     announced_blocks: int
+    first_step: int
     layers: int = 0
     again: bool = False
 

@@ -34,7 +34,7 @@ def open_streams(s: State, step: Step, now: float) -> None:
         state = s.requests[row.request]
         begins = state.outgoing is None and state.ending is None and streams_kv(s, state)
         if begins and open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
-            state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size)
+            state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size, step.id)
             _tell(s, state, None, (0, state.kv_stream.announced_blocks))
 
 
@@ -63,7 +63,7 @@ def handle_layers_written(s: State, event: LayersWritten, now: float) -> None:
     for row in running.step.prefills:
         state = s.requests[row.request]
         stream = state.kv_stream
-        if stream is None or state.ending is not None:
+        if stream is None or state.ending is not None or event.step < stream.first_step:
             continue
         if event.layers is None:
             stream.again = stream.layers > 0

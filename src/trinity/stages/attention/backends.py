@@ -127,15 +127,15 @@ def _find_fastest(kind: CacheKind, line: list[str]) -> StepChoice:
     chosen = choices.read_choice(key)
     if chosen is None or any(BACKENDS[each].obstacle(kind) for each in (chosen.decodes, chosen.chunks)):
         chosen, times = _measure(kind, line)
-        kept = times is not None and choices.keep_choice(key, chosen, times)
-        logger.info("attention, microseconds of a step: %s", choices.describe_times(times or {}) or "none measured")
+        kept = bool(times) and choices.keep_choice(key, chosen, times)  # what was not measured may be so for the moment
+        logger.info("attention, microseconds of a step: %s", choices.describe_times(times) or "none measured")
         logger.info("attention: %s; %s", chosen, f"kept in {choices.choice_path(key)}" if kept else "not kept")
     _known[(kind, *line)] = chosen
     return chosen
 
 
-def _measure(kind: CacheKind, line: list[str]) -> tuple[StepChoice, CaseTimes | None]:
-    """Measure those in ``line`` that run here and are right, where there are two; times are None where that failed."""
+def _measure(kind: CacheKind, line: list[str]) -> tuple[StepChoice, CaseTimes]:
+    """Measure those in ``line`` that run here and are right, where there are two; no times where that failed."""
     from trinity.stages.attention.choice import StepChoice, choose_fastest
     from trinity.stages.attention.measurement import measure_backends
 
@@ -144,9 +144,9 @@ def _measure(kind: CacheKind, line: list[str]) -> tuple[StepChoice, CaseTimes | 
         (name,) = able or [REFERENCE]
         return StepChoice(name, name), {}
     made = {each: BACKENDS[each].make(kind) for each in able}
-    times = measure_backends(made, kind.shape, kind.query_heads, kind.dtype, kind.device)
+    times = measure_backends(made, kind.shape, kind.query_heads, kind.dtype, kind.device) or {}
     recordable = [each for each in able if kind.device.type == "cuda" and getattr(made[each], "supports_graphs", False)]
-    return choose_fastest(times or {}, able, recordable), times
+    return choose_fastest(times, able, recordable), times
 
 
 def pick_backend(name: str, kind: CacheKind) -> str:

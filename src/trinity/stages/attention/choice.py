@@ -1,8 +1,8 @@
 """Choice of an attention backend by kind of step, by measured times that are kept on disk.
 
 A choice is kept under everything that decides it: device, versions, the source of the kernels, shape and dtype. So the
-second start measures nothing, and any change measures anew. A file can name no backend that is not tried beside torch
-before it serves; one that cannot be read is measured again and written over.
+second start measures nothing, and any change measures anew. A file can name candidates alone, which a GPU tries
+beside torch before they serve; one that cannot be read is measured again and written over.
 """
 
 from __future__ import annotations

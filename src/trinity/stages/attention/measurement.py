@@ -122,7 +122,7 @@ def measure_backends(
     able = {name: each for name, each in backends.items() if _is_sound(name, each, shape, dtype, device)}
     try:
         return _measure_in_turns(able, shape, heads, dtype, device)
-    except RuntimeError as error:  # torch's word for want of memory too
+    except (RuntimeError, MemoryError) as error:  # torch's words for want of memory too
         logger.warning("attention is not measured: %s", str(error)[:300])
         return None
     finally:
@@ -141,11 +141,13 @@ def _is_sound(
 
 
 def _runs(name: str, backend: AttentionBackend, workload: AttentionWorkload) -> bool:
-    """Run every case once, which compiles what it needs."""
+    """Run every case once, which compiles what it needs. Raises where memory is short: no fault of its own."""
     try:
         for case in workload.cases:
             workload.run(backend, case)
-    except Exception as error:  # memory is short, a kernel has no such shape
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a kernel has no such shape
         logger.warning("attention backend %s is not measured: %s: %s", name, type(error).__name__, str(error)[:300])
         return False
     return True
