@@ -36,7 +36,7 @@ def folder(directory: Path, tiny: bool) -> Path:
 def random_weights(device: str) -> Iterator[None]:
     """Checkpoints that are loaded meanwhile get weights by transformers' own initialisation, made on ``device``."""
 
-    def make(directory: Path, name: str, dtype: torch.dtype) -> Any:
+    def make(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
         config = read_config(directory)
         adapter, _ = find_adapter(config)
         torch.manual_seed(0)

@@ -254,7 +254,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("runtime/profiler_lanes.py", "1"): probe,
     ("runtime/profiler_lanes.py", "again"): NONE,
     ("runtime/shielded_wait.py", "function"): CALLER,
-    ("transport/base.py", "copy_blocks"): DIGESTS,
+    ("transport/base.py", "copier.copy"): DIGESTS,
     ("transport/cuda_ipc/transport.py", "self._copy"): DRIVER,
     ("transport/link.py", "link.join"): NONE,
     ("transport/link.py", "self._run"): link,

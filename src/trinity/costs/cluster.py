@@ -92,8 +92,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"devices are numbered from 0 to {self.size - 1}, got {index}")
         return index
 
+    @check_call
     def links_between(self, sources: Sequence[int], targets: Sequence[int]) -> list[Interconnect]:
-        """List the kinds of interconnect from devices of ``sources`` to ``targets``, each once."""
+        """List the kinds of interconnect from devices of ``sources`` to ``targets``, each once.
+
+        Raises ``ConfigError`` for indices of no device.
+        """
+        for place in (*sources, *targets):
+            self._check_index("sources and targets", place)
         if not sources or not targets:
             return []
         if not self.hosts:
