@@ -121,21 +121,3 @@ def test_only_equal_devices_change_places() -> None:
     assert Cluster.of("H100", 3).arrange_for("E+P+D") == Cluster.of("H100", 3), "one host"
     with pytest.raises(PlacementError, match="2 instances"):
         mixed.arrange_for("P+D")
-
-
-@pytest.mark.parametrize(
-    ("hosts", "sources", "targets", "kinds"),
-    [
-        ("", [0], [1], "n"),
-        ("aabb", [0], [1], "n"),
-        ("aabb", [0], [2, 3], "i"),
-        ("aabb", [0], [1, 2], "ni"),
-        ("aabb", [], [1], ""),
-        ("aabb", [1], [], ""),
-    ],
-)
-def test_the_kinds_of_interconnect_between_two_groups(
-    hosts: str, sources: list[int], targets: list[int], kinds: str
-) -> None:
-    cluster = Cluster(devices=(DEVICES["H100"],) * 4, hosts=tuple(hosts))
-    assert "".join(each.name[0] for each in cluster.links_between(sources, targets)) == kinds

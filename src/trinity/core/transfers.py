@@ -12,7 +12,6 @@ KvMode = Literal["auto", "off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
 WORTH_S = 5e-3  # of a prompt's transfer: a step that streams takes some 1 ms more for messages and sums
 LEAST_PULLS = 8  # measured before "auto" goes by them
-TYPICAL_PROMPT = 1024  # tokens, where prompts are not known yet
 LEAST_FIXED_S = 1e-4  # a message and a hop between threads, whatever the line through noisy pulls says
 MEMORY = 0.9  # share of what was measured before that stays with each new measurement
 FEED_FORWARD = 2 / 3  # of a layer's time comes behind its attention, as in a Llama's matrices

@@ -93,21 +93,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return index
 
     @check_call
-    def links_between(self, sources: Sequence[int], targets: Sequence[int]) -> list[Interconnect]:
-        """List the kinds of interconnect from devices of ``sources`` to ``targets``, each once.
-
-        Raises ``ConfigError`` for indices of no device.
-        """
-        for place in (*sources, *targets):
-            self._check_index("sources and targets", place)
-        if not sources or not targets:
-            return []
-        if not self.hosts:
-            return [self.link]
-        one, other = ({self.hosts[place] for place in places} for places in (sources, targets))
-        return [self.link] * bool(one & other) + [self.network] * (len(one | other) > 1)
-
-    @check_call
     def arrange_for(self, placement: Placement | str) -> Cluster:
         """Assign the devices' hosts so that few blocks cross between hosts (TriInfer 5.5).
 

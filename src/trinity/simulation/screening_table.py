@@ -82,7 +82,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         ("off",),
         {"layer": "off", "grouped": "off", "auto": "off"},
         {"layer": 0.0, "grouped": 0.0, "auto": 0.0},
-        note="a Simulator makes grouped or off of auto",
+        note="a Simulator makes off of auto",
     ),
     "TransferPolicy.store": ScreeningRow(note="features are looked for where there are reports: see Simulator.routing"),
     "TransferPolicy.lease_s": ScreeningRow(note="leases do not end in a simulation"),

@@ -22,7 +22,7 @@ from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules, latency_bound
-from trinity.core.transfers import TYPICAL_PROMPT, TransferPolicy, is_worth_streaming
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.longer_steps import stretch_cost
@@ -91,8 +91,8 @@ class Simulator:
     - ``routing`` ("round_robin"): a policy's name.
     - ``lanes`` (("joint",)): of instances that encode beside another stage.
     - ``interference`` (factor, None): slow-down of each of two lanes while both are busy. None: as in ``cost``.
-    - ``transfers`` (None): ``TransferPolicy``. ``kv="auto"`` is taken as "grouped" where a prompt of 1,024 tokens takes
-      5 ms on the slowest way from a P to a D, else as "off".
+    - ``transfers`` (None): ``TransferPolicy``. ``kv="auto"`` is taken as "off": streaming gains a goodput 2 % at most
+      (decision 0033), and a replay of it takes the cores, which are slow.
     - ``memory_share`` (0.9): share of a device's memory; pools are what the weights leave of it.
     - ``max_waiting`` (requests, 1024): without a token, that are taken in, as by a pipeline.
     - ``reservation`` ("full"): of KV blocks, as an ``Instance``'s.
@@ -166,23 +166,12 @@ class Simulator:
                 "one runs on each"
             )
         if self._last is None or self._last[:2] != (parsed, shared):
-            instances, transfers = enumerate(parsed.instances()), self._transfers_of(parsed)
-            found = [self._settings(name, roles, place, shared, transfers) for place, (name, roles) in instances]
+            instances = enumerate(parsed.instances())
+            found = [self._settings(name, roles, place, shared) for place, (name, roles) in instances]
             self._last = (parsed, shared, found)
         return list(self._last[2])
 
-    def _transfers_of(self, placement: Placement) -> TransferPolicy:
-        """``kv="auto"`` as "grouped" or "off", by a typical prompt on the slowest way from a P to a D."""
-        if self.transfers.kv != "auto":
-            return self.transfers
-        roles = [roles for _, roles in placement.instances()]
-        sources = [place for place, each in enumerate(roles) if "P" in each and "D" not in each]
-        targets = [place for place, each in enumerate(roles) if "D" in each]
-        size = self.model.kv_bytes * min(TYPICAL_PROMPT, self.model.context)
-        slowest = max((link.seconds(size) for link in self.cluster.links_between(sources, targets)), default=0.0)
-        return replace(self.transfers, kv="grouped" if is_worth_streaming(slowest) else "off")
-
-    def _settings(self, name: str, roles: str, place: int, shared: bool, transfers: TransferPolicy) -> Settings:
+    def _settings(self, name: str, roles: str, place: int, shared: bool) -> Settings:
         rules, pools = self._sizes_of_roles(roles, place)
         return Settings(
             name,
@@ -195,7 +184,7 @@ class Simulator:
             prefix_cache=shared,
             layers=self.model.language.layers,
             reservation=self.reservation,
-            transfers=transfers,
+            transfers=replace(self.transfers, kv="off") if self.transfers.kv == "auto" else self.transfers,
             lease_s=inf,
             report_s=Settings.report_s if self.informed else inf,
         )
