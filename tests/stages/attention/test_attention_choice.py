@@ -288,64 +288,6 @@ def test_where_nothing_can_be_measured_the_first_serves_and_nothing_is_kept(
     assert any("attention is not measured: CUDA out of memory" in line for line in caplog.messages)
 
 
-class Hungry(TorchAttention):
-    """``short`` of memory where there is more than the probe's."""
-
-    short = True
-
-    def attend(
-        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
-    ) -> Tensor:
-        if self.short and len(cache) > 11:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().attend(rows, cache, qkv, params)
-
-
-def test_want_of_memory_for_a_moment_decides_nothing_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = BackendSpec(lambda kind: None, lambda kind: Hungry())
-    line = {"hungry": spec, "torch": BACKENDS["torch"], "more": BACKENDS["torch"]}
-    monkeypatch.setattr(backends, "BACKENDS", line)
-    choose_backends("fastest", KIND)
-    assert kept(tmp_path) == []
-    monkeypatch.setattr(Hungry, "short", False)
-    begin_anew(monkeypatch)
-    choose_backends("fastest", KIND)
-    (file,) = kept(tmp_path)
-    times = msgspec.json.decode(file.read_bytes(), type=MeasuredChoice).times
-    assert all("hungry" in each for each in times.values())
-
-
-def test_nothing_is_kept_where_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "_runs", lambda *given: False)
-    choose_backends("fastest", KIND)
-    assert kept(tmp_path) == []
-
-
-def test_a_file_of_somebody_else_in_the_folder_stays(tmp_path: Path) -> None:
-    key = make_choice_key(KIND, ["native", "torch"])
-    folder = choice_path(key).parent
-    folder.mkdir(parents=True)
-    names = [f"{number}.txt" for number in range(MOST_CHOICES + 3)]
-    for name in names:
-        (folder / name).write_text("mine")
-    assert keep_choice(key, StepChoice("torch", "torch"), {})
-    assert all((folder / name).exists() for name in names)
-
-
-def test_a_user_without_a_home_keeps_nothing_and_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that run under a number that no user has."""
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("TRINITY_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    key = make_choice_key(KIND, ["native", "torch"])
-    assert read_choice(key) is None
-    assert not keep_choice(key, StepChoice("torch", "torch"), {})
-
-
 def test_triton_is_measured_beside_the_others(counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is a real backend, and far the slowest one."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
