@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import mmap
 import os
@@ -62,7 +63,7 @@ def written(device: str, values: torch.Tensor) -> SharedRegion:
 def test_what_is_written_is_read_by_whoever_has_the_descriptor(device: str, dtype: torch.dtype) -> None:
     values = (noise() * 100).to(dtype).view(27, 37)
     made = written(device, values.t())  # of any strides
-    other = open_region(device, os.dup(made.file), made.size)
+    other = open_region(device, made.file, made.size)
     for region in (made, other):
         assert torch.equal(region.view(128, (37, 27), dtype), values.t())
         assert torch.equal(region.view(SIZE - 64, (8,), torch.int64), torch.arange(8))
@@ -86,10 +87,11 @@ def test_it_outlasts_the_process_that_made_it(device: str) -> None:
             signal.pause()
         size, (file,), _, _ = socket.recv_fds(ours, 8, 1)
     opened = open_region(device, file, int.from_bytes(size, "big"))
+    os.close(file)
     found = opened.view(128, (999,), torch.float32)
     os.kill(maker, signal.SIGKILL)
     os.waitpid(maker, 0)
-    again = open_region(device, os.dup(opened.file), opened.size)  # as an instance that starts later does
+    again = open_region(device, opened.file, opened.size)  # as an instance that starts later does
     for each in (found, again.view(128, (999,), torch.float32)):
         assert torch.equal(each, noise())
 
@@ -132,6 +134,8 @@ def test_a_descriptor_that_could_change_is_refused(fault: str, tmp_path: Path) -
         file = os.dup(made.file)
     with pytest.raises((OSError, ValueError)):
         open_region("cpu", file, SIZE * 2 if fault == "too small" else SIZE)
+    gc.collect()
+    os.close(file)  # it is the caller's still
 
 
 # ---------------------------------------------------------------- a GPU that cannot

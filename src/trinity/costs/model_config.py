@@ -59,6 +59,7 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
     language = _layer_shape(text, "language", gated=True)
     vision = _vision_shape(config, text) if _part(config, "vision_config") else None
     rule = _visual_token_rule(config, preprocessor or {}) if vision else visual_tokens.fixed_tokens
+    quantised = _part(config, "quantization_config") or _part(text, "quantization_config")
     return ModelShape(
         name=name,
         language=language,
@@ -67,7 +68,7 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
         visual_tokens=rule,
         image_tokens=rule(*_TYPICAL) if vision else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        layer_dtype_bytes=1 if _part(config, "quantization_config").get("quant_method") == "fp8" else None,
+        layer_dtype_bytes=1 if quantised.get("quant_method") == "fp8" else None,
         dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
         context=_optional(text, "language", "max_position_embeddings", 4096),
         source="config.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
@@ -114,7 +115,7 @@ class BlockMemory:
         """View bytes ``offset`` to ``offset + length`` of every block: int64 [blocks, length / 8], or uint8."""
         import torch
 
-        flat = self.tensor.view(self.blocks, -1).view(torch.uint8)
+        flat = self.tensor.view(self.blocks, math.prod(self.shape.shape)).view(torch.uint8)
         if self.block_bytes % 8 or offset % 8 or length % 8:
             return flat[:, offset : offset + length]
         return flat.view(torch.int64)[:, offset // 8 : (offset + length) // 8]
@@ -128,7 +129,7 @@ class BlockMemory:
 
         self.file = create_sealed_file(f"trinity-{self.kind}", size)
         self._closing = weakref.finalize(self, os.close, self.file)
-        return np.frombuffer(mmap.mmap(self.file, size), dtype=np.uint8)
+        return np.frombuffer(_map(self.file, size), dtype=np.uint8)
 
     def close(self) -> None:
         """End the pool's use and close its memory file; may be called twice. Mappings last as long as they are used."""
@@ -158,10 +159,22 @@ def create_sealed_file(name: str, size: int) -> int:
     try:
         os.ftruncate(file, size)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         os.close(file)
-        raise ConfigError(f"cannot allocate a pool of {size:,} bytes: {error}; make the pools smaller") from error
+        raise _no_room(size, error) from error
     return file
+
+
+def _map(file: int, size: int, **flags: int) -> mmap.mmap | bytearray:
+    """Map ``size`` bytes of a file, or of fresh memory (-1): no system maps none. Raises ``ConfigError``."""
+    try:
+        return mmap.mmap(file, size, **flags) if size else bytearray()
+    except (OSError, OverflowError) as error:
+        raise _no_room(size, error) from error
+
+
+def _no_room(size: int, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot allocate a pool of {size:,} bytes: {error}; make the pools smaller")
 
 
 def _untouched_zeros(size: int) -> np.ndarray:
@@ -173,9 +186,12 @@ def _untouched_zeros(size: int) -> np.ndarray:
     import numpy as np
 
     if not hasattr(mmap, "MAP_PRIVATE"):
-        return np.zeros(size, dtype=np.uint8)
-    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_FROM_BYTES:
+        try:
+            return np.zeros(size, dtype=np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+            raise _no_room(size, error) from error
+    made = _map(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if isinstance(made, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_FROM_BYTES:
         with suppress(OSError):  # advice only: a system without them refuses
             made.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(made, dtype=np.uint8)

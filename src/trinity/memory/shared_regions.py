@@ -70,7 +70,7 @@ def _find_fault(gpu: int | None) -> str | None:
         made = make_region(gpu, values.nbytes)
         made.write(0, values)
         made.seal()
-        found = open_region(gpu, os.dup(made.file), made.size).view(0, (len(values),), values.dtype)
+        found = open_region(gpu, made.file, made.size).view(0, (len(values),), values.dtype)
         return None if torch.equal(found.cpu(), values) else "another mapping of its memory has other bytes"
     except Exception as error:  # of a driver, or of torch, that this has never met
         return f"{type(error).__name__}: {str(error)[:300]}"
@@ -83,9 +83,9 @@ def make_region(device: object, size: int) -> SharedRegion:
 
 
 def open_region(device: object, file: int, size: int) -> SharedRegion:
-    """Open the region that a descriptor holds, which is closed in the end. Raises as ``make_region``."""
-    number = gpu_number(device)
-    return HostRegion.open(file, size) if number is None else DeviceRegion(number, file, size)
+    """Open the region that a descriptor holds; it stays the caller's. Raises as ``make_region``."""
+    number, own = gpu_number(device), os.dup(file)
+    return HostRegion.open(own, size) if number is None else DeviceRegion(number, own, size)
 
 
 class HostRegion:

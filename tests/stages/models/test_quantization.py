@@ -162,3 +162,15 @@ def test_blocks_of_a_checkpoint_may_have_another_size(tmp_path: Path) -> None:
     assert not any("k_proj" in name for name in held), "32 outputs are no whole block"
     model = loader._load_part(directory, "language", torch.float32, True)
     assert weights_of(model)["model.layers.0.self_attn.k_proj.weight"] == torch.float32
+
+
+def test_a_text_config_that_is_quantised_is_so_for_everybody(copied: Path) -> None:
+    """Fails at 8235ded: processes took such parts from each other, and plans counted two bytes for each weight."""
+    config = json.loads((copied / "config.json").read_text())
+    assert loader.can_share_weights(checkpoint("llava"), "cpu")
+    wanted = read_model_shape(copied)
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (copied / "config.json").write_text(json.dumps(config))
+    assert quantization.read_quantization(copied) is not None
+    assert not loader.can_share_weights(copied, "cpu")
+    assert read_model_shape(copied).layer_dtype_bytes == wanted.layer_dtype_bytes == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def test_tensors_are_there_once(shelf: WeightShelf) -> None:
     load("llava", "PD", shelf)
     taken = load("llava", "PD", shelf)
     ((part, file),) = shelf._parts.values()
-    region = open_region(CPU, os.dup(file), part.size)
+    region = open_region(CPU, file, part.size)
     table = msgspec.msgpack.decode(part.table, type=PartTable)
     for place in table.places:
         held = region.view(place.offset, place.shape, getattr(torch, place.dtype))
@@ -173,6 +172,18 @@ def test_a_part_that_does_not_fit_is_loaded(
         "the weights of the language part are this process's alone: PartMismatch: its modules are others" in caplog.text
     )
     assert all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
+def test_a_part_whose_modules_cannot_be_made_is_let_go(shelf: WeightShelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails at 8235ded: its descriptor stayed, and with it a whole copy of the part."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no meta device")
+
+    load("llava", "D", shelf)
+    monkeypatch.setattr(loader, "_make_empty_part", refuse)
+    load("llava", "D", shelf)
+    assert shelf._parts, "the guard of all tests counts what is left of it"
 
 
 def test_memory_that_runs_out_is_no_end(

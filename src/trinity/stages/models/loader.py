@@ -186,7 +186,7 @@ def _part(
 
 def can_share_weights(directory: Path, device: object) -> bool:
     """Tell if processes share weights on a device; quantised ones they do not, whose modules depend on who loads."""
-    return getattr(read_config(directory), "quantization_config", None) is None and can_share(device)
+    return read_quantization(directory) is None and can_share(device)
 
 
 def _is_worth_sharing(directory: Path, dtype: torch.dtype, device: torch.device, packed: bool) -> bool:
