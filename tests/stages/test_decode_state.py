@@ -238,6 +238,21 @@ def test_tokens_are_those_of_each_request_alone(depth: int, ops: list[tuple[str,
         assert (table.steps_in_flight, table.in_flight.max(), table.suspects) == (0, 0, set())
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 2, 12])
+def test_rows_grow_together_or_hold_more_than_the_device_has(depth: int, ahead: int) -> None:
+    """Each block is at its own row; and blocks held beyond those on the device are written before they are needed."""
+    served = Served(depth)
+    for first in (5, 6, 7):
+        served.open(0, prompt=(first, 9, 8, 7))
+    for number in range(50):
+        for name in served.running if number % 9 == 2 else ():
+            served.grow([name], ahead)
+        served.step(served.running)
+    while served.flight:
+        served.read()
+
+
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
