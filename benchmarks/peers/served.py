@@ -2,7 +2,8 @@
 
 Against (a) the co-located trinity on two threads, (b) two EPD instances, (c) other engines on two threads. SLOs are
 4, 8 and 16 times what (a) takes for a request alone. Every engine has that of its settings, three of each, which keeps
-most requests in time. Trials are kept, so that the next run goes on from there.
+most requests in time. Trials are kept, so that the next run goes on from there. The whole takes hours on two cores:
+with fewer minutes than WHOLE_MINUTES it is one seed, and one setting for every engine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trinity.bench import measure, outcome
 from trinity.bench.client import replay_to_server
 from trinity.bench.commands import make_goals
 from trinity.bench.load import CheckpointRequests, draw_stretch, make_requests, shrink_trace
+from trinity.bench.machine import read_cpu_field
 from trinity.bench.search import EngineGoodput, Goal, Trial, find_goodputs, goodput_ratio, schedule_trials
 from trinity.bench.servers import PEERS, BenchRequest, EngineSpec, Server
 from trinity.traces.trace import SLO, Trace
@@ -59,6 +61,9 @@ class Sizes(NamedTuple):
     peers: tuple[str, ...] = PEERS
 
 
+WHOLE_MINUTES = 90.0
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # without these, peers take 5 to 9 times as long as in float32
+SHORT = Sizes(seeds=1, sweep=(512,))
 QUICK = Sizes("float32", 1, 8, 1, 8, 3, (64,), 4, 2, (0.5,), ("E+PD",), ())
 
 
@@ -207,7 +212,15 @@ async def everything(setting: Setting, sizes: Sizes) -> Result:
 
 def run(setting: Setting) -> Result:
     os.environ.setdefault("TRINITY_PEERS", str(ROOT / ".peers"))
-    return asyncio.run(everything(setting, QUICK if setting.quick else Sizes()))
+    return asyncio.run(everything(setting, choose_sizes(setting)))
+
+
+def choose_sizes(setting: Setting) -> Sizes:
+    """Take what fits into the minutes, in bfloat16 where the processor multiplies it, else float32, as users do."""
+    if setting.quick:
+        return QUICK
+    sizes = Sizes() if setting.minutes >= WHOLE_MINUTES else SHORT
+    return sizes._replace(dtype="bfloat16" if BFLOAT16_FLAGS & set(read_cpu_field("flags").split()) else "float32")
 
 
 # ---------------------------------------------------------------- what it came to

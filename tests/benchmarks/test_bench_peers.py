@@ -41,6 +41,20 @@ def test_requests_per_cpu_second_name_the_peers_that_are_not_there() -> None:
     assert found.markdown()
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("avx2 fma", "float32"), ("avx2 avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16")]
+)
+def test_goodput_is_measured_in_what_the_processor_multiplies(
+    flags: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "read_cpu_field", {"flags": flags}.__getitem__)
+    whole = served.choose_sizes(Setting(quick=False, minutes=served.WHOLE_MINUTES))
+    short = served.choose_sizes(Setting(quick=False, minutes=served.WHOLE_MINUTES / 2))
+    assert (whole.dtype, whole.seeds, len(whole.sweep)) == (dtype, 3, 3)
+    assert (short.dtype, short.seeds, len(short.sweep)) == (dtype, 1, 1)
+    assert served.choose_sizes(Setting(quick=True, minutes=served.WHOLE_MINUTES)) == served.QUICK
+
+
 def of(per_cpu_s: float, count: int = 3) -> list[Burst]:
     return [Burst(requests=8, cpu_s=8 / per_cpu_s, wall_s=1.0, foreign=0.0)] * count
 
