@@ -137,7 +137,7 @@ def watch_core(host: InstanceHost, notes: Notes) -> None:
 
 def watch_loop(pipe: Pipeline, notes: Notes) -> None:
     """Note the CPU time of the event loop's thread from the tokens of one step to those of the next."""
-    post: Callable[[Value], None] = pipe.post
+    post: Callable[[Value], None] = pipe._frontend.post
     last = 0.0
 
     def timed(event: Value) -> None:
@@ -148,7 +148,7 @@ def watch_loop(pipe: Pipeline, notes: Notes) -> None:
             last = now
         post(event)
 
-    pipe.post = timed  # type: ignore[method-assign]
+    pipe._frontend.post = timed  # type: ignore[method-assign]
 
 
 def warm_core(running: int, steps: int, waiting: int = 0) -> float:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from trinity.memory.cache_config import CacheConfig as CacheConfig
     from trinity.metrics import Metrics as Metrics
     from trinity.pipeline import Pipeline as Pipeline
+    from trinity.pipeline.stream import Stream as Stream
+    from trinity.pipeline.sync_pipeline import SyncPipeline as SyncPipeline
     from trinity.placement import Placement as Placement
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from trinity.runtime.compose import start_instance as start_instance
     from trinity.runtime.host import Network as Network
     from trinity.stages.base import Stage as Stage
-    from trinity.stream import Stream as Stream
     from trinity.timeline import Timeline as Timeline
     from trinity.traces.goodput import Goodput as Goodput
     from trinity.traces.trace import SLO as SLO
@@ -65,6 +66,7 @@ _HOMES = {
     "metrics": ["Metrics"],
     "core.transfers": ["TransferPolicy"],
     "pipeline": ["Pipeline"],
+    "pipeline.sync_pipeline": ["SyncPipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.media_limits": ["MediaLimits"],
@@ -75,7 +77,7 @@ _HOMES = {
     "core.routing": ["RoutingPolicy"],
     "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],
-    "stream": ["Stream"],
+    "pipeline.stream": ["Stream"],
     "timeline": ["Timeline"],
     "traces.trace": ["SLO", "Trace"],
     "transport.base": ["Transport"],

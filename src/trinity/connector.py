@@ -92,6 +92,9 @@ class Connector:
         self._closed = False
         self._verification_key = b""
 
+    def __repr__(self) -> str:
+        return f"Connector({', '.join(f'{kind} by {route.transport.scheme}' for kind, route in self.routes.items())})"
+
     @property
     def shared(self) -> bool:
         """True if a transport needs pools in memory files, which other processes can map."""

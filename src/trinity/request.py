@@ -22,6 +22,7 @@ from trinity.errors.plain_values import (
     tuple_of,
     whole_between,
 )
+from trinity.tables import Table, as_titled_html
 
 DEFAULT_MAX_TOKENS = 256  # of a request and a checkpoint that say nothing
 _MOST_BANNED = 16_384  # token ids of all bad words together
@@ -29,6 +30,7 @@ _MOST_TOKENS = (1 << 31) - 1  # counts and token ids; far beyond any context and
 _MOST_TEXT = 1024  # characters of a name or a stop string
 _MOST_PROMPT = 1 << 26  # characters; a context's own limit is far below
 _MOST_SECONDS = 1e9
+_MOST_SHOWN = 60  # characters of a text in an output's repr
 _LARGEST = 1e6  # of temperature and penalty: float32 logits stay finite
 _ids = count(1)
 
@@ -204,6 +206,28 @@ class Output(msgspec.Struct, kw_only=True):
     logprobs: list[float | None] = msgspec.field(default_factory=list)
     emulated: bool = False
     preemptions: int = 0
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _MOST_SHOWN else f"{self.text[:_MOST_SHOWN]}…"
+        return f"Output({self.request_id!r}: {text!r}, {', '.join(f'{name} {value}' for name, value in self._facts())})"
+
+    def _repr_html_(self) -> str:
+        return as_titled_html(self.text, Table(("request", self.request_id), self._facts()))
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """List what a reader looks for first, without what does not apply."""
+        first, each = ("" if seconds is None else f"{1e3 * seconds:.1f} ms" for seconds in (self.ttft_s, self.tpot_s))
+        parts = {"visual": self.media_tokens, "cached": self.cached_tokens}
+        within = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
+        facts = [
+            ("finish", self.finish_reason + (" (emulated)" if self.emulated else "")),
+            ("tokens", str(len(self.token_ids))),
+            ("prompt", str(self.prompt_tokens) + (f" ({within})" if within else "")),
+            ("TTFT", first),
+            ("TPOT", each),
+            ("route", " → ".join(self.route)),
+        ]
+        return [(name, value) for name, value in facts if value]
 
     @property
     def tpot_s(self) -> float | None:

@@ -46,3 +46,8 @@ def as_html(table: Table) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def as_titled_html(title: str, *tables: Table) -> str:
+    """Format a title and tables below it, all escaped, as a notebook shows an object."""
+    return f"<p><b>{escape(title)}</b></p>{''.join(map(as_html, tables))}"

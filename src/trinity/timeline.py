@@ -14,6 +14,7 @@ import msgspec
 from trinity.errors import ConfigError, describe_error
 from trinity.errors.arguments import Whole, check_arguments, check_call, check_value, show
 from trinity.errors.files import write_file
+from trinity.tables import Table, as_titled_html
 
 SOURCE_LANE = "migration out"  # the lane on which the source of a migration is shown
 
@@ -103,6 +104,26 @@ class Timeline:
     def rows(self) -> tuple[tuple[str, str, float, float, dict[str, Any]], ...]:
         """Return (lane, name, start, seconds, arguments) of every slice, as a process sends them to its pipeline."""
         return tuple((each.lane, each.name, each.start_s, each.duration_s, dict(each.args)) for each in self.slices())
+
+    def _busy(self) -> Table:
+        """Tabulate the lanes: slices, and the seconds that they take together."""
+        lanes: dict[tuple[str, str], list[float]] = {}
+        for each in self.slices():
+            lanes.setdefault((each.instance, each.lane), []).append(each.duration_s)
+        rows = [
+            (instance, lane, f"{len(taken):,}", f"{sum(taken):.3f}")
+            for (instance, lane), taken in sorted(lanes.items())
+        ]
+        return Table(("instance", "lane", "slices", "busy s"), rows)
+
+    def __repr__(self) -> str:
+        slices = self.slices()
+        instances, began = {each.instance for each in slices}, min((each.start_s for each in slices), default=0.0)
+        length = max((each.start_s + each.duration_s for each in slices), default=0.0) - began
+        return f"Timeline({len(slices):,} slices of {len(instances)} instances over {length:.3f} s)"
+
+    def _repr_html_(self) -> str:
+        return as_titled_html(repr(self), self._busy())
 
     def to_json(self) -> str:
         """Encode in the trace-event format: a process per instance, a thread per lane, microseconds from 0.

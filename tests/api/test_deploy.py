@@ -15,12 +15,12 @@ from trinity.connector import Connector
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.deploy import InstanceOptions, make_instances
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
+from trinity.pipeline.deploy import InstanceOptions, make_instances
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.supervisor import make_setup

@@ -124,7 +124,7 @@ def pipe(runner: asyncio.Runner) -> Iterator[Pipeline]:
     runner.run(started.start())
     yield started
     runner.run(started.wait_idle())
-    assert not started._streams
+    assert not started._frontend.streams
     runner.run(started.aclose())
 
 

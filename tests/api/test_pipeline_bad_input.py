@@ -34,10 +34,10 @@ from trinity.errors import (
 )
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
+from trinity.pipeline.stream import reduce_deadline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Media, Request, Sampling
-from trinity.stream import reduce_deadline
 
 pytestmark = pytest.mark.usefixtures("expected")
 
@@ -356,7 +356,7 @@ def test_preparing_uses_up_the_deadline() -> None:
 
 async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("EP+D") as pipe:
-        prepare, post = pipe.processor.aprocess, pipe.post
+        prepare, post = pipe.processor.aprocess, pipe._frontend.post
         left: list[float] = []
 
         async def slowly(request: Request) -> ProcessedRequest:
@@ -368,7 +368,7 @@ async def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.Monke
             post(event)
 
         monkeypatch.setattr(pipe.processor, "aprocess", slowly)
-        monkeypatch.setattr(pipe, "post", noting)
+        monkeypatch.setattr(pipe._frontend, "post", noting)
         await pipe.complete(TEXT.request(deadline_s=30.0))
         assert 0 < left[0] <= 29.95
 

@@ -341,7 +341,7 @@ async def test_a_crash_does_not_wait_for_reads_in_flight() -> None:
         reading = asyncio.ensure_future(pipe.complete(TEXT.request()))
         while not pipe.hosts["D0"]._tasks:
             await asyncio.sleep(0.001)
-        pipe.report_crash("EP0", Crash("an invariant is broken"))
+        pipe._frontend.report_crash("EP0", Crash("an invariant is broken"))
         with pytest.raises(RequestError, match="EP0 failed"):
             await reading
         async with asyncio.timeout(20):
@@ -353,7 +353,7 @@ async def crash(armed: list[bool]) -> tuple[list[Any], BaseException]:
     """The errors of all that were there at the crash, and of one that comes later."""
     async with Pipeline(checkpoint("llava"), "E+P+D", dtype="float32") as pipe:
         waiting = [asyncio.ensure_future(pipe.complete(LONG.request())) for _ in range(3)]
-        while len(pipe._frontend.entries) < 3:
+        while len(pipe._frontend.core.entries) < 3:
             await asyncio.sleep(0.001)
         async with pipe.stream(LONG.request()) as tokens:
             await anext(aiter(tokens))

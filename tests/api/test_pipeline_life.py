@@ -335,13 +335,13 @@ async def test_cancelled_while_it_is_prepared() -> None:
     async with serving() as pipe:
         readers = [asyncio.ensure_future(pipe.complete(TWO.request())) for _ in range(6)]
         await asyncio.sleep(0)
-        assert pipe._preparing == 6
+        assert pipe._frontend.preparing == 6
         for reader in readers:
             reader.cancel()
         found = await asyncio.gather(*readers, return_exceptions=True)
         assert [type(each) for each in found] == [asyncio.CancelledError] * 6
-        assert pipe._preparing == 0
-        assert not pipe._streams
+        assert pipe._frontend.preparing == 0
+        assert not pipe._frontend.streams
         assert pipe.metrics.summary()["finished"] == {"cancelled": 6}
         await good_ones(pipe)
 

@@ -74,7 +74,7 @@ async def test_a_pipeline_whose_group_is_cancelled_closes_first() -> None:
     async def program() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(serve())
-            while not (pipes and pipes[0]._frontend.entries):
+            while not (pipes and pipes[0]._frontend.core.entries):
                 await asyncio.sleep(0.001)
             raise LookupError("the rest of the program failed")
 

@@ -35,18 +35,18 @@ def expected() -> None:
 async def timed(pipe: Pipeline, case: Case) -> tuple[Output, float]:
     """The output, and the seconds from its submission to the instances until its end."""
     submitted: list[float] = []
-    post = pipe.post
+    post = pipe._frontend.post
 
     def noting(event: Any) -> None:
         if isinstance(event, Submit):
             submitted.append(pipe.loop.time())
         post(event)
 
-    pipe.post = noting  # type: ignore[method-assign]
+    pipe._frontend.post = noting  # type: ignore[method-assign]
     async with pipe.stream(case.request()) as tokens:
         async for _ in tokens:
             pass
-    pipe.post = post  # type: ignore[method-assign]
+    pipe._frontend.post = post  # type: ignore[method-assign]
     return tokens.output, pipe.loop.time() - submitted[0]
 
 

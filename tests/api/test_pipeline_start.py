@@ -30,7 +30,7 @@ def llama() -> Path:
 
 
 def assert_closed(pipe: Pipeline) -> None:
-    assert pipe._state == "closed"
+    assert pipe.state == "closed"
     assert pipe._closing is not None
     assert pipe._closing.done()
     for host in pipe.hosts.values():
@@ -71,7 +71,7 @@ async def test_closed_at_any_point_of_its_start(hosting: Any, pause: Callable[[i
         outcomes.append(outcome)
         assert_closed(pipe)
         with pytest.raises(ClosedError):
-            pipe._check_open()
+            pipe._frontend.check_open()
     assert any(outcomes)
 
 
@@ -138,7 +138,7 @@ async def test_a_start_that_is_given_up_leaves_no_preprocessing_process(llama: P
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await pipe.start()
-    workers = getattr(pipe._processor, "_workers", [])
+    workers = getattr(pipe._frontend.processor, "_workers", [])
     assert [each._process for each in workers] == [None]
 
 

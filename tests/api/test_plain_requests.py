@@ -216,7 +216,7 @@ async def test_such_requests_end_and_so_does_the_pipeline(hosting: Any) -> None:
             for changes in REFUSED.values():
                 with pytest.raises(RequestError):
                     await pipe.complete(Request(**{"prompt": "a", "max_tokens": 2, **changes}))
-            assert not pipe._streams
+            assert not pipe._frontend.streams
             await pipe.wait_idle()
 
 

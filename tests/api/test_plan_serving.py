@@ -13,11 +13,11 @@ from trinity.core.routing import LeastLoaded
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
-from trinity.deploy import PLAN_SETTINGS
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import UnknownName
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
+from trinity.pipeline.deploy import PLAN_SETTINGS
 from trinity.planner import Plan, Space
 from trinity.planner.search_space import list_knobs
 from trinity.traces.trace import SLO

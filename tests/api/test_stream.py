@@ -14,9 +14,9 @@ from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLo
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
+from trinity.pipeline.stream import Stream, make_error
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Request, Sampling, Token
-from trinity.stream import Stream, make_error
 from trinity.traces.trace import SLO
 
 

@@ -82,7 +82,7 @@ async def test_the_loop_is_open() -> None:
     async with pipeline("EPD", slow, rules=BatchRules(token_budget=60)) as pipe:
         serving = asyncio.create_task(replay(pipe, rows(4, gap_ms=1.0, output_length=1)))
         while not serving.done():
-            most = max(most, len(pipe._streams))
+            most = max(most, len(pipe._frontend.streams))
             await asyncio.sleep(0.01)
         served = await serving
     assert most == 4, "all are there before the first has ended"
@@ -151,9 +151,9 @@ async def test_a_pipeline_that_closes_ends_the_replay() -> None:
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
-        assert not pipe._streams
+        assert not pipe._frontend.streams
         slow = asyncio.create_task(replay(pipe, rows(1, output_length=2000)))
-        while not pipe._streams:
+        while not pipe._frontend.streams:
             await asyncio.sleep(0.01)
     with pytest.raises(ClosedError):
         await slow

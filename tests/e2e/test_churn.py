@@ -28,8 +28,8 @@ from trinity.core.scheduler import BatchRules
 from trinity.errors import DeadlineExceeded
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
+from trinity.pipeline.stream import Stream
 from trinity.request import Request
-from trinity.stream import Stream
 from trinity.testing.transports import WrappedTransport
 
 pytestmark = pytest.mark.xdist_group("llava")

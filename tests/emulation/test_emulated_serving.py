@@ -52,7 +52,7 @@ async def test_no_instance_runs_before_all_can_be_reached(monkeypatch: pytest.Mo
     start, known = InstanceHost.start, []
 
     def watched(host: InstanceHost) -> None:
-        known.append(set(pipe._reached))
+        known.append(set(pipe._frontend.reached))
         start(host)
 
     monkeypatch.setattr(InstanceHost, "start", watched)
@@ -65,7 +65,7 @@ async def test_no_instance_runs_before_all_can_be_reached(monkeypatch: pytest.Mo
 async def test_what_it_shows_is_labelled(tmp_path: Path) -> None:
     async with Pipeline(MODEL, "E+P+D", cache=CacheConfig(pools=POOLS), slo=SLO(ttft=1.0, tbt=0.05)) as pipe:
         (output,) = await serve(pipe, asked()[1:2])
-    assert "emulated=True" in repr(output)
+    assert "finish length (emulated)" in repr(output)
     assert pipe.metrics.summary()["emulated"] == 1
     assert "of them emulated" in str(pipe.metrics)
     stages = [each for each in pipe.timeline.slices() if each.lane == "joint"]
@@ -198,7 +198,7 @@ async def test_a_killed_instance_is_started_again() -> None:
     async with Pipeline(MODEL, "2EP1D", cache=CacheConfig(pools=POOLS), hosting="process") as pipe:
         going = asyncio.ensure_future(pipe.complete(long))
         async with asyncio.timeout(LIVENESS_S):
-            while not any(pipe._streams["long"]._ids if "long" in pipe._streams else ()):
+            while not any(pipe._frontend.streams["long"]._ids if "long" in pipe._frontend.streams else ()):
                 await asyncio.sleep(0.01)
             old = pipe.processes["D0"].process
             os.kill(old, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 import sys
@@ -26,19 +27,30 @@ def printed(cell: nbformat.NotebookNode) -> str:
     return "".join(one.get("text", "") or one.get("data", {}).get("text/plain", "") for one in outputs)
 
 
+def shown(cell: nbformat.NotebookNode, form: str) -> str:
+    """What the cell shows in a form: "text/html", "image/png" in base 64."""
+    return "".join(one.get("data", {}).get(form, "") for one in cell.get("outputs", []))
+
+
 @pytest.mark.timeout(420)  # ten times what it takes
 def test_the_notebook_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "ran.ipynb")]
     run = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-2000:]
-    said = [printed(cell) for cell in nbformat.read(tmp_path / "ran.ipynb", 4).cells if cell.cell_type == "code"]
-    assert "E0" in said[1]
+    cells = [cell for cell in nbformat.read(tmp_path / "ran.ipynb", 4).cells if cell.cell_type == "code"]
+    said = [printed(cell) for cell in cells]
+    assert said[1] == "Pipeline(llava on 1E1P1D, running, 0 ended)"
+    assert all(f"<td>{name}</td>" in shown(cells[1], "text/html") for name in ("E0", "P0", "D0"))
     assert said[2].strip()
-    assert "length" in said[3]
-    assert "image E0 → P0" in said[4]
-    assert "kv P0 → D0" in said[4]
-    assert said[5].count("length") == 2
+    assert "E0 → P0 → D0" in shown(cells[3], "text/plain")
+    assert base64.b64decode(shown(cells[4], "image/png")).startswith(b"\x89PNG"), "a picture, without a magic line"
+    assert "image E0 → P0" in said[5]
+    assert "kv P0 → D0" in said[5]
+    assert said[6].count("length") == 2
+    assert "slices of 3 instances" in said[7]
+    assert "<td>E0</td>" in shown(cells[7], "text/html")
+    assert said[8].strip() in ("length", "stop")
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:

@@ -75,11 +75,10 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(EXAMPLES / "plan.ipynb"), str(tmp_path / "ran.ipynb")]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-2000:]
-    shown = "".join(
-        one.get("text", "") or one.get("data", {}).get("text/plain", "")
-        for cell in nbformat.read(tmp_path / "ran.ipynb", 4).cells
-        for one in cell.get("outputs", [])
-    )
+    cells = nbformat.read(tmp_path / "ran.ipynb", 4).cells
+    outputs = [one for cell in cells for one in cell.get("outputs", [])]
+    assert sum("image/png" in one.get("data", {}) for one in outputs) == 2, "both pictures, without a magic line"
+    shown = "".join(one.get("text", "") or one.get("data", {}).get("text/plain", "") for one in outputs)
     assert "Run " in shown
     assert "Algorithm 2" in shown
     assert "True" in shown

@@ -78,7 +78,7 @@ async def test_a_pipeline_that_vanishes_leaves_it_free_for_the_next(launcher: La
             await asyncio.gather(*tasks, return_exceptions=True)
             async with pipeline(one.instance("EPD")) as other:
                 assert (await other.complete(request())).token_ids == wanted()
-            pipe._frontend.entries.clear()
+            pipe._frontend.core.entries.clear()
         await one.settled(before)
 
 

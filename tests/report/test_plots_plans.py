@@ -265,3 +265,14 @@ def test_equal_plans_give_equal_files() -> None:
     assert first == second
     assert first.startswith(b"<?xml")
     assert b"<script" not in first
+
+
+def test_a_notebook_shows_a_picture_without_a_magic_line() -> None:
+    """IPython asks a value for its forms; matplotlib's own figure has none before ``%matplotlib inline``."""
+    formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    shown, _ = formatter.format(plots.plot_attainment(plan()))
+    assert shown["image/png"].startswith(b"\x89PNG")
+    from matplotlib.figure import Figure
+
+    bare, _ = formatter.format(Figure())
+    assert "image/png" not in bare

@@ -83,9 +83,9 @@ async def serving(placement: str | Sequence[Instance] = "E+P+D", **settings: Any
 def nothing_left(pipe: Pipeline) -> None:
     threads = [thread for host in pipe.hosts.values() for thread in threads_of(host)]
     assert not [thread.name for thread in threads if thread.is_alive()]
-    assert not pipe._frontend.entries
-    assert not pipe._streams
-    assert not pipe._frontend.waiting
+    assert not pipe._frontend.core.entries
+    assert not pipe._frontend.streams
+    assert not pipe._frontend.core.waiting
     for host in pipe.hosts.values():
         assert host.core.idle(), f"{host.name} is not idle"
         host.core.check()

@@ -196,8 +196,8 @@ def nothing_left(pipe: Pipeline) -> None:
         queues = (state.encode_queue, state.prefill_queue, state.migrated_queue, state.image_offers, state.kv_offers)
         assert not any(queues), f"{host.name} still queues {queues}"
         assert not any((state.encoding, state.prefilling, state.decoding))
-    assert pipe._frontend.entries == {}
-    assert pipe._frontend.waiting == 0
+    assert pipe._frontend.core.entries == {}
+    assert pipe._frontend.core.waiting == 0
 
 
 def case_of(request: str) -> str:

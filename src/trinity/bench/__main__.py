@@ -1,4 +1,4 @@
-"""python -m trinity.bench serve CHECKPOINT --trace TRACE --slo TTFT,TBT --rates R,R,... | cpu CHECKPOINT
+"""trinity bench serve CHECKPOINT --trace TRACE --slo TTFT,TBT --rates R,R,... | cpu CHECKPOINT
 
 serve measures goodput in open loop from a recorded trace, by bisection, under the 90 % and the 99 % rule. cpu measures
 requests per CPU second. Both compare trinity with other engines (--peer), each in a process of its own; make
@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trinity.bench import commands
 from trinity.bench.servers import DTYPES, PEERS
 from trinity.errors import TrinityError
 from trinity.traces.trace import SLO
+
+_EXAMPLE = """example:
+  trinity bench cpu path/to/llava --requests 8
+  trinity bench serve path/to/llava --trace servegen-image-1h --slo 2,0.08 --rates 0.5,1,2"""
 
 
 def parse_numbers(text: str) -> list[float]:
@@ -42,7 +47,10 @@ def parse_slo(text: str) -> SLO:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trinity.bench", description=__doc__)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="trinity bench", description=__doc__, epilog=_EXAMPLE, formatter_class=formatter
+    )
     kinds = parser.add_subparsers(dest="command", required=True)
     serve, cpu = kinds.add_parser("serve", help="goodput in open loop"), kinds.add_parser("cpu", help="per CPU second")
     for each in (serve, cpu):
@@ -82,7 +90,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--plot", type=Path, help="file for a plot of attainment over the rate: .png, .svg, .pdf")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure goodput or requests per CPU second, of placements and of other engines."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     run = commands.run_serve if args.command == "serve" else commands.run_cpu

@@ -16,9 +16,9 @@ from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, TrinityWarning
 from trinity.pipeline import Pipeline
+from trinity.pipeline.stream import Stream, make_trace_row
 from trinity.placement import Placement
 from trinity.request import Request
-from trinity.stream import Stream, make_trace_row
 from trinity.traces.cut_short import fill_cut_outputs
 from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
 from trinity.traces.trace import SLO, Trace, TraceRow

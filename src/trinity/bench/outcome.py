@@ -11,7 +11,8 @@ from trinity.bench.machine import MAX_FOREIGN_SHARE
 from trinity.bench.measure import Burst, SweepPoint, compare_rounds, select_undisturbed
 from trinity.bench.search import EngineGoodput, Goal, Trial, countable_trials, goodput_ratio
 from trinity.bench.servers import EngineSpec
-from trinity.report.plots.drawing import MARKERS, SERIES, use_style
+from trinity.report.plots.drawing import MARKERS, SERIES
+from trinity.report.plots.style import use_style
 from trinity.tables import Table, as_text, distribution
 
 

@@ -19,6 +19,9 @@ from trinity.memory.weight_digests import hash_file, list_weight_files
 
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 MAX_DIGESTS_BYTES = 16 << 20
+_EXAMPLE = """example:
+  trinity check --weights path/to/llava > digests
+  trinity check --weights path/to/llava --digest digests"""
 
 
 def read_digests(path: Path) -> dict[str, str]:
@@ -53,7 +56,10 @@ def compare(directory: Path, expected: dict[str, str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print or compare the digests of a checkpoint's files; 1 if any differs, 2 if the question is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m trinity.check", description=main.__doc__)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="trinity check", description=main.__doc__, epilog=_EXAMPLE, formatter_class=formatter
+    )
     parser.add_argument("--weights", required=True, type=Path, help="a checkpoint's directory")
     parser.add_argument("--digest", type=Path, help="a file of digests to compare with")
     given = parser.parse_args(arguments)

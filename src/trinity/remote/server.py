@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trinity.core.messages import FRONTEND
@@ -31,6 +31,10 @@ from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
 logger = logging.getLogger("trinity")
 RELEASE_TRIES, RELEASE_S = 50, 0.05  # s between two looks if a pipeline's pools are free
 TLS_FILES = ("certificate", "key", "authority")
+_EXAMPLE = """example, on each host of a pipeline:
+  TRINITY_SECRET=... trinity instance --listen tcp:10.0.0.2:7000
+then: trinity.Pipeline(model, [trinity.Instance("E"), trinity.Instance("PD", address="tcp:10.0.0.2:7000")],
+                       hosting="process", processes=trinity.ProcessConfig(secret=...))"""
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 
@@ -139,9 +143,12 @@ def serve_instance(
     return 0
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one instance that serves any pipeline which holds the secret."""
-    parser = argparse.ArgumentParser(prog="python -m trinity.instance", description=main.__doc__)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="trinity instance", description=main.__doc__, epilog=_EXAMPLE, formatter_class=formatter
+    )
     parser.add_argument("--listen", required=True, help="unix:/path or tcp:host:port (port 0: any free one)")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory on this machine, if it differs")
     parser.add_argument("--once", action="store_true", help="end with the first pipeline")
@@ -149,8 +156,8 @@ def main() -> int:
         parser.add_argument(
             f"--tls-{name}", help=f"file in PEM: TLS for channels over TCP, see trinity.TLSConfig.{name}"
         )
-    arguments = parser.parse_args()
-    files = [getattr(arguments, f"tls_{name}") for name in TLS_FILES]
+    given = parser.parse_args(arguments)
+    files = [getattr(given, f"tls_{name}") for name in TLS_FILES]
     if any(files) and not all(files):
         parser.error("TLS needs all of " + ", ".join(f"--tls-{name}" for name in TLS_FILES))
     secret = os.environ.get(SECRET_VARIABLE, "")
@@ -162,9 +169,9 @@ def main() -> int:
     def announce(bound: Address) -> None:
         print(json.dumps({"listening": str(bound)}), flush=True)
 
-    model = str(arguments.model.resolve()) if arguments.model is not None else None
+    model = str(given.model.resolve()) if given.model is not None else None
     tls = TLSConfig(*files) if all(files) else None
-    return serve_instance(arguments.listen, secret.encode(), announce, once=arguments.once, model=model, tls=tls)
+    return serve_instance(given.listen, secret.encode(), announce, once=given.once, model=model, tls=tls)
 
 
 if __name__ == "__main__":

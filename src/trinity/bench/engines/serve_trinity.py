@@ -11,9 +11,9 @@ from typing import Any
 from trinity.bench.engines.wire import WireMessage, describe_server
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
-from trinity.deploy import InstanceOptions
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
+from trinity.pipeline.deploy import InstanceOptions
 from trinity.placement import Placement
 from trinity.request import Media, Request, Sampling
 from trinity.traces.trace import SLO

@@ -13,8 +13,8 @@ from trinity.report.plots.drawing import (
     new_figure,
     series_colour,
     series_marker,
-    use_style,
 )
+from trinity.report.plots.style import use_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,15 +1,10 @@
-"""Drawing helpers: matplotlib loaded when first needed, colours for colour-blind readers, files."""
+"""Drawing helpers: figures, colours for colour-blind readers, axes and notes."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from io import BytesIO
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
-
-from trinity.errors import ConfigError, pip_install
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,49 +16,15 @@ RED, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
 SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, GREY)
 MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in colour or marker
 STAGE_COLOURS = {"E": ORANGE, "P": BLUE, "D": GREEN}
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.85,
-    "text.parse_math": False,  # a name with a $ in it is a name
-    "svg.fonttype": "path",
-    "svg.hashsalt": "trinity",  # equal pictures are equal files
-}
 _LETTERS_PER_INCH = 14  # of a note
 _WIDE_RANGE = 20  # factor between extremes above which an axis is logarithmic
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _style_context() -> AbstractContextManager[None]:
-    try:
-        from matplotlib import rc_context
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {pip_install('plot')}") from error
-    return rc_context(_STYLE)
-
-
-def use_style(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to draw in this style. Raises ``ConfigError`` where matplotlib is not installed."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _style_context():
-            return function(*args, **kwargs)
-
-    return wrapped
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create a figure of this size in inches; it belongs to no window and no list of figures."""
-    from matplotlib.figure import Figure
+    """Create a figure of this size in inches; it belongs to no window, and a notebook shows it."""
+    from trinity.report.plots.shown_figure import ShownFigure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return ShownFigure(figsize=(width, height), layout="constrained")
 
 
 def draw_message(figure: Figure, title: str, text: str) -> Figure:
@@ -106,24 +67,6 @@ def add_colour_legend(axes: Axes, colours: dict[str, str], **placed: Any) -> Non
 
     patches = [Patch(facecolor=shade, edgecolor="none", label=name) for name, shade in colours.items()]
     axes.legend(handles=patches, **placed)
-
-
-@use_style
-def render_svg(figure: Figure) -> bytes:
-    """Render a figure as SVG; equal figures give equal bytes."""
-    return _render(figure, format="svg", metadata={"Date": None, "Creator": None})
-
-
-@use_style
-def render_png(figure: Figure, dpi: float = 150) -> bytes:
-    """Render a figure as PNG, which stays small however much is drawn."""
-    return _render(figure, format="png", dpi=dpi, metadata={"Software": None})
-
-
-def _render(figure: Figure, **options: Any) -> bytes:
-    target = BytesIO()
-    figure.savefig(target, **options)
-    return target.getvalue()
 
 
 def log_if_wide(axes: Axes, along: Literal["x", "y"], values: Sequence[float]) -> None:

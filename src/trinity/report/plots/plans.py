@@ -21,8 +21,8 @@ from trinity.report.plots.drawing import (
     new_figure,
     series_colour,
     series_marker,
-    use_style,
 )
+from trinity.report.plots.style import use_style
 from trinity.traces.goodput import SHARE, RatePoint
 from trinity.traces.trace import SLORule
 

@@ -23,8 +23,8 @@ from trinity.report.plots.drawing import (
     new_figure,
     series_colour,
     series_marker,
-    use_style,
 )
+from trinity.report.plots.style import use_style
 from trinity.simulation.simulator import Replay
 from trinity.timeline import Slice, Timeline
 from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace

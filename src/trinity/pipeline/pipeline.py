@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Medium, make_connector
-from trinity.core.frontend import MAX_WAITING_BYTES, Abort, Deliver, End, FrontendCore
-from trinity.core.messages import PeerDown, PeerLoad, Send, Submit, Tick, Value
+from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
+from trinity.core.messages import PeerLoad
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
-from trinity.deploy import InstanceOptions, choose_rules_and_routing, make_instances
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
-from trinity.errors.arguments import Whole, check_arguments
+from trinity.errors import ClosedError, Overloaded
+from trinity.errors.arguments import Whole, check_arguments, check_value
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
+from trinity.pipeline.chat import Messages, make_chat_request
+from trinity.pipeline.copies import serve_copies
+from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, make_instances
+from trinity.pipeline.frontend_host import FrontendHost, PipelineState
+from trinity.pipeline.map_progress import Progress
+from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
+from trinity.pipeline.stream import Stream
+from trinity.pipeline.views import instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import instance_processes, supervisor
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.supervisor_messages import InstanceHealth
-from trinity.request import Output, Request, check_request
+from trinity.request import Output, Request
 from trinity.runtime import loader
-from trinity.runtime.host import InstanceHandle, InstanceHost
+from trinity.runtime.host import InstanceHost
 from trinity.runtime.shielded_wait import run_to_end, wait_shielded
-from trinity.stream import Stream, make_late_failure, record_end, reduce_deadline
+from trinity.tables import as_titled_html
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 
-logger = logging.getLogger("trinity")
 TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bound memory
 
 
@@ -83,11 +86,7 @@ class Pipeline:
     The constructor is quick; weights and processor are loaded at start, on a thread. Both raise ``ConfigError``.
     """
 
-    loop: asyncio.AbstractEventLoop
     _processes: instance_processes.InstanceSupervisor | None = None
-    _processor: RequestProcessor | None = None
-    _timer: asyncio.TimerHandle | None = None
-    _broken: BaseException | None = None
     _starting: asyncio.Task[None] | None = None
     _closing: asyncio.Task[None] | None = None
 
@@ -117,7 +116,7 @@ class Pipeline:
         **options: Unpack[InstanceOptions],
     ) -> None:
         cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
-        source = loader.resolve_model(model)
+        source = self.model = loader.resolve_model(model)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
         limited = rules is not None or budgets is not None
         self.instances = name_instances(make_instances(placement, options, limited=limited))
@@ -133,10 +132,8 @@ class Pipeline:
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
         self.hosts: dict[str, InstanceHost] = {}  # instances of this process
-        self._reached: dict[str, InstanceHandle] = {}
-        self._frontend = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes)
-        self._streams: dict[str, Stream] = {}
-        self._departed, self._state, self._preparing = asyncio.Event(), "new", 0
+        core = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes)
+        self._frontend = FrontendHost(core, self.connector, self.metrics, self.trace)
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -145,12 +142,35 @@ class Pipeline:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    def __repr__(self) -> str:
+        served = f", {len(self.streams)} served now" if self.streams else ""
+        model = self.model if isinstance(self.model, EmulatedModel) else self.model.name
+        return f"Pipeline({model} on {self.placement}, {self.state}{served}, {self.metrics.requests} ended)"
+
+    def _repr_html_(self) -> str:
+        return as_titled_html(repr(self), instance_table(self.instances, self.loads, self.health))
+
     @property
     def processor(self) -> RequestProcessor:
         """The request processor. Raises ``ClosedError`` before the start."""
-        if self._processor is None:
-            raise ClosedError("the pipeline is not started: its tokenizer is loaded by start() or 'async with'")
-        return self._processor
+        if self._frontend.processor is None:
+            raise ClosedError("the pipeline is not started: its tokenizer is loaded by start()")
+        return self._frontend.processor
+
+    @property
+    def state(self) -> PipelineState:
+        """State: "new", "starting", "running", "failed" (a thread of an instance has), or "closed"."""
+        return self._frontend.state
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The requests that are served now."""
+        return tuple(self._frontend.streams.values())
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the pipeline was started on."""
+        return self._frontend.loop
 
     async def start(self) -> None:
         """Load the weights, profile budgets for the SLO, if there is one, and start the instances.
@@ -158,9 +178,9 @@ class Pipeline:
         Raises ``ClosedError`` if the pipeline is closed meanwhile. A start that fails or is cancelled leaves nothing
         behind: it returns only once what a thread of it loads is there, and closed.
         """
-        if self._state != "new":
+        if self.state != "new":
             raise ClosedError("a pipeline starts once; make a new Pipeline")
-        self._state, self.loop = "starting", asyncio.get_running_loop()
+        self._frontend.opened, self._frontend.loop = "starting", asyncio.get_running_loop()
         self._starting = asyncio.ensure_future(self._start())
         try:
             await asyncio.wait([self._starting])
@@ -174,31 +194,30 @@ class Pipeline:
     async def _start(self) -> None:
         await run_to_end(self._load_processor)
         await (self._start_processes() if self.hosting == "process" else self._start_threads())
-        for host in self._reached.values():
-            self._frontend.handle(host.announcement(), time.monotonic())
-        self._state = "running"
+        self._frontend.announce()
+        self._frontend.opened = "running"
         if self._processes is not None:  # only now: the front end must know an instance before it is lost
             self._processes.watch()
         if self.auto is not None:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        self._processor = loader.make_processor(self._serving_config.model, *self._processing)
-        self.placement.check(self._processor.multimodal)
+        processor = loader.make_processor(self._serving_config.model, *self._processing)
+        self._frontend.processor = processor
+        self.placement.check(processor.multimodal)
 
     async def _start_threads(self) -> None:
-        loaded = await run_to_end(loader.load_instances, self._serving_config, self.instances, self._processor)
-        self.hosts = loader.make_hosts(loaded, self, self.timeline, lambda: routing_policy(self.routing))
-        self._reached.update(self.hosts)
+        loaded = await run_to_end(loader.load_instances, self._serving_config, self.instances, self.processor)
+        self.hosts = loader.make_hosts(loaded, self._frontend, self.timeline, lambda: routing_policy(self.routing))
+        self._frontend.reached.update(self.hosts)
         for host in self.hosts.values():
             host.start()
 
     async def _start_processes(self) -> None:
         setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, str(self.routing))
-        self._processes = instance_processes.InstanceSupervisor(
-            self, self.timeline, supervisor.parse_addresses(self.instances), self._secret, self._process_config
-        )
-        self._reached.update(await self._processes.start(setups))
+        given = (supervisor.parse_addresses(self.instances), self._secret, self._process_config)
+        self._processes = instance_processes.InstanceSupervisor(self._frontend, self.timeline, *given)
+        self._frontend.reached.update(await self._processes.start(setups))
 
     @property
     def processes(self) -> dict[str, InstanceClient]:
@@ -213,15 +232,20 @@ class Pipeline:
     @property
     def loads(self) -> dict[str, PeerLoad]:
         """Last report of each instance: waiting work in seconds, free blocks, cached content."""
-        return dict(self._frontend.router.loads)
+        return dict(self._frontend.core.router.loads)
 
-    async def profile(self, path: str | Path | None = None, **counts: Any) -> CostTables:
+    @property
+    def pools(self) -> dict[str, dict[str, int]]:
+        """Blocks of each instance, by kind."""
+        return {name: dict(each.announcement().pools) for name, each in self._frontend.reached.items()}
+
+    async def profile(self, /, path: str | Path | None = None, **counts: Any) -> CostTables:
         """Measure step times by stage, batch and context on copies of these instances; save them as JSON to ``path``.
 
         They become ``cost``, for a planner. Weights are shared with instances of this process; ``counts`` are those of
         ``CostTables.profile``. Serve nothing meanwhile. Raises ``ConfigError`` if nothing can be measured here.
         """
-        self._check_open()
+        self._frontend.check_open()
         await self.wait_idle()
         given = (self._serving_config, self.instances, self.processor, self.hosts)
         self.cost = tables = await run_to_end(loader.profile_copies, *given, path, **counts)
@@ -229,141 +253,113 @@ class Pipeline:
 
     def stream(self, request: Request) -> Stream:
         """Make a stream of the request's tokens: a context manager and iterator. Leaving it ends the request."""
-        return Stream(self, request)
+        return Stream(self._frontend, request)
 
     async def complete(self, request: Request) -> Output:
         """Serve the request to its end. Raises the request's own error (``RequestError``), or ``ClosedError``."""
         async with self.stream(request) as tokens:
             return await tokens.collect()
 
-    async def submit(self, stream: Stream) -> None:
-        """Check, process (on a thread) and submit a stream's request."""
-        self._check_open()
-        try:
-            request = stream.request = check_request(stream.request)
-            self._check_room(request)
-        except RequestError as error:
-            self.metrics.add_refused(error)
-            raise
-        self._streams[request.request_id] = stream
-        processed = await self._prepare(stream)
-        if processed is None:
-            stream.end(End(request.request_id, "deadline", make_late_failure(request)))
-            return
-        self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
+    async def complete_n(self, request: Request, n: int) -> list[Output]:
+        """Serve one request ``n`` times (1 to 128), for as many outputs: those of seeds ``seed``, ``seed + 1``, ...
 
-    def _check_open(self) -> None:
-        if self._broken is not None:
-            raise ClosedError(f"the pipeline failed ({self._broken}); close it and make a new one") from self._broken
-        if self._state != "running":
-            hint = "make a new one" if self._state == "closed" else "use it inside 'async with', or await start()"
-            raise ClosedError(f"the pipeline is {'closed' if self._state == 'closed' else 'not started'}; {hint}")
-        if asyncio.get_running_loop() is not self.loop:
-            raise ConfigError("the pipeline runs on another event loop; use it there, or make a new one on this loop")
+        Without a seed each draws its own. The prompt and its images are computed once where caches are on: the others
+        follow once the first has a token. The first error ends all and is raised. Their ids are "id", "id.1", ...
+        """
+        return await serve_copies(self.stream, request, n)
 
-    def _check_room(self, request: Request) -> None:
-        if request.request_id in self._streams:
-            raise RequestError(f"request_id {request.request_id!r} is in use; give another", request.request_id)
-        waiting = self._frontend.waiting + self._preparing
-        if waiting >= self._frontend.max_waiting:
-            raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
+    async def chat(self, /, messages: Messages, **fields: Any) -> Output:
+        """Serve a chat to its end; ``fields`` are those of ``Request`` and of ``Sampling``.
 
-    async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
-        """Process a request, with what is left of its deadline; None if that passed meanwhile."""
-        request = stream.request
-        self._preparing += 1
-        try:
-            async with asyncio.timeout(request.deadline_s) as limit:
-                await self._until(lambda: request.request_id not in self._frontend.entries)
-                processed = await self.processor.aprocess(request)
-            self._check_open()
-            stream.begin(processed, lambda stop: TextStream(self.processor.tokenizer, stop, processed.work.prompt))
-        except TimeoutError:
-            if limit.expired():
-                return None
-            raise
-        except BaseException as error:
-            self._refuse(stream, error)
-            raise
-        finally:
-            self._preparing -= 1
-        return reduce_deadline(processed, time.monotonic() - stream.arrived)
+        messages: as in ``Request``; or the text of one user message, before which ``images`` and ``media`` stand.
 
-    def _refuse(self, stream: Stream, error: BaseException) -> None:
-        """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
-        if isinstance(error, RequestError):
-            self._streams.pop(stream.request.request_id, None)
-            self.metrics.add_refused(error)
-        else:
-            stream.end(End(stream.request.request_id, "cancelled"))
+        ::
 
-    def post(self, event: Value) -> None:
-        """Pass an event to the front end, on the loop's thread, and carry out its commands."""
-        before = len(self._frontend.entries)
-        for command in self._frontend.handle(event, time.monotonic()):
-            if isinstance(command, Deliver) and command.request in self._streams:
-                self._streams[command.request].deliver(command)
-            elif isinstance(command, End) and command.request in self._streams:
-                self._streams[command.request].end(command)
-            elif isinstance(command, Send):
-                self.send_to_peer(command.to, command.message)
-        self._arm()
-        if len(self._frontend.entries) < before:
-            self._departed.set()
+            output = await pipe.chat("What is this?", images=["cat.jpg"], max_tokens=64, temperature=0.2)
 
-    def _arm(self) -> None:
-        due = self._frontend.next_timer()
-        if self._timer is not None:
-            self._timer.cancel()
-        wait_s = None if due is None else max(0.0, due - time.monotonic())
-        self._timer = None if wait_s is None else self.loop.call_later(wait_s, self.post, Tick())
+        Raises what ``complete`` does. To read a chat's tokens as they come, ``stream`` a ``Request(messages=...)``.
+        """
+        return await self.complete(make_chat_request(messages, **fields))
 
-    def on_end(self, stream: Stream) -> None:
-        """Count a request that has ended, and add it to the trace."""
-        self._streams.pop(stream.request.request_id, None)
-        record_end(stream, self.metrics, self.trace)
+    @overload
+    def map(
+        self,
+        requests: Requests,
+        *,
+        concurrency: int = ...,
+        ordered: bool = ...,
+        progress: bool | Progress | None = ...,
+        resume: str | Path | None = ...,
+        on_error: Literal["raise"] = ...,
+    ) -> AsyncGenerator[Output, None]: ...
 
-    def send_to_peer(self, name: str, message: Value) -> None:
-        self._reached[name].post(message)
+    @overload
+    def map(
+        self,
+        requests: Requests,
+        *,
+        concurrency: int = ...,
+        ordered: bool = ...,
+        progress: bool | Progress | None = ...,
+        resume: str | Path | None = ...,
+        on_error: Literal["return"],
+    ) -> AsyncGenerator[MapResult, None]: ...
 
-    def send_to_frontend(self, messages: list[Value]) -> None:
-        """Pass the instances' messages to the front end, on the loop's thread."""
-        for message in messages:
-            self.post(message)
+    def map(
+        self,
+        requests: Requests,
+        *,
+        concurrency: int = 256,
+        ordered: bool = True,
+        progress: bool | Progress | None = None,
+        resume: str | Path | None = None,
+        on_error: OnError = "raise",
+    ) -> AsyncGenerator[Any, None]:
+        """Serve requests of any iterable, asynchronous or not, also of an endless one.
 
-    def on_lost(self, name: str, why: str) -> None:
-        """End the requests of an instance whose process is gone with an error."""
-        logger.error("instance %s was lost: %s", name, why)
-        self.post(PeerDown(name, why))
+        - ``concurrency`` (requests, 256): served at once, no more than ``max_waiting``. Twice as many are taken ahead
+          of the results that were read. It is never ``Overloaded``: it waits until there is room.
+        - ``ordered`` (True): outputs in the order of the requests; False: as they come.
+        - ``progress`` (None): True shows a bar, None does in a terminal or notebook; or called as ``progress(done,
+          total)`` after each, the total None where nobody knows it.
+        - ``resume`` (path, None): outputs are kept there as JSON lines, and requests that it has are not served again,
+          by ``request_id``, which a program must give itself. Failed requests are not kept.
+        - ``on_error`` ("raise"): a request's error is raised, which ends the others; "return" gives it in place of its
+          output.
 
-    def on_back(self, member: InstanceClient) -> None:
-        """Announce an instance whose process runs again."""
-        self._reached[member.name] = member
-        self.post(member.announcement())
+        ::
 
-    def report_crash(self, name: str, error: BaseException) -> None:
-        """End every request with an error, refuse new ones and stop all threads, as an instance's thread failed."""
-        if self._broken is not None:
-            return
-        self._broken = error
-        for host in self._reached.values():
-            host.stop(at_once=True)
-        for stream in list(self._streams.values()):
-            if stream.processed is not None:
-                stream.end(End(stream.request.request_id, "error"))
-                text = f"instance {name} failed ({error!r}); close the pipeline and make a new one"
-                stream.fail(RequestError(text, stream.request.request_id), error)
-        self._departed.set()
+            async for output in pipe.map(requests, resume="outputs.jsonl"):
+                print(output.request_id, output.text)
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        """Wait until ``reached()``, which is checked whenever a request has left the front end."""
-        while not reached() and self._broken is None:
-            self._departed.clear()
-            await self._departed.wait()
+        Leaving the loop ends what is in flight (at once by ``contextlib.aclosing``). Iterating raises ``ConfigError``
+        for a file of other content, ``ClosedError`` if the pipeline closes.
+        """
+        concurrency = min(check_value("concurrency", concurrency, Whole), self._frontend.core.max_waiting)
+        return map_requests(
+            self._complete_in_turn,
+            requests,
+            concurrency=concurrency,
+            ordered=ordered,
+            progress=progress,
+            resume=resume,
+            on_error=on_error,
+        )
+
+    async def _complete_in_turn(self, request: Request) -> Output:
+        """Serve a request once there is room: it is refused only if it is too large by itself."""
+        while True:
+            await self._frontend.wait_room()
+            seen = self._frontend.departures
+            try:
+                return await self.complete(request)
+            except Overloaded:
+                if not await self._frontend.wait_departure(seen):
+                    raise
 
     async def wait_idle(self) -> None:
         """Wait until no instance has a request: steps in flight may run on after their readers have gone."""
-        await self._until(lambda: not self._frontend.entries)
+        await self._frontend.wait_idle()
 
     async def aclose(self) -> None:
         """End every request, wait for steps and transfers in flight, stop the threads. May be called twice.
@@ -371,7 +367,7 @@ class Pipeline:
         A caller that is cancelled returns only afterwards: work in flight would use memory that has been freed.
         """
         if self._closing is None:
-            self._state = "closed"
+            self._frontend.opened = "closed"
             if self._starting is not None:
                 self._starting.cancel()  # at once: it starts nothing more
             self._closing = asyncio.ensure_future(self._close())
@@ -381,19 +377,16 @@ class Pipeline:
         await asyncio.gather(*filter(None, [self._starting]), return_exceptions=True)
         if self.auto is not None:
             await self.auto.aclose()
-        for stream in list(self._streams.values()):
-            stream.close()
-            self.post(Abort(stream.request.request_id, "cancelled"))
+        self._frontend.end_all()
         try:
             await (self.wait_idle() if self._processes is None else self._processes.drain(self.wait_idle()))
         finally:
-            for host in self._reached.values():
-                host.stop(at_once=bool(self._frontend.entries))
-        await asyncio.gather(*(host.join() for host in self._reached.values()))
-        if self._timer is not None:
-            self._timer.cancel()
+            for host in self._frontend.reached.values():
+                host.stop(at_once=bool(self._frontend.core.entries))
+        await asyncio.gather(*(host.join() for host in self._frontend.reached.values()))
+        self._frontend.cancel_timer()
         if self._processes is not None:
             await self._processes.aclose()
         await self.connector.aclose()
-        if self._processor is not None:
-            await self._processor.aclose()
+        if self._frontend.processor is not None:
+            await self._frontend.processor.aclose()

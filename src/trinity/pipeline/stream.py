@@ -81,6 +81,11 @@ class Stream:
         """Arrival of each token, in seconds since the request's."""
         return [each - self.arrived for each in self._times]
 
+    def __repr__(self) -> str:
+        begun = "in flight" if self._entered else "not begun"
+        state = begun if self._output is None else self._output.finish_reason
+        return f"Stream({self.request.request_id!r}: {len(self._ids)} tokens, {state})"
+
     async def __aenter__(self) -> Stream:
         if self._entered:
             raise RequestError("a stream can be entered once; get a new one from the pipeline", self.request.request_id)
@@ -115,6 +120,13 @@ class Stream:
             self._wake.clear()
             await self._wake.wait()
         return self._tokens.popleft()
+
+    async def wait_first(self) -> None:
+        """Wait until the first token has come or the request has ended; nothing is read by it."""
+        aiter(self)
+        while not self._ids and not self.done:
+            self._wake.clear()
+            await self._wake.wait()
 
     async def collect(self) -> Output:
         """Wait for the whole output, without keeping tokens to be read one by one. Raises what iterating would."""
@@ -153,6 +165,8 @@ class Stream:
         self._ids.append(sampled.token)
         self._pieces.append(text)
         self._logprobs.append(sampled.logprob)
+        if len(self._ids) == 1:
+            self._wake.set()
         if not self._unread:
             self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
         if self._text.stopped:

@@ -1,0 +1,5 @@
+"""Pipeline: one model served on instances under a placement; what a program calls to have requests served."""
+
+from __future__ import annotations
+
+from trinity.pipeline.pipeline import Pipeline as Pipeline

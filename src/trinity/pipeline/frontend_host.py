@@ -1,0 +1,227 @@
+"""FrontendHost: runs a pipeline's front end on its event loop, between the readers' streams and the instances."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from trinity.connector import Connector
+from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
+from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
+from trinity.metrics import Metrics
+from trinity.pipeline.stream import Stream, make_late_failure, record_end, reduce_deadline
+from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.remote.instance_client import InstanceClient
+from trinity.request import Request, check_request
+from trinity.runtime.host import InstanceHandle
+from trinity.traces.trace import Trace
+
+logger = logging.getLogger("trinity")
+PipelineState = Literal["new", "starting", "running", "failed", "closed"]
+
+
+class FrontendHost:
+    """Passes events to a ``FrontendCore`` and carries out its commands; the network of the instances of this process.
+
+    - ``core``: decides.
+    - ``connector``: moves blocks between the instances.
+    - ``metrics``, ``trace``: take every request that has ended.
+    - ``streams``: of the requests that are served, by request id.
+    - ``reached``: instances within reach, by name.
+    - ``processor`` (None): there once the pipeline has loaded it.
+    - ``preparing``, ``departures``: requests that are being processed, and those that have left this or the front end.
+
+    All is called on the loop's thread, but ``send_to_peer``.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, core: FrontendCore, connector: Connector, metrics: Metrics, trace: Trace) -> None:
+        self.core, self.connector, self._metrics, self._trace = core, connector, metrics, trace
+        self.streams: dict[str, Stream] = {}
+        self.reached: dict[str, InstanceHandle] = {}
+        self.processor: RequestProcessor | None = None
+        self.opened: PipelineState = "new"
+        self.preparing = self.departures = 0
+        self._broken: BaseException | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._departed = asyncio.Event()
+
+    @property
+    def state(self) -> PipelineState:
+        """State of the pipeline: "failed" once an instance's thread has failed, until it is closed."""
+        return "failed" if self._broken is not None and self.opened == "running" else self.opened
+
+    def announce(self) -> None:
+        """Make the instances within reach known to the front end."""
+        for each in self.reached.values():
+            self.core.handle(each.announcement(), time.monotonic())
+
+    # ---------------------------------------------------------------- requests come in
+
+    async def submit(self, stream: Stream) -> None:
+        """Check, process (on a thread) and submit a stream's request."""
+        self.check_open()
+        try:
+            request = stream.request = check_request(stream.request)
+            self._check_room(request)
+        except RequestError as error:
+            self._metrics.add_refused(error)
+            raise
+        self.streams[request.request_id] = stream
+        processed = await self._prepare(stream)
+        if processed is None:
+            stream.end(End(request.request_id, "deadline", make_late_failure(request)))
+            return
+        self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
+
+    def check_open(self) -> None:
+        """Raise ``ClosedError`` unless requests are served, ``ConfigError`` on another event loop."""
+        if self._broken is not None:
+            raise ClosedError(f"the pipeline failed ({self._broken}); close it and make a new one") from self._broken
+        if self.opened != "running":
+            hint = "make a new one" if self.opened == "closed" else "use it inside a with block, or call its start()"
+            raise ClosedError(f"the pipeline is {'closed' if self.opened == 'closed' else 'not started'}; {hint}")
+        if asyncio.get_running_loop() is not self.loop:
+            raise ConfigError("the pipeline runs on another event loop; use it there, or make a new one on this loop")
+
+    def _check_room(self, request: Request) -> None:
+        if request.request_id in self.streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use; give another", request.request_id)
+        waiting = self.core.waiting + self.preparing
+        if waiting >= self.core.max_waiting:
+            raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
+
+    async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
+        """Process a request, with what is left of its deadline; None if that passed meanwhile."""
+        request, processor = stream.request, self.processor
+        assert processor is not None
+        self.preparing += 1
+        try:
+            async with asyncio.timeout(request.deadline_s) as limit:
+                await self.until(lambda: request.request_id not in self.core.entries)
+                processed = await processor.aprocess(request)
+            self.check_open()
+            stream.begin(processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt))
+        except TimeoutError:
+            if limit.expired():
+                return None
+            raise
+        except BaseException as error:
+            self._refuse(stream, error)
+            raise
+        finally:
+            self.preparing -= 1
+            self._note_departure()
+        return reduce_deadline(processed, time.monotonic() - stream.arrived)
+
+    def _refuse(self, stream: Stream, error: BaseException) -> None:
+        """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
+        if isinstance(error, RequestError):
+            self.streams.pop(stream.request.request_id, None)
+            self._metrics.add_refused(error)
+        else:
+            stream.end(End(stream.request.request_id, "cancelled"))
+
+    def on_end(self, stream: Stream) -> None:
+        """Count a request that has ended, and add it to the trace."""
+        self.streams.pop(stream.request.request_id, None)
+        record_end(stream, self._metrics, self._trace)
+
+    # ---------------------------------------------------------------- events and commands
+
+    def post(self, event: Value) -> None:
+        """Pass an event to the front end and carry out its commands."""
+        before = len(self.core.entries)
+        for command in self.core.handle(event, time.monotonic()):
+            if isinstance(command, Deliver) and command.request in self.streams:
+                self.streams[command.request].deliver(command)
+            elif isinstance(command, End) and command.request in self.streams:
+                self.streams[command.request].end(command)
+            elif isinstance(command, Send):
+                self.send_to_peer(command.to, command.message)
+        self._arm()
+        if len(self.core.entries) < before:
+            self._note_departure()
+
+    def _note_departure(self) -> None:
+        self.departures += 1
+        self._departed.set()
+
+    def _arm(self) -> None:
+        due = self.core.next_timer()
+        self.cancel_timer()
+        wait_s = None if due is None else max(0.0, due - time.monotonic())
+        self._timer = None if wait_s is None else self.loop.call_later(wait_s, self.post, Tick())
+
+    def cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def send_to_peer(self, name: str, message: Value) -> None:
+        self.reached[name].post(message)
+
+    def send_to_frontend(self, messages: list[Value]) -> None:
+        """Pass the instances' messages to the front end."""
+        for message in messages:
+            self.post(message)
+
+    # ---------------------------------------------------------------- instances that fail
+
+    def on_lost(self, name: str, why: str) -> None:
+        """End the requests of an instance whose process is gone with an error."""
+        logger.error("instance %s was lost: %s", name, why)
+        self.post(PeerDown(name, why))
+
+    def on_back(self, member: InstanceClient) -> None:
+        """Announce an instance whose process runs again."""
+        self.reached[member.name] = member
+        self.post(member.announcement())
+
+    def report_crash(self, name: str, error: BaseException) -> None:
+        """End every request with an error, refuse new ones and stop all threads, as an instance's thread failed."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        for host in self.reached.values():
+            host.stop(at_once=True)
+        for stream in list(self.streams.values()):
+            if stream.processed is not None:
+                stream.end(End(stream.request.request_id, "error"))
+                text = f"instance {name} failed ({error!r}); close the pipeline and make a new one"
+                stream.fail(RequestError(text, stream.request.request_id), error)
+        self._departed.set()
+
+    # ---------------------------------------------------------------- waits and ends
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until ``reached()``, which is checked whenever a request has left the front end or its processing."""
+        while not reached() and self._broken is None:
+            self._departed.clear()
+            await self._departed.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait until no instance has a request."""
+        await self.until(lambda: not self.core.entries)
+
+    async def wait_room(self) -> None:
+        """Wait until a request would not be refused for the number of those that wait."""
+        await self.until(lambda: self.core.waiting + self.preparing < self.core.max_waiting)
+
+    async def wait_departure(self, since: int) -> bool:
+        """Wait until ``departures`` is no longer ``since``; False where no request is left that could depart."""
+        if self.departures == since and not (self.core.entries or self.preparing):
+            return False
+        await self.until(lambda: self.departures != since)
+        return True
+
+    def end_all(self) -> None:
+        """End every request, as the pipeline closes."""
+        for stream in list(self.streams.values()):
+            stream.close()
+            self.post(Abort(stream.request.request_id, "cancelled"))

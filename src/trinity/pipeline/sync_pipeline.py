@@ -1,0 +1,272 @@
+"""SyncPipeline: a pipeline for scripts and notebooks without await, on a thread of its own event loop.
+
+Its methods are made of ``Pipeline``'s, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from trinity.core.messages import PeerLoad
+from trinity.errors import ClosedError
+from trinity.metrics import Metrics
+from trinity.pipeline.frontend_host import PipelineState
+from trinity.pipeline.loop_thread import LoopThread
+from trinity.pipeline.pipeline import Pipeline
+from trinity.pipeline.stream import Stream
+from trinity.placement import Placement
+from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.request import Output, Request, Token
+from trinity.timeline import Timeline
+from trinity.traces.trace import Trace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_numbers = itertools.count()
+_END: Any = object()
+
+
+def _made_as(
+    make: Callable[P, Pipeline],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[SyncPipeline, P], None]]:
+    """Give a constructor the arguments of ``make`` (a decorator)."""
+
+    def adopt(constructor: Callable[..., None]) -> Callable[Concatenate[SyncPipeline, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.signature(make)
+        signature = signature.replace(parameters=[own, *signature.parameters.values()], return_annotation=None)
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        return constructor
+
+    return adopt
+
+
+def _waiting(
+    method: Callable[Concatenate[Pipeline, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncPipeline, P], T]:
+    """Make a method that waits for ``method`` of the pipeline inside."""
+
+    @functools.wraps(method)
+    def call(self: SyncPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.run(method(self.pipeline, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[Pipeline, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[SyncPipeline, P], Iterator[T]]:
+    """Make a method that iterates over what ``method`` of the pipeline inside gives."""
+
+    @functools.wraps(method)
+    def call(self: SyncPipeline, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return _iterate(self, method(self.pipeline, *args, **kwargs))
+
+    return call
+
+
+class SyncPipeline:
+    """A ``Pipeline`` without await: the same arguments, and the same methods, which wait. ``close`` is its ``aclose``.
+
+    ::
+
+        with trinity.SyncPipeline("path/to/llava", placement="1E1P1D") as pipe:
+            print(pipe.chat("What is this?", images=["cat.jpg"]).text)
+            with pipe.stream(trinity.Request("A story:")) as tokens:
+                for token in tokens:
+                    print(token.text, end="")
+
+    It serves on a thread of its own event loop, so it may be called from several threads, and in a notebook, whose own
+    loop waits meanwhile. Ctrl-C ends the request that is waited for, and is raised. One that is never closed holds up
+    no program's end. ``pipeline`` is the ``Pipeline`` inside: read its attributes, but call it on its loop alone.
+    """
+
+    @_made_as(Pipeline)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.pipeline = Pipeline(*given, **named)
+        self.thread = LoopThread(f"trinity-sync-{next(_numbers)}")
+        self._forgotten = weakref.finalize(self, _close_later, self.thread, self.pipeline)
+        self._forgotten.atexit = False
+
+    start = _waiting(Pipeline.start)
+    complete = _waiting(Pipeline.complete)
+    complete_n = _waiting(Pipeline.complete_n)
+    chat = _waiting(Pipeline.chat)
+    profile = _waiting(Pipeline.profile)
+    wait_idle = _waiting(Pipeline.wait_idle)
+    map = _iterating(Pipeline.map)
+
+    def stream(self, request: Request) -> SyncStream:
+        """Make a stream of the request's tokens: a context manager and iterator. Leaving it ends the request."""
+        return SyncStream(self, self.pipeline.stream(request))
+
+    def close(self) -> None:
+        """End every request, wait for steps and transfers in flight, stop all threads. May be called twice."""
+        self._forgotten.detach()
+        try:
+            self.thread.run(self.pipeline.aclose())
+        except ClosedError:
+            return
+        self.thread.close()
+
+    def __enter__(self) -> SyncPipeline:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def state(self) -> PipelineState:
+        """As ``Pipeline.state``."""
+        return self.pipeline.state
+
+    @property
+    def placement(self) -> Placement:
+        """The placement in use."""
+        return self.pipeline.placement
+
+    @property
+    def health(self) -> dict[str, InstanceHealth]:
+        """As ``Pipeline.health``."""
+        return self.pipeline.health
+
+    @property
+    def loads(self) -> dict[str, PeerLoad]:
+        """As ``Pipeline.loads``."""
+        return self.pipeline.loads
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts and latencies of all requests."""
+        return self.pipeline.metrics
+
+    @property
+    def trace(self) -> Trace:
+        """Every request that it saw."""
+        return self.pipeline.trace
+
+    @property
+    def timeline(self) -> Timeline:
+        """The work of its instances."""
+        return self.pipeline.timeline
+
+    def __repr__(self) -> str:
+        return repr(self.pipeline).replace("Pipeline(", "SyncPipeline(", 1)
+
+    def _repr_html_(self) -> str:
+        return self.pipeline._repr_html_()
+
+
+class SyncStream:
+    """One request in flight, without await: ``with pipe.stream(request) as tokens: for token in tokens``.
+
+    As ``Stream``: leaving the block ends the request, and ``output`` is available after that.
+    """
+
+    def __init__(self, door: SyncPipeline, stream: Stream) -> None:
+        self._door, self._thread, self._stream = door, door.thread, stream  # a stream's pipeline is not forgotten
+
+    @property
+    def request(self) -> Request:
+        """The request that is served."""
+        return self._stream.request
+
+    @property
+    def output(self) -> Output:
+        """As ``Stream.output``."""
+        return self._stream.output
+
+    @property
+    def done(self) -> bool:
+        """As ``Stream.done``."""
+        return self._stream.done
+
+    @property
+    def token_times(self) -> list[float]:
+        """As ``Stream.token_times``."""
+        return self._stream.token_times
+
+    def __enter__(self) -> SyncStream:
+        self._thread.run(self._stream.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the request now; does nothing if it has ended, or the pipeline is closed."""
+        _run_unless_closed(self._thread, _cancel(self._stream))
+
+    def __iter__(self) -> SyncStream:
+        aiter(self._stream)
+        return self
+
+    def __next__(self) -> Token:
+        token: Token = self._thread.run(_next(self._stream))
+        if token is _END:
+            raise StopIteration
+        return token
+
+    def collect(self) -> Output:
+        """As ``Stream.collect``."""
+        return self._thread.run(self._stream.collect())
+
+    def __repr__(self) -> str:
+        return f"Sync{self._stream!r}"
+
+
+def _iterate(door: SyncPipeline, results: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Iterate over an asynchronous generator of the door's loop, and close it at the end or when left."""
+    try:
+        while (each := door.thread.run(_next(results))) is not _END:
+            yield each
+    finally:
+        _run_unless_closed(door.thread, results.aclose())
+
+
+async def _next(several: Any) -> Any:
+    return await anext(several, _END)
+
+
+async def _cancel(stream: Stream) -> None:
+    stream.cancel()
+
+
+def _run_unless_closed(thread: LoopThread, coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run it and wait; not on the loop's own thread, where the garbage collector may call, nor at a program's end."""
+    if sys.is_finalizing():  # the loop's thread runs no more
+        return coroutine.close()
+    try:
+        if thread.is_caller:
+            thread.begin(coroutine)
+        else:
+            thread.run(coroutine)
+    except ClosedError:
+        return
+
+
+def _close_later(thread: LoopThread, pipeline: Pipeline) -> None:
+    """Close what was forgotten, without waiting: the garbage collector calls, on any thread."""
+    if pipeline.state == "new":
+        thread.close()
+    else:
+        thread.begin(_close_both(thread, pipeline))
+
+
+async def _close_both(thread: LoopThread, pipeline: Pipeline) -> None:
+    await pipeline.aclose()
+    thread.close()
