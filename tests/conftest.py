@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 # Before torch is imported by anything: two threads per process on a busy machine cost ten times as long as one.
@@ -30,6 +30,8 @@ import pytest
 from support import no_hypothesis
 from support.leak_guard import LeakGuard
 from support.loop_guard import LoopGuard
+from support.shared_processes import SharedProcesses
+from support.ucx_alone import UcxAlone
 
 try:
     from hypothesis import HealthCheck, Phase, settings
@@ -65,14 +67,20 @@ def end_quietly() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LoopGuard(), "trinity-loop-guard")
     config.pluginmanager.register(LeakGuard(), "trinity-leak-guard")
+    config.pluginmanager.register(SharedProcesses(), "trinity-shared-processes")
+    config.pluginmanager.register(UcxAlone(), "trinity-ucx-alone")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share a process, and with it their fixtures, unless an `xdist_group` says otherwise."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and none of what they leave: a fifth of the time it takes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -89,15 +97,25 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """ucx beside nixl is another medium (its copy of UCX is the second one): what tests ucx alone gets a process."""
-    if pyfuncitem.get_closest_marker("ucx_alone") is None or not any(name.startswith("nixl") for name in sys.modules):
-        return None
-    command = [sys.executable, "-m", "pytest", pyfuncitem.nodeid, "-q", "-m", "", "-p", "no:cacheprovider", "-n", "0"]
-    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True)
-    assert done.returncode == 0, f"in a process of its own:\n{done.stdout[-8000:]}{done.stderr[-4000:]}"
-    return True
+@pytest.fixture(scope="session")
+def torch_launcher() -> Iterator[Any]:
+    """A launcher for all files that use ``support.shared_launcher``, from its first use to the end."""
+    from trinity.remote.fork_client import Launcher
+
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def warm_workers() -> Iterator[Any]:
+    """What forks preprocessing processes for the files that use it, from its first use to the end."""
+    from support.checkpoint_files import checkpoint
+    from support.warm_workers import WarmWorkers
+
+    workers = WarmWorkers(checkpoint("llava"))
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(autouse=True)

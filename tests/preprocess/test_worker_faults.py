@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
+from support.warm_workers import WarmWorkers
 from trinity.errors import ConfigError, RequestError
 from trinity.preprocess import loader, model_types, worker
 from trinity.preprocess.media_limits import MediaLimits
@@ -30,6 +31,12 @@ LIVENESS_S = 120.0
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
 HOLDS_THE_LOCK = "{% set x = 3 ** (10 ** 9) %}{{ x % 7 }}"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(warm_workers: WarmWorkers) -> Iterator[None]:
+    with warm_workers.instead():
+        yield
 
 
 @pytest.fixture(scope="module")

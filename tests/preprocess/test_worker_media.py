@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
+from support.warm_workers import WarmWorkers
 from trinity.errors import RequestError
 from trinity.preprocess.media import image_digest, make_plain, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
@@ -26,6 +27,12 @@ from trinity.request import Media, Request, Sampling, check_request
 
 LIVENESS_S = 120.0
 ORIENTATION = 274  # EXIF tag
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(warm_workers: WarmWorkers) -> Iterator[None]:
+    with warm_workers.instead():
+        yield
 
 
 def noise(height: int = 56, width: int = 84, channels: int = 3, seed: int = 0) -> np.ndarray:

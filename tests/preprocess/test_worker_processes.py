@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 import trinity
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import ONE, TEXT, TWO, all_tokens
+from support.warm_workers import WarmWorkers
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge
+from trinity.preprocess import worker_processes
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
@@ -35,6 +37,12 @@ HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module", autouse=True)
 def expected() -> None:
     all_tokens()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(warm_workers: WarmWorkers) -> Iterator[None]:
+    with warm_workers.instead():
+        yield
 
 
 def picture(seed: int) -> np.ndarray:
@@ -171,7 +179,8 @@ def test_it_ends_with_its_parent() -> None:
     raise AssertionError("it outlived its parent")
 
 
-async def test_a_pipeline_serves_with_them() -> None:
+async def test_a_pipeline_serves_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "subprocess", subprocess)  # started as in a user's program
     limits = MediaLimits(processes=1)
     async with trinity.Pipeline(checkpoint("llava"), "E+PD", dtype="float32", limits=limits) as pipe:
         assert isinstance(pipe.processor, KillableProcessor)
