@@ -1,6 +1,6 @@
 """A stand-in for the CUDA driver, and memory of its device: cuda_ipc's logic is tested across processes without a GPU.
 
-``python fake_cuda.py LIBRARY BLOCKS BLOCK_BYTES`` lends a pool as lender.py does.
+``python fake_cuda.py LIBRARY BLOCKS BLOCK_BYTES`` lends a pool as lender_process.py does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from support.lender import EMPTY, lend
+from support.lender_process import EMPTY, fill, lend
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport.cuda_ipc import transport as cuda_ipc
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
@@ -57,15 +56,19 @@ class Fake:
 
     def pool(self, blocks: int, block_bytes: int) -> BlockMemory:
         """A pool of int64 on the stand-in's device, that no source holds."""
-        return self.memory(BlockShape("kv", (block_bytes // 8,), torch.int64), blocks, EMPTY)
+        import torch
 
-    def memory(self, shape: BlockShape, blocks: int, fill: int = 0) -> BlockMemory:
+        memory = self.memory(BlockShape("kv", (block_bytes // 8,), torch.int64), blocks)
+        memory.tensor.fill_(EMPTY)
+        return memory
+
+    def memory(self, shape: BlockShape, blocks: int) -> BlockMemory:
         memory = BlockMemory(shape, blocks)
         size = blocks * shape.block_bytes
         device: Any = (ctypes.c_uint8 * size).from_address(self.lib.fake_alloc(OFFSET + size) + OFFSET)
         memory.raw = np.frombuffer(device, np.uint8).reshape(blocks, shape.block_bytes)
+        memory.raw[:] = 0
         memory.__dict__.pop("tensor", None)
-        memory.tensor.fill_(fill)
         return memory
 
     def transport(self) -> CudaIpcTransport:
@@ -78,5 +81,7 @@ def on_device(memory: BlockMemory) -> int:
 
 if __name__ == "__main__":
     cuda_ipc.device_of = on_device
-    fake = Fake(sys.argv[1])
-    asyncio.run(lend(fake.transport(), fake.pool(int(sys.argv[2]), int(sys.argv[3])), lambda: " ".join(fake.calls())))
+    fake, blocks, block_bytes = Fake(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    lent = fake.memory(BlockShape("kv", (block_bytes // 8,), np.dtype(np.int64)), blocks)
+    fill(lent)
+    asyncio.run(lend(fake.transport(), lent, lambda: " ".join(fake.calls())))

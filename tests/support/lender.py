@@ -1,26 +1,23 @@
-"""A process that lends a pool, for tests of transports: started by ``Lending``, commanded by lines on its stdin.
-
-``python lender.py SCHEME BLOCKS BLOCK_BYTES`` prints the descriptor; "close" closes the transport, "revoke BLOCK
-GENERATION" sets a block's generation; each is answered by a line.
-"""
+"""Processes that lend a pool, for tests of transports: ``lending`` starts one, ``Lending`` gives it its orders."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
+from support import lender_process
+from support.lender_process import EMPTY as EMPTY
 from support.paths import PYTHON_PATH
 from trinity.errors import TransportUnavailable
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.transport import Transport, make_transport
+from trinity.transport import make_transport
 
-EMPTY = -1
 LIVENESS_S = 30.0
 
 
@@ -44,7 +41,7 @@ def pool(blocks: int, block_bytes: int, device: str = "cpu") -> BlockMemory:
 
 def lent(blocks: int, block_bytes: int) -> torch.Tensor:
     """What the process lends: every word is its own number."""
-    return torch.arange(blocks * block_bytes // 8).view(blocks, -1)
+    return torch.from_numpy(lender_process.numbers(blocks, block_bytes))
 
 
 class Lending:
@@ -75,7 +72,7 @@ class Lending:
 
 @asynccontextmanager
 async def lending(
-    scheme: str, blocks: int, block_bytes: int, script: str = __file__, **variables: str
+    scheme: str, blocks: int, block_bytes: int, script: str = lender_process.__file__, **variables: str
 ) -> AsyncIterator[Lending]:
     command = (sys.executable, script, scheme, str(blocks), str(block_bytes))
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, **variables}
@@ -88,17 +85,6 @@ async def lending(
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-async def lend(transport: Transport, memory: BlockMemory, calls: Callable[[], str] = lambda: "") -> None:
-    memory.tensor.copy_(lent(memory.blocks, memory.block_bytes))
-    print(transport.publish(memory).hex(), flush=True)
-    while order := (await asyncio.to_thread(sys.stdin.readline)).split():
-        if order[0] == "close":
-            await transport.aclose()
-        elif order[0] == "revoke":
-            memory.generations[int(order[1])] = int(order[2])
-        print("done", calls() if order[0] == "calls" else "", flush=True)
 
 
 def shuffled(blocks: int) -> list[int]:
@@ -127,9 +113,3 @@ async def ends(reading: asyncio.Future[int]) -> BaseException | None:
     await asyncio.wait([reading], timeout=LIVENESS_S)
     assert reading.done(), "the read hangs"
     return asyncio.CancelledError() if reading.cancelled() else reading.exception()
-
-
-if __name__ == "__main__":
-    asyncio.run(
-        lend(make_transport(sys.argv[1]), pool(int(sys.argv[2]), int(sys.argv[3]), os.environ.get("DEVICE", "cpu")))
-    )

@@ -108,11 +108,11 @@ async def unchanged_when_it_goes_on(peer: Lending, memory: BlockMemory) -> None:
 
 UNCLOSED = """
 import asyncio, sys
-from support.lender import pool
+from support.lender_process import make_memory
 from trinity.transport import make_transport
 async def main():
     transport = make_transport(sys.argv[1])
-    memory = pool(4, int(sys.argv[2]))
+    memory = make_memory(4, int(sys.argv[2]), "cpu")
     global kept
     kept = await transport.attach(transport.publish(memory), memory), transport
     await kept[0].read([0], [1])
