@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from support.forgery import forge, forging_network
-from support.pipeline_driver import ONE, good_ones, serving
+from support.pipeline_driver import ONE, all_tokens, good_ones, serving
 from trinity.connector import Connector
 from trinity.core.messages import Fetched, Offer, Part, Pull, Ready, Send, Work
 from trinity.core.transfers import TransferPolicy
@@ -30,6 +30,11 @@ SHAPES = {
     "image": BlockShape("image", (5, 6), torch.float32),
 }
 BLOCKS = (1, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def expected() -> None:
+    all_tokens()
 
 
 def pools() -> dict[str, BlockMemory]:
@@ -163,7 +168,7 @@ def test_a_pool_that_is_a_tensor_has_the_same(layers: tuple[int, int] | None, ta
 
 
 @pytest.mark.parametrize("kv", ["off", "layer"])
-async def test_tokens_stay_exact_under_a_key(kv: Literal["off", "layer"]) -> None:
+async def test_tokens_stay_exact_under_a_key(kv: Literal["off", "layer"], expected: None) -> None:
     transport = WrappedTransport()
     transport.network = True
     connector = Connector(transport)

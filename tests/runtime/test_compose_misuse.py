@@ -16,7 +16,7 @@ import pytest
 import trinity
 from support.checkpoint_files import checkpoint
 from support.composition import SIZES, Wires, load, prepared
-from support.pipeline_driver import ONE, TWO
+from support.pipeline_driver import ONE, TWO, all_tokens
 from trinity.core.messages import Work
 from trinity.errors import ConfigError, StageError
 from trinity.preprocess.processor import ProcessedRequest
@@ -25,6 +25,11 @@ from trinity.runtime.compose import LoadedStage
 from trinity.runtime.core_thread import CoreThread
 from trinity.runtime.host import InstanceHost
 from trinity.transport import inproc
+
+
+@pytest.fixture(scope="module", autouse=True)
+def expected() -> None:
+    all_tokens()
 
 
 @asynccontextmanager

@@ -29,6 +29,8 @@ def picture(seed: int) -> np.ndarray:
 
 @cache
 def oracle() -> Oracle:
+    """Raises ``AssertionError`` in an event loop, also where it would be loaded fast enough for the guard of loops."""
+    assert asyncio._get_running_loop() is None, "a fixture calls all_tokens() first: an oracle takes seconds to load"
     return Oracle(checkpoint("llava"))
 
 

@@ -90,7 +90,7 @@ def test_nothing_is_compiled_while_serving(model: str, letters: str, kernels: in
     ((warm, served, launches),) = run_compiling(
         TESTS / "support" / "triton_variants.py", model, letters, cache=tmp_path
     )
-    assert int(launches) > 1000, "this test must launch"
+    assert int(launches) > 900, "this test must launch: a recorded step replays what it has launched once"
     assert (int(warm), int(served)) == (kernels, 0)
 
 
