@@ -19,7 +19,7 @@ from trinity.request import Output
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[None]:
-    with kept_launcher():
+    with kept_launcher(torch=False):
         yield
 
 

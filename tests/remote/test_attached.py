@@ -15,18 +15,19 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, POOLS, SECRET, by_hand, pipeline, recovered, request, started, tcp
+from support.shared_launcher import sharing
 from trinity.errors import RequestError
 from trinity.instance import Instance
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.testing.oracle import Oracle
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+def launcher(torch_launcher: Launcher) -> Iterator[Launcher]:
     wanted()
-    with kept_launcher() as kept:
-        yield kept
+    with sharing(torch_launcher):
+        yield torch_launcher
 
 
 @cache

@@ -24,13 +24,14 @@ from support.checkpoint_files import checkpoint
 from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
+from support.shared_launcher import sharing
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, Overloaded, PeerLost, RequestError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote import leftovers
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.remote.instance_processes import InstanceSupervisor
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.supervisor import ProcessConfig
@@ -42,10 +43,10 @@ SILENCE_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+def launcher(torch_launcher: Launcher) -> Iterator[Launcher]:
     wanted()
-    with kept_launcher() as kept:
-        yield kept
+    with sharing(torch_launcher):
+        yield torch_launcher
 
 
 @cache
