@@ -107,9 +107,9 @@ class Media(msgspec.Struct, frozen=True):
     """One media item.
 
     - ``kind``: "image"; models without a processor for it refuse other kinds ("video", "audio").
-    - ``source``: a path (``MediaLimits.allow_paths``), bytes, a PIL image, an http(s) URL (``MediaLimits.allow_urls``),
-      or an array or torch tensor [H, W, C] or [C, H, W], of bytes or what else transformers' processors take. Alpha is
-      dropped and EXIF orientation applied, as transformers' ``load_image`` does.
+    - ``source``: a path or file: URL (``MediaLimits.allow_paths``), bytes, a data: URI, a PIL image, an http(s) URL
+      (``allow_urls``, ``allowed_hosts``), or an array or torch tensor [H, W, C] or [C, H, W], of bytes or what else
+      transformers' processors take. Alpha is dropped and EXIF orientation applied, as its ``load_image`` does.
     """
 
     kind: str
@@ -120,7 +120,8 @@ class Request(msgspec.Struct, frozen=True):
     """One request. Give either ``prompt`` or ``messages``.
 
     - ``prompt`` (None): raw text in which ``<image>`` marks the place of each image in turn, for every model.
-    - ``messages`` (None): a chat as a list of {"role", "content"}, to which the model's chat template is applied.
+    - ``messages`` (None): a chat as a list of {"role", "content"}, to which the model's chat template is applied, with
+      content parts as OpenAI and Hugging Face write them. A part has its image in it, or takes the next of ``images``.
     - ``images`` (none): sources of media of kind "image", as in ``Media``.
     - ``media`` (none): ``Media`` items, after ``images``.
     - ``max_tokens`` (tokens, None): longest output; reduced to what the model's context leaves. None takes the limit of
@@ -129,6 +130,14 @@ class Request(msgspec.Struct, frozen=True):
     - ``deadline_s`` (seconds, None): the request ends with ``DeadlineExceeded`` this long after submission.
     - ``session`` (""): conversation that the request belongs to, for the trace.
     - ``request_id`` ("request-1", ...): unique name, used in errors and in the trace.
+    - ``tools`` (None): tools as JSON schemas, for chat templates that take some.
+    - ``template_kwargs`` (none): further variables of the chat template, such as ``enable_thinking``, and transformers'
+      ``add_generation_prompt`` and ``continue_final_message``.
+    - ``cache_salt`` (""): requests of different salts share no cached block, such as those of different tenants.
+    - ``untrusted`` (False): its messages and media came from outside. Of media in text only data: URIs are read, and
+      URLs of ``MediaLimits.allowed_hosts``; roles are OpenAI's. See SECURITY.md.
+    - ``special_tokens`` (None): whether special tokens in its texts act as such, or are text; None: they act unless it
+      is untrusted.
 
     Submitting it raises ``RequestError`` if a field is out of range (``max_tokens`` ≤ 0, NaN temperature, ...).
     """
@@ -142,6 +151,11 @@ class Request(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     session: str = ""
     request_id: str = msgspec.field(default_factory=lambda: f"request-{next(_ids)}")
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = {}
+    cache_salt: str = ""
+    untrusted: bool = False
+    special_tokens: bool | None = None
 
     def all_media(self) -> list[Media]:
         """List ``images`` and ``media``, in this order."""
@@ -289,7 +303,24 @@ def _plain_fields(request: Request) -> dict[str, Any]:
         "deadline_s": None if request.deadline_s is None else _deadline("deadline_s", request.deadline_s),
         "session": read_text("session", request.session, _MOST_TEXT),
         "request_id": name,
+        "tools": None if request.tools is None else _plain_tools(request.tools),
+        "template_kwargs": _plain_variables("template_kwargs", request.template_kwargs),
+        "cache_salt": read_text("cache_salt", request.cache_salt, _MOST_TEXT),
+        "untrusted": read_flag("untrusted", request.untrusted),
+        "special_tokens": None if (acts := request.special_tokens) is None else read_flag("special_tokens", acts),
     }
+
+
+def _plain_tools(tools: Any) -> list[Any]:
+    return [_plain_variables("tools", each) for each in read_items("tools", tools)]
+
+
+def _plain_variables(name: str, value: Any) -> dict[str, Any]:
+    """Copy a mapping by name; what its values hold is read by the chat template alone."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Unfit(f"{name} must be given by name, as dicts, got {show(value)}")
+    copied: dict[str, Any] = read_chat(name, value, _MOST_PROMPT)
+    return copied
 
 
 def _plain_sampling(sampling: Sampling) -> Sampling:

@@ -94,7 +94,7 @@ async def test_the_models_processor_raises(error: BaseException, monkeypatch: py
             await refused(pipe, ONE.request(), type(error).__name__)
             two = [picture for one in (ONE, ONE) for picture in one.request().images]
             await refused(pipe, Request("<image><image>", images=two), type(error).__name__)
-            patched.setattr(pipe.processor, "tokenizer", raising)
+            patched.setattr(pipe.processor._prompt_tokenizer, "_tokenizer", raising)
             await refused(pipe, TEXT.request(), type(error).__name__)
         await good_ones(pipe)
 
@@ -115,7 +115,9 @@ async def test_the_tokenizer_answers_nonsense(monkeypatch: pytest.MonkeyPatch) -
     async with serving("EPD") as pipe:
         for answer in NONSENSE:
             with monkeypatch.context() as patched:
-                patched.setattr(pipe.processor, "tokenizer", lambda *_, _answer=answer, **__: _answer)
+                patched.setattr(
+                    pipe.processor._prompt_tokenizer, "_tokenizer", lambda *_, _answer=answer, **__: _answer
+                )
                 await refused(pipe, TEXT.request(), "cannot be tokenized")
         await good_ones(pipe)
 

@@ -146,7 +146,7 @@ def a_migration_goes_on_without_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @broken
 def a_prefix_matches_whatever_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_state, "prefix_keys", lambda tokens, media, block: prefix_keys(tokens, (), block))
+    monkeypatch.setattr(core_state, "prefix_keys", lambda tokens, media, block, salt: prefix_keys(tokens, (), block))
 
 
 @broken

@@ -1,41 +1,22 @@
-"""Files and URLs as sources of images: what is no file, is not allowed, or takes too long, holds no thread."""
+"""Files and data: URIs as sources of images: what is no file, is not allowed, or is broken, holds no thread."""
 
 from __future__ import annotations
 
-import io
+import base64
 import os
-import shutil
-import socket
-import ssl
-import subprocess
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from support.picture_pages import PIXELS, PNG
 from trinity.errors import ConfigError
 from trinity.errors.plain_values import read_source
-from trinity.preprocess import media_sources
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
-PIXELS = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)
 DEFAULT = MediaLimits()
-
-
-def _png() -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(PIXELS).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-PNG = _png()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
@@ -86,7 +67,7 @@ def test_a_relative_path_is_told_as_it_was_given(tmp_path: Path, monkeypatch: py
     assert np.array_equal(np.asarray(read_image(read_source("a.png"), DEFAULT)), PIXELS)
 
 
-@pytest.mark.parametrize("given", ["s3:bucket/a.png", "S3://bucket/a.png", "file:///a.png", "data:image/png;base64,AA"])
+@pytest.mark.parametrize("given", ["s3:bucket/a.png", "S3://bucket/a.png", "file:a.png", "file://elsewhere/a.png"])
 @pytest.mark.parametrize("limits", [DEFAULT, MediaLimits(allow_paths=False)])
 def test_addresses_of_other_schemes_are_refused_by_name(given: str, limits: MediaLimits) -> None:
     scheme = given.split(":")[0] + ":"
@@ -151,215 +132,50 @@ def test_limits_of_odd_values_are_refused_by_name(fields: dict[str, Any]) -> Non
         MediaLimits(**fields)
 
 
-class _Pages(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        page = self.path.removeprefix("/")
-        if page == "slow-headers":
-            return self._drip_headers()
-        if page.startswith("to-"):
-            targets = {"to-image": "/image", "to-file": "file:///etc/hostname", "to-self": "/to-self"}
-            self.send_response(302)
-            self.send_header("Location", targets[page])
-            self.end_headers()
-            return
-        self.send_response(404 if page == "missing" else 200)
-        self.end_headers()
-        if page == "drip":
-            self._drip()
-        else:
-            self.wfile.write(PNG if page == "image" else bytes(100_000) if page == "large" else b"<html>")
-
-    def _drip_headers(self) -> None:
-        try:
-            self.wfile.write(b"HTTP/1.0 200 OK\r\n")
-            for number in range(400):  # twenty seconds, unless the reader leaves; each line within any socket's timeout
-                self.wfile.write(b"X-%d: y\r\n" % (number % 90))
-                self.wfile.flush()
-                time.sleep(0.05)
-        except OSError:
-            pass
-
-    def _drip(self) -> None:
-        try:
-            for _ in range(400):  # twenty seconds, unless the reader leaves
-                self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.05)
-        except OSError:
-            pass  # the reader has left, as it should
-
-    def log_message(self, *_: Any) -> None:
-        pass
+def test_a_file_url_of_this_host_is_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "a cat%.png"
+    path.write_bytes(PNG)
+    for url in (path.as_uri(), path.as_uri().replace("file:///", "FILE://localhost/")):
+        assert read_source(url) == str(path)
+        assert np.array_equal(np.asarray(read_image(read_source(url), DEFAULT)), PIXELS)
+    with pytest.raises(MediaProblem, match="allow_paths"):
+        read_image(read_source(path.as_uri()), MediaLimits(allow_paths=False))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    pages = ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
-    pages.daemon_threads = True
-    thread = threading.Thread(target=pages.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{pages.server_address[1]}"
-    pages.shutdown()
-    pages.server_close()
-    thread.join()
+TEXT = base64.b64encode(PNG).decode()
 
 
-@pytest.fixture
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-OPEN = MediaLimits(allow_urls=True, url_timeout_s=2.0, max_image_bytes=50_000)
-
-
-@pytest.mark.usefixtures("no_proxy")
-@pytest.mark.parametrize("page", ["image", "to-image"])
-def test_urls_are_read_where_allowed(server: str, page: str) -> None:
-    assert np.array_equal(np.asarray(read_image(f"{server}/{page}", OPEN)), PIXELS)
-
-
-@pytest.mark.usefixtures("no_proxy")
 @pytest.mark.parametrize(
-    ("page", "why"),
+    "uri",
     [
-        ("missing", "404"),
-        ("html", "not an image"),
-        ("large", "max_image_bytes is 50000"),
-        ("to-file", "cannot be fetched"),
-        ("to-self", "cannot be fetched"),
+        f"data:image/png;base64,{TEXT}",
+        f"DATA:;BASE64,{TEXT}",
+        f"data:text/html;charset=x;base64,{TEXT}",
+        "data:image/png;base64," + TEXT.replace("=", "%3D").replace("+", "%2B"),
+        "data:image/png;base64,\n" + "\n".join(TEXT[at : at + 76] for at in range(0, len(TEXT), 76)),
     ],
 )
-def test_bad_urls_say_why(server: str, page: str, why: str) -> None:
+def test_a_data_uri_is_its_bytes_whatever_type_it_says(uri: str) -> None:
+    assert np.array_equal(np.asarray(read_image(read_source(uri), MediaLimits(allow_paths=False))), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("data:image/png,abc", "not in base64"),
+        ("data:image/png;base64", "not in base64"),
+        ("data:image/png;base64,A", "base64 is broken"),
+        ("data:image/png;base64,\xe4\xf6", "base64 is broken"),
+        ("data:image/png;base64,", "is empty"),
+        ("data:image/png;base64,PGh0bWw+", "not an image"),
+    ],
+)
+def test_broken_data_uris_say_why(uri: str, why: str) -> None:
     with pytest.raises(MediaProblem, match=why):
-        read_image(f"{server}/{page}", OPEN)
+        read_image(read_source(uri), DEFAULT)
 
 
-@pytest.mark.usefixtures("no_proxy")
-def test_a_server_that_drips_or_is_not_there_cannot_hold_a_thread(server: str) -> None:
-    for page in ("drip", "slow-headers"):
-        began = time.monotonic()
-        with pytest.raises(MediaProblem, match=r"url_timeout_s \(0\.2 s\)"):
-            read_image(f"{server}/{page}", MediaLimits(allow_urls=True, url_timeout_s=0.2))
-        assert time.monotonic() - began < 5
-    with pytest.raises(MediaProblem, match="cannot be fetched"):
-        read_image("http://127.0.0.1:1/a.png", OPEN)
-
-
-@pytest.mark.usefixtures("no_proxy")
-def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolver is a stand-in: a server of names that is silent cannot be had here."""
-    answered, limits = threading.Event(), MediaLimits(allow_urls=True, url_timeout_s=0.2)
-    look_up, url = socket.getaddrinfo, "http://nobody.invalid/a.png"
-
-    def silent(host: str, *given: Any, **named: Any) -> Any:
-        if host == "nobody.invalid" and not named.get("flags"):  # whether it is an address is told without asking
-            assert answered.wait(60)
-            raise OSError("no such name")
-        return look_up(host, *given, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", silent)
-    try:
-        for _ in range(media_sources._MOST_LOOKUPS + 1):  # the last one finds all threads of look-ups taken
-            with pytest.raises(MediaProblem, match=r"url_timeout_s \(0\.2 s\)"):
-                read_image(url, limits)
-        lookups = [thread for thread in threading.enumerate() if thread.name == "trinity-lookup"]
-        assert len(lookups) == media_sources._MOST_LOOKUPS
-    finally:
-        answered.set()
-    for thread in lookups:
-        thread.join(60)
-    with pytest.raises(MediaProblem, match="cannot be fetched"):
-        read_image(url, limits)
-    assert np.array_equal(np.asarray(read_image(f"{server}/image", OPEN)), PIXELS)
-
-
-def addresses(*found: Any) -> Any:
-    """Stand in for the resolver, which here knows no name with several addresses; what is an address stays one."""
-    look_up = socket.getaddrinfo
-
-    def resolve(host: str, *given: Any, **named: Any) -> Any:
-        if host != "several.test" or named.get("flags"):
-            return look_up(host, *given, **named)
-        return list(found)
-
-    return resolve
-
-
-def tcp(where: tuple[str, int]) -> Any:
-    return (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where)
-
-
-@pytest.fixture
-def hole() -> Iterator[tuple[str, int]]:
-    """An address that answers nothing: a listener whose queue is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for each in waiting:
-            each.setblocking(False)
-            each.connect_ex(listener.getsockname())
-        yield listener.getsockname()
-        for each in waiting:
-            each.close()
-
-
-def test_a_name_is_reached_by_any_of_its_addresses(
-    server: str, hole: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ``socket.create_connection``: a family that the system lacks, or an address that is silent, is not the end."""
-    monkeypatch.setenv("no_proxy", "several.test")
-    port = int(server.rpartition(":")[2])
-    here, absent = tcp(("127.0.0.1", port)), (12, socket.SOCK_STREAM, 6, "", ("x", port))  # 12 was DECnet
-    for first in ([absent], [tcp(hole)], [tcp(hole), absent, tcp(hole)]):
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "getaddrinfo", addresses(*first, here))
-            picture = read_image(f"http://several.test:{port}/image", OPEN)
-        assert np.array_equal(np.asarray(picture), PIXELS)
-    for found, said in (([], "no address"), ([absent], "not supported"), ([tcp(hole)] * 3, r"url_timeout_s \(2 s\)")):
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "getaddrinfo", addresses(*found))
-            with pytest.raises(MediaProblem, match=said):
-                read_image(f"http://several.test:{port}/image", OPEN)
-
-
-@pytest.mark.usefixtures("no_proxy")
-def test_an_address_needs_no_thread_to_be_looked_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_sources, "_lookups", threading.BoundedSemaphore(1))
-    assert media_sources._lookups.acquire(timeout=1)
-    assert np.array_equal(np.asarray(read_image(f"{server}/image", OPEN)), PIXELS)
-    with pytest.raises(MediaProblem, match="url_timeout_s"):
-        read_image("http://several.test/image", MediaLimits(allow_urls=True, url_timeout_s=0.2))
-
-
-def test_a_server_that_drips_under_tls_cannot_hold_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS wraps a socket in another: the inner one is not what must be cut."""
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("no openssl here to make a certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    asked = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {certificate}"
-    subprocess.run(
-        [program, *asked.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    pages = ThreadingHTTPServer(("127.0.0.1", 0), _Pages)
-    pages.daemon_threads = True
-    pages.socket = context.wrap_socket(pages.socket, server_side=True)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    monkeypatch.setenv("no_proxy", "localhost")
-    thread = threading.Thread(target=pages.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    where, limits = f"https://localhost:{pages.server_address[1]}", MediaLimits(allow_urls=True, url_timeout_s=1.0)
-    try:
-        assert np.array_equal(np.asarray(read_image(f"{where}/image", limits)), PIXELS)
-        for page in ("drip", "slow-headers"):
-            began = time.monotonic()
-            with pytest.raises(MediaProblem, match=r"url_timeout_s \(1 s\)"):
-                read_image(f"{where}/{page}", limits)
-            assert time.monotonic() - began < 10
-    finally:
-        pages.shutdown()
-        pages.server_close()
-        thread.join()
+def test_a_large_data_uri_is_refused_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(MediaProblem, match="max_image_bytes is 1000"):
+        read_image("data:;base64," + "A" * 2000, MediaLimits(max_image_bytes=1000))

@@ -105,7 +105,7 @@ def test_a_placeholder_that_only_the_tokenizer_sees(llava: RequestProcessor, mon
         def __call__(self, text: str, **kwargs: Any) -> Any:
             return inner(text.replace("<IMAGE>", "<image>"), **kwargs)
 
-    monkeypatch.setattr(llava, "tokenizer", Normalising())
+    monkeypatch.setattr(llava._prompt_tokenizer, "_tokenizer", Normalising())
     said = refused(llava, BadMedia, Request("<IMAGE> <image>", images=[IMAGE]))
     assert "17 placeholder tokens for 16 visual tokens" in said
 
@@ -165,7 +165,7 @@ def test_visual_tokens_count_towards_the_context(llava: RequestProcessor) -> Non
 def test_endless_text_is_refused_before_it_is_tokenised(
     llama: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama, "tokenizer", None)
+    monkeypatch.setattr(llama._prompt_tokenizer, "_tokenizer", None)
     assert "far more than the limit of 2047 tokens" in refused(llama, RequestTooLarge, Request("a" * 3_000_000))
 
 
@@ -186,7 +186,7 @@ def test_bad_messages(llava: RequestProcessor, name: str) -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "image", "url": "a.png"}, {"type": "image_url"}, {"type": "text"}, "hello", {"text": "hello"}, None],
+    [{"type": "picture", "url": "a.png"}, {"type": "file"}, {"type": "text"}, "hello", {"text": "hello"}, None],
 )
 def test_bad_parts(llava: RequestProcessor, part: Any) -> None:
     said = refused(llava, BadMedia, Request(messages=[{"role": "user", "content": [part]}]))

@@ -82,14 +82,21 @@ def test_ci_calls_check_and_test_and_nothing_else() -> None:
 
 def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
     extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
-    direct = [*PROJECT["project"]["dependencies"], *groups["dev"], *extras["plan"], *extras["plot"], "pip"]
+    direct = [
+        *PROJECT["project"]["dependencies"],
+        *groups["dev"],
+        *extras["plan"],
+        *extras["plot"],
+        *extras["server"],
+        "pip",
+    ]
     pinned = {plain(line): line.partition("==")[2] for line in PINS.splitlines() if "==" in line}
     assert [name for name in map(plain, direct) if name not in pinned] == []
     assert pinned["torch"] == "2.13.0"
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "plan", "plot", "ucx"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "plan", "plot", "server", "ucx"}
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 
 

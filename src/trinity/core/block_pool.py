@@ -229,13 +229,13 @@ def blocks_for(tokens: int, block: int) -> int:
     return -(-tokens // block)
 
 
-def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int) -> list[Key]:
+def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, salt: str = "") -> list[Key]:
     """Prefix-cache keys, one per full block: a hash chain over token ids and the content and offset of media in it.
 
-    The same text with another image has different keys from the image's first block on.
+    The same text with another image has different keys from the image's first block on; with another salt all differ.
     """
     keys: list[Key] = []
-    previous = b""
+    previous = blake2b(salt.encode(), digest_size=16).digest() if salt else b""
     for start in range(0, len(tokens) - block + 1, block):
         end = start + block
         inside = [(span.content, span.offset - start) for span in media if span.offset < end and span.end > start]

@@ -278,7 +278,7 @@ class Router:
         if not known:
             return 0
         hits = 0
-        for key in prefix_keys(work.prompt, work.media, peer.kv_block_size):
+        for key in prefix_keys(work.prompt, work.media, peer.kv_block_size, work.salt):
             if key[:DIGEST] not in known:
                 break
             hits += 1

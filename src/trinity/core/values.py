@@ -86,6 +86,7 @@ class Work(Value, frozen=True, kw_only=True):
     ``number`` counts requests in order of arrival at the front end: a lower number is an older request.
     ``outputs``: tokens that it had when it was sent back; they are prefilled behind its prompt.
     ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
+    ``salt``: requests of different salts share no prefix; ``content`` of its media has it too.
     """
 
     request: str
@@ -99,6 +100,7 @@ class Work(Value, frozen=True, kw_only=True):
     attempt: int = 0
     number: int = 0
     outputs: int = 0
+    salt: str = ""
 
 
 class Failure(Value, frozen=True):

@@ -13,6 +13,7 @@ from trinity.costs import visual_tokens
 from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
+from trinity.errors.hub_ids import locate_model
 from trinity.traces.synthetic import VisualTokenRule
 
 ConfigFields = Mapping[str, Any]
@@ -39,13 +40,13 @@ _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read the shape of a model from a checkpoint's folder or its ``config.json``.
+    """Read the shape of a model from a checkpoint's folder, its ``config.json``, or the hub id of a cached one.
 
     A ``preprocessor_config.json`` beside it gives the limits of the rule for visual tokens. Raises ``ConfigError``
     where the file cannot be read or lacks a size, ``UnsupportedModel`` for a vision model whose rule for visual tokens
     is unknown.
     """
-    path = Path(folder)
+    path = locate_model(folder)
     path = path / "config.json" if path.is_dir() else path
     config = _read_json(path)
     beside = path.with_name("preprocessor_config.json")

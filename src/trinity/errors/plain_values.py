@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 
@@ -42,13 +43,26 @@ def read_source(source: Any) -> Any:
     if isinstance(source, str):
         if type(source) is not str:
             source = str.encode(source, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
-        return source if source[:8].lower().startswith(("http://", "https://")) else _mark(source)
+        return source if is_address(source) else _mark(_without_scheme(source))
     if isinstance(source, os.PathLike):
         with suppress(Exception):  # somebody's own: it is read later, and refused there
             path = os.fsdecode(os.fspath(source))
             marked = _mark(path)
             return source if marked == path else marked
     return source
+
+
+def is_address(source: object) -> bool:
+    """Tell if a source is an http(s) URL or a data: URI, and no path."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://", "data:"))
+
+
+def _without_scheme(source: str) -> str:
+    """Return the path that a file: URL of this host names, and anything else as it is."""
+    if source[:7].lower() != "file://":
+        return source
+    host, slash, path = source[7:].partition("/")
+    return unquote(slash + path, errors="surrogateescape") if slash and host.lower() in ("", "localhost") else source
 
 
 def _mark(path: str) -> str:

@@ -53,7 +53,7 @@ TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bou
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    - ``model``: a directory in transformers' format, or ``EmulatedModel`` (stages wait in place of computing).
+    - ``model``: a directory, a hub id that is cached or that ``download`` (False) lets it fetch, or ``EmulatedModel``.
     - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
       or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``, which is not applied.
     - ``instances`` (count, None): how many to start with under "auto".
@@ -113,10 +113,11 @@ class Pipeline:
         transfers: TransferPolicy | None = None,
         processes: supervisor.ProcessConfig | None = None,
         instances: Whole | None = None,
+        download: bool = False,
         **options: Unpack[InstanceOptions],
     ) -> None:
         cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
-        source = self.model = loader.resolve_model(model)
+        source = self.model = loader.resolve_model(model, download)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
         limited = rules is not None or budgets is not None
         self.instances = name_instances(make_instances(placement, options, limited=limited))

@@ -1,4 +1,4 @@
-"""Reads an image from a path, bytes, an array, a tensor, a PIL image or a URL, as transformers' ``load_image`` does."""
+"""Reads an image from a path, bytes, an array, a tensor or a PIL image, as transformers' ``load_image`` does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trinity.errors import describe_error
+from trinity.errors.plain_values import is_address
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
-from trinity.preprocess.media_sources import check_bytes, fetch, read_file
+from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,7 +34,7 @@ _lazy = tuple(threading.Lock() for _ in range(64))  # for images of others, whic
 def read_image(source: Any, limits: MediaLimits, check: Callable[[int, int], None] = lambda *_: None) -> Picture:
     """Read one image: upright by its EXIF orientation, in RGB, without its alpha, as transformers' ``load_image`` does.
 
-    - ``source``: a path, encoded bytes, a PIL image, an http(s) URL, or an array or torch tensor [H, W], [H, W, C] or
+    - ``source``: a path, encoded bytes, a data: URI, a PIL image, or an array or torch tensor [H, W], [H, W, C] or
       [C, H, W] of 1, 3 or 4 channels. An animation yields its first frame.
     - ``limits``: what may be read.
     - ``check`` (anything goes): called with (width, height) before a pixel is decoded; what it raises is passed on.
@@ -83,7 +84,7 @@ def image_digest(picture: Picture) -> str:
 def make_plain(source: Any, limits: MediaLimits, check: Callable[[int, int], None]) -> Any:
     """Turn a source into one of the same picture, digest included, that another process can be sent.
 
-    That is text, a path, bytes, a plain array, or an image that nobody else has: a PIL image is checked and decoded as
+    That is a path, a URL, bytes, a plain array, or an image that nobody else has: a PIL image is checked and decoded as
     ``read_image`` does, which explains the arguments. Raises ``MediaProblem``.
     """
     from PIL import Image
@@ -115,8 +116,10 @@ def _open_plain(source: Any, limits: MediaLimits) -> Picture:
         return _from_bytes(plain)
     if isinstance(plain, np.ndarray):
         return _from_array(plain)
-    if isinstance(plain, str) and plain[:8].lower().startswith(("http://", "https://")):
-        return _from_bytes(fetch(plain, limits))
+    if isinstance(plain, str) and is_address(plain):
+        raise MediaProblem(
+            "is a URL: where allow_urls or allowed_hosts allow it, a request's are fetched before; give bytes"
+        )
     return _from_bytes(read_file(plain, limits))
 
 
@@ -128,7 +131,8 @@ def _simplify(source: Any, limits: MediaLimits) -> bytes | str | Path | np.ndarr
         check_bytes(memoryview(source).nbytes, limits)
         return bytes(source)
     if isinstance(source, str):
-        return str.__str__(source)
+        text = str.__str__(source)
+        return read_data_uri(text, limits) if text[:5].lower() == "data:" else text
     if isinstance(source, os.PathLike):
         return Path(os.fsdecode(os.fspath(source)))
     torch: Any = sys.modules.get("torch")  # where nobody has imported it, this is none of its tensors

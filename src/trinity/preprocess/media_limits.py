@@ -13,6 +13,7 @@ import msgspec
 
 from trinity.errors.arguments import Count, Positive, Whole, check_struct
 from trinity.errors.plain_values import absolute_path
+from trinity.preprocess.url_rules import UrlRules
 
 Directory = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -37,8 +38,11 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
       context limits it.
     - ``allow_paths`` (True): read files that a text among a request's images names. False refuses all; a tuple of
       directories allows files inside of them, wherever links lead.
-    - ``allow_urls`` (False): fetch http(s) URLs that users give, including addresses in the server's own network.
-      Allow it for trusted users only.
+    - ``allow_urls`` (False): fetch any http(s) URL, of the own network too, for requests that are not ``untrusted``.
+    - ``allowed_hosts`` (none): hosts whose http(s) URLs are fetched for every request: "example.com", "*.example.com"
+      (those below it), "*" (all), on the ports 80 and 443, or "example.com:8080", "example.com:*". Only public
+      addresses are reached.
+    - ``allowed_networks`` (none): networks that are not public and may be reached besides, such as "10.3.0.0/16".
     - ``url_timeout_s`` (seconds, 10): limit for one whole fetch, redirects and slow answers included.
     """
 
@@ -52,6 +56,8 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: Whole | None = None
     allow_paths: bool | tuple[Directory | Path, ...] = True
     allow_urls: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
     url_timeout_s: Positive = 10.0
 
     def __post_init__(self) -> None:
@@ -59,6 +65,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.allow_paths, bool):
             allowed = tuple(absolute_path(str(each)) for each in self.allow_paths)
             msgspec.structs.force_setattr(self, "allow_paths", allowed)
+        UrlRules.of(self.allowed_hosts, self.allowed_networks)
 
 
 class MediaProblem(Exception):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ import msgspec
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge, describe_error, own_errors
+from trinity.errors.plain_values import is_address
+from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.generation_config import (
     GenerationDefaults,
     check_token_ids,
@@ -23,17 +26,13 @@ from trinity.preprocess.generation_config import (
 )
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
 from trinity.preprocess.media import read_image, size_of
-from trinity.preprocess.media_items import ItemReader, MediaItem
+from trinity.preprocess.media_items import ItemReader, MediaItem, add_salt
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
-from trinity.preprocess.prompt import (
-    PromptProblem,
-    PromptText,
-    build_chat,
-    find_chat_template,
-    order_media,
-    split_at_markers,
-    split_rendered_chat,
-)
+from trinity.preprocess.prompt import PromptText, order_media
+from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.preprocess.prompt_reader import PromptReader
+from trinity.preprocess.prompt_tokens import PromptTokenizer
+from trinity.preprocess.url_fetch import UrlFetcher, is_url
 from trinity.request import Media, Request, Sampling, check_request
 
 T = TypeVar("T")
@@ -111,6 +110,7 @@ class RequestProcessor:
         self.limits = limits or MediaLimits()
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
         self._reader = ItemReader(self._loaded, self.limits)
+        self._fetcher = UrlFetcher(self.limits)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
         self._closed = False
         config = self._loaded.config
@@ -118,6 +118,8 @@ class RequestProcessor:
         self.context_length: int = _context_length(config, self._loaded.tokenizer)
         self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
         self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config)
+        self._prompt_tokenizer = PromptTokenizer(self._loaded, self.vocabulary)
+        self._prompt_reader = PromptReader(self._loaded)
         self.tokenizer: Any = self._loaded.tokenizer
         self.eos_ids: frozenset[int] = self._loaded.eos_ids
         self.media_token_ids: frozenset[int] = self._loaded.media_token_ids
@@ -130,8 +132,11 @@ class RequestProcessor:
         Raises ``BadMedia`` (an image is unreadable, or images and markers differ in number), ``RequestTooLarge``
         (prompt beyond the context or ``MediaLimits.max_prompt_tokens``), ``RequestError``, each with the request's id.
         """
-        with _own_errors(check_request(request).request_id):
-            return self._process_parsed(self._parse(request))
+        checked = check_request(request)
+        with _own_errors(checked.request_id):
+            parsed = self._parse(self._admit(checked))
+            media = self._fetcher.fetch_here(parsed.media, checked.untrusted)
+            return self._process_parsed(msgspec.structs.replace(parsed, media=media))
 
     def _process_parsed(self, parsed: _ParsedRequest) -> ProcessedRequest:
         return self._finish(parsed, [self._read_item(parsed, index) for index in range(len(parsed.media))])
@@ -141,16 +146,24 @@ class RequestProcessor:
 
         Raises ``ClosedError`` after ``close()``, and the errors of ``process``.
         """
-        name = check_request(request).request_id
-        parsed = await self._run(name, self._begin, request)
+        checked = check_request(request)
+        name = checked.request_id
+        parsed = await self._run(name, self._begin, self._admit(checked))
         if isinstance(parsed, ProcessedRequest):
             return parsed
+        parsed = msgspec.structs.replace(parsed, media=await self._fetch(parsed.request, parsed.media))
         return await self._run(name, self._finish, parsed, await self._read_items(parsed))
 
     def _begin(self, request: Request) -> ProcessedRequest | _ParsedRequest:
         """Process all of a request with at most one image: each further call on the threads would queue again."""
         parsed = self._parse(request)
-        return parsed if len(parsed.media) > 1 else self._process_parsed(parsed)
+        waits = len(parsed.media) > 1 or any(is_url(item.source) for item in parsed.media)
+        return parsed if waits else self._process_parsed(parsed)
+
+    async def _fetch(self, request: Request, media: Sequence[Media]) -> tuple[Media, ...]:
+        """Fetch the URLs among a request's media, on the event loop: a slow host holds no thread."""
+        with _own_errors(request.request_id):
+            return await self._fetcher.fetch_all(media, request.untrusted)
 
     async def _read_items(self, parsed: _ParsedRequest) -> list[MediaItem]:
         """Read all media of a request in parallel. If one fails, cancel the others and leave none running."""
@@ -208,54 +221,36 @@ class RequestProcessor:
 
     # ------------------------------------------------------------ one request, in three steps
 
-    def _parse(self, request: Request) -> _ParsedRequest:
-        request = check_request(request)
+    def _admit(self, request: Request) -> Request:
+        """Take the media out of a checked request's chat. Raises what is wrong with any before one is read."""
+        with _own_errors(request.request_id), _prompt_errors(request.request_id):
+            request = take_media(request)
         media = request.all_media()
-        self._check_media(request, media)
-        counts = Counter(item.kind for item in media)
-        try:
-            text = self._split_text(request, counts)
-        except PromptProblem as exc:
-            error = BadMedia if exc.media else RequestError
-            raise error(str(exc), request.request_id) from exc
+        for item in media:
+            if item.kind not in self.media_kinds:
+                takes = ", ".join(sorted(self.media_kinds)) or "text only"
+                message = f"model type {self.model_type!r} takes no media of kind {item.kind!r} here; it takes {takes}"
+                raise BadMedia(message, request.request_id)
+            if request.untrusted and isinstance(item.source, (str, os.PathLike)) and not is_address(item.source):
+                message = (
+                    f"this {item.kind} is no data: URI, http: or https: URL, and nothing else is read for this request"
+                )
+                raise BadMedia(message, request.request_id)
+        if len(media) > self.limits.max_images:
+            message = f"{len(media)} images given, but the limit max_images is {self.limits.max_images}; give fewer"
+            raise BadMedia(message, request.request_id)
+        return request
+
+    def _parse(self, request: Request) -> _ParsedRequest:
+        media = request.all_media()
+        with _prompt_errors(request.request_id):
+            text = self._prompt_reader.split(request, Counter(item.kind for item in media))
         limit = self._prompt_limit()
         if sum(map(len, text.pieces)) > limit * _CHARACTERS_PER_TOKEN:
             raise RequestTooLarge(
                 f"the prompt's text has far more than the limit of {limit} tokens; shorten it", request.request_id
             )
         return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *order_media(text, media))
-
-    def _check_media(self, request: Request, media: Sequence[Media]) -> None:
-        for item in media:
-            if item.kind not in self.media_kinds:
-                takes = ", ".join(sorted(self.media_kinds)) or "text only"
-                message = f"model type {self.model_type!r} takes no media of kind {item.kind!r} here; it takes {takes}"
-                raise BadMedia(message, request.request_id)
-        if len(media) > self.limits.max_images:
-            message = f"{len(media)} images given, but the limit max_images is {self.limits.max_images}; give fewer"
-            raise BadMedia(message, request.request_id)
-
-    def _split_text(self, request: Request, counts: Counter[str]) -> PromptText:
-        placeholders = self._loaded.placeholders
-        if request.messages is None:
-            if not isinstance(request.prompt, str):
-                raise PromptProblem(f"prompt must be text, got {type(request.prompt).__name__}", media=False)
-            return split_at_markers(request.prompt, placeholders, counts)
-        if isinstance(request.messages, str) or not request.messages:
-            raise PromptProblem("messages must be a non-empty list", media=False)
-        return split_rendered_chat(
-            self._render(build_chat(request.messages, placeholders, counts)), placeholders, counts
-        )
-
-    def _render(self, chat: list[dict[str, Any]]) -> str:
-        template = find_chat_template(self._loaded.processor, self.tokenizer)
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                chat, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as exc:  # templates raise jinja errors, or others from the values they get
-            raise PromptProblem(f"the chat template refuses these messages ({exc})", media=False) from exc
-        return str(rendered)
 
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
         budget, among = parsed.budget, len(parsed.media)
@@ -298,6 +293,7 @@ class RequestProcessor:
             stop_ids=ends | named,
             named_stop_ids=named,
             deadline_s=request.deadline_s,
+            salt=request.cache_salt,
         )
         return ProcessedRequest(
             work, tuple(item.inputs for item in items), clipped=wanted > room, stop=sampling.stop or ()
@@ -311,39 +307,12 @@ class RequestProcessor:
         return self.defaults.complete(request.sampling, prompt_tokens)
 
     def _tokenize_prompt(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> tuple[int, ...]:
-        parts = [parsed.text.pieces[0]]
-        for index, (item, after) in enumerate(zip(items, parsed.text.pieces[1:], strict=True)):
-            parts += [self._reader.number_expansion(item.expansion, index), after]
-        text = "".join(parts)
+        expansions = [self._reader.number_expansion(item.expansion, index) for index, item in enumerate(items)]
         try:
-            # As one text: split at the images, the borders would tokenize differently than in the model's processor.
-            special = self._needs_special(text, parsed.text.rendered)
-            ids = tuple(self._loaded.run_tokenizer.tokenize(text, lambda short: self._tokenise(short, special)))
-            self._check_ids(ids)
-            return ids
+            return self._prompt_tokenizer.tokenize(parsed.text, expansions)
         except Exception as exc:
             text = f"the prompt cannot be tokenized ({describe_error(exc)})"
             raise RequestError(text, parsed.request.request_id) from exc
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ``ValueError`` for what is no token: an id beyond the embeddings would end a GPU's context."""
-        kinds = set(map(type, ids)) - {int}
-        if kinds:
-            raise ValueError(f"the tokenizer gives {kinds.pop().__name__} where token ids belong")
-        plain = set(ids) - self.media_token_ids
-        if plain and not 0 <= min(plain) <= max(plain) < (self.vocabulary or _NO_LIMIT):
-            raise ValueError(f"the tokenizer gives ids {min(plain)} to {max(plain)} of {self.vocabulary} tokens")
-
-    def _tokenise(self, text: str, special: bool) -> Sequence[int]:
-        found: Sequence[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return found
-
-    def _needs_special(self, text: str, rendered: bool) -> bool:
-        """Decide as transformers does: a chat template may have written the first special token itself."""
-        if not rendered:
-            return True
-        first = self.tokenizer.bos_token
-        return self.multimodal and not (first is not None and text.startswith(first))
 
     def _find_spans(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[MediaSpan, ...]:
         where = [position for position, token in enumerate(ids) if token in self.media_token_ids]
@@ -357,17 +326,17 @@ class RequestProcessor:
         spans, used = [], 0
         for item in items:
             first, last = where[used], where[used + item.tokens - 1]
-            spans.append(self._make_span(item, first, last + 1 - first))
+            spans.append(self._make_span(item, first, last + 1 - first, request.cache_salt))
             used += item.tokens
         return tuple(spans)
 
-    def _make_span(self, item: MediaItem, offset: int, length: int) -> MediaSpan:
+    def _make_span(self, item: MediaItem, offset: int, length: int, salt: str = "") -> MediaSpan:
         return MediaSpan(
             kind=item.kind,
             tokens=item.tokens,
             offset=offset,
             length=length,
-            content=item.content,
+            content=add_salt(item.content, salt),
             atomic=self._loaded.atomic,
             meta=item.meta,
             width=item.width,
@@ -383,6 +352,16 @@ class RequestProcessor:
     def _prompt_limit(self) -> int:
         limit = self.limits.max_prompt_tokens
         return self.context_length - 1 if limit is None else min(limit, self.context_length - 1)
+
+
+@contextmanager
+def _prompt_errors(request: str) -> Iterator[None]:
+    """Raise what is wrong with a prompt as the request's own error."""
+    try:
+        yield
+    except PromptProblem as exc:
+        error = BadMedia if exc.media else RequestError
+        raise error(str(exc), request) from exc
 
 
 def _own_errors(request: str) -> AbstractContextManager[None]:

@@ -11,19 +11,13 @@ from typing import Any
 
 import msgspec
 
+from trinity.preprocess.control_tokens import HiddenTokens, check_roles
+from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Media
 
 PROMPT_MEDIA_KINDS = ("image", "video", "audio")
 _MARKER = re.compile("<(image|video|audio)>")
 _PART_KEYS = {"type", "text"}
-
-
-class PromptProblem(Exception):
-    """Reason why a prompt cannot be used. ``media``: it concerns media, and becomes ``BadMedia``."""
-
-    def __init__(self, message: str, media: bool = True) -> None:
-        super().__init__(message)
-        self.media = media
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,39 +39,36 @@ class PromptText(msgspec.Struct, frozen=True):
     - ``pieces``: text around the items, one more than there are items.
     - ``kinds``: kind of each item, in order.
     - ``rendered`` (False): written by a chat template, which may have added the first special token.
+    - ``hidden`` (None): marks in the pieces that stand for control tokens of the user's own text.
     """
 
     pieces: tuple[str, ...]
     kinds: tuple[str, ...]
     rendered: bool = False
+    hidden: HiddenTokens | None = None
 
 
-def find_chat_template(processor: Any, tokenizer: Any) -> str:
-    """Find a model's chat template, its processor's before its tokenizer's; of several named ones the default.
-
-    As transformers' ``get_chat_template`` without a name. Raises ``PromptProblem``.
-    """
-    found = getattr(processor, "chat_template", None) or tokenizer.chat_template
-    if isinstance(found, Mapping):
-        if "default" not in found:
-            names = ", ".join(sorted(map(str, found)))
-            raise PromptProblem(f"this model has chat templates {names}, and none is the default", media=False)
-        found = found["default"]
-    if not found:
-        raise PromptProblem("this model has no chat template; give prompt= instead of messages=", media=False)
-    return str(found)
-
-
-def split_at_markers(prompt: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]) -> PromptText:
+def split_at_markers(
+    prompt: str,
+    placeholders: Mapping[str, Placeholder],
+    counts: Mapping[str, int],
+    hidden: HiddenTokens | None = None,
+) -> PromptText:
     """Split raw text at each ``<image>``, ``<video>`` or ``<audio>``, which becomes the model's own marker.
 
-    ``counts``: number of given items by kind. Raises ``PromptProblem`` if markers and items differ in number.
+    ``counts``: number of given items by kind. ``hidden`` takes the control tokens out of the text around markers, and
+    where no item is given a marker is text too. Raises ``PromptProblem`` if markers and items differ in number.
     """
+    if hidden is not None and not counts:
+        return PromptText((hidden.hide(prompt),), (), hidden=hidden)
     texts = _MARKER.split(prompt)  # text, kind, text, kind, ..., text
     plain, kinds = texts[::2], tuple(texts[1::2])
     _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)")
-    for text in plain:
-        check_user_text(text, placeholders)
+    if hidden is None:
+        for text in plain:
+            check_user_text(text, placeholders)
+    else:
+        plain = hidden.hide(plain)
     pieces = [""]
     for text, kind in zip(plain, (*kinds, None), strict=True):
         pieces[-1] += text
@@ -85,11 +76,14 @@ def split_at_markers(prompt: str, placeholders: Mapping[str, Placeholder], count
             before, after = placeholders[kind].marker.split(placeholders[kind].token)
             pieces[-1] += before
             pieces.append(after)
-    return PromptText(tuple(pieces), kinds)
+    return PromptText(tuple(pieces), kinds, hidden=hidden)
 
 
 def split_rendered_chat(
-    rendered: str, placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]
+    rendered: str,
+    placeholders: Mapping[str, Placeholder],
+    counts: Mapping[str, int],
+    hidden: HiddenTokens | None = None,
 ) -> PromptText:
     """Split text that a chat template wrote, which has the model's own placeholders already.
 
@@ -97,32 +91,39 @@ def split_rendered_chat(
     """
     kinds_of = {placeholder.token: kind for kind, placeholder in placeholders.items()}
     if not kinds_of:
-        return PromptText((rendered,), (), True)
+        return PromptText((rendered,), (), True, hidden)
     texts = re.split("(" + "|".join(map(re.escape, kinds_of)) + ")", rendered)
     kinds = tuple(kinds_of[token] for token in texts[1::2])
     _check_counts(Counter(kinds), counts, "the chat template wrote {wanted} {kind} placeholder(s)")
-    return PromptText(tuple(texts[::2]), kinds, True)
+    return PromptText(tuple(texts[::2]), kinds, True, hidden)
 
 
 def build_chat(
-    messages: Sequence[Mapping[str, Any]], placeholders: Mapping[str, Placeholder], counts: Mapping[str, int]
+    messages: Sequence[Mapping[str, Any]],
+    placeholders: Mapping[str, Placeholder],
+    counts: Mapping[str, int],
+    hidden: HiddenTokens | None = None,
 ) -> list[dict[str, Any]]:
     """Build messages as chat templates read them: content as parts, or for text-only models as one string.
 
-    A part {"type": "image"} takes the next image of the request. Raises ``PromptProblem``.
+    A part {"type": "image"} takes the next image of the request; ``take_media`` has made all other forms these. What
+    else a message has ("name", "tool_call_id") stays. ``hidden``: control tokens will be taken out of its texts, whose
+    roles must then be known ones. Raises ``PromptProblem``.
     """
     seen: Counter[str] = Counter()
     chat = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptProblem('every message must be a dict with a "role" and a "content"', media=False)
-        parts = [_part(part) for part in _content(message.get("content"))]
+        parts = [_part(part) for part in _content(message)]
         seen.update(part["type"] for part in parts if part["type"] != "text")
-        chat.append({**message, "content": parts})
+        chat.append({**message, **_tool_calls(message), "content": parts})
     _check_counts(seen, counts, "messages= has {wanted} {kind} part(s)")
-    texts = [part["text"] for message in chat for part in message["content"] if part["type"] == "text"]
-    for text in texts:
-        check_user_text(text, placeholders)
+    if hidden is None:
+        for text in (part["text"] for message in chat for part in message["content"] if part["type"] == "text"):
+            check_user_text(text, placeholders)
+    else:
+        check_roles(chat)
     if not placeholders:
         chat = [{**message, "content": "".join(part["text"] for part in message["content"])} for message in chat]
     return chat
@@ -139,9 +140,30 @@ def check_user_text(text: str, placeholders: Mapping[str, Placeholder]) -> None:
                 )
 
 
-def _content(content: Any) -> Sequence[Any]:
+def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the arguments of a message's tool calls mappings, as chat templates read them: OpenAI's are JSON texts."""
+    calls = message.get("tool_calls")
+    return {"tool_calls": list(map(_tool_call, calls))} if isinstance(calls, list) else {}
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(given, str):
+        return call
+    try:
+        arguments = msgspec.json.decode(given or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise PromptProblem(f"the arguments of a tool call must be a JSON object ({error})", media=False) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _content(message: Mapping[str, Any]) -> Sequence[Any]:
+    content = message.get("content")
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    if content is None and message.get("tool_calls"):  # OpenAI's null beside calls
+        return []
     if isinstance(content, Sequence):
         return content
     raise PromptProblem(f"a message's content must be text or a list of parts, got {type(content).__name__}", False)
@@ -153,10 +175,9 @@ def _part(part: Any) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind in PROMPT_MEDIA_KINDS and set(part) <= _PART_KEYS:
         return {"type": kind}
-    known = ", ".join(f'{{"type": "{kind}"}}' for kind in PROMPT_MEDIA_KINDS)
     raise PromptProblem(
-        f'a part must be {{"type": "text", "text": ...}} or one of {known}, with its item in the '
-        f"request's images= or media=; got {part!r:.80}"
+        'a part must be {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}}, {"type": '
+        '"image", "image": ...} or, with its item in images= or media=, {"type": "image"}; got ' + reprlib.repr(part)
     )
 
 

@@ -198,11 +198,11 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 class KillableProcessor(RequestProcessor):
     """A ``RequestProcessor`` whose requests are processed by ``limits.processes`` processes of their own.
 
-    A process that needs longer than ``preprocess_timeout_s`` for a request (and ``url_timeout_s`` for each of its
-    media where URLs are allowed), or ends at it, fails that request alone. So does one that is still at a request
-    ``LEFT_S`` after its caller has left. The next one is started at once.
+    A process that needs longer than ``preprocess_timeout_s`` for a request, or ends at it, fails that request alone. So
+    does one that is still at a request ``LEFT_S`` after its caller has left. The next one is started at once.
 
-    PIL images are decoded here, once their size is accepted: they are objects of this process, which others may share.
+    URLs are fetched here, on the event loop. PIL images are decoded here, once their size is accepted: they are objects
+    of this process, which others may share.
     """
 
     def __init__(
@@ -228,8 +228,10 @@ class KillableProcessor(RequestProcessor):
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
         """Process a request in one of the processes. Raises ``ClosedError``, and the errors of ``process``."""
-        checked = check_request(request)
+        checked = self._admit(check_request(request))
         question = _Question(checked.request_id)
+        fetched = await self._fetch(checked, checked.all_media())
+        checked = msgspec.structs.replace(checked, images=(), media=fetched)
         try:
             return await self._run(checked.request_id, self._ask, checked, question)
         except asyncio.CancelledError:
@@ -265,7 +267,6 @@ class KillableProcessor(RequestProcessor):
     def _pack(self, request: Request) -> bytes:
         """Pickle a request with its media in plain forms. Raises the errors that cost no decoding."""
         media = request.all_media()
-        self._check_media(request, media)
         plain = [Media(each.kind, self._make_plain(each.source, len(media))) for each in media]
         return pickle.dumps(msgspec.structs.replace(request, images=(), media=plain), PICKLE)
 
@@ -286,7 +287,7 @@ class KillableProcessor(RequestProcessor):
             worker = self._idle.get()
             try:
                 worker.start()
-                return worker.ask(question, content, self._allowed_s(request))
+                return worker.ask(question, content, self.limits.preprocess_timeout_s)
             except WorkerEnded as error:
                 if error.taken or error.late or self._closed or last:
                     raise
@@ -304,10 +305,6 @@ class KillableProcessor(RequestProcessor):
         with suppress(Exception):  # the next request tries again, and says what is wrong
             worker.start()
         self._idle.put(worker)
-
-    def _allowed_s(self, request: Request) -> float:
-        fetched = len(request.all_media()) if self.limits.allow_urls else 0
-        return self.limits.preprocess_timeout_s + fetched * self.limits.url_timeout_s
 
     def _explain(self, error: WorkerEnded, request: Request) -> Exception:
         if self._closed:

@@ -19,6 +19,7 @@ from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
+from trinity.errors.hub_ids import locate_model
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES, use_device
@@ -89,12 +90,16 @@ def config_digest(model: Path | EmulatedModel) -> str:
         ) from error
 
 
-def resolve_model(model: str | Path | EmulatedModel) -> Path | EmulatedModel:
-    """Return a checkpoint's directory, or an emulated model. Raises ``ConfigError`` if there is no checkpoint."""
+def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> Path | EmulatedModel:
+    """Return a checkpoint's directory, or an emulated model. ``model``, ``download``: as ``Pipeline`` has them.
+
+    Raises ``ConfigError`` if there is no checkpoint.
+    """
     if isinstance(model, EmulatedModel):
         return model
-    check_directory(Path(model))
-    return Path(model).absolute()  # a program may change its directory before the start
+    folder = locate_model(model, download)
+    check_directory(folder)
+    return folder.absolute()  # a program may change its directory before the start
 
 
 def make_processor(

@@ -362,7 +362,7 @@ class State:
         """Prefix-cache keys of the full blocks to prefill, computed once per request and instance."""
         if not state.keys and self.settings.prefix_cache:
             text = (*state.work.prompt, *state.tokens)[: state.prefill_end]
-            state.keys = prefix_keys(text, state.work.media, self.settings.kv_block_size)
+            state.keys = prefix_keys(text, state.work.media, self.settings.kv_block_size, state.work.salt)
         return state.keys
 
     def prefix_hits(self, state: RequestState) -> tuple[int, ...]:

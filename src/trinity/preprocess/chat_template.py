@@ -1,0 +1,85 @@
+"""A model's chat template: which one, what it may be given, and the text that it writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity.preprocess.prompt_problem import PromptProblem
+
+_TOOLS = re.compile(r"\btools\b")
+_OURS = frozenset(  # arguments of apply_chat_template that are no variables of a template
+    {
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class ChatTemplate:
+    """Renders chats with a model's own template.
+
+    - ``processor``: the model's; None for a text-only model.
+    - ``tokenizer``: the model's.
+    """
+
+    def __init__(self, processor: Any, tokenizer: Any) -> None:
+        self._processor, self._tokenizer = processor, tokenizer
+
+    @property
+    def _found(self) -> Any:
+        return getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+
+    @property
+    def sources(self) -> list[str]:
+        """All templates that the model has."""
+        return list(map(str, self._found.values() if isinstance(self._found, Mapping) else filter(None, [self._found])))
+
+    def find(self, tools: bool = False) -> str:
+        """Find the template: of several named ones the default, or the one for tools, as ``get_chat_template`` does.
+
+        Raises ``PromptProblem``.
+        """
+        found = self._found
+        if isinstance(found, Mapping):
+            name = "tool_use" if tools and "tool_use" in found else "default"
+            if name not in found:
+                names = ", ".join(sorted(map(str, found)))
+                raise PromptProblem(f"this model has chat templates {names}, and none is the default", media=False)
+            found = found[name]
+        if not found:
+            raise PromptProblem("this model has no chat template; give prompt= instead of messages=", media=False)
+        return str(found)
+
+    def render(
+        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
+        """Write the text of a chat, with the beginning of an answer unless ``variables`` say otherwise.
+
+        Raises ``PromptProblem`` if the template refuses it, takes no tools, or a variable is none of a template's.
+        """
+        template = self.find(bool(tools))
+        if tools and not _TOOLS.search(template):
+            raise PromptProblem("this model's chat template takes no tools; leave tools= out", media=False)
+        if taken := sorted({*_OURS, *self._tokenizer.special_tokens_map}.intersection(variables)):
+            raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
+        settings = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                chat, chat_template=template, tools=tools or None, tokenize=False, **settings
+            )
+        except Exception as exc:  # templates raise jinja errors, or others from the values they get
+            raise PromptProblem(f"the chat template refuses these messages ({exc})", media=False) from exc
+        return str(rendered)

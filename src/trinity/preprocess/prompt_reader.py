@@ -1,0 +1,47 @@
+"""PromptReader: a prompt or chat as text around its media, with the control tokens of the user hidden or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity.preprocess.chat_template import ChatTemplate
+from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
+from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.prompt import PromptText, build_chat, split_at_markers, split_rendered_chat
+from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.request import Request
+
+
+class PromptReader:
+    """Reads prompts and chats for one model, from any thread.
+
+    ``loaded``: its tokenizer and processor.
+    """
+
+    def __init__(self, loaded: LoadedProcessor) -> None:
+        self._placeholders = loaded.placeholders
+        self._template = ChatTemplate(loaded.processor, loaded.tokenizer)
+        reserved = {token for each in loaded.placeholders.values() for token in (each.token, *each.reserved)}
+        self._controls = ControlTokens(loaded.tokenizer, self._template.sources, reserved)
+
+    def split(self, request: Request, counts: Mapping[str, int]) -> PromptText:
+        """Split a request's prompt at its media, of which it has ``counts`` by kind. Raises ``PromptProblem``."""
+        act = not request.untrusted if request.special_tokens is None else request.special_tokens
+        hidden = None if act else HiddenTokens(self._controls)
+        if request.messages is None:
+            if not isinstance(request.prompt, str):
+                raise PromptProblem(f"prompt must be text, got {type(request.prompt).__name__}", media=False)
+            return split_at_markers(request.prompt, self._placeholders, counts, hidden)
+        if isinstance(request.messages, str) or not request.messages:
+            raise PromptProblem("messages must be a non-empty list", media=False)
+        chat = build_chat(request.messages, self._placeholders, counts, hidden)
+        return split_rendered_chat(self._render(request, chat, hidden), self._placeholders, counts, hidden)
+
+    def _render(self, request: Request, chat: list[dict[str, Any]], hidden: HiddenTokens | None) -> str:
+        if hidden is None:
+            return self._template.render(chat, request.tools, request.template_kwargs)
+        variables = hidden.hide(request.template_kwargs)
+        return render_safely(
+            chat, request.tools, hidden, lambda each, tools: self._template.render(each, tools, variables)
+        )

@@ -1,0 +1,104 @@
+"""PromptTokenizer: token ids of a whole prompt, its media expanded and hidden control tokens as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trinity.preprocess.control_tokens import HiddenTokens
+from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.prompt import PromptText
+
+_NO_LIMIT = 1 << 30
+
+
+class PromptTokenizer:
+    """Tokenizes prompts with the model's own tokenizer, for any thread.
+
+    - ``loaded``: the processor.
+    - ``vocabulary`` (tokens): rows of the model's embedding, None if its config does not say.
+    """
+
+    def __init__(self, loaded: LoadedProcessor, vocabulary: int | None) -> None:
+        self._loaded, self._vocabulary = loaded, vocabulary
+        self._tokenizer: Any = loaded.tokenizer
+
+    def tokenize(self, text: PromptText, expansions: Sequence[str]) -> tuple[int, ...]:
+        """Tokenize a prompt with an expansion for each medium in it. Raises whatever the tokenizer raises."""
+        parts = [text.pieces[0]]
+        for expansion, after in zip(expansions, text.pieces[1:], strict=True):
+            parts += [expansion, after]
+        # As one text: split at the images, the borders would tokenize differently than in the model's processor.
+        whole = "".join(parts)
+        special = self._needs_special(whole, text.rendered)
+        ids = tuple(
+            self._loaded.run_tokenizer.tokenize(whole, lambda short: self._tokenise(short, special, text.hidden))
+        )
+        self._check_ids(ids)
+        return ids
+
+    def _needs_special(self, text: str, rendered: bool) -> bool:
+        """Decide as transformers does: a chat template may have written the first special token itself."""
+        if not rendered:
+            return True
+        first = self._tokenizer.bos_token
+        return self._loaded.processor is not None and not (first is not None and text.startswith(first))
+
+    def _tokenise(self, text: str, special: bool, hidden: HiddenTokens | None) -> Sequence[int]:
+        pieces = [text] if hidden is None else hidden.split(text)
+        return self._encode(text, special) if len(pieces) == 1 else self._encode_pieces(pieces, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return found
+
+    def _encode_pieces(self, pieces: Sequence[str], special: bool) -> list[int]:
+        """Encode text and hidden tokens in turn, as transformers does for sanitized chats."""
+        ids = self._encode(pieces[0], False)
+        for at, piece in enumerate(pieces[1:], 1):
+            ids += self._encode_inside(piece, at % 2 == 1)
+        if special:
+            before, after = self._find_ends()
+            ids = [*before, *ids, *after]
+        return ids
+
+    def _encode_inside(self, piece: str, plain: bool) -> list[int]:
+        """Encode a piece behind others: after a newline, so that no space is added where a text would begin."""
+        if not piece:
+            return []
+        encode = self._encode_plain if plain else lambda text: self._encode(text, False)
+        line, ids = self._encode("\n", False), encode(f"\n{piece}")
+        ids = ids[len(line) :] if ids[: len(line)] == line else encode(piece)
+        if plain and self._tokenizer.convert_tokens_to_ids(piece) in ids:
+            raise ValueError(f"this model's tokenizer makes the special token {piece!r} of plain text; leave it out")
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Encode without any added token. The tokenizer's own switch for that is shared by all threads."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            return found
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+    def _find_ends(self) -> tuple[list[int], list[int]]:
+        """Find the special tokens that the tokenizer puts before and behind a text."""
+        bare, whole = self._encode("a", False), self._encode("a", True)
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        raise ValueError("this model's tokenizer changes a text as it adds special tokens; leave others out")
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ``ValueError`` for what is no token: an id beyond the embeddings would end a GPU's context."""
+        kinds = set(map(type, ids)) - {int}
+        if kinds:
+            raise ValueError(f"the tokenizer gives {kinds.pop().__name__} where token ids belong")
+        plain = set(ids) - self._loaded.media_token_ids
+        if plain and not 0 <= min(plain) <= max(plain) < (self._vocabulary or _NO_LIMIT):
+            raise ValueError(f"the tokenizer gives ids {min(plain)} to {max(plain)} of {self._vocabulary} tokens")

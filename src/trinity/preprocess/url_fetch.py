@@ -1,0 +1,215 @@
+"""Fetches the URLs among a request's media on the event loop, bounded in bytes and time, with httpx2.
+
+For a request from outside every host, port and address is judged (``UrlRules``), again after each redirect, and the
+connection is made to the very address that was judged: no second look-up could give another (DNS rebinding). What went
+wrong is logged, and not told: an error is no means to learn of the hosts inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import reprlib
+import ssl
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trinity.errors import ConfigError, describe_error, pip_install
+from trinity.errors.plain_values import is_address
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_sources import check_bytes
+from trinity.preprocess.name_lookup import look_up
+from trinity.preprocess.url_rules import UrlRules
+from trinity.request import Media
+
+logger = logging.getLogger("trinity")
+_LONGEST_URL = 8192  # characters
+_MOST_REDIRECTS = 5
+_MOST_AT_ONCE = 64  # fetches of one processor
+_AT_ONCE = 8  # of one request
+_PORTS = {"http": 80, "https": 443}
+_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "trinity"}
+_UNTOLD = (
+    "cannot be fetched: its host is not known, does not answer with an image in time, or is not allowed here; give the "
+    "image as a data: URI"
+)
+
+
+class _Refused(Exception):
+    """Reason why a URL is not fetched, for the log and for callers that are trusted."""
+
+
+def is_url(source: Any) -> bool:
+    """Tell if a source is an http(s) URL, which has to be fetched."""
+    return is_address(source) and source[:5].lower() != "data:"
+
+
+class UrlFetcher:
+    """Fetches URLs for one processor.
+
+    - ``limits``: who may fetch what, and how much.
+
+    Raises ``ConfigError`` if they allow some, and httpx2 is not installed.
+    """
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._rules = UrlRules.of(limits.allowed_hosts, limits.allowed_networks)
+        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+        if limits.allow_urls or limits.allowed_hosts:
+            _import_client()
+
+    async def fetch_all(self, media: Sequence[Media], untrusted: bool) -> tuple[Media, ...]:
+        """Replace each URL by its bytes, or by the ``MediaProblem`` that tells why there are none."""
+        own = asyncio.Semaphore(_AT_ONCE)
+
+        async def fetch(item: Media) -> Media:
+            if not is_url(item.source):
+                return item
+            async with own, self._slots:
+                return Media(item.kind, await self._try(item.source, untrusted))
+
+        tasks = [asyncio.ensure_future(fetch(item)) for item in media]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fetch_here(self, media: Sequence[Media], untrusted: bool) -> tuple[Media, ...]:
+        """Fetch as ``fetch_all``, for a thread that may wait and may have an event loop of its own."""
+        if not any(is_url(item.source) for item in media):
+            return tuple(media)
+        with ThreadPoolExecutor(1, thread_name_prefix="trinity-fetch") as thread:
+            return thread.submit(lambda: asyncio.run(UrlFetcher(self._limits).fetch_all(media, untrusted))).result()
+
+    async def _try(self, url: str, untrusted: bool) -> bytes | MediaProblem:
+        try:
+            return await self.fetch(url, untrusted)
+        except MediaProblem as problem:
+            return problem
+
+    async def fetch(self, url: str, untrusted: bool = False) -> bytes:
+        """Fetch what a URL names, within ``url_timeout_s`` from first to last. Raises ``MediaProblem``."""
+        free = self._limits.allow_urls and not untrusted
+        shown = reprlib.repr(url)
+        if not free and not self._rules.hosts:
+            raise MediaProblem(
+                f"{shown} is a URL, and URLs are not allowed here: set MediaLimits(allowed_hosts=...), allow_urls=True "
+                "for requests of your own, or give bytes"
+            )
+        try:
+            async with asyncio.timeout(self._limits.url_timeout_s):
+                return await self._follow(url, None if free else self._rules)
+        except MediaProblem:
+            raise
+        except TimeoutError as exc:
+            why = f"took longer to fetch than url_timeout_s ({self._limits.url_timeout_s:g} s)"
+            raise self._explain(shown, why, why, free) from exc
+        except Exception as exc:  # of httpx2, its parts, the system's sockets and resolver
+            why = str(exc) if isinstance(exc, _Refused) else describe_error(exc, 200)
+            raise self._explain(shown, why, f"{shown} cannot be fetched ({why})", free) from exc
+
+    def _explain(self, shown: str, why: str, told: str, free: bool) -> MediaProblem:
+        if free:
+            return MediaProblem(told)
+        logger.info("the image %s was not fetched: %s", shown, why)
+        return MediaProblem(_UNTOLD)
+
+    async def _follow(self, url: str, rules: UrlRules | None) -> bytes:
+        httpx2 = _import_client()
+        if len(url) > _LONGEST_URL:
+            raise _Refused(f"it has more than {_LONGEST_URL} characters")
+        target = httpx2.URL(url)
+        for _ in range(_MOST_REDIRECTS + 1):
+            proxied = rules is None and _has_proxies()
+            addresses = [""] if proxied else await _judge(target, rules)
+            async with httpx2.AsyncClient(verify=_tls(), trust_env=proxied, timeout=None) as client:
+                answer = await self._ask(client, target, addresses)
+                try:
+                    if not answer.has_redirect_location:
+                        return await self._read(answer)
+                    target = target.join(answer.headers["Location"])
+                finally:
+                    await answer.aclose()
+        raise _Refused(f"it leads on more than {_MOST_REDIRECTS} times")
+
+    async def _ask(self, client: Any, target: Any, addresses: Sequence[str]) -> Any:
+        """Ask any of the addresses, each in its share of the time; "": as the client finds the host."""
+        httpx2 = _import_client()
+        ends = time.monotonic() + self._limits.url_timeout_s
+        for tried, address in enumerate(addresses):
+            left = max(0.01, ends - time.monotonic()) / (len(addresses) - tried)
+            request = client.build_request(
+                "GET",
+                target.copy_with(host=address, fragment=None) if address else target,
+                headers={**_HEADERS, "Host": target.netloc.decode("ascii").rpartition("@")[2]},
+                timeout=httpx2.Timeout(None, connect=left),
+                extensions={"sni_hostname": target.raw_host.decode("ascii").removesuffix(".")},
+            )
+            try:
+                return await client.send(request, stream=True)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout):
+                if tried == len(addresses) - 1:
+                    raise
+        raise _Refused(f"the name {target.host} has no address")
+
+    async def _read(self, answer: Any) -> bytes:
+        if answer.status_code != 200:
+            raise _Refused(f"it answers with status {answer.status_code}")
+        if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise _Refused("it answers with compressed bytes, although none were asked for")  # they may become any size
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in answer.aiter_raw():
+            parts.append(chunk)
+            size += len(chunk)
+            check_bytes(size, self._limits)
+        return b"".join(parts)
+
+
+async def _judge(target: Any, rules: UrlRules | None) -> list[str]:
+    """Return the addresses of a URL's host that may be reached; ``rules`` None: all. Raises ``_Refused``."""
+    if target.scheme not in _PORTS:
+        raise _Refused(f"only http: and https: are fetched, not {target.scheme!r}")
+    port = _PORTS[target.scheme] if target.port is None else target.port
+    host = target.raw_host.decode("ascii")
+    if rules is not None and target.userinfo:
+        raise _Refused("it has a user name")
+    if rules is not None and not rules.allows_host(host, port):
+        raise _Refused(f"{host}:{port} is not among allowed_hosts")
+    found = await look_up(host, port)
+    if rules is None:
+        return found
+    allowed = [address for address in found if rules.allows_address(address)]
+    if found and not allowed:
+        raise _Refused(f"{host} has no address that is public or in allowed_networks, but {', '.join(found)}")
+    return allowed
+
+
+def _has_proxies() -> bool:
+    names = ("http_proxy", "https_proxy", "all_proxy")
+    return any(os.environ.get(each) for name in names for each in (name, name.upper()))
+
+
+def _import_client() -> Any:
+    try:
+        import httpx2
+    except ImportError as error:
+        raise ConfigError(f"URLs are fetched with httpx2: {pip_install('server')}") from error
+    return httpx2
+
+
+def _tls() -> ssl.SSLContext:
+    return _make_tls(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+@functools.lru_cache(maxsize=4)
+def _make_tls(*_: str | None) -> ssl.SSLContext:
+    """Make a context with the system's authorities, which takes 20 ms; OpenSSL reads the variables itself."""
+    return ssl.create_default_context()
