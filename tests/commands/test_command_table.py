@@ -119,11 +119,11 @@ def test_every_end_has_its_code(
 
 
 def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "ending", Subcommand("no_such_library", "end", "server"))
+    monkeypatch.setitem(COMMANDS, "ending", Subcommand("no_such_library", "end", "plot"))
     assert main(["ending"]) == 2
-    said = "trinity ending: this command needs no_such_library: pip install 'trinity-epd[server]'\n"
+    said = "trinity ending: this command needs no_such_library: pip install 'trinity-epd[plot]'\n"
     assert capsys.readouterr().err == said
-    monkeypatch.setitem(COMMANDS, "ending", Subcommand("trinity.no_such_module", "end", "server"))
+    monkeypatch.setitem(COMMANDS, "ending", Subcommand("trinity.no_such_module", "end", "plot"))
     with pytest.raises(ModuleNotFoundError):
         main(["ending"])
 
