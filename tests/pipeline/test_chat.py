@@ -82,6 +82,12 @@ def test_a_field_that_nobody_has_is_named(fields: dict[str, Any], said: str) -> 
     assert caught.value.request_id == "mine"
 
 
+@pytest.mark.parametrize("images", ["cat.jpg", 7, None, b"\x89PNG"])
+def test_images_that_are_no_list_are_refused_by_name(images: Any, pipe: Pipeline, runner: asyncio.Runner) -> None:
+    with pytest.raises(RequestError, match="images"):
+        runner.run(pipe.chat("What is this?", images=images))
+
+
 # ---------------------------------------------------------------- n outputs
 
 
@@ -117,6 +123,13 @@ def test_n_outputs_are_those_of_their_seeds_and_the_prompt_is_computed_once(
         drawn = Sampling(temperature=1.0, seed=seed, ignore_eos=True)
         alone = Request(text, images=[picture(5)], max_tokens=12, sampling=drawn)
         assert runner.run(pipe.complete(alone)).token_ids == output.token_ids
+
+
+def test_outputs_of_one_token_are_n_too(pipe: Pipeline, runner: asyncio.Runner) -> None:
+    """The first has ended when the others begin."""
+    outputs = runner.run(pipe.complete_n(Request("Hello", max_tokens=1, sampling=GREEDY), 3))
+    assert len({tuple(each.token_ids) for each in outputs}) == 1
+    assert [len(each.token_ids) for each in outputs] == [1, 1, 1]
 
 
 def transfers(pipe: Pipeline) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from support.map_requests import asked, bad, collect
 from trinity.errors import ConfigError, RequestTooLarge
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.pipeline.results_file import digest_request
+from trinity.pipeline.results_file import ResultsFile, digest_request
 from trinity.request import Output, Request
 
 
@@ -122,6 +123,30 @@ def test_a_file_that_another_run_has_is_refused(pipe: Pipeline, runner: asyncio.
                 await collect(pipe.map(asked(1), resume=tmp_path / "kept"))
 
     runner.run(read())
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    """The system's own limit on a file's size stands for the disk: the last write is cut short."""
+    kept = ResultsFile(tmp_path / "kept")
+    first, second = Request("x", request_id="a"), Request("y", request_id="b")
+    kept.keep(first, Output(request_id="a", finish_reason="stop"))
+    size = (tmp_path / "kept").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+    try:
+        with pytest.raises(ConfigError, match="a result cannot be written to"):
+            kept.keep(second, Output(request_id="b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "kept").stat().st_size == size
+    kept.keep(second, Output(request_id="b", finish_reason="stop"))
+    kept.close()
+    kept.close()
+    again = ResultsFile(tmp_path / "kept")
+    assert len(again) == 2
+    assert again.find(second) == Output(request_id="b", finish_reason="stop")
+    assert again.find(Request("z", request_id="c")) is None
+    again.close()
 
 
 def test_a_digest_tells_requests_apart_by_all_that_an_output_depends_on() -> None:

@@ -42,9 +42,14 @@ def make_chat_request(messages: Messages, sampling: Sampling | None = None, **fi
 
 def _user_message(text: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make one user message: a part for each medium, then the text."""
-    parts = [{"type": "image"} for _ in fields.get("images", ())]
-    parts += [{"type": getattr(each, "kind", "image")} for each in fields.get("media", ())]
+    parts = [{"type": "image"} for _ in _listed(fields.get("images"))]
+    parts += [{"type": getattr(each, "kind", "image")} for each in _listed(fields.get("media"))]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """Return a list of media; none of what is no list, which the request's own check refuses by name."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
 
 
 def _choose(sampling: Sampling | None, fields: Mapping[str, Any], request_id: str) -> Sampling:
