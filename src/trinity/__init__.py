@@ -13,6 +13,7 @@ from trinity import errors as errors
 
 if TYPE_CHECKING:
     from trinity.connector import Connector as Connector
+    from trinity.core.logits_processors import register_logits_processor as register_logits_processor
     from trinity.core.routing import RoutingPolicy as RoutingPolicy
     from trinity.core.scheduler import BatchRules as BatchRules
     from trinity.core.transfers import TransferPolicy as TransferPolicy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from trinity.request import Output as Output
     from trinity.request import Request as Request
     from trinity.request import Sampling as Sampling
+    from trinity.request import Structured as Structured
     from trinity.request import Token as Token
     from trinity.runtime.compose import LoadedStage as LoadedStage
     from trinity.runtime.compose import load_stage as load_stage
@@ -72,8 +74,9 @@ _HOMES = {
     "preprocess.media_limits": ["MediaLimits"],
     "remote.supervisor": ["ProcessConfig"],
     "remote.tls": ["TLSConfig"],
-    "request": ["Media", "Output", "Request", "Sampling", "Token"],
+    "request": ["Media", "Output", "Request", "Sampling", "Structured", "Token"],
     "runtime.host": ["Network"],
+    "core.logits_processors": ["register_logits_processor"],
     "core.routing": ["RoutingPolicy"],
     "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -19,20 +19,32 @@ from trinity.errors.plain_values import (
     read_source,
     read_text,
     real_between,
-    tuple_of,
-    whole_between,
 )
+from trinity.errors.sampling_values import MOST_COUNTED, MOST_NAMED, SAMPLING_READERS, STRUCTURED_READERS
 from trinity.tables import Table, as_titled_html
 
 DEFAULT_MAX_TOKENS = 256  # of a request and a checkpoint that say nothing
-_MOST_BANNED = 16_384  # token ids of all bad words together
-_MOST_TOKENS = (1 << 31) - 1  # counts and token ids; far beyond any context and vocabulary
-_MOST_TEXT = 1024  # characters of a name or a stop string
 _MOST_PROMPT = 1 << 26  # characters; a context's own limit is far below
 _MOST_SECONDS = 1e9
 _MOST_SHOWN = 60  # characters of a text in an output's repr
-_LARGEST = 1e6  # of temperature and penalty: float32 logits stay finite
 _ids = count(1)
+
+
+class Structured(msgspec.Struct, frozen=True, kw_only=True):
+    """A form that an output keeps to, one of these; llguidance (the extra ``structured``) follows it token by token.
+
+    - ``json_schema``: a JSON schema, as a dict or as text, of what llguidance supports; others are refused by name.
+    - ``regex``: a regular expression of the whole output, without look-around.
+    - ``grammar``: a grammar in llguidance's Lark format.
+    - ``json_object`` (False): any JSON object.
+
+    The output ends only where the form is complete, or is cut by ``max_tokens`` or a stop string.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,19 +57,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     - ``top_p``: sample from the most likely tokens that reach this probability together; 1 is off.
     - ``min_p``: drop tokens below this share of the largest probability; 0 is off.
     - ``repetition_penalty``: reduces the logits of tokens that occurred already, in the prompt too; 1 is off.
+    - ``presence_penalty``, ``frequency_penalty`` (0, 0): subtracted from the logits of tokens that the output has
+      already, once, and for each time that it has them; from -2 to 2, as OpenAI's API and vLLM define them.
+    - ``logit_bias`` (none): added to the logits of these token ids; from -100 to 100, as in OpenAI's API.
     - ``no_repeat_ngram_size`` (tokens): no run of so many tokens occurs twice, prompt included; 0 is off.
     - ``min_tokens`` (tokens): the output does not end by a token before it has so many, but by a stop string, as
       in transformers; 0 is off.
     - ``suppress_tokens``, ``begin_suppress_tokens`` (token ids): never sampled, or not as the first; () is off.
     - ``bad_words_ids`` (token ids each): sequences that the output does not complete; () is off.
     - ``forced_eos_token_id`` (token ids): the last token that ``max_tokens`` allows is one of these; () is off.
-    - ``stop`` (strings): the output ends before the first of these, or with a special token that is one; () is off.
+    - ``stop`` (strings, or one): the output ends before the first of these, or with a special token that is one; ()
+      is off.
     - ``stop_token_ids`` (token ids, none): the output ends at one of these, besides the model's own.
     - ``ignore_eos`` (False): continue past the model's end-of-sequence token.
     - ``seed`` (None): noise depends on the seed and the output index alone, so that a seed gives the same tokens under
       every placement and batch. None draws a new seed at submission.
+    - ``logits_processor`` (None): name of a function that changes each row of logits first
+      (``trinity.register_logits_processor``, or an entry point of group ``trinity.logits_processors``).
+    - ``structured`` (None): ``Structured``, a JSON schema, regex or grammar that the output keeps to.
     - ``logprobs`` (tokens, None): report the log-probability of the chosen token and of this many most likely ones,
-      after temperature and penalty and before truncation.
+      after temperature, penalties and bans and before truncation.
     """
 
     temperature: float | None = None
@@ -65,16 +84,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     no_repeat_ngram_size: int | None = None
     min_tokens: int | None = None
     suppress_tokens: tuple[int, ...] | None = None
     begin_suppress_tokens: tuple[int, ...] | None = None
     bad_words_ids: tuple[tuple[int, ...], ...] | None = None
     forced_eos_token_id: tuple[int, ...] | None = None
-    stop: tuple[str, ...] | None = None
+    stop: tuple[str, ...] | str | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    logits_processor: str | None = None
+    structured: Structured | None = None
     logprobs: int | None = None
 
     @classmethod
@@ -195,7 +219,8 @@ class Output(msgspec.Struct, kw_only=True):
     - ``transfers``: records of its block transfers: kind, source, target, bytes, ...
     - ``route``: names of the instances that served it, in order.
     - ``attempts``: how often it was started.
-    - ``logprobs``: of each token, if ``Sampling.logprobs`` is set.
+    - ``logprobs``, ``top_logprobs``: of each token, and (id, log-probability) of the most likely ones in its place, if
+      ``Sampling.logprobs`` is set. It is -inf for tokens that could not be taken.
     - ``emulated``: stages waited in place of computing, so that tokens mean nothing and times are a cost model's.
     - ``preemptions``: times that it gave up its KV blocks for an older request and was recomputed
       (``Instance(reservation="optimistic")``).
@@ -218,6 +243,7 @@ class Output(msgspec.Struct, kw_only=True):
     route: list[str] = msgspec.field(default_factory=list)
     attempts: int = 1
     logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...] | None] = msgspec.field(default_factory=list)
     emulated: bool = False
     preemptions: int = 0
 
@@ -282,7 +308,7 @@ def check_sampling(sampling: Sampling) -> Sampling:
 def _plain_name(request: Request) -> str:
     """Return the request's name for an error, "" if it is none."""
     try:
-        return read_text("request_id", request.request_id, _MOST_TEXT)
+        return read_text("request_id", request.request_id, MOST_NAMED)
     except Exception:
         return ""
 
@@ -290,7 +316,7 @@ def _plain_name(request: Request) -> str:
 def _plain_fields(request: Request) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
         raise Unfit("give either prompt= (text) or messages= (chat), not both or neither")
-    name = read_text("request_id", request.request_id, _MOST_TEXT)
+    name = read_text("request_id", request.request_id, MOST_NAMED)
     if not name:
         raise Unfit("request_id must be non-empty text, got ''")
     return {
@@ -301,11 +327,11 @@ def _plain_fields(request: Request) -> dict[str, Any]:
         "max_tokens": None if request.max_tokens is None else _limit("max_tokens", request.max_tokens),
         "sampling": _plain_sampling(request.sampling),
         "deadline_s": None if request.deadline_s is None else _deadline("deadline_s", request.deadline_s),
-        "session": read_text("session", request.session, _MOST_TEXT),
+        "session": read_text("session", request.session, MOST_NAMED),
         "request_id": name,
         "tools": None if request.tools is None else _plain_tools(request.tools),
         "template_kwargs": _plain_variables("template_kwargs", request.template_kwargs),
-        "cache_salt": read_text("cache_salt", request.cache_salt, _MOST_TEXT),
+        "cache_salt": read_text("cache_salt", request.cache_salt, MOST_NAMED),
         "untrusted": read_flag("untrusted", request.untrusted),
         "special_tokens": None if (acts := request.special_tokens) is None else read_flag("special_tokens", acts),
     }
@@ -327,13 +353,25 @@ def _plain_sampling(sampling: Sampling) -> Sampling:
     if not isinstance(sampling, Sampling):
         raise Unfit(f"sampling must be a trinity.Sampling, got {show(sampling)}")
     given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-    return Sampling(**{name: _READERS[name](name, value) for name, value in given.items() if value is not None})
+    readers = {**SAMPLING_READERS, "structured": _plain_structured}
+    return Sampling(**{name: readers[name](name, value) for name, value in given.items() if value is not None})
+
+
+def _plain_structured(name: str, value: Structured) -> Structured:
+    """Read a form; a schema becomes text."""
+    if not isinstance(value, Structured):
+        raise Unfit(f"{name} must be a trinity.Structured, got {show(value)}")
+    given = {field: getattr(value, field) for field in Structured.__struct_fields__}
+    fields = {field: STRUCTURED_READERS[field](field, each) for field, each in given.items() if each is not None}
+    if sum(each is not False for each in fields.values()) != 1:
+        raise Unfit(f"{name} must have exactly one of json_schema, regex, grammar and json_object=True")
+    return Structured(**fields)
 
 
 def _plain_media(item: Media) -> Media:
     if not isinstance(item, Media):
         raise Unfit("media must hold trinity.Media(kind, source)")
-    return Media(read_text("kind", item.kind, _MOST_TEXT), read_source(item.source))
+    return Media(read_text("kind", item.kind, MOST_NAMED), read_source(item.source))
 
 
 def _limit(name: str, value: Any) -> int:
@@ -341,7 +379,7 @@ def _limit(name: str, value: Any) -> int:
     number = read_count(name, value)
     if number < 1:
         raise Unfit(f"{name} must be a whole number of at least 1, got {show(value)}")
-    return min(number, _MOST_TOKENS)
+    return min(number, MOST_COUNTED)
 
 
 def _deadline(name: str, value: Any) -> float:
@@ -349,52 +387,3 @@ def _deadline(name: str, value: Any) -> float:
     if seconds == 0:
         raise Unfit(f"{name} must be a number of seconds above 0, got {show(value)}")
     return seconds
-
-
-def _stop_string(name: str, value: Any) -> str:
-    text = read_text(name, value, _MOST_TEXT)
-    if not text:
-        raise Unfit(f"{name} must be a tuple of non-empty strings, got an empty one")
-    return text
-
-
-def _bad_words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Read sequences, of a bounded length in all: they are read, and looked for, on the loop's thread."""
-    left = [_MOST_BANNED]
-
-    def read(each: str, sequence: Any) -> tuple[int, ...]:
-        ids = _sequence_of_ids(each, sequence)
-        left[0] -= len(ids)
-        if left[0] < 0:
-            raise Unfit(f"{name} has more than {_MOST_BANNED} token ids in all; give fewer")
-        return ids
-
-    return tuple_of(read, "sequences of token ids")(name, value)
-
-
-def _sequence_of_ids(name: str, value: Any) -> tuple[int, ...]:
-    sequence = _TOKEN_IDS(name, value)
-    if not sequence:
-        raise Unfit(f"{name} must be a tuple of sequences of token ids, got an empty one")
-    return sequence
-
-
-_TOKEN_IDS: Callable[[str, Any], tuple[int, ...]] = tuple_of(whole_between(0, _MOST_TOKENS), "token ids")
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": real_between(0.0, _LARGEST),
-    "top_k": whole_between(0, _MOST_TOKENS),
-    "top_p": real_between(1e-9, 1.0),
-    "min_p": real_between(0.0, 1.0),
-    "repetition_penalty": real_between(1 / _LARGEST, _LARGEST),
-    "no_repeat_ngram_size": whole_between(0, _MOST_TOKENS),
-    "min_tokens": whole_between(0, _MOST_TOKENS),
-    "suppress_tokens": _TOKEN_IDS,
-    "begin_suppress_tokens": _TOKEN_IDS,
-    "bad_words_ids": _bad_words,
-    "forced_eos_token_id": _TOKEN_IDS,
-    "stop": tuple_of(_stop_string, "non-empty strings"),
-    "stop_token_ids": _TOKEN_IDS,
-    "ignore_eos": read_flag,
-    "seed": whole_between(-(1 << 63), (1 << 64) - 1),
-    "logprobs": whole_between(0, 100),
-}

@@ -58,6 +58,7 @@ class Endless(Sequence[Any]):
 
 
 HUGE, HALF = 10**400, "a\ud800"
+PLAIN = (float, int, bool, str, tuple, dict, type(None))
 TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "numpy's float": ({"temperature": np.float64(0.7)}, {"temperature": 0.7}),
     "a small float": ({"top_p": np.float32(0.5)}, {"top_p": 0.5}),
@@ -68,6 +69,12 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an array of ids": ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": (1, 2)}),
     "lists": ({"stop": ["a"], "bad_words_ids": [[1, 2]]}, {"stop": ("a",), "bad_words_ids": ((1, 2),)}),
     "text of its own": ({"stop": (Text("é"),)}, {"stop": ("é",)}),
+    "one string": ({"stop": Text("é")}, {"stop": ("é",)}),
+    "penalties": (
+        {"presence_penalty": np.float32(0.5), "frequency_penalty": -2},
+        {"presence_penalty": 0.5, "frequency_penalty": -2.0},
+    ),
+    "a bias": ({"logit_bias": {np.int64(9): np.float64(1), Number.SEVEN: -100}}, {"logit_bias": {7: -100.0, 9: 1.0}}),
 }
 
 
@@ -77,7 +84,7 @@ def test_what_numpy_users_pass_becomes_plain(name: str) -> None:
     found = check_request(Request("a", sampling=Sampling(**given_))).sampling
     assert found == Sampling(**plain)
     for field in found.__struct_fields__:
-        assert type(getattr(found, field)) in (float, int, bool, tuple, type(None))
+        assert type(getattr(found, field)) in PLAIN
 
 
 def test_the_other_fields_become_plain() -> None:
@@ -139,6 +146,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "temperature of a tensor": {"sampling": Sampling(temperature=torch.tensor([1.0, 2.0]))},  # type: ignore[arg-type]
     "temperature of a bomb": {"sampling": Sampling(temperature=Bomb())},  # type: ignore[arg-type]
     "bad_words_ids": {"sampling": Sampling(bad_words_ids=((),))},
+    "presence_penalty": {"sampling": Sampling(presence_penalty=2.1)},
+    "frequency_penalty": {"sampling": Sampling(frequency_penalty=float("nan"))},
+    "logit_bias": {"sampling": Sampling(logit_bias={1: 101})},
+    "logit_bias of text": {"sampling": Sampling(logit_bias={"1": 1})},  # type: ignore[dict-item]
+    "logit_bias of none": {"sampling": Sampling(logit_bias={-1: 1})},
+    "logit_bias of many": {"sampling": Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
+    "logit_bias of a list": {"sampling": Sampling(logit_bias=[(1, 1)])},  # type: ignore[arg-type]
+    "stop of nothing": {"sampling": Sampling(stop="")},
     "logprobs": {"sampling": Sampling(logprobs=np.int64(101))},  # type: ignore[arg-type]
 }
 
@@ -153,7 +168,20 @@ def test_what_no_message_could_hold_is_refused(name: str) -> None:
 
 NUMBERS: list[Any] = [HUGE, -HUGE, 10**5000, 2**64, 2**63, -1, 0, 1, True, 0.5, float("nan"), float("inf"), 1j]
 NUMPYS: list[Any] = [np.float64(0.3), np.float32(1e30), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.array(5)]
-LISTS: list[Any] = [(), [], {}, {1, 2}, range(3), (2**70,), ["a"], np.arange(3), np.zeros((2, 2)), [[1, 2]], (("a",),)]
+LISTS: list[Any] = [
+    (),
+    [],
+    {},
+    {5: 1.5},
+    {1, 2},
+    range(3),
+    (2**70,),
+    ["a"],
+    np.arange(3),
+    np.zeros((2, 2)),
+    [[1, 2]],
+    (("a",),),
+]
 OTHERS: list[Any] = ["7", b"7", HALF, Text("z"), None, object(), Number.SEVEN, Fraction(7, 3), [HALF], [Text("end")]]
 WEIRD = st.sampled_from([*NUMBERS, *NUMPYS, *LISTS, *OTHERS, Endless(), nested])
 SAMPLING = st.fixed_dictionaries({}, optional=dict.fromkeys(Sampling.__struct_fields__, WEIRD))
@@ -200,7 +228,7 @@ def test_half_of_all_values_pass_by_themselves(fields: dict[str, Any]) -> None:
             said = str(error)
         else:
             said = name
-            assert type(getattr(found.sampling, name)) in (int, float, bool, tuple, type(None))
+            assert type(getattr(found.sampling, name)) in PLAIN
         assert name in said or "cannot be read" in said
 
 

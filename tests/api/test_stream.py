@@ -29,7 +29,7 @@ class Desk:
 
     async def submit(self, stream: Stream) -> None:
         work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5)
-        processed = ProcessedRequest(work, clipped=True, stop=stream.request.sampling.stop or ())
+        processed = ProcessedRequest(work, clipped=True, stop=tuple(stream.request.sampling.stop or ()))
         stream.begin(processed, lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
 
     def post(self, event: Value) -> None:

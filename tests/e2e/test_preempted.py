@@ -56,6 +56,8 @@ def test_what_is_preempted_goes_on_as_if_nothing_had_been(name: str) -> None:
 def noisy() -> Waves:
     """Drawn from what the model finds likely, by seeds: each position has noise of its own."""
     texts = [ask(f"text{n}", f"{TEXT} {n}", outputs=60, temperature=1.0, seed=n) for n in range(5)]
+    penalties: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.5, "logit_bias": {66: 3.0, 70: -100.0}}
+    texts.append(ask("penalties", TEXT, outputs=60, temperature=1.0, seed=8, **penalties))
     return ((*texts, ask("image", "<image> and then?", [red()], outputs=60, temperature=0.7, seed=9)),)
 
 

@@ -12,6 +12,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -37,6 +38,9 @@ ASKED: tuple[Request, ...] = (
     ask("penalty", TEXT, seed=5, repetition_penalty=1.4, **WARM),
     ask("all", "See <image> and", [red()], seed=6, top_p=0.9, top_k=9, min_p=0.05, repetition_penalty=1.2, **WARM),
     ask("hot", "Why?", seed=7, temperature=3.0, logprobs=0),
+    ask("discount", TEXT, seed=8, presence_penalty=0.9, frequency_penalty=0.6, **WARM),
+    ask("bias", "<image>\nWhat is in it?", [red()], seed=9, logit_bias=dict.fromkeys(range(0, 300, 3), 2.5), **WARM),
+    ask("favour", "Why?", seed=10, repetition_penalty=1.3, frequency_penalty=-0.8, logit_bias={65: 9.0}, **WARM),
 )
 GREEDY = (
     ask("greedy penalty", TEXT, repetition_penalty=1.5),
@@ -115,15 +119,29 @@ def test_tokens_and_logprobs_are_what_transformers_would_allow(request_: Request
     assert len(output.logprobs) == len(output.token_ids)
     for index, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         before: Any = torch.tensor([prompt + output.token_ids[:index]])
-        scores = _warped(sampling)(before, _raw(name, tuple(output.token_ids))[index, None].clone())
+        scores = _warped(sampling, output.token_ids[:index])(
+            before, _raw(name, tuple(output.token_ids))[index, None].clone()
+        )
         assert logprob == pytest.approx(float(scores.log_softmax(-1)[0, token]), abs=1e-3)
         assert _truncated(sampling)(before, scores)[0, token] > -torch.inf
 
 
-def _warped(sampling: ResolvedSampling) -> LogitsProcessorList:
-    return LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty), TemperatureLogitsWarper(sampling.temperature)]
-    )
+def _warped(sampling: ResolvedSampling, outputs: list[int]) -> LogitsProcessorList:
+    """transformers' own processors, and between them the formula of vLLM's and OpenAI's documents."""
+
+    def discount(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        for token in set(outputs):
+            scores[0, token] -= sampling.presence_penalty + outputs.count(token) * sampling.frequency_penalty
+        return scores
+
+    chain: list[Any] = [
+        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        discount,
+        TemperatureLogitsWarper(sampling.temperature),
+    ]
+    if sampling.logit_bias:
+        chain.insert(0, SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.logit_bias]))
+    return LogitsProcessorList(chain)
 
 
 def _truncated(sampling: ResolvedSampling) -> LogitsProcessorList:
@@ -141,7 +159,7 @@ async def test_tokens_carry_the_likeliest_with_them(alone: dict[str, list[int]])
     async with Pipeline(checkpoint("llava"), "E+P+D", dtype="float32") as pipe:
         async with pipe.stream(copy_of(ASKED[1], 3)) as stream:
             tokens: list[Token] = [token async for token in stream]
-        output = stream.output
+        output, together_again = stream.output, await pipe.complete(copy_of(ASKED[1], 4))
     assert [token.id for token in tokens] == alone["top_p"]
     raw = await asyncio.to_thread(_raw, "top_p", tuple(alone["top_p"]))
     for token, logits in zip(tokens, raw, strict=True):
@@ -150,6 +168,9 @@ async def test_tokens_carry_the_likeliest_with_them(alone: dict[str, list[int]])
         assert [number for number, _ in token.top_logprobs] == best.indices.tolist()
         assert [value for _, value in token.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
     assert output.logprobs == [token.logprob for token in tokens]
+    assert output.top_logprobs == [token.top_logprobs for token in tokens]
+    for one, other in zip(together_again.top_logprobs, output.top_logprobs, strict=True):  # complete() has them too
+        assert [token for token, _ in one or ()] == [token for token, _ in other or ()]
     assert "".join(token.text for token in tokens) == output.text
 
 
@@ -157,4 +178,4 @@ async def test_without_a_seed_every_request_draws_its_own() -> None:
     asked = [ask(f"free#{number}", TEXT, temperature=1.0) for number in range(3)]
     found = await served(checkpoint("llava"), "PD+E", [asked])
     assert len({tuple(output.token_ids) for output in found.outputs.values()}) == 3
-    assert all(output.logprobs == [] for output in found.outputs.values())
+    assert all((output.logprobs, output.top_logprobs) == ([], []) for output in found.outputs.values())

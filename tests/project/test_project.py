@@ -88,6 +88,7 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
         *extras["plan"],
         *extras["plot"],
         *extras["server"],
+        *extras["structured"],
         "pip",
     ]
     pinned = {plain(line): line.partition("==")[2] for line in PINS.splitlines() if "==" in line}
@@ -96,7 +97,8 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"cuda", "nixl", "plan", "plot", "server", "ucx"}
+    extras = {"cuda", "nixl", "plan", "plot", "server", "structured", "ucx"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 
 
@@ -158,7 +160,8 @@ def test_photographs_are_small_real_and_licensed() -> None:
             assert len(set(image.resize((64, 64)).get_flattened_data())) > 1000  # a photograph, no drawing
 
 
-def test_entry_points_of_all_four_kinds() -> None:
+def test_entry_points_of_all_five_kinds() -> None:
     groups = PROJECT["project"]["entry-points"]
-    assert set(groups) == {"trinity.transports", "trinity.models", "trinity.stages", "trinity.routing"}
+    kinds = {"transports", "models", "stages", "routing", "logits_processors"}
+    assert set(groups) == {f"trinity.{kind}" for kind in kinds}
     assert groups["trinity.transports"]["inproc"] == "trinity.transport.inproc:InprocTransport"

@@ -9,6 +9,7 @@ import pytest
 
 from trinity.core.messages import Prefill, Sampled, Step, Stepped
 from trinity.runtime.lane import Lane
+from trinity.stages.base import FailedSample
 from trinity.timeline import Timeline
 
 STEP = Step(1, "joint", decodes=("good", "bad"))
@@ -59,8 +60,22 @@ def no_sample(found: dict[str, Any]) -> Any:
     return found | {"bad": 7}
 
 
+def failed(found: dict[str, Any]) -> Any:
+    return found | {"bad": FailedSample(-1, why="its own fault")}
+
+
 @pytest.mark.parametrize("kind", [Counting, Launching])
-@pytest.mark.parametrize("wrong", [without_bad, beyond, no_sample])
+def test_a_stage_may_say_that_a_row_has_failed(kind: type[Counting]) -> None:
+    stage = kind(failed)
+    answer = run(STEP, stage)
+    assert answer.sampled == {"good": Sampled(1)}
+    assert answer.failed["bad"].error == "StageError"
+    assert "its own fault" in answer.failed["bad"].message
+    assert stage.steps == 1
+
+
+@pytest.mark.parametrize("kind", [Counting, Launching])
+@pytest.mark.parametrize("wrong", [without_bad, beyond, no_sample, failed])
 def test_the_others_keep_the_tokens_that_were_sampled_with_it(kind: type[Counting], wrong: Any) -> None:
     answers: list[Any] = []
     errors: list[BaseException] = []

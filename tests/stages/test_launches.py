@@ -35,6 +35,8 @@ LOOKING_BACK: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 2, "temperature": 1.0, "seed": 6},
     {"bad_words_ids": tuple((token, other) for token in range(0, 250, 5) for other in range(0, 250, 7)), "logprobs": 1},
     {"min_tokens": 5, "suppress_tokens": tuple(range(0, 250, 3))},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8, "temperature": 0.9, "seed": 7},
+    {"frequency_penalty": -0.5, "logit_bias": tuple((token, 2.0) for token in range(0, 250, 4)), "logprobs": 2},
 ]
 
 
@@ -96,6 +98,27 @@ def test_recorded_decodes_read_them_there_too(further: list[dict[str, Any]]) -> 
     solo.stage._graphs = DecodeGraphs(solo.model, kv, StaticTorch(), made, solo.stage._tokens)
     assert launched(solo, works, 2) == alone(works)
     assert recorder.replays >= 10
+
+
+def test_rows_that_the_host_rules_run_at_once_behind_what_was_launched() -> None:
+    solo, works = (
+        silent(),
+        asked({"structured": "regex:[a-z ]+"}, {"structured": "regex:[a-z]+", "temperature": 1.0, "seed": 8}),
+    )
+    assert launched(solo, works, 2) == alone(works)
+    solo, ahead = silent(), asked({"structured": "regex:[a-z ]+"})
+    for each in ahead:
+        solo.open(each)
+    first = solo.stage.launch_on_device(Step(0, "joint", prefills=tuple(map(chunk, ahead[:-1]))))
+    second = solo.stage.launch_on_device(Step(1, "joint", prefills=(chunk(ahead[-1]),), decodes=(ahead[0].request,)))
+    assert isinstance(first, LaunchedStep)
+    assert isinstance(second, FinishedStep)
+    tokens = second.wait()
+    second.drop()
+    assert (
+        solo.stage.launch_on_device(Step(1, "joint", prefills=(chunk(ahead[-1]),), decodes=(ahead[0].request,))).wait()
+        == tokens
+    )
 
 
 def test_the_host_knows_none_of_them_meanwhile() -> None:

@@ -1,4 +1,6 @@
-"""Token bans equal transformers' own logits processors, one after the other as ``generate()`` lists them."""
+"""Token bans, biases and penalties equal transformers' own logits processors, one after the other as ``generate()``
+lists them, and vLLM's documented formulas where transformers has none.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from transformers import (
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
@@ -33,6 +36,11 @@ lists = st.lists(tokens, max_size=4).map(tuple)
 samplings = st.builds(
     ResolvedSampling,
     repetition_penalty=st.sampled_from([1.0, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.1]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, 1.7, 100.0]), max_size=4).map(
+        lambda b: tuple(b.items())
+    ),
     no_repeat_ngram_size=st.integers(0, 4),
     min_tokens=st.sampled_from([0, 1, 5]),
     suppress_tokens=lists,
@@ -61,8 +69,11 @@ def processed(work: Work, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
     """What transformers' ``_get_logits_processor`` would put together, in its order."""
     sampling, ends, chain = work.sampling, sorted(work.stop_ids - work.named_stop_ids), LogitsProcessorList()
     words = [list(word) for word in sampling.bad_words_ids]
+    if sampling.logit_bias:
+        chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.logit_bias]))
     if sampling.repetition_penalty != 1.0:
         chain.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    chain.append(_vllm_penalties(sampling, ids[len(work.prompt) :]))  # type: ignore[arg-type]
     if sampling.no_repeat_ngram_size:
         chain.append(NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
     if [word for word in words if not (len(word) == 1 and word[0] in ends)]:  # it refuses a list that is empty then
@@ -78,6 +89,17 @@ def processed(work: Work, ids: list[int], scores: torch.Tensor) -> torch.Tensor:
         chain.append(SuppressTokensAtBeginLogitsProcessor(list(sampling.begin_suppress_tokens), len(work.prompt)))
     held: Any = torch.tensor([ids], dtype=torch.int64)
     return chain(held, scores[None].clone())[0]
+
+
+def _vllm_penalties(sampling: ResolvedSampling, outputs: list[int]) -> Any:
+    """vLLM's ``apply_penalties``: logits -= frequency * counts; logits -= presence * mask, of outputs alone."""
+
+    def apply(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.tensor([float(outputs.count(token)) for token in range(VOCABULARY)])
+        scores = scores - sampling.frequency_penalty * counts
+        return scores - sampling.presence_penalty * (counts > 0).float()
+
+    return apply
 
 
 @settings(max_examples=250)
@@ -97,10 +119,12 @@ def test_a_batch_is_what_transformers_makes_of_each_row(asked: list[Work], rando
 
 def test_ids_beyond_the_logits_are_passed_over() -> None:
     """Placeholders may have ids that no logit has."""
-    rules = ResolvedSampling(no_repeat_ngram_size=1, suppress_tokens=(99,), forced_eos_token_id=(98, 3))
+    beyond: dict[str, Any] = {"presence_penalty": 1.0, "logit_bias": ((97, 5.0), (98, 6.0))}
+    rules = ResolvedSampling(no_repeat_ngram_size=1, suppress_tokens=(99,), forced_eos_token_id=(98, 3), **beyond)
     work = Work(request="r", prompt=(1, 500), max_tokens=3, sampling=rules)
     rows = [
-        SamplerRow(rules, index, np.array(ids), make_bans(work)) for index, ids in ((0, [1, 500]), (2, [1, 500, 1, 1]))
+        SamplerRow(rules, index, np.array(ids), make_bans(work))
+        for index, ids in ((0, [1, 500]), (2, [1, 500, 1, 500]))
     ]
     free, forced = warp(torch.ones(2, 10), batch(rows))
     assert torch.isinf(free).nonzero().flatten().tolist() == [1]
@@ -125,6 +149,7 @@ def test_a_row_without_any_token_left_fails_and_says_why() -> None:
 
 def test_rules_are_made_where_there_are_some() -> None:
     assert make_bans(Work(request="r", prompt=(1,))) is None
+    assert make_bans(Work(request="r", prompt=(1,), sampling=ResolvedSampling(logit_bias=((3, 1.0),)))) is not None
     looking = ({"no_repeat_ngram_size": 2}, {"bad_words_ids": ((1, 2), (3,))})
     for rule in ({"min_tokens": 1}, {"suppress_tokens": (1,)}, {"bad_words_ids": ((1,),)}, *looking):
         sampling = ResolvedSampling(**rule)  # type: ignore[arg-type]

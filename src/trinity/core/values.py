@@ -46,7 +46,8 @@ class MediaSpan(Value, frozen=True):
 class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
     """A request's ``Sampling`` where it sets something, elsewhere its checkpoint's generation config.
 
-    Fields are those of ``Sampling`` that an instance needs. A row that draws needs ``seed``.
+    Fields are those of ``Sampling`` that an instance needs. A row that draws needs ``seed``. ``logit_bias``: token ids
+    and their biases, in ascending order. ``structured``: kind and text of a grammar, "" for none.
     """
 
     temperature: float = 0.0
@@ -54,6 +55,9 @@ class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0
     suppress_tokens: tuple[int, ...] = ()
@@ -61,6 +65,8 @@ class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     forced_eos_token_id: tuple[int, ...] = ()
     seed: int | None = None
+    logits_processor: str | None = None
+    structured: str = ""
     logprobs: int | None = None
 
     @property
@@ -75,9 +81,14 @@ class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
         return bool(lists or self.no_repeat_ngram_size or self.min_tokens)
 
     @property
-    def needs_history(self) -> bool:
-        """True if a token depends on more than its logits: on tokens before it, or on how many there are."""
-        return self.bans_tokens or self.repetition_penalty != 1.0
+    def needs_host(self) -> bool:
+        """True if the host changes logits before a token is taken, which it can once it knows those before."""
+        return self.logits_processor is not None or self.structured != ""
+
+    @property
+    def discounts(self) -> bool:
+        """True if tokens that the output has already lose a part of their logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class Work(Value, frozen=True, kw_only=True):

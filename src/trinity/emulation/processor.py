@@ -66,7 +66,7 @@ class EmulatedProcessor(RequestProcessor):
             stop_ids=frozenset(request.sampling.stop_token_ids),
             deadline_s=request.deadline_s,
         )
-        return ProcessedRequest(work, clipped=wanted > room, emulated=True, stop=sampling.stop or ())
+        return ProcessedRequest(work, clipped=wanted > room, emulated=True, stop=tuple(sampling.stop or ()))
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
         if self._closed:

@@ -203,7 +203,8 @@ class Pipeline:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        processor = loader.make_processor(self._serving_config.model, *self._processing)
+        here = self.hosting == "thread"
+        processor = loader.make_processor(self._serving_config.model, *self._processing, here=here)
         self._frontend.processor = processor
         self.placement.check(processor.multimodal)
 

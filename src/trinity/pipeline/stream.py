@@ -59,6 +59,7 @@ class Stream:
         self._times: list[float] = []
         self._ids: list[int] = []
         self._logprobs: list[float | None] = []
+        self._top_logprobs: list[tuple[tuple[int, float], ...] | None] = []
         self._output: Output | None = None
         self._error: TrinityError | None = None
 
@@ -167,6 +168,7 @@ class Stream:
         self._logprobs.append(sampled.logprob)
         if len(self._ids) == 1:
             self._wake.set()
+        self._top_logprobs.append(sampled.top)
         if not self._unread:
             self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
         if self._text.stopped:
@@ -239,7 +241,7 @@ class Stream:
 
     def _make_output(self, reason: str, finished: Finished | None) -> Output:
         work = self.processed.work if self.processed is not None else None
-        times = self.token_times
+        times, asked = self.token_times, self.request.sampling.logprobs is not None
         return Output(
             request_id=self.request.request_id,
             text="".join(self._pieces),
@@ -257,7 +259,8 @@ class Stream:
             transfers=list(finished.transfers) if finished else [],
             preemptions=finished.preemptions if finished else 0,
             route=list(finished.route) if finished else [],
-            logprobs=self._logprobs if self.request.sampling.logprobs is not None else [],
+            logprobs=self._logprobs if asked else [],
+            top_logprobs=self._top_logprobs if asked else [],
             emulated=self.processed.emulated if self.processed else False,
         )
 

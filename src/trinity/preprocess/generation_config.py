@@ -14,6 +14,7 @@ import msgspec
 
 from trinity.core.values import ResolvedSampling
 from trinity.errors import ConfigError, RequestError, describe_error
+from trinity.preprocess.grammars import join_grammar
 from trinity.request import DEFAULT_MAX_TOKENS, PLAIN_GREEDY, Request, Sampling, check_sampling
 
 FILE = "generation_config.json"
@@ -131,6 +132,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def resolve_sampling(complete: Sampling, seed: int) -> ResolvedSampling:
     """Turn a sampling in which everything is set into what instances take; ``seed`` where it has none."""
     fields = {name: getattr(complete, name) for name in ResolvedSampling.__struct_fields__}
+    fields["logit_bias"] = tuple((complete.logit_bias or {}).items())
+    fields["structured"] = join_grammar(complete.structured)
     return ResolvedSampling(**{**fields, "seed": seed if complete.seed is None else complete.seed})
 
 
@@ -168,6 +171,7 @@ def load_generation_defaults(
 def check_token_ids(sampling: Sampling, vocabulary: int | None) -> None:
     """Raise ``ValueError`` if a list of token ids names one beyond the vocabulary: nothing could be meant by it."""
     lists = {name: getattr(sampling, name) or () for name in _LIST_OF_IDS}
+    lists["logit_bias"] = tuple(sampling.logit_bias or ())
     lists["bad_words_ids"] = tuple(token for word in sampling.bad_words_ids or () for token in word)
     for name, ids in lists.items():
         if vocabulary is not None and ids and max(ids) >= vocabulary:

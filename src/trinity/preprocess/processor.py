@@ -32,6 +32,7 @@ from trinity.preprocess.prompt import PromptText, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_reader import PromptReader
 from trinity.preprocess.prompt_tokens import PromptTokenizer
+from trinity.preprocess.sampling_door import SamplingDoor
 from trinity.preprocess.url_fetch import UrlFetcher, is_url
 from trinity.request import Media, Request, Sampling, check_request
 
@@ -111,6 +112,7 @@ class RequestProcessor:
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
         self._reader = ItemReader(self._loaded, self.limits)
         self._fetcher = UrlFetcher(self.limits)
+        self.sampling_door = SamplingDoor(Path(model_dir))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
         self._closed = False
         config = self._loaded.config
@@ -146,7 +148,7 @@ class RequestProcessor:
 
         Raises ``ClosedError`` after ``close()``, and the errors of ``process``.
         """
-        checked = check_request(request)
+        checked = await self.sampling_door.admit(check_request(request), self._stop_ids)
         name = checked.request_id
         parsed = await self._run(name, self._begin, self._admit(checked))
         if isinstance(parsed, ProcessedRequest):
@@ -195,6 +197,7 @@ class RequestProcessor:
         Blocks: beside an event loop use ``aclose()``.
         """
         self._closed = True
+        self.sampling_door.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def aclose(self) -> None:
@@ -296,7 +299,7 @@ class RequestProcessor:
             salt=request.cache_salt,
         )
         return ProcessedRequest(
-            work, tuple(item.inputs for item in items), clipped=wanted > room, stop=sampling.stop or ()
+            work, tuple(item.inputs for item in items), clipped=wanted > room, stop=tuple(sampling.stop or ())
         )
 
     def _complete_sampling(self, request: Request, prompt_tokens: int) -> Sampling:

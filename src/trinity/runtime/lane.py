@@ -307,7 +307,7 @@ class Lane:
         try:
             return check_complete(step, found, self._vocabulary), {}
         except Exception:  # a foreign object may raise anything when it is looked at
-            logger.exception("step %d of %s returned what is no token", step.id, self.name)
+            logger.exception("step %d of %s returned what is no token for some row", step.id, self.name)
         self._suspicious = True
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}

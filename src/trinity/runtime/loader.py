@@ -103,14 +103,21 @@ def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> 
 
 
 def make_processor(
-    model: Path | EmulatedModel, limits: MediaLimits | None = None, ignore: Collection[str] | bool = ()
+    model: Path | EmulatedModel,
+    limits: MediaLimits | None = None,
+    ignore: Collection[str] | bool = (),
+    *,
+    here: bool = True,
 ) -> RequestProcessor:
-    """Make the model's request processor. Blocks: run it on a thread."""
+    """Make the model's request processor; ``here``: its instances are in this process. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
         return EmulatedProcessor(model, limits=limits)
     if limits is not None and limits.processes:
-        return KillableProcessor(model, limits=limits, ignore_generation_config=ignore)
-    return RequestProcessor(model, limits=limits, ignore_generation_config=ignore)
+        made: RequestProcessor = KillableProcessor(model, limits=limits, ignore_generation_config=ignore)
+    else:
+        made = RequestProcessor(model, limits=limits, ignore_generation_config=ignore)
+    made.sampling_door.registered = here
+    return made
 
 
 def load_instances(

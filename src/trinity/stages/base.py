@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from trinity.stages.models import LoadedModel
 
 
+class FailedSample(Sampled, frozen=True):
+    """Stands in place of a row's token where that request alone has failed: ``why``, for its error."""
+
+    why: str = ""
+
+
 @runtime_checkable
 class Stage(Protocol):
     """Part of a model that an instance runs on one of its lanes. Any object with these members is a stage.
@@ -38,6 +44,7 @@ class Stage(Protocol):
         """Run this stage's rows of ``step``: write their blocks and return sampled tokens by request id.
 
         Must be repeatable: after an exception the instance runs each request's rows alone, to find the one at fault.
+        Where the stage knows it, it goes on and returns a ``FailedSample`` for that one.
         """
         ...
 

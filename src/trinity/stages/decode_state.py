@@ -30,7 +30,7 @@ class DecodeState:
     - ``columns`` (int64 [6, most]): slot, length of the prompt, KV position, rotary position, KV positions with the
       row's own, and by how much the last three grow with each step.
     - ``tables`` (int64 [most, width]): block tables. What lies beyond a row's length is not read.
-    - ``samplers`` (int64 [most, 10]): ``SAMPLER`` rows, with keys of seeds; lengths are in ``columns``.
+    - ``samplers`` (int64 [most, 13]): ``SAMPLER`` rows, with keys of seeds; lengths are in ``columns``.
     - ``tokens``: input tokens, by slot.
     """
 
@@ -101,7 +101,7 @@ def pack_decodes(decodes: Decodes, size: int, prompts: np.ndarray | None) -> np.
 
 
 def pad_samplers(samplers: np.ndarray | None, size: int) -> np.ndarray:
-    """Pad ``SAMPLER`` rows with greedy ones, as int64 [size * 10]; nothing for None."""
+    """Pad ``SAMPLER`` rows with greedy ones, as int64 [size * 13]; nothing for None."""
     if samplers is None:
         return np.empty(0, dtype=np.int64)
     padded = np.zeros(size, dtype=SAMPLER)

@@ -20,17 +20,18 @@ from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
-from trinity.stages.base import PendingStep
+from trinity.stages.base import FailedSample, PendingStep
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.cuda_graphs import GraphCache
 from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.host_rules import RuledRows, apply_host_rules
 from trinity.stages.models import LoadedModel
 from trinity.stages.open_request import OpenRequest
 from trinity.stages.prefill_graphs import PrefillGraphs
 from trinity.stages.request_table import RequestTable
 from trinity.stages.sampler import Drawn, sample, sample_greedy
-from trinity.stages.sampler_rows import LOOKS_BACK
-from trinity.stages.token_bans import HostTexts
+from trinity.stages.sampler_rows import HOST, LOOKS_BACK, SamplerBatch
+from trinity.stages.token_bans import HostTexts, lift_bans
 from trinity.stages.uploads import upload
 
 LogitsObserver = Callable[[str, int, Tensor], None]
@@ -157,7 +158,8 @@ class LanguageStage:
     def launch_on_device(self, step: Step) -> PendingStep:
         """Launch a step (``LaunchableStage.launch``, which this stage has only on a GPU).
 
-        The step runs at once if logits are observed, or for requests whose tokens or texts the device cannot keep.
+        The step runs at once if logits are observed, if the host has rules for a row, or for requests whose tokens or
+        texts the device cannot keep.
         """
         while self._flight and self._flight[0].is_over:
             self._flight.popleft()
@@ -171,6 +173,7 @@ class LanguageStage:
     def _launch_eagerly(self, step: Step) -> PendingStep:
         rows = self._collect_rows(step)
         near = len(self._requests.token) <= MOST_SLOTS or not (rows.slots >= MOST_SLOTS).any()
+        near = near and not self._requests.needs_of(rows.slots) & HOST
         near = near and self._requests.make_room(rows.slots, self._tokens.texts)
         if not near or self.observe is not None or not rows.requests:
             for each in self._flight:
@@ -185,7 +188,7 @@ class LanguageStage:
     def _launch_recorded(self, graphs: DecodeGraphs, requests: Sequence[str]) -> PendingStep | None:
         """Launch a step of decodes by a CUDA graph; None if none can run it."""
         selection = self._requests.select(requests)
-        if not self._requests.make_room(selection.slots, self._tokens.texts):
+        if selection.needs & HOST or not self._requests.make_room(selection.slots, self._tokens.texts):
             return None
         try:
             drawn = graphs.launch(self._requests, selection)
@@ -251,10 +254,14 @@ class LanguageStage:
         if not rows.sampled:
             return {}
         table = self._requests
+        failed: dict[int, str] = {}
         if table.needs_of(rows.slots):
             batch = table.batch_samplers(rows.sampled, rows.slots, logits.device)
             texts = [table.text(rows.sampled[at]) for at in batch.find(LOOKS_BACK).tolist()]
-            sampled = sample(logits, replace(batch, texts=HostTexts(texts, logits.device) if texts else None))
+            ruled = self._rule(rows, logits, batch)
+            bans, failed = lift_bans(batch.bans, ruled.complete), ruled.failed
+            texts_there = HostTexts(texts, logits.device) if texts else None
+            sampled = sample(ruled.logits, replace(batch, bans=bans, texts=texts_there))
         else:
             sampled = sample_greedy(logits)
         if self.observe is not None:
@@ -262,4 +269,18 @@ class LanguageStage:
             for row, index, scores in zip(rows.sampled, indexes, logits, strict=True):
                 self.observe(row.request, index, scores)
         table.commit(rows.sampled, sampled)
+        for at, why in failed.items():
+            sampled[at] = FailedSample(-1, why=why)
         return {row.request: one for row, one in zip(rows.sampled, sampled, strict=True)}
+
+    def _rule(self, rows: StepRows, logits: Tensor, batch: SamplerBatch) -> RuledRows:
+        """Apply the host's rules, to a copy if the logits are observed."""
+        if not batch.some & HOST:
+            return RuledRows(logits)
+        asked = []
+        for at in batch.find(HOST).tolist():
+            row = rows.sampled[at]
+            if row.rules is not None:
+                outputs = self._requests.text(row)[len(row.rules.prompt) :].tolist()
+                asked.append((at, row.rules, outputs))
+        return apply_host_rules(logits if self.observe is None else logits.clone(), asked)

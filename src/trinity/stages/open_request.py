@@ -10,6 +10,7 @@ import numpy as np
 from trinity.core.messages import Open, Prefill
 from trinity.errors import StageError
 from trinity.stages.batch import Chunk
+from trinity.stages.host_rules import HostRules
 from trinity.stages.models import RotaryPositions
 from trinity.stages.sampler_rows import SamplerKind
 from trinity.stages.token_bans import TokenBans
@@ -21,13 +22,14 @@ class OpenRequest:
 
     - ``opening``: the message that opened it.
     - ``slot``: its index in the arrays of ``RequestTable``.
-    - ``ids``: prompt and, if its sampler looks back, the outputs that the host knows.
+    - ``ids``: prompt and, if its sampler looks back or the host has rules for it, the outputs that the host knows.
     - ``input_ids``: the prompt's ids with 0 in place of placeholders.
     - ``rope``: rotary positions.
     - ``table``: block table.
     - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
     - ``groups``: see ``ChunkRows``; None if all rows are causal.
     - ``bans``: tokens that it may not take; None for no such rule.
+    - ``rules``: what the host does to its logits; None for nothing.
     - ``suspect``: set on closing if its last step failed.
     """
 
@@ -42,6 +44,7 @@ class OpenRequest:
     feature_rows: np.ndarray
     groups: np.ndarray | None
     bans: TokenBans | None = None
+    rules: HostRules | None = None
     suspect: bool = False
 
     def set_tokens(self, tokens: Sequence[int], place: int) -> None:
@@ -117,3 +120,20 @@ class DecodeSelection:
     ended: int = 0
     told: list[np.ndarray] = field(default_factory=list)
     grown: list[int] = field(default_factory=list)
+
+
+def slots_in(rows: Sequence[OpenRequest]) -> np.ndarray:
+    """Return the slots of rows."""
+    return np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
+
+
+def find_bad_decode(
+    rows: Sequence[OpenRequest], unknown: np.ndarray, lengths: np.ndarray, limits: np.ndarray
+) -> StageError:
+    """Return the error of the first row that cannot decode: it has no token yet, or is longer than its blocks."""
+    for row, has_no_token, length, limit in zip(rows, unknown.tolist(), lengths.tolist(), limits.tolist(), strict=True):
+        if has_no_token:
+            return StageError("decoded before its prefill ended", row.request, "D")
+        if length > limit:
+            return StageError(f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, "D")
+    raise AssertionError("no row is at fault")

@@ -12,11 +12,13 @@ from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
 from trinity.stages.batch import Decodes
 from trinity.stages.device_texts import DeviceTexts
+from trinity.stages.host_rules import make_host_rules
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import MEDIA_KINDS
-from trinity.stages.open_request import DecodeSelection, OpenRequest
+from trinity.stages.open_request import DecodeSelection, OpenRequest, find_bad_decode, slots_in
 from trinity.stages.sampler_rows import (
     BANS,
+    HOST,
     LOOKS_BACK,
     SAMPLER,
     SamplerBatch,
@@ -186,7 +188,7 @@ class RequestTable:
             unknown &= ~unread
             ids[unread] = _NO_TOKEN
         if np.count_nonzero(unknown) or np.count_nonzero(lengths > capacity):
-            raise _find_bad_decode(selection.rows, unknown, lengths, capacity)
+            raise find_bad_decode(selection.rows, unknown, lengths, capacity)
         blocks = -(-int(lengths[-1]) // self.block_rows) + ahead
         delta += lengths
         delta -= 1
@@ -199,7 +201,7 @@ class RequestTable:
 
     def _select(self, requests: Sequence[str]) -> DecodeSelection:
         rows = [self.find(request) for request in requests]
-        slots = _slots(rows)
+        slots = slots_in(rows)
         order = np.argsort(self.length[slots], kind="stable")
         rows, slots = [rows[i] for i in order.tolist()], slots[order]
         given = self.samplers[slots]
@@ -217,7 +219,7 @@ class RequestTable:
         )
 
     def text(self, row: OpenRequest) -> np.ndarray:
-        """Return the prompt and outputs of a request whose sampler looks back and that is in no unread step."""
+        """Return the prompt and outputs of a request whose ``ids`` have them, and that is in no unread step."""
         return row.ids[: self.length[row.slot] + 1]
 
     def indexes(self, slots: np.ndarray) -> np.ndarray:
@@ -303,16 +305,16 @@ class RequestTable:
     def slots_of(self, rows: Sequence[OpenRequest]) -> np.ndarray:
         """Return the slots of these rows."""
         selection = self.selection
-        return selection.slots if selection is not None and selection.rows is rows else _slots(rows)
+        return selection.slots if selection is not None and selection.rows is rows else slots_in(rows)
 
     def _record(self, rows: Sequence[OpenRequest], slots: np.ndarray, told: Sequence[np.ndarray]) -> None:
         """Record the newest tokens of ``rows`` that the host knows, those of one step behind those of another."""
         arrays = self._decoded
         arrays[_TOKEN, slots] = told[-1]
-        if not self.needs_of(slots) & LOOKS_BACK:
+        if not self.needs_of(slots) & (LOOKS_BACK | HOST):
             return
         places = arrays[_LENGTH, slots] - arrays[_IN_FLIGHT, slots] - len(told) + 1
-        for at in np.flatnonzero(self.samplers["needs"][slots] & LOOKS_BACK).tolist():
+        for at in np.flatnonzero(self.samplers["needs"][slots] & (LOOKS_BACK | HOST)).tolist():
             rows[at].set_tokens([int(tokens[at]) for tokens in told], int(places[at]))
 
     def _row(self, opening: Open, table: np.ndarray) -> OpenRequest:
@@ -336,6 +338,7 @@ class RequestTable:
             feature_rows=self._feature_rows(opening, item),
             groups=groups,
             bans=make_bans(work),
+            rules=make_host_rules(work, self.model.directory) if work.sampling.needs_host else None,
         )
 
     def _placeholders(self, opening: Open, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -375,21 +378,6 @@ class RequestTable:
         lacking = blocks - self.tables.shape[1]
         if lacking > 0:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
-
-
-def _slots(rows: Sequence[OpenRequest]) -> np.ndarray:
-    return np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
-
-
-def _find_bad_decode(
-    rows: Sequence[OpenRequest], unknown: np.ndarray, lengths: np.ndarray, limits: np.ndarray
-) -> StageError:
-    for row, has_no_token, length, limit in zip(rows, unknown.tolist(), lengths.tolist(), limits.tolist(), strict=True):
-        if has_no_token:
-            return StageError("decoded before its prefill ended", row.request, "D")
-        if length > limit:
-            return StageError(f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, "D")
-    raise AssertionError("no row is at fault")
 
 
 def _number_runs(at: np.ndarray, length: int) -> np.ndarray:

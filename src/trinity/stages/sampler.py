@@ -34,7 +34,7 @@ from trinity.stages.sampler_rows import (
     SamplerBatch,
     list_asked,
 )
-from trinity.stages.token_bans import Texts, ban_tokens
+from trinity.stages.token_bans import Texts, add_biases, ban_tokens
 from trinity.stages.uploads import upload
 
 _WEIGHT_ONE = 1 << 40  # fixed point of exp(0) in top-p sums: 2**22 such weights stay far below 2**63
@@ -193,13 +193,19 @@ def _argmax_cpu(scores: Tensor) -> np.ndarray:
 
 
 def warp(logits: Tensor, batch: SamplerBatch) -> Tensor:
-    """Apply repetition penalty, bans, then temperature, as transformers' processors do; float32 [n, vocab]."""
+    """Apply biases, penalties, bans, then temperature; float32 [n, vocab].
+
+    In the order of transformers' processors, and of vLLM's for the biases and penalties that transformers lacks.
+    """
     scores = logits.float()
     if batch.some & (LOOKS_BACK | BANS):
         wide = torch.nn.functional.pad(scores, (0, 1))  # a copy, with a spare column for ids that no logit has
         back, texts = batch.find(LOOKS_BACK), None if batch.texts is None else batch.texts.read()
+        add_biases(wide, batch.bans)
         if texts is not None and (batch.given["penalty"][back] != 1.0).any():
             _penalise(wide, batch, back, texts)
+        if texts is not None and ((batch.given["presence"][back] != 0) | (batch.given["frequency"][back] != 0)).any():
+            _discount(wide, batch, back, texts)
         ban_tokens(wide, batch.bans, back, texts)
         scores = wide[:, :-1]
     return scores / batch.column("divisor").float() if batch.some & WARMS else scores
@@ -211,6 +217,20 @@ def _penalise(scores: Tensor, batch: SamplerBatch, back: np.ndarray, texts: Text
     places = rows * width + texts.tokens(width - 1)
     penalty, score = batch.column("penalty").float().view(-1).index_select(0, rows), flat.index_select(0, places)
     flat.index_copy_(0, places, torch.where(score < 0, score * penalty, score / penalty))
+
+
+def _discount(scores: Tensor, batch: SamplerBatch, back: np.ndarray, texts: Texts) -> None:
+    """Subtract from tokens that a row's output holds, by their number and once more, in place.
+
+    Counts are whole numbers, which add up to the same in any order. Tokens of the prompt count in the spare column.
+    """
+    at, width = upload(back, scores.device), scores.shape[1]
+    outputs = batch.column("outputs").view(-1).index_select(0, at).index_select(0, texts.rows)
+    tokens = torch.where(texts.left() <= outputs, texts.tokens(width - 1), width - 1)
+    counts = torch.zeros((len(back), width), dtype=torch.float32, device=scores.device)
+    counts.view(-1).index_add_(0, texts.rows * width + tokens, torch.ones_like(tokens, dtype=torch.float32))
+    for name, times in (("frequency", counts), ("presence", (counts > 0).float())):
+        scores.index_add_(0, at, times * batch.column(name).float().index_select(0, at), alpha=-1)
 
 
 def truncate(scores: Tensor, batch: SamplerBatch, *, looks: bool = False) -> Tensor:

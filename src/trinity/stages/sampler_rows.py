@@ -14,20 +14,20 @@ from trinity.stages.noise import hash_seed, make_keys
 from trinity.stages.token_bans import TextSource, TokenBans
 from trinity.stages.uploads import upload
 
-DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS = (1 << bit for bit in range(8))
+DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS, HOST = (1 << bit for bit in range(9))
 TRUNCATES = TOP_K | TOP_P | MIN_P
 _COLDEST = 1e-6  # below it float32 scores overflow; well above it the draw already is the largest logit
 _NO_ROWS = np.empty(0, dtype=np.int64)
-_WHOLE = ("needs", "top_k", "logprobs", "slot", "length", "key")
-_REAL = ("divisor", "penalty", "tail", "min_p")
+_WHOLE = ("needs", "top_k", "logprobs", "slot", "length", "outputs", "key")
+_REAL = ("divisor", "penalty", "presence", "frequency", "tail", "min_p")
 SAMPLER = np.dtype([(name, "<i8") for name in _WHOLE[:-1]] + [("key", "<u8")] + [(name, "<f8") for name in _REAL])
 """One row, 64-bit numbers alone.
 
-- ``needs``: what is to be done for it, bits of ``DRAWS`` to ``LOGPROBS``; 0 for a greedy row of its logits alone.
+- ``needs``: what is to be done for it, bits of ``DRAWS`` to ``HOST``; 0 for a greedy row of its logits alone.
 - ``top_k``, ``logprobs``, ``min_p``: as in ``ResolvedSampling``; ``tail``: 1 - top_p.
-- ``slot``, ``length``: its slot in a ``RequestTable``, and the tokens that its text has.
+- ``slot``: in a ``RequestTable``. ``length``, ``outputs``: the tokens of its text, and those of its output alone.
 - ``key``: hash of its seed, and in a batch of its seed and the index of its output.
-- ``divisor``, ``penalty``: of its logits.
+- ``divisor``, ``penalty``, ``presence``, ``frequency``: of its logits.
 """
 
 
@@ -64,7 +64,7 @@ class SamplerKind:
 class SamplerBatch:
     """Settings of the n rows of a batch.
 
-    - ``given`` (``SAMPLER`` [n]), ``columns`` (int64 [n, 10], on the device): the same numbers.
+    - ``given`` (``SAMPLER`` [n]), ``columns`` (int64 [n, 13], on the device): the same numbers.
     - ``bans``: the number of each row that has bans, these, and the index of its output.
     - ``texts``: of the rows that look back, in their order; None if none does.
     - ``kind``: what they ask for together. Where the host looks at no values it launches by this alone.
@@ -129,6 +129,7 @@ def describe_sampler(sampling: ResolvedSampling, bans: TokenBans | None = None) 
     made["top_k"], made["logprobs"] = min(sampling.top_k, 1 << 62), sampling.logprobs or 0
     made["divisor"] = 1.0 if sampling.is_greedy else max(sampling.temperature, _COLDEST)
     made["penalty"], made["tail"], made["min_p"] = sampling.repetition_penalty, 1.0 - sampling.top_p, sampling.min_p
+    made["presence"], made["frequency"] = sampling.presence_penalty, sampling.frequency_penalty
     return made
 
 
@@ -140,9 +141,10 @@ def _list_needs(sampling: ResolvedSampling, bans: TokenBans | None) -> int:
         TOP_K: draws and sampling.top_k > 0,
         TOP_P: draws and sampling.top_p != 1.0,
         MIN_P: draws and sampling.min_p != 0.0,
-        LOOKS_BACK: sampling.repetition_penalty != 1.0 or (bans is not None and bans.looks_back),
+        LOOKS_BACK: sampling.repetition_penalty != 1.0 or sampling.discounts or (bans is not None and bans.looks_back),
         BANS: bans is not None,
         LOGPROBS: sampling.logprobs is not None,
+        HOST: sampling.needs_host,
     }
     return sum(bit for bit, needed in needs.items() if needed)
 
@@ -154,7 +156,7 @@ def list_asked(given: np.ndarray) -> list[tuple[int, int]]:
 
 
 def as_columns(given: np.ndarray) -> np.ndarray:
-    """Return ``SAMPLER`` rows as int64 [n, 10], without a copy."""
+    """Return ``SAMPLER`` rows as int64 [n, 13], without a copy."""
     found: np.ndarray = given.view(np.int64).reshape(len(given), len(_WHOLE) + len(_REAL))
     return found
 
@@ -167,6 +169,6 @@ def make_batch(
     texts: TextSource | None = None,
 ) -> SamplerBatch:
     """Make the batch of the rows ``given``, whose keys become those of the outputs of these indexes (int64 [n])."""
-    given["key"] = make_keys(given["key"], indexes)
+    given["key"], given["outputs"] = make_keys(given["key"], indexes), indexes
     columns = upload(as_columns(given), device)
     return SamplerBatch(given, columns, bans, texts, SamplerKind.of(given))

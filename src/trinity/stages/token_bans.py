@@ -1,4 +1,5 @@
-"""Token bans: which tokens the next one may not be, as transformers' logits processors decide it, for rows of a batch.
+"""Token bans: which tokens the next one may not be, as transformers' logits processors decide it, for rows of a batch;
+and biases, which favour tokens or make them rare.
 
 transformers' own classes take a tensor of the whole vocabulary for each request and step, and look at it on the host.
 Here the host lists what holds whatever the text is, and the device, which alone may know the newest tokens, finds what
@@ -8,8 +9,8 @@ follows from the text; tests hold both equal. The scores have a spare column at 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -122,6 +123,7 @@ class TokenBans:
     - ``words``, ``sequences``: banned token ids, and arrays [n, length] of banned sequences, one for each length.
     - ``ngram``: no run of so many tokens may occur twice; 0 is off.
     - ``last``, ``forced``: at output index ``last`` only the token ids ``forced`` are left; none for no such rule.
+    - ``biased``, ``biases``: token ids, and float32 to add to their logits before all else.
     """
 
     suppressed: np.ndarray
@@ -133,6 +135,8 @@ class TokenBans:
     ngram: int
     last: int
     forced: np.ndarray
+    biased: np.ndarray
+    biases: np.ndarray
 
     @property
     def looks_back(self) -> bool:
@@ -159,9 +163,10 @@ def make_bans(work: Work) -> TokenBans | None:
 
     A sequence of one token that ends the output is no bad word, as in transformers' ``NoBadWordsLogitsProcessor``.
     Tokens that a stop string names are none of those: they end it at any time, as by its ``StopStringCriteria``.
+    No token is forced at the end of an output that a grammar rules: it ends where that is complete.
     """
     sampling = work.sampling
-    if not sampling.bans_tokens:
+    if not (sampling.bans_tokens or sampling.logit_bias):
         return None
     ends = work.stop_ids - work.named_stop_ids
     words = [word for word in sampling.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
@@ -176,8 +181,32 @@ def make_bans(work: Work) -> TokenBans | None:
         sequences=tuple(_ids([word for word in words if len(word) == size]) for size in sizes),
         ngram=sampling.no_repeat_ngram_size,
         last=work.max_tokens - 1,
-        forced=_ids(sampling.forced_eos_token_id),
+        forced=_ids(() if sampling.structured else sampling.forced_eos_token_id),
+        biased=_ids([token for token, _ in sampling.logit_bias]),
+        biases=np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32),
     )
+
+
+def lift_bans(
+    rules: Sequence[tuple[int, TokenBans, int]], complete: Collection[int]
+) -> Sequence[tuple[int, TokenBans, int]]:
+    """Let rows that may only end do so: ``min_tokens`` gives way where a grammar has no other token."""
+    if not complete:
+        return rules
+    none = np.empty(0, dtype=np.int64)
+    return [(row, replace(bans, early=none) if row in complete else bans, index) for row, bans, index in rules]
+
+
+def add_biases(scores: Tensor, rules: Sequence[tuple[int, TokenBans, int]]) -> None:
+    """Add the biases of rows, in place; ``scores`` and ``rules`` as ``ban_tokens`` has them."""
+    width = scores.shape[1]
+    biased = [(row, bans) for row, bans, _ in rules if len(bans.biased)]
+    if biased:
+        places = np.concatenate([np.minimum(bans.biased, width - 1) + row * width for row, bans in biased])
+        biases = upload(np.concatenate([bans.biases for _, bans in biased]), scores.device)
+        flat = scores.view(-1)
+        at = upload(places, scores.device)
+        flat.index_copy_(0, at, flat.index_select(0, at) + biases)  # no row has a token twice
 
 
 def ban_tokens(

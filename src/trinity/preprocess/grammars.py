@@ -1,0 +1,178 @@
+"""Structured output: grammars that an output keeps to, checked at the door and compiled for a tokenizer (llguidance).
+
+A grammar travels as text. Each instance that draws tokens compiles it for itself, off its lane, and what the grammar
+allows next is a function of that text and of the output's tokens: nothing else has to move with a request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from trinity.errors import describe_error, pip_install
+from trinity.preprocess import grammar_check
+from trinity.request import Structured
+
+GRAMMAR_KINDS = {"json_schema": "the JSON schema", "regex": "the regex", "grammar": "the grammar"}
+CPU_S = 2  # that a grammar may take to compile and to be tried
+MEMORY_BYTES = 4 << 30  # of address space, stacks included, in the process that tries it
+_PATIENCE_S = 30.0  # for those seconds on a busy machine
+_MOST_GRAMMARS = 64  # that are kept compiled; answers of checks are kept for four times as many
+_MOST_SAID = 600  # characters of an error of the compiler
+
+
+class GrammarProblem(ValueError):
+    """Reason why a grammar cannot be served."""
+
+
+def split_grammar(structured: str) -> tuple[str, str]:
+    """Split the text of ``ResolvedSampling.structured`` into kind and grammar."""
+    kind, _, text = structured.partition(":")
+    return kind, text
+
+
+def join_grammar(structured: Structured | None) -> str:
+    """Return the text that travels, "" for none: the kind, which the compiler knows, and the grammar."""
+    if structured is None:
+        return ""
+    if structured.json_object:
+        return 'json_schema:{"type": "object"}'
+    kind = next(kind for kind in GRAMMAR_KINDS if getattr(structured, kind) is not None)
+    return f"{kind}:{getattr(structured, kind)}"
+
+
+def check_installed() -> None:
+    """Raise ``GrammarProblem`` if llguidance is missing."""
+    if find_spec("llguidance") is None:
+        raise GrammarProblem(f"structured output needs llguidance; {pip_install('structured')}")
+
+
+@lru_cache(maxsize=4 * _MOST_GRAMMARS)
+def try_grammar(structured: str) -> str:
+    """Try a grammar in a process that may be killed; returns what is wrong with it, "" for nothing. Blocks.
+
+    Raises ``GrammarProblem`` if this host had no time for it.
+    """
+    command = [sys.executable, "-P", grammar_check.__file__, str(CPU_S), str(MEMORY_BYTES)]
+    question = json.dumps(split_grammar(structured)).encode()
+    try:
+        done = subprocess.run(command, input=question, capture_output=True, timeout=_PATIENCE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise GrammarProblem(f"the grammar was not compiled within {_PATIENCE_S:g} s; give a simpler one") from None
+    if done.returncode:
+        return f"it is too complex: compiling it took more than {CPU_S} s of CPU time, or the memory for it"
+    return str(json.loads(done.stdout))[:_MOST_SAID]
+
+
+def load_fast_tokenizer(directory: Path) -> Any:
+    """Load a checkpoint's tokenizer for llguidance. Raises ``GrammarProblem`` if it cannot be taken."""
+    check_installed()
+    try:
+        from llguidance.hf import from_tokenizer
+        from transformers import AutoTokenizer
+
+        load: Any = AutoTokenizer.from_pretrained
+        tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer("")  # drops padding and truncation that the file may ask for
+        end = tokenizer.eos_token_id
+        return from_tokenizer(tokenizer, eos_token=end if end is not None else max(tokenizer.get_vocab().values()))
+    except Exception as error:
+        why = describe_error(error, _MOST_SAID)
+        raise GrammarProblem(
+            f"the model's tokenizer cannot be followed by llguidance, which takes fast tokenizers of bytes ({why})"
+        ) from error
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokenizer of one checkpoint, each once; ``compile`` may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock, self._loading = Lock(), Lock()
+        self._tokenizer: Any = None
+        self._made: OrderedDict[str, Future[Any]] = OrderedDict()
+
+    def compile(self, structured: str) -> Future[Any]:
+        """Compile the text of ``ResolvedSampling.structured``; its result is an ``LLMatcher``, to be copied.
+
+        The result raises ``GrammarProblem`` if it cannot be served.
+        """
+        with self._lock:
+            found = self._made.get(structured)
+            if found is not None:
+                self._made.move_to_end(structured)
+                return found
+            found = self._made[structured] = Future()
+            if len(self._made) > _MOST_GRAMMARS:
+                self._made.popitem(last=False)
+        grammar_check.with_deep_stack(lambda: self._fill(found, structured), "trinity-grammar")
+        return found
+
+    @property
+    def tokenizer(self) -> Any:
+        """The ``LLTokenizer``. Raises ``GrammarProblem`` if there is none."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = load_fast_tokenizer(self._directory)
+            return self._tokenizer
+
+    def select_ends(self, stop_ids: Collection[int]) -> list[int]:
+        """Select the tokens that may end an output and are none of its text: special ones, else all that stop it."""
+        tokenizer = self.tokenizer
+        special = [each for each in stop_ids if each >= tokenizer.vocab_size or tokenizer.is_special_token(each)]
+        return special or sorted(stop_ids)
+
+    def _fill(self, found: Future[Any], structured: str) -> None:
+        try:
+            made = grammar_check.make_matcher(*split_grammar(structured), self.tokenizer)
+            problem = made.get_error()
+            if problem:
+                raise GrammarProblem(problem[:_MOST_SAID])
+            found.set_result(made)
+        except BaseException as error:
+            found.set_exception(error if isinstance(error, GrammarProblem) else GrammarProblem(describe_error(error)))
+
+
+def compiler_of(directory: Path) -> GrammarCompiler:
+    """Return the compiler of a checkpoint, which all its stages in this process share."""
+    stamps = [_stamp(directory / name) for name in ("tokenizer.json", "tokenizer_config.json")]
+    return _compiler_of(directory, tuple(stamps))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=8)
+def _compiler_of(directory: Path, stamps: tuple[tuple[int, int], ...]) -> GrammarCompiler:
+    return GrammarCompiler(directory)
+
+
+def check_grammar(structured: str, directory: Path) -> None:
+    """Check that a grammar can be served with a checkpoint's tokenizer. Blocks. Raises ``GrammarProblem`` if not."""
+    check_installed()
+    kind, _ = split_grammar(structured)
+    problem = try_grammar(structured)
+    if problem:
+        raise GrammarProblem(f"{GRAMMAR_KINDS[kind]} is refused: {problem}")
+    matcher = compiler_of(directory).compile(structured).result().deep_copy()
+    allowed = any(matcher.compute_bitmask())
+    problem = matcher.get_error()
+    if problem or not allowed:
+        raise GrammarProblem(
+            f"{GRAMMAR_KINDS[kind]} is refused: {problem[:_MOST_SAID] or 'no token can begin such an output'}"
+        )
