@@ -38,7 +38,7 @@ class Instance:
     - ``reservation`` ("full"): KV blocks for prompt and ``max_tokens`` at once. "optimistic" adds blocks as a request
       decodes; where there are none, the youngest request is preempted and recomputed.
     - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
-      ``python -m trinity.instance --listen ADDRESS``; for ``hosting="process"``.
+      ``trinity instance --listen ADDRESS``; for ``hosting="process"``.
     - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
       ``trinity.stages.attention.backends``; on a GPU "auto" is the fastest by measurement, "fastest" on a CPU too.
     - ``depth`` (None): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so

@@ -44,13 +44,13 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert all(f"<td>{name}</td>" in shown(cells[1], "text/html") for name in ("E0", "P0", "D0"))
     assert said[2].strip()
     assert "E0 → P0 → D0" in shown(cells[3], "text/plain")
-    assert base64.b64decode(shown(cells[4], "image/png")).startswith(b"\x89PNG"), "a picture, without a magic line"
+    for drawn in (cells[4], cells[8]):
+        assert base64.b64decode(shown(drawn, "image/png")).startswith(b"\x89PNG"), "a picture, without a magic line"
     assert "image E0 → P0" in said[5]
     assert "kv P0 → D0" in said[5]
     assert said[6].count("length") == 2
     assert "slices of 3 instances" in said[7]
     assert "<td>E0</td>" in shown(cells[7], "text/html")
-    assert said[8].strip() in ("length", "stop")
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:

@@ -1,7 +1,7 @@
-"""Command: ``python -m trinity.check --weights MODEL`` prints a digest of each file of a checkpoint, or compares them.
+"""Command: ``trinity check --weights MODEL`` prints a digest of each file of a checkpoint, or compares them.
 
-    python -m trinity.check --weights MODEL > digests
-    python -m trinity.check --weights MODEL --digest digests
+    trinity check --weights MODEL > digests
+    trinity check --weights MODEL --digest digests
 
 Lines are those of ``sha256sum``, in any order: a flipped bit, a file that is missing and one too many are told by name.
 """

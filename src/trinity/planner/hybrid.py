@@ -154,7 +154,9 @@ class HybridPlanner:
         names = self.hardware.names
         return Deployment.of(Placement.of([Group(len(names), "EPD")]), names)
 
-    # ------------------------------------------------------------ a plan
+    def __repr__(self) -> str:
+        devices = " and ".join(dict.fromkeys(self.hardware.names))
+        return f"HybridPlanner({self.model.name} on up to {self.most} of {devices}, objective {self.options.objective})"
 
     @check_call
     def plan(self, trace: Trace) -> Plan:

@@ -1,6 +1,6 @@
 """Server of an instance process: listens, and serves one pipeline at a time, each in a session of its own.
 
-    TRINITY_SECRET=... python -m trinity.instance --listen tcp:127.0.0.1:7000
+    TRINITY_SECRET=... trinity instance --listen tcp:127.0.0.1:7000
 
 It prints the address in use as a line of JSON. Peers must hold the secret; a second pipeline is refused while one is
 served. Instances that a pipeline starts itself run the same server, and end with their pipeline.
