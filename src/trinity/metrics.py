@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trinity.errors.arguments import Whole, check_arguments, check_call
@@ -22,9 +24,51 @@ SPANS = (
     "decode_queue",
     "decode",
 )
+TRANSFER_LABELS = ("kind", "scheme", "source", "target", "outcome")
 _GAPS_PER_OUTPUT = 16  # gaps kept for each output kept, which bounds memory if outputs are long
 _LATENCIES = {"ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT"}
+_STEP_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FIRST_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_WHOLE_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKEN_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+HISTOGRAM_BOUNDS: dict[str, tuple[float, ...]] = {
+    "ttft_s": (*_FIRST_BOUNDS, 640, 2560),
+    "itl_s": _STEP_BOUNDS,
+    "tpot_s": _STEP_BOUNDS,
+    "latency_s": _WHOLE_BOUNDS,
+    "queue_s": _WHOLE_BOUNDS,
+    "prefill_s": _WHOLE_BOUNDS,
+    "decode_s": _WHOLE_BOUNDS,
+    "prompt_tokens": _TOKEN_BOUNDS,
+    "output_tokens": _TOKEN_BOUNDS,
+    "max_tokens": _TOKEN_BOUNDS,
+    **{f"{span}_span_s": _FIRST_BOUNDS for span in SPANS},
+}
+"""Upper bounds of histograms, vLLM's where it has one of the same meaning."""
 _RULE_NAMES = {"p90": "90 % of gaps", "p99": "99 % of gaps", "guard": "90 % + guard", "tpot": "mean gap"}
+
+
+class Histogram:
+    """Counts of values by upper bound: what comes between two looks can be told, as percentiles of a ring cannot.
+
+    - ``bounds``: ascending upper bounds; a value that equals one counts below it.
+    - ``counts``: one more than there are bounds, each of its own values alone; ``total``: sum of all values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def add(self, values: Iterable[float]) -> None:
+        """Count values."""
+        for value in values:
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.total += value
+
+    def copy(self) -> Histogram:
+        """Copy, to which values can be added that do not count yet."""
+        made = Histogram(self.bounds)
+        made.counts, made.total = list(self.counts), self.total
+        return made
 
 
 @check_arguments
@@ -33,6 +77,11 @@ class Metrics:
 
     - ``slo`` (None): TTFT and TBT bounds, for attainment.
     - ``last`` (outputs, 4096): percentiles cover this many outputs, to bound memory; all else covers every request.
+
+    Attributes:
+
+    - ``histograms``: by the names of ``HISTOGRAM_BOUNDS``, of all requests that have ended.
+    - ``transfers``: [transfers, bytes, seconds] by kind, scheme, source, target and outcome.
 
     Raises ``ConfigError`` for ``last`` below 1.
     """
@@ -45,6 +94,8 @@ class Metrics:
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
         self._prefix_hits = self._emulated = self._preemptions = 0
         self._moved: dict[str, Counter[str]] = {}
+        self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAM_BOUNDS.items()}
+        self.transfers: dict[tuple[str, ...], list[float]] = {}
         self._spans = dict.fromkeys(SPANS, 0.0)
         self._values: dict[str, deque[float]] = {
             "ttft_s": deque(maxlen=last),
@@ -65,6 +116,7 @@ class Metrics:
         self._preemptions += output.preemptions
         self._count_tokens(output)
         self._keep_latencies(output)
+        self._fill_histograms(output)
         for transfer in output.transfers:
             self._count_transfer(transfer)
         if output.finish_reason in COMPLETE:
@@ -93,10 +145,32 @@ class Metrics:
             self._values["tpot_s"].append(output.tpot_s)
         self._values["itl_s"].extend(output.itl_s)
 
+    def _fill_histograms(self, output: Output) -> None:
+        spans, first = output.spans, output.ttft_s
+        found: dict[str, Iterable[float | None]] = {
+            "ttft_s": [first],
+            "itl_s": output.itl_s,
+            "tpot_s": [output.tpot_s],
+            "latency_s": [output.latency_s],
+            "queue_s": [spans.get("encode_queue", 0.0) + spans.get("prefill_queue", 0.0)],
+            "prefill_s": [spans.get("encode", 0.0) + spans.get("ep_migration", 0.0) + spans.get("prefill", 0.0)],
+            "decode_s": [None if first is None else sum(output.itl_s)],
+            "prompt_tokens": [output.prompt_tokens],
+            "output_tokens": [len(output.token_ids)],
+            "max_tokens": [output.max_tokens],
+            **{f"{span}_span_s": [spans.get(span) or None] for span in SPANS},  # what a request did not have is no 0
+        }
+        for name, values in found.items():
+            self.histograms[name].add(value for value in values if value is not None)
+
     def _count_transfer(self, transfer: dict[str, Any]) -> None:
         moved = self._moved.setdefault(str(transfer.get("kind", "?")), Counter({"pulled": 0, "cached": 0, "bytes": 0}))
         moved[str(transfer.get("outcome", "pulled"))] += 1
         moved["bytes"] += int(transfer.get("bytes", 0))
+        pair = tuple(str(transfer.get(name, "")) for name in TRANSFER_LABELS)
+        counted = self.transfers.setdefault(pair, [0, 0, 0.0])
+        for place, value in enumerate((1, transfer.get("bytes", 0), transfer.get("seconds", 0.0))):
+            counted[place] += value
 
     def summary(self) -> dict[str, Any]:
         """Summarize as plain values, ready for JSON. Times in seconds; None where nothing was measured.

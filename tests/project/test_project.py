@@ -105,7 +105,7 @@ def test_the_extras_asked_for_are_there() -> None:
 def test_an_extra_installs_what_the_code_imports() -> None:
     imported = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     for extra, needs in PROJECT["project"]["optional-dependencies"].items():
-        for name in (plain(need).removesuffix("-cu13") for need in needs):
+        for name in (plain(need).removesuffix("-cu13").replace("-", "_") for need in needs):
             pattern = rf"(import|from) {name}\b|(import_module|find_spec)\(\"{name}(_cu13)?[\".]"
             assert re.search(pattern, imported), f"nothing imports {name} of the extra {extra}"
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Subcommand("trinity.bench.__main__", "measure goodput of placements and engines on your checkpoint"),
     "check": Subcommand("trinity.memory.weight_check", "print or compare digests of a checkpoint's files"),
     "instance": Subcommand("trinity.remote.server", "run one instance that pipelines elsewhere attach"),
+    "serve": Subcommand("trinity.server.command", "an OpenAI-compatible server on one model", "server"),
     "version": Subcommand("trinity.commands.version", "print the versions of trinity and of what it runs on"),
 }
 

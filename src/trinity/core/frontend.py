@@ -156,7 +156,7 @@ class FrontendCore:
         path = ("E", "P", "D") if work.media else ("P", "D")
         for letter in path if work.max_tokens > 1 else path[:-1]:
             if self.router.misses(letter):
-                return Failure("Overloaded", self._away(letter))
+                return Failure("Overloaded", self._away(letter), {"stage": letter})
             if next(self.router.fitting(letter, work), None) is None:
                 return _too_large(self.router, work, letter)
         return None

@@ -129,6 +129,16 @@ class Stream:
             self._wake.clear()
             await self._wake.wait()
 
+    async def next_tokens(self) -> list[Token]:
+        """Wait for the next token, and return all that wait; none at the end. Raises what iterating would."""
+        try:
+            found = [await anext(self)]
+        except StopAsyncIteration:
+            return []
+        found += self._tokens
+        self._tokens.clear()
+        return found
+
     async def collect(self) -> Output:
         """Wait for the whole output, without keeping tokens to be read one by one. Raises what iterating would."""
         aiter(self)

@@ -1,0 +1,296 @@
+"""The ASGI app: routes, keys, names of the model, readiness, and a drain that ends what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from trinity.errors import ClosedError
+from trinity.pipeline import Pipeline
+from trinity.server.chat_reply import ChatReply
+from trinity.server.completion_reply import CompletionReply
+from trinity.server.connection import ClientGone, Exchange, HeldBytes
+from trinity.server.error_table import ApiError, describe_failure
+from trinity.server.fields import ParsedCall, complete_request, read_chat_call, read_completion_call
+from trinity.server.prometheus import PipelineCollector, is_up
+from trinity.server.protocol import ModelList, ServedModel, encode_json
+from trinity.server.reply_loop import answer_call
+from trinity.server.responses_fields import read_response_call
+from trinity.server.responses_reply import ResponsesReply
+from trinity.server.settings import ServerConfig
+from trinity.server.token_texts import TokenTexts
+from trinity.server.tool_calls import choose_format
+
+logger = logging.getLogger("trinity.server")
+LEFT = 499  # what nginx logs for a client that has left
+
+Handle = Callable[[Exchange], Awaitable[None]]
+
+
+class ModelServer:
+    """Serves one pipeline's model over HTTP.
+
+    - ``pipe``: the pipeline; ``config``: names, keys and bounds.
+
+    Attributes: ``draining``, True once no new request is taken; ``active``, the exchanges that are being served.
+    """
+
+    def __init__(self, pipe: Pipeline, config: ServerConfig) -> None:
+        self.pipe, self.config = pipe, config
+        self.models = config.models or (name_model(pipe),)
+        self.draining = False
+        self.active: set[Exchange] = set()
+        self._idle = asyncio.Event()
+        self.held = HeldBytes(config.max_held_bytes)
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._created = int(time.time())
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._texts: TokenTexts | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(PipelineCollector(pipe, self.models[0]))
+        self._registry.register(_ResponseCollector(self._counts))
+
+    def make_app(self) -> Starlette:
+        """Make the Starlette app; ``app.state.server`` is this object."""
+        calls = {
+            "/v1/chat/completions": self.serve_chat,
+            "/v1/completions": self.serve_completion,
+            "/v1/responses": self.serve_response,
+        }
+        shown = {"/v1/models": self.show_models, "/metrics": self.show_metrics}
+        open_to_all = {"/health": self.show_health, "/ready": self.show_ready}
+        routes = [Route(path, Endpoint(self, path, handle), methods=["POST"]) for path, handle in calls.items()]
+        routes += [Route(path, Endpoint(self, path, handle), methods=["GET"]) for path, handle in shown.items()]
+        routes += [
+            Route(path, Endpoint(self, path, handle, keyless=True), methods=["GET"])
+            for path, handle in open_to_all.items()
+        ]
+        routes.append(Route("/v1/models/{name:path}", Endpoint(self, "/v1/models/", self.show_model), methods=["GET"]))
+        made = Starlette(routes=routes, exception_handlers={HTTPException: show_http_error})
+        made.state.server = self
+        return made
+
+    # ------------------------------------------------------------ what every request passes
+
+    def check_key(self, exchange: Exchange) -> None:
+        """Raise ``ApiError`` 401 for a request without one of the keys. Takes as long for each wrong one."""
+        if not self._keys:
+            return
+        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+        digest = _digest(given.strip())
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            text = "send one of the server's keys as Authorization: Bearer KEY"
+            raise ApiError(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
+
+    def count_response(self, path: str, exchange: Exchange, left: bool) -> None:
+        """Count a response by path and status; 499 for a client that has left."""
+        self._counts[path, str(LEFT if left else exchange.status)] += 1
+
+    def enter(self, exchange: Exchange) -> None:
+        """Note that an exchange is served from now on. Raises ``ApiError`` 503 once the server drains."""
+        if self.draining:
+            text = "the server is shutting down; send the request to another one"
+            raise ApiError(503, "draining", text, headers={"retry-after": "1", "connection": "close"})
+        self.active.add(exchange)
+
+    def leave(self, exchange: Exchange) -> None:
+        """Note that an exchange is served no longer."""
+        self.active.discard(exchange)
+        if not self.active:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, wait up to ``seconds`` for those that run, then end the rest with ``ClosedError``."""
+        self.draining = True
+        for patience, stop in ((seconds, False), (self.config.send_timeout_s, True)):
+            for exchange in list(self.active) if stop else ():
+                exchange.stop()
+            self._idle.clear()
+            if not self.active:
+                return
+            try:
+                await asyncio.wait_for(self._idle.wait(), patience)
+            except TimeoutError:
+                logger.warning("%d requests still run after %g s of draining", len(self.active), patience)
+
+    def check_model(self, name: str | None) -> str:
+        """Return the name to report. Raises ``ApiError`` 404 for a model that is not served."""
+        if name is not None and name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(404, "model_not_found", f"there is no model {name[:100]!r} here; served: {known}", "model")
+        return name or self.models[0]
+
+    # ------------------------------------------------------------ endpoints
+
+    async def serve_chat(self, exchange: Exchange) -> None:
+        call, name = self._prepare(read_chat_call(await exchange.read_json()))
+        await answer_call(
+            self.pipe, exchange, call, ChatReply(call, name, self._token_texts(), self.config.tool_format)
+        )
+
+    async def serve_completion(self, exchange: Exchange) -> None:
+        call, name = self._prepare(read_completion_call(await exchange.read_json()))
+        await answer_call(self.pipe, exchange, call, CompletionReply(call, name, self._token_texts()))
+
+    async def serve_response(self, exchange: Exchange) -> None:
+        read, asked = read_response_call(await exchange.read_json())
+        call, name = self._prepare(read)
+        reply = ResponsesReply(call, asked, name, self._token_texts(), self._tool_format(call))
+        await answer_call(self.pipe, exchange, call, reply)
+
+    def _tool_format(self, call: ParsedCall) -> str:
+        """Choose how the model writes calls. Raises ``ApiError`` where tools are given and nobody knows."""
+        found = choose_format(self.config.tool_format, template_of(self.pipe.processor.tokenizer))
+        if not found and call.tools.schemas and not call.tools.forced:
+            text = "this model's chat template shows no way of calling tools that is known; start with --tool-parser"
+            raise ApiError(400, "tools_unknown", text, "tools")
+        return found
+
+    def _prepare(self, call: ParsedCall) -> tuple[ParsedCall, str]:
+        """Check a call's model and size, and fill in what the server says. Returns the model's name as well."""
+        name, count = self.check_model(call.model), call.choices * len(call.requests)
+        if count > self.config.max_choices:
+            raise ApiError(400, "too_many_choices", f"{count} answers asked for; {self.config.max_choices} are allowed")
+        if self.pipe.state != "running":
+            raise ClosedError("the model is not ready")
+        defaults = self.pipe.processor.defaults
+        limited = defaults.max_new_tokens is not None or defaults.max_length is not None
+        call.requests = tuple(complete_request(each, limited, self.config.deadline_s) for each in call.requests)
+        return call, name
+
+    def _token_texts(self) -> TokenTexts:
+        if self._texts is None:
+            self._texts = TokenTexts(self.pipe.processor.tokenizer)
+        return self._texts
+
+    async def show_models(self, exchange: Exchange) -> None:
+        await exchange.reply(200, encode_json(ModelList(data=[self._describe(name) for name in self.models])))
+
+    async def show_model(self, exchange: Exchange) -> None:
+        name = self.check_model(exchange.path_parameters["name"])
+        await exchange.reply(200, encode_json(self._describe(name)))
+
+    def _describe(self, name: str) -> ServedModel:
+        return ServedModel(id=name, created=self._created, max_model_len=self.pipe.processor.context_length)
+
+    async def show_health(self, exchange: Exchange) -> None:
+        """Answer 200 as long as the process can mend itself: 503 tells a supervisor to start it again."""
+        alive = self.pipe.state in ("new", "starting", "running")
+        await exchange.reply(200 if alive else 503, encode_json({"state": self.pipe.state}))
+
+    async def show_ready(self, exchange: Exchange) -> None:
+        """Answer 200 where a request would be served now."""
+        missing = missing_stages(self.pipe)
+        ready = self.pipe.state == "running" and not self.draining and not missing
+        state = "draining" if self.draining else self.pipe.state
+        await exchange.reply(200 if ready else 503, encode_json({"state": state, "missing_stages": missing}))
+
+    async def show_metrics(self, exchange: Exchange) -> None:
+        await exchange.reply(200, generate_latest(self._registry), kind=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+class Endpoint:
+    """An ASGI app at one path. Errors of ``handle`` become responses by the table, or events where one has begun."""
+
+    def __init__(self, server: ModelServer, path: str, handle: Handle, *, keyless: bool = False) -> None:
+        self._server, self._path, self._handle, self._keyless = server, path, handle, keyless
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = self._server
+        exchange = Exchange(scope, receive, send, server.config, server.held)
+        left = False
+        try:
+            await self._serve(exchange)
+        except ClientGone:
+            left = True
+        finally:
+            exchange.close()
+            server.leave(exchange)
+            server.count_response(self._path, exchange, left)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            if not self._keyless:
+                self._server.check_key(exchange)
+            if exchange.method == "POST":
+                self._server.enter(exchange)
+            await self._handle(exchange)
+        except ClientGone:
+            raise
+        except Exception as error:
+            await exchange.fail(error)
+
+
+class _ResponseCollector(Collector):
+    """Counts of responses by path and status."""
+
+    def __init__(self, counts: Counter[tuple[str, str]]) -> None:
+        self._counts = counts
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        family = CounterMetricFamily(
+            "trinity_http_responses", "Responses; 499 where the client had left.", labels=("path", "status")
+        )
+        for labels, count in list(self._counts.items()):
+            family.add_metric(labels, count)
+        return [family]
+
+
+async def show_http_error(request: HttpRequest, error: Exception) -> Response:
+    """Answer a path or method that is not served, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    failure = describe_failure(
+        ApiError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
+    )
+    return Response(failure.body(), failure.status, dict(error.headers or {}), "application/json")
+
+
+def missing_stages(pipe: Pipeline) -> list[str]:
+    """List the letters of stages that no instance serves just now."""
+    letters = {letter for each in pipe.instances for letter in each.roles}
+    served = {letter for each in pipe.instances if is_up(pipe, each.name or "") for letter in each.roles}
+    return sorted(letters - served)
+
+
+def template_of(tokenizer: Any) -> str:
+    """Chat template of a tokenizer, "" where it has none or several without a default."""
+    found = getattr(tokenizer, "chat_template", None)
+    return str(found.get("default", "") if isinstance(found, dict) else found or "")
+
+
+def name_model(pipe: Pipeline) -> str:
+    """Name a model by its folder."""
+    return pipe.model.name if isinstance(pipe.model, Path) else "emulated"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def make_app(pipe: Pipeline, config: ServerConfig) -> Starlette:
+    """Make the app of ``trinity.server.app``."""
+    return ModelServer(pipe, config).make_app()

@@ -1,0 +1,199 @@
+"""Command ``trinity serve``: one model behind an OpenAI-compatible server, drained on SIGTERM.
+
+    trinity serve path/to/llava --placement 1E2P1D --port 8000
+
+The port is open while weights are loaded: /health answers, /ready says 503 until the model is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from trinity.errors import ConfigError
+from trinity.pipeline import Pipeline
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.server.application import ModelServer
+from trinity.server.settings import ServerConfig
+
+logger = logging.getLogger("trinity.server")
+KEY_VARIABLE = "TRINITY_API_KEY"
+KEEP_ALIVE_S = 75  # s of an idle connection: longer than clients keep theirs, which otherwise meet a closed one
+LAST_S = 5  # s that connections have to close behind the drain
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which drains on the first signal, its port still open: /ready says 503 meanwhile.
+
+    The second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, server: ModelServer, drain_s: float) -> None:
+        super().__init__(config)
+        self._server, self._drain_s = server, drain_s
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or self._server.draining:
+            super().handle_exit(sig, frame)
+        else:
+            self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Drain, then stop."""
+        if self._draining is None:
+            logger.info("draining: running requests have %g s", self._drain_s)
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._server.drain(self._drain_s)
+        self.should_exit = True
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="trinity serve",
+        description="Serve a model to OpenAI's clients.",
+        epilog="example: trinity serve path/to/llava --placement 1E2P1D --hosting process --api-key SECRET",
+    )
+    parser.add_argument("model", help="directory of a checkpoint, or a name on the hub that is in its cache")
+    parser.add_argument("--placement", default="EPD", help="EPD (default), 1E2P1D, ...")
+    parser.add_argument("--hosting", choices=("thread", "process"), default="thread", help="of instances")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (give a key then)")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one, which is printed")
+    parser.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help="may be repeated")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help=f"may be repeated; also ${KEY_VARIABLE}"
+    )
+    parser.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds for what runs, on SIGTERM")
+    parser.add_argument("--deadline", type=float, metavar="S", help="longest time of a request, in seconds")
+    parser.add_argument("--tool-parser", default="auto", help="auto, hermes, llama3_json, qwen3_coder or none")
+    parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
+    parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--allow-media-host", action="append", default=[], metavar="HOST", help="whose images are fetched; repeatable"
+    )
+    parser.add_argument(
+        "--allow-media-network",
+        action="append",
+        default=[],
+        metavar="CIDR",
+        help="private addresses to reach",
+    )
+    parser.add_argument("--download", action="store_true", help="fetch from the hub what its cache lacks")
+    parser.add_argument("--dtype", default="auto", help="of weights and caches")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--tls-certificate", metavar="FILE", help="of the server, PEM; with --tls-key")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
+    parser.add_argument("--access-log", action="store_true", help="log each request")
+    return parser
+
+
+def make_server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """Make the server's settings of the command's arguments and the environment."""
+    keys = [*arguments.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    return ServerConfig(
+        models=arguments.served_model_name or [name_served(arguments.model)],
+        api_keys=keys,
+        max_body_bytes=arguments.max_body_mb << 20,
+        deadline_s=arguments.deadline,
+        tool_format=arguments.tool_parser,
+    )
+
+
+def name_served(model: str) -> str:
+    """Name a model for clients: a directory by its own name, one of the hub as it is asked for."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model.partition("@")[0]
+
+
+def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
+    """Make the pipeline that the arguments name."""
+    return Pipeline(
+        arguments.model,
+        arguments.placement,
+        hosting=arguments.hosting,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_waiting=arguments.max_waiting,
+        download=arguments.download,
+        limits=MediaLimits(
+            allow_paths=False,
+            allowed_hosts=tuple(arguments.allow_media_host),
+            allowed_networks=tuple(arguments.allow_media_network),
+        ),
+    )
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Open the port before anything is loaded. Raises ``ConfigError``."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen at {host}:{port} ({error}); give another --port or --host") from error
+
+
+def uvicorn_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of uvicorn: no proxy is believed, and nothing is said about the server itself."""
+    return {
+        "access_log": arguments.access_log,
+        "date_header": False,
+        "lifespan": "off",
+        "log_level": "info" if arguments.access_log else "warning",
+        "proxy_headers": False,
+        "server_header": False,
+        "ssl_certfile": arguments.tls_certificate,
+        "ssl_keyfile": arguments.tls_key,
+        "timeout_graceful_shutdown": LAST_S,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "ws": "none",
+    }
+
+
+async def serve_until_signal(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes. Raises ``TrinityError`` where the model or the port cannot be had."""
+    pipe, config = make_served_pipeline(arguments), make_server_config(arguments)
+    server = ModelServer(pipe, config)
+    with open_port(arguments.host, arguments.port) as opened:
+        http = DrainingServer(uvicorn.Config(server.make_app(), **uvicorn_options(arguments)), server, arguments.drain)
+        scheme = "https" if arguments.tls_certificate else "http"
+        address = f"{scheme}://{arguments.host}:{opened.getsockname()[1]}"
+        print(f"trinity at {address}/v1: loading {arguments.model}", flush=True)
+        serving = asyncio.create_task(http.serve([opened]))
+        starting = asyncio.create_task(pipe.start())
+        try:
+            await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                print(f"serving {', '.join(server.models)} on {pipe.placement}", flush=True)
+            await serving
+        finally:
+            http.should_exit = True
+            await asyncio.wait([serving])
+            await pipe.aclose()
+            await asyncio.gather(starting, return_exceptions=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Raises ``TrinityError`` where the model or the port cannot be had."""
+    asyncio.run(serve_until_signal(_make_parser().parse_args(arguments)))
+    return 0

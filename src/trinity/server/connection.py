@@ -1,0 +1,223 @@
+"""One HTTP request and its response: bounded bodies, server-sent events, a client that leaves or reads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from trinity.errors import ClosedError
+from trinity.server.error_table import ApiError, describe_failure
+from trinity.server.settings import ServerConfig
+
+_PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+LINGER_S = 1.0  # of a body that is refused
+_EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class ClientGone(Exception):
+    """The client has left, or reads nothing any more: nobody waits for the response."""
+
+
+class HeldBytes:
+    """Bytes of the bodies of all requests that are being read or served."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+
+    def take(self, count: int) -> None:
+        if self.held + count > self.most:
+            text = f"the requests being served have {self.held} bytes already; try again later"
+            raise ApiError(503, "too_many_bytes", text, headers={"retry-after": "1"})
+        self.held += count
+
+    def give_back(self, count: int) -> None:
+        self.held -= count
+
+
+class Exchange:
+    """One request and its response, over ASGI.
+
+    ``request_id`` is the client's ``x-request-id`` where it sent a plain one, else new; the response names it.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig, held: HeldBytes) -> None:
+        self.method: str = scope["method"]
+        self.path_parameters: dict[str, str] = scope.get("path_params", {})
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given.decode() if _PLAIN_ID.fullmatch(given) else secrets.token_hex(12)
+        self.status, self.streams, self.ended = 0, False, False
+        self._block: UntilGone | None = None
+        self._receive, self._send, self._config, self._held = receive, send, config, held
+        self._taken = 0
+
+    def close(self) -> None:
+        """Give back what the body took of the bytes that all requests share."""
+        self._held.give_back(self._taken)
+        self._taken = 0
+
+    # ------------------------------------------------------------ the request
+
+    async def read_json(self) -> dict[str, Any]:
+        """Read the body as a JSON object. Raises ``ApiError``, and ``ClientGone`` if it never comes."""
+        kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # also what a page of another site could not send without asking first
+            raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
+        try:
+            body = msgspec.json.decode(await self._read_body())
+        except RecursionError:
+            raise ApiError(400, "invalid_json", "the body is nested too deep") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(400, "invalid_json", f"the body is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise ApiError(400, "invalid_json", "the body must be a JSON object")
+        return body
+
+    async def _read_body(self) -> bytes:
+        announced = self.headers.get(b"content-length", b"0")
+        try:
+            self._check_size(int(announced) if announced.isdigit() else 0)
+            async with asyncio.timeout(self._config.body_timeout_s):
+                return b"".join([self._take(part) async for part in self._parts()])
+        except ApiError:
+            await self._discard()
+            raise
+        except TimeoutError:
+            await self._discard()
+            text = f"the body was not there after {self._config.body_timeout_s:g} s"
+            raise ApiError(408, "body_timeout", text, headers={"connection": "close"}) from None
+
+    async def _parts(self) -> AsyncGenerator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            more = message.get("more_body", False)
+            yield message.get("body", b"")
+
+    async def _discard(self) -> None:
+        """Read on for a moment, so that a client that is still sending comes to read why its body was refused."""
+        if b"expect" in self.headers:  # it waits for leave to send
+            return
+        left = self._config.max_body_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S), contextlib.aclosing(self._parts()) as parts:
+                async for part in parts:
+                    left -= len(part)
+                    if left < 0:
+                        return
+
+    def _take(self, part: bytes) -> bytes:
+        self._check_size(self._taken + len(part))
+        self._held.take(len(part))
+        self._taken += len(part)
+        return part
+
+    def _check_size(self, size: int) -> None:
+        if size > self._config.max_body_bytes:
+            text = f"the body has more than {self._config.max_body_bytes} bytes; send fewer or smaller images"
+            raise ApiError(413, "body_too_large", text, headers={"connection": "close"})
+
+    def until_gone(self) -> UntilGone:
+        """Make a block that is left with ``ClientGone`` as soon as the client has gone, the body being read."""
+        self._block = UntilGone(self, self._receive)
+        return self._block
+
+    def stop(self) -> None:
+        """Leave that block now, with ``ClosedError``: the server cannot wait for its end."""
+        if self._block is not None:
+            self._block.leave(ClosedError("the server is shutting down; send the request again"))
+
+    # ------------------------------------------------------------ the response
+
+    async def reply(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, kind: str = "application/json"
+    ) -> None:
+        """Send a whole response."""
+        own = {"content-type": kind, "content-length": str(len(body))}
+        await self._start(status, {**own, **(headers or {})})
+        await self._write(body, last=True)
+
+    async def start_events(self) -> None:
+        """Send the head of a stream of events: from here on an error is an event."""
+        self.streams = True
+        await self._start(200, _EVENT_HEADERS)
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send events in one write; waits while the client's buffers are full. Raises ``ClientGone``."""
+        await self._write(events, last=last)
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error: as the response, or as an event where that has begun. Raises ``ClientGone``."""
+        failure = describe_failure(error, self.request_id)
+        if not self.status:
+            await self.reply(failure.status, failure.body(), failure.headers)
+        elif self.streams and not self.ended:
+            await self._write(b"data: " + failure.body() + b"\n\n", last=True)
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        named = {**headers, "x-request-id": self.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, body: bytes, *, last: bool) -> None:
+        message: Message = {"type": "http.response.body", "body": body, "more_body": not last}
+        try:
+            async with asyncio.timeout(self._config.send_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise ClientGone from None
+        self.ended = last
+
+
+class UntilGone:
+    """A block that is left with ``ClientGone`` as soon as the client has gone: what it waits for is cancelled."""
+
+    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+        self._exchange, self._receive = exchange, receive
+        self._scope = asyncio.timeout(None)
+        self._watch: asyncio.Task[None] | None = None
+        self._reason: Exception = ClientGone()
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_client())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise self._reason from None
+        finally:
+            await asyncio.wait([self._watch])
+            if not self._watch.cancelled():
+                self._watch.exception()  # of a broken server: the client's own fate is told by sending
+
+    def leave(self, reason: Exception) -> None:
+        """Leave the block now, unless it has ended or is being left."""
+        if not self._exchange.ended and self._scope.when() is None:
+            self._reason = reason
+            self._scope.reschedule(0.0)
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.leave(ClientGone())

@@ -1,0 +1,115 @@
+"""The way of a call through the pipeline and back to its client, whole or token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from trinity.errors import ClosedError
+from trinity.pipeline import Pipeline
+from trinity.pipeline.copies import copy_request
+from trinity.pipeline.stream import Stream
+from trinity.request import Output, Request, Token
+from trinity.server.connection import Exchange
+from trinity.server.fields import ParsedCall
+
+T = TypeVar("T")
+SERVED_ENDS = ("stop", "length")
+
+
+class Reply(Protocol):
+    """Turns tokens and outputs into what the clients of an endpoint read. ``index`` counts answers."""
+
+    def begin(self, index: int, prompt: tuple[int, ...]) -> bytes: ...
+
+    def add(self, index: int, tokens: Sequence[Token]) -> bytes: ...
+
+    def end(self, index: int, output: Output) -> bytes: ...
+
+    def close(self, outputs: Sequence[Output]) -> bytes: ...
+
+    def whole(self, outputs: Sequence[Output], tokens: Sequence[Sequence[Token]], prompt: tuple[int, ...]) -> bytes: ...
+
+
+async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, reply: Reply) -> None:
+    """Serve a call to its end. What goes wrong before the response has started is raised; after that it is an event.
+
+    Raises ``ClientGone`` as soon as the client has left: its requests have ended then.
+    """
+    requests = [each for request in call.requests for each in copy_request(request, call.choices)]
+    async with exchange.until_gone():
+        if call.stream:
+            await _StreamedCall(pipe, exchange, reply).run(requests)
+        else:
+            served = await run_all([_collect(pipe, request, call.logprobs is not None) for request in requests])
+            outputs, tokens, prompts = zip(*served, strict=True)
+            await exchange.reply(200, reply.whole(outputs, tokens, prompts[0]))
+
+
+async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side. If one fails, the others are cancelled and its own error is raised."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _collect(pipe: Pipeline, request: Request, keep_tokens: bool) -> tuple[Output, list[Token], tuple[int, ...]]:
+    """Serve a request to its end: its output, its tokens if they are wanted, and its prompt."""
+    tokens: list[Token] = []
+    async with pipe.stream(request) as stream:
+        if keep_tokens:
+            tokens = [token async for token in stream]
+        else:
+            await stream.collect()
+    return check_output(stream), tokens, prompt_of(stream)
+
+
+def check_output(stream: Stream) -> Output:
+    """Return the output of a request that was served to its end. Raises ``ClosedError`` for one that was cut off."""
+    if stream.output.finish_reason not in SERVED_ENDS:
+        raise ClosedError(f"the request was ended by the server ({stream.output.finish_reason}); send it again")
+    return stream.output
+
+
+def prompt_of(stream: Stream) -> tuple[int, ...]:
+    """Token ids of a stream's prompt."""
+    return stream.processed.work.prompt if stream.processed is not None else ()
+
+
+class _StreamedCall:
+    """A streamed response: each write has all tokens that wait."""
+
+    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply) -> None:
+        self._pipe, self._exchange, self._reply = pipe, exchange, reply
+        self._turn = asyncio.Lock()  # of those who write: choices run side by side
+        self._last = b""  # the end of the choice that ended last, which leaves with the end of all
+
+    async def run(self, requests: Sequence[Request]) -> None:
+        outputs = await run_all([self._serve(index, request) for index, request in enumerate(requests)])
+        await self._send(self._last + self._reply.close(outputs), last=True)
+
+    async def _serve(self, index: int, request: Request) -> Output:
+        reply = self._reply
+        async with self._pipe.stream(request) as stream:
+            tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
+            events = reply.begin(index, prompt_of(stream))
+            while tokens:
+                await self._send(events + reply.add(index, tokens))
+                events, tokens = b"", await stream.next_tokens()
+        ended, self._last = self._last, events + reply.end(index, check_output(stream))
+        await self._send(ended)
+        return stream.output
+
+    async def _send(self, events: bytes, *, last: bool = False) -> None:
+        if not events:
+            return
+        async with self._turn:
+            if not self._exchange.status:
+                await self._exchange.start_events()
+            await self._exchange.send_events(events, last=last)

@@ -1,0 +1,46 @@
+"""Settings of a server: names, keys and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from trinity.errors.arguments import Positive, Whole, check_arguments
+
+ToolFormat = Literal["auto", "none", "hermes", "llama3_json", "qwen3_coder"]
+
+
+@check_arguments
+class ServerConfig:
+    """Names, keys and bounds of a server.
+
+    - ``models`` (the pipeline's own): names under which clients ask for the model; the first is reported.
+    - ``api_keys`` (none): a client must send one as ``Authorization: Bearer KEY``; without keys everyone is served.
+    - ``max_body_bytes`` (64 MiB): a longer body is answered 413, unread where its length is announced.
+    - ``max_held_bytes`` (1 GiB): bodies of all requests together, from their first byte until the request ends; more
+      is answered 503.
+    - ``body_timeout_s`` (s, 60): a body that is not there by then is answered 408.
+    - ``send_timeout_s`` (s, 60): a client that reads nothing for so long is left, and its request ended.
+    - ``deadline_s`` (s, None): longest time of a request, which may itself ask for less (``deadline_s``).
+    - ``max_choices`` (16): largest ``n``, and most prompts of one request times ``n``.
+    - ``tool_format`` ("auto"): how the model writes tool calls: "hermes", "llama3_json", "qwen3_coder" or "none";
+      "auto" looks at the chat template.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Sequence[str] = (),
+        api_keys: Sequence[str] = (),
+        max_body_bytes: Whole = 64 << 20,
+        max_held_bytes: Whole = 1 << 30,
+        body_timeout_s: Positive = 60.0,
+        send_timeout_s: Positive = 60.0,
+        deadline_s: Positive | None = None,
+        max_choices: Whole = 16,
+        tool_format: ToolFormat = "auto",
+    ) -> None:
+        self.models, self.api_keys = tuple(models), tuple(api_keys)
+        self.max_body_bytes, self.max_held_bytes = max_body_bytes, max_held_bytes
+        self.body_timeout_s, self.send_timeout_s, self.deadline_s = body_timeout_s, send_timeout_s, deadline_s
+        self.max_choices, self.tool_format = max_choices, tool_format

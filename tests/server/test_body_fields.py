@@ -1,0 +1,137 @@
+"""Fields of bodies: forms of outputs, tools and what is demanded, texts of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity.errors import RequestError
+from trinity.request import Request
+from trinity.server import read_chat_body
+from trinity.server.fields import complete_request
+from trinity.server.structured_fields import read_form, read_text_format
+from trinity.server.token_texts import LEAST_LOGPROB, TokenTexts
+from trinity.server.tool_choice import ANY_TOOL, read_tools
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "nothing": ({}, None),
+    "text": ({"response_format": {"type": "text"}}, None),
+    "object": ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ),
+    "guided": ({"guided_regex": "a+", "guided_json": None}, {"regex": "a+"}),
+    "choice": ({"guided_choice": ["a", 'b"c']}, {"grammar": 'start: "a" | "b\\"c"'}),
+    "structured": ({"structured_outputs": {"json": SCHEMA, "json_object": False}}, {"json_schema": SCHEMA}),
+}
+BAD_FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": "yaml"},
+    {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+    {"structured_outputs": {"structural_tag": "x"}},
+    {"structured_outputs": [1]},
+    {"guided_choice": []},
+    {"guided_choice": "ab"},
+    {"guided_regex": ""},
+    {"guided_json": 3},
+]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_outputs(name: str) -> None:
+    body, expected = FORMS[name]
+    assert read_form(body) == expected
+
+
+@pytest.mark.parametrize("body", BAD_FORMS)
+def test_bad_forms_are_refused_by_name(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"response_format|structured_outputs|guided_"):
+        read_form(body)
+
+
+def test_the_form_of_a_response_has_its_schema_higher() -> None:
+    assert read_text_format({"type": "json_schema", "name": "x", "schema": SCHEMA}) == {"json_schema": SCHEMA}
+    assert read_text_format({"type": "text"}) is None
+    assert read_text_format(None) is None
+
+
+def test_tools_and_what_is_demanded() -> None:
+    assert read_tools(None, "auto").schemas == {}
+    assert read_tools([WEATHER], "none").definitions == []
+    free = read_tools([WEATHER, CLOCK], None)
+    assert (list(free.schemas), free.forced) == (["weather", "clock"], "")
+    named = read_tools([WEATHER], {"type": "function", "function": {"name": "weather"}})
+    assert (named.forced, named.forced_schema()) == ("weather", SCHEMA)
+    flat = read_tools([WEATHER], {"type": "function", "name": "weather"})
+    assert flat.forced == "weather"
+    anyone = read_tools([WEATHER, CLOCK], "required")
+    assert anyone.forced == ANY_TOOL
+    names = [each["properties"]["name"]["const"] for each in anyone.forced_schema()["anyOf"]]
+    assert names == ["weather", "clock"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice"),
+    [
+        (None, "required"),
+        ([WEATHER], "weather"),
+        ([WEATHER], {"function": {"name": "other"}}),
+        ([{"type": "web_search"}], None),
+        ([{"type": "function", "function": {"name": 3}}], None),
+        ([{"type": "function", "function": {"name": "x", "parameters": "y"}}], None),
+    ],
+)
+def test_bad_tools_are_refused_by_name(tools: Any, choice: Any) -> None:
+    with pytest.raises(RequestError, match="tool"):
+        read_tools(tools, choice)
+
+
+def test_a_body_becomes_a_request() -> None:
+    request = read_chat_body(
+        {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 5, "max_tokens": 9}
+    )
+    assert request.max_tokens == 5
+    assert request.request_id.startswith("chatcmpl-")
+
+
+def test_what_the_server_says_of_a_request() -> None:
+    plain, own = Request("x"), Request("x", max_tokens=3, deadline_s=1.0)
+    assert complete_request(plain, False, None).max_tokens == 2**31 - 1
+    assert complete_request(plain, True, None) is plain
+    assert complete_request(plain, True, 5.0).deadline_s == 5.0
+    assert complete_request(own, False, 5.0) is own
+    assert complete_request(own, False, 0.5).deadline_s == 0.5
+
+
+class Pieces:
+    """A tokenizer of four pieces, of sentencepiece and of byte-level BPE."""
+
+    KNOWN = ("\u2581Hi", "<0xE4>", "Ã", "plain")
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.KNOWN[token]
+
+    def decode(self, ids: list[int]) -> str:
+        return {0: "Hi", 2: "\ufffd", 3: "plain"}[ids[0]]
+
+
+def test_texts_and_bytes_of_tokens() -> None:
+    texts = TokenTexts(Pieces())
+    found = [texts.describe(token, -1.0, None) for token in range(4)]
+    assert [(each.token, each.bytes) for each in found] == [
+        (" Hi", list(b" Hi")),
+        ("\ufffd", [0xE4]),
+        ("\ufffd", [0xC3]),
+        ("plain", list(b"plain")),
+    ]
+    assert texts.text(99) == ""
+    entry = texts.describe(0, float("-inf"), [(0, -0.5), (3, float("-inf"))])
+    assert entry.logprob == LEAST_LOGPROB
+    assert [each.token for each in entry.top_logprobs] == [" Hi"], "what could not come is no candidate"

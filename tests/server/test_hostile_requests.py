@@ -1,0 +1,182 @@
+"""Requests that are wrong, too large, too slow or malicious: each is answered by the table, and harms itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from support.http_server import chat_body, serve_model
+from trinity import errors
+from trinity.server import ServerConfig
+from trinity.server.error_table import ERROR_TABLE, ApiError, describe_failure
+from trinity.server.fields import REFUSED_FIELDS
+
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+def depth_bomb(depth: int = 200_000) -> bytes:
+    return b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "nothing": (b"", 400, "invalid_json"),
+    "no JSON": (b"{'messages': []}", 400, "invalid_json"),
+    "a list": (b"[]", 400, "invalid_json"),
+    "no UTF-8": (b'{"messages": "\xff"}', 400, "invalid_json"),
+    "half a character": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json"),
+    "NaN": (b'{"messages": [], "temperature": NaN}', 400, "invalid_json"),
+    "a depth bomb": (depth_bomb(), 400, "invalid_json"),
+    "a deep unknown field": (
+        b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}",
+        200,
+        "",
+    ),
+    "no messages": (b"{}", 400, "invalid_request"),
+    "messages of numbers": (b'{"messages": [1]}', 400, "invalid_request"),
+    "no message": (b'{"messages": []}', 400, "invalid_request"),
+    "a message of a number": (b'{"messages": [{"role": 1, "content": 2}]}', 400, "invalid_request"),
+    "a file of the server": (
+        json.dumps(chat_body([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}])).encode(),  # type: ignore[arg-type]
+        400,
+        "invalid_media",
+    ),
+}
+FIELDS: dict[str, Any] = {
+    "temperature": [-1, 1e300, "hot"],
+    "top_p": [-0.5, 2],
+    "top_k": [-2, 1.5],
+    "max_tokens": [0, -1, "many"],
+    "n": [0, -1, 10**9],
+    "stop": [5, [1]],
+    "seed": [2**70, "x"],
+    "logprobs": ["yes", 3],
+    "top_logprobs": [5],
+    "logit_bias": [{"a": 1}, {"99999999999": 1}],
+    "stop_token_ids": [[-1], ["a"]],
+    "deadline_s": [0, -3],
+}
+
+
+async def test_bodies_that_are_wrong_are_refused_by_name() -> None:
+    async with serve_model() as served:
+        for name, (body, status, code) in BODIES.items():
+            response = await served.http.post(CHAT, content=body, headers=JSON)
+            assert response.status_code == status, (name, response.text)
+            assert status == 200 or response.json()["error"]["code"] == code, name
+        for field, values in FIELDS.items():
+            for value in values:
+                response = await served.http.post(CHAT, json=chat_body(**{field: value}))
+                assert response.status_code == 400, (field, value, response.text)
+                assert field.partition("_")[0] in response.json()["error"]["message"] or field == "n", response.text
+        assert (await served.http.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+        assert not served.pipe.streams
+
+
+async def test_fields_that_would_change_the_answer_are_refused_and_unknown_ones_ignored() -> None:
+    async with serve_model() as served:
+        for name in REFUSED_FIELDS:
+            fields: dict[str, Any] = {name: {"x": 1}}
+            response = await served.http.post(CHAT, json=chat_body(max_tokens=1, **fields))
+            assert response.status_code == 400, name
+            assert name in response.json()["error"]["message"]
+        harmless = {name: off[0] for name, off in REFUSED_FIELDS.items() if off} | {"user": "me", "future_field": [1]}
+        assert (await served.http.post(CHAT, json=chat_body(max_tokens=1, **harmless))).status_code == 200
+
+
+async def test_other_paths_methods_and_types() -> None:
+    async with serve_model() as served:
+        found = {
+            "path": await served.http.get("/v1/nothing"),
+            "method": await served.http.get(CHAT),
+            "type": await served.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}),
+            "model": await served.http.post(CHAT, json=chat_body(model="../../etc/passwd")),
+        }
+        assert {name: each.status_code for name, each in found.items()} == {
+            "path": 404,
+            "method": 405,
+            "type": 415,
+            "model": 404,
+        }
+        assert all(set(each.json()["error"]) == {"message", "type", "param", "code"} for each in found.values())
+        assert not any("access-control-allow-origin" in each.headers for each in found.values())
+
+
+async def test_long_slow_and_many_bodies() -> None:
+    async def pieces(count: int, wait_s: float = 0.0) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b" " * 1000
+            await asyncio.sleep(wait_s)
+
+    config = ServerConfig(max_body_bytes=10_000, max_held_bytes=15_000, body_timeout_s=0.5)
+    async with serve_model(config=config) as served:
+        announced = await served.http.post(CHAT, content=b" " * 20_000, headers=JSON)
+        chunked = await served.http.post(CHAT, content=pieces(20), headers=JSON)
+        slow = await served.http.post(CHAT, content=pieces(9, 0.1), headers=JSON)
+        waiting = asyncio.gather(*(served.http.post(CHAT, content=pieces(8, 0.05), headers=JSON) for _ in range(2)))
+        together = sorted(each.status_code for each in await waiting)
+        assert (announced.status_code, chunked.status_code, slow.status_code) == (413, 413, 408)
+        assert together == [400, 503], "the second goes beyond what bodies may hold together"
+        assert (await served.http.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+
+
+async def test_what_the_pipeline_refuses_comes_before_the_200() -> None:
+    async with serve_model(max_waiting=1) as served:
+        long = [served.http.post(CHAT, json=chat_body("word " * 3000, stream=True))]
+        late = [served.http.post(CHAT, json=chat_body(deadline_s=1e-4, stream=True, max_tokens=400))]
+        assert [(await each).status_code for each in [*long, *late]] == [413, 504]
+        burst = await asyncio.gather(
+            *(served.http.post(CHAT, json=chat_body(stream=True, max_tokens=200, ignore_eos=True)) for _ in range(6))
+        )
+    codes = [each.status_code for each in burst]
+    assert set(codes) == {200, 429}
+    refused = burst[codes.index(429)]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_an_error_after_the_200_is_an_event() -> None:
+    async with serve_model() as served:
+        body = chat_body(deadline_s=0.3, stream=True, max_tokens=1500, ignore_eos=True)
+        response = await served.http.post(CHAT, json=body)
+        assert response.status_code == 200
+    events = [line for line in response.text.split("\n\n") if line]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert "[DONE]" not in response.text
+
+
+def test_the_table_of_errors() -> None:
+    away = errors.Overloaded("no instance is up at stage P")
+    away.stage = "P"  # type: ignore[attr-defined]
+    expected: list[tuple[BaseException, int]] = [
+        (errors.RequestError("x"), 400),
+        (errors.BadMedia("x"), 400),
+        (errors.RequestTooLarge("x"), 413),
+        (errors.Overloaded("x"), 429),
+        (away, 503),
+        (errors.ClosedError("x"), 503),
+        (errors.DeadlineExceeded("x"), 504),
+        (errors.StageError("secret"), 500),
+        (errors.MigrationError("secret"), 500),
+        (errors.PeerLost("secret"), 500),
+        (ValueError("secret"), 500),
+        (MemoryError("secret"), 500),
+        (ApiError(418, "teapot", "x"), 418),
+    ]
+    for error, status in expected:
+        found = describe_failure(error, "id-1")
+        assert found.status == status, error
+        assert b"secret" not in found.body(), "what went wrong inside is for the log"
+        assert ("retry-after" in found.headers) is (status in (429, 503))
+    assert ERROR_TABLE[-1].error is BaseException
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_every_error_of_the_library_has_a_row(kind: type) -> None:
+    if issubclass(kind, errors.TrinityError) and kind is not errors.UnknownName:
+        arguments = ("x", 1.0) if kind is errors.TraceTooShort else ("x",)
+        assert describe_failure(kind(*arguments)).status in (400, 413, 429, 500, 503, 504)

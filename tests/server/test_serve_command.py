@@ -1,0 +1,128 @@
+"""The command in a process of its own: ready once the model is there, drained by SIGTERM, gone when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from support.checkpoint_files import checkpoint
+from support.http_server import chat_body, listening, serve_model
+from support.paths import ROOT
+from trinity import ConfigError
+from trinity.server.command import _make_parser, make_server_config, open_port
+
+CHAT = "/v1/chat/completions"
+
+
+@contextlib.asynccontextmanager
+async def command(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """Run ``trinity serve`` on a free port; yields the process and its address."""
+    given = [str(checkpoint("llama")), "--placement", "PD", "--port", "0", *arguments]
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "trinity", "serve", *given, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    assert run.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            first = (await run.stdout.readline()).decode()
+        yield run, first.split(" at ")[1].split("/v1")[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            run.kill()
+        await run.wait()
+
+
+async def until_ready(http: httpx2.AsyncClient) -> list[int]:
+    found: list[int] = []
+    async with asyncio.timeout(100):
+        while not found or found[-1] != 200:
+            found.append((await http.get("/ready")).status_code)
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def test_a_running_request_ends_within_the_drain_and_new_ones_are_refused() -> None:
+    async with command("--drain", "20") as (run, url), httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        assert (await http.get("/health")).status_code == 200
+        codes = await until_ready(http)
+        assert set(codes) <= {200, 503}
+        body = chat_body(stream=True, max_tokens=400, ignore_eos=True, temperature=0)
+        async with http.stream("POST", CHAT, json=body) as response:
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            run.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                while (await http.get("/ready")).status_code != 503:
+                    await asyncio.sleep(0.01)
+            refused = await http.post(CHAT, json=chat_body())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]", "the running request was cut off"
+        async with asyncio.timeout(60):
+            assert await run.wait() == 0
+
+
+async def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
+    async with serve_model() as served:
+        body = chat_body(stream=True, max_tokens=1500, ignore_eos=True)
+        async with served.http.stream("POST", CHAT, json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            draining = asyncio.create_task(served.server.drain(0.05))
+            rest = [line async for line in lines if line]
+            await draining
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert served.pipe.metrics.summary()["finished"] == {"cancelled": 1}
+
+
+async def test_a_port_in_use_and_a_model_that_is_not_there() -> None:
+    with open_port("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="give another --port"):
+        open_port("127.0.0.1", taken.getsockname()[1])
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "trinity", "serve", "no/such/model", "--port", "0",
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(60):
+        _, said = await run.communicate()
+    assert run.returncode == 2
+    assert b"trinity serve: " in said
+    assert b"no/such/model" in said
+    assert b"Traceback" not in said
+
+
+def test_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_API_KEY", "of-the-environment")
+    given = ["m", "--api-key", "a", "--served-model-name", "x", "--served-model-name", "y", "--max-body-mb", "2"]
+    config = make_server_config(_make_parser().parse_args(given))
+    assert config.api_keys == ("a", "of-the-environment")
+    assert config.models == ("x", "y")
+    assert config.max_body_bytes == 2 << 20
+    with pytest.raises(ConfigError, match="tool_format"):
+        make_server_config(_make_parser().parse_args(["m", "--tool-parser", "unheard-of"]))
+
+
+async def test_mounted_under_a_prefix_in_another_app() -> None:
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Mount, Route
+
+    async def home(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("mine")
+
+    async with serve_model() as served:
+        ours = served.server.make_app()
+        outer = Starlette(routes=[Route("/", home), Mount("/llm", ours)])
+        async with listening(outer, served.server) as (url, _), httpx2.AsyncClient(base_url=url, timeout=60) as http:
+            assert (await http.get("/")).text == "mine"
+            assert (await http.get("/llm/ready")).status_code == 200
+            found = await http.post("/llm/v1/chat/completions", json=chat_body(max_tokens=2))
+            assert found.json()["usage"]["completion_tokens"] == 2
+            assert (await http.get("/llm/v1/nothing")).json()["error"]["code"] == "unknown_path"
