@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from support.checkpoint_files import checkpoint
+from trinity.commands.plan import make_planner
 from trinity.costs.model_config import read_model_shape
 from trinity.errors import ConfigError
 from trinity.errors.hub_ids import locate_model
 from trinity.pipeline import Pipeline
 from trinity.request import Request
+from trinity.traces.trace import SLO
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 ID = "tiny-org/tiny.llama-1"
@@ -24,7 +28,7 @@ ID = "tiny-org/tiny.llama-1"
 
 def cache_snapshot(cache: Path, source: Path, commit: str, revision: str | None) -> Path:
     """Put a checkpoint into a cache as the hub's client does: blobs, links to them by commit, and names of commits."""
-    repository = cache / huggingface_hub.constants.REPO_ID_SEPARATOR.join(["models", *ID.split("/")])
+    repository = cache / constants.REPO_ID_SEPARATOR.join(["models", *ID.split("/")])
     snapshot = repository / "snapshots" / commit
     (repository / "blobs").mkdir(parents=True, exist_ok=True)
     snapshot.mkdir(parents=True)
@@ -42,7 +46,7 @@ def cache_snapshot(cache: Path, source: Path, commit: str, revision: str | None)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, in a directory of its own, where the program runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
@@ -58,6 +62,9 @@ def test_an_id_is_served_from_the_cache(cache: Path) -> None:
 
     cache_snapshot(cache, checkpoint("llama"), COMMIT, "main")
     assert asyncio.run(serve()) == "length"
+    asked = Namespace(model=ID, slo=SLO(2, 0.1), instances=2, device="H100", cost=None, objective="goodput", rate=None)
+    assert make_planner(asked).model == read_model_shape(ID)
+    assert ID in str(make_planner(asked).model.name)
     assert read_model_shape(ID).vocabulary == read_model_shape(checkpoint("llama")).vocabulary
 
 

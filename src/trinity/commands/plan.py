@@ -32,7 +32,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trinity plan", description=main.__doc__, epilog=_EXAMPLE, formatter_class=formatter
     )
-    parser.add_argument("model", help="a known model's name, such as qwen2-vl-7b, or a checkpoint's directory")
+    parser.add_argument(
+        "model", help="a known model's name, such as qwen2-vl-7b, a checkpoint's directory or its hub id"
+    )
     parser.add_argument("--trace", required=True, help="a file of requests, or the name of a shipped trace")
     parser.add_argument("--slo", type=parse_bounds, required=True, metavar="TTFT,TBT", help="seconds")
     parser.add_argument("--minutes", type=float, help="plan on the first minutes of the trace")
@@ -67,7 +69,8 @@ def read_traffic(name: str, minutes: float | None) -> Trace:
 def make_planner(asked: argparse.Namespace) -> HybridPlanner:
     """Make the planner that the arguments ask for. Raises ``ConfigError``."""
     cost = None if asked.cost is None else CostTables.load(asked.cost)
-    model = read_model_shape(asked.model) if Path(asked.model).is_dir() else asked.model
+    found = "/" in asked.model or Path(asked.model).is_dir()  # a path or a hub id, and no name of a known shape
+    model = read_model_shape(asked.model) if found else asked.model
     return HybridPlanner(
         model,
         asked.slo,

@@ -46,11 +46,12 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     where the file cannot be read or lacks a size, ``UnsupportedModel`` for a vision model whose rule for visual tokens
     is unknown.
     """
-    path = locate_model(folder)
-    path = path / "config.json" if path.is_dir() else path
+    found = locate_model(folder)
+    path = found / "config.json" if found.is_dir() else found
     config = _read_json(path)
     beside = path.with_name("preprocessor_config.json")
-    name = str(config.get("_name_or_path") or path.resolve().parent.name)
+    called = path.parent.resolve().name if found == Path(folder) else str(folder)  # a snapshot is called as its commit
+    name = str(config.get("_name_or_path") or called)
     return from_config(config, _read_json(beside) if beside.is_file() else {}, name=name)
 
 
