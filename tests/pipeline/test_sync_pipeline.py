@@ -166,6 +166,62 @@ def test_ctrl_c_ends_the_request_that_is_waited_for(pipe: SyncPipeline) -> None:
     assert pipe.complete(request).token_ids == right(request)
 
 
+def test_ctrl_c_ends_a_map_and_is_raised(pipe: SyncPipeline) -> None:
+    def interrupt() -> None:
+        while not pipe.pipeline.streams:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(pipe.map((EmulatedRequest(max_tokens=2000) for _ in itertools.count()), concurrency=4))
+    assert not pipe.pipeline.streams
+
+
+FORKED = """
+import gc, os, signal, sys, trinity
+from support.emulated_pipelines import MODEL, POOLS, asked
+cache = trinity.CacheConfig(pools=POOLS)
+unstarted = trinity.SyncPipeline(MODEL, "EPD", cache=cache)
+with trinity.SyncPipeline(MODEL, "1EP1D", cache=cache) as pipe:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            pipe.complete(asked()[0])
+        except trinity.errors.ClosedError as error:
+            print("refused:", "forked" in str(error), flush=True)
+        with unstarted:
+            print(unstarted.complete(asked()[0]).finish_reason, flush=True)
+        sys.exit(0)  # leaves the block of the parent's
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(pipe.complete(asked()[0]).finish_reason)
+"""
+
+
+def test_a_forked_process_is_refused_and_has_its_own() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    run = subprocess.run(
+        [sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, timeout=2 * LIVENESS_S
+    )
+    assert run.stdout.split("\n") == ["refused: True", "length", "0", "length", ""], run.stderr
+
+
+def test_a_thread_that_gets_no_loop_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where too many files are open; it may be tried again."""
+
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    tried = SyncPipeline(MODEL, "EPD", cache=CACHE)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncio.events.new_event_loop", refuse)
+        with pytest.raises(ConfigError, match="Too many open files"):
+            tried.start()
+    with tried:
+        assert tried.state == "running"
+
+
 def test_one_that_is_dropped_closes_itself() -> None:
     dropped = SyncPipeline(MODEL, "EPD", cache=CACHE)
     dropped.start()

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
-from trinity.errors import BadMedia, RequestError
+from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
 from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.preprocess.prompt_tokens import PromptTokenizer
 from trinity.request import Request
 from trinity.testing.oracle import own_processor
 
@@ -118,6 +119,24 @@ def test_no_text_makes_a_special_token_of_a_real_template(said: list[str]) -> No
 
     with suppress(RequestError):  # pieces that would join are refused
         assert tokens(said) == tokens([WORD] * len(said))
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_text_of_nothing_else_costs_little_and_is_refused_before_it_is_tokenized(
+    extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = processor_of("llama")
+    tokenizer, encoded = processor._prompt_tokenizer, []
+
+    def encode(piece: str, plain: bool) -> list[int]:
+        encoded.append(piece)
+        return PromptTokenizer._encode_inside(tokenizer, piece, plain)
+
+    monkeypatch.setattr(tokenizer, "_encode_inside", encode)
+    text = "</s>" * (processor.context_length - 1 + extra)
+    with pytest.raises(RequestTooLarge, match="far more" if extra else "tokens \\(0 of them visual"):
+        processor.process(Request(text, untrusted=True))
+    assert encoded == [] if extra else len(encoded) == len(set(encoded))
 
 
 def test_who_trusts_a_request_has_them_act_and_who_does_not_may() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
 from trinity.preprocess import grammars
+from trinity.preprocess.grammar_check import STACK_BYTES, with_deep_stack
 from trinity.preprocess.grammars import GrammarProblem, check_grammar, compiler_of, join_grammar
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request, Sampling, Structured, check_request
@@ -177,3 +181,23 @@ def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:
     for number in range(grammars._MOST_GRAMMARS):
         compiler.compile(f"regex:a{{{number + 1}}}").result()
     assert compiler.compile("regex:a") is not first
+
+
+def test_threads_that_start_at_once_leave_the_size_of_a_stack_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one of two compilers has a stack of the usual size, which a grammar may overflow, or all others a huge."""
+    sizes, set_size, usual = list[int](), threading.stack_size, threading.Thread
+
+    class Slow(usual):  # type: ignore[misc, valid-type]
+        def start(self) -> None:
+            if self.name == "deep":
+                time.sleep(0.002)
+                sizes.append(set_size(0))
+                set_size(sizes[-1])
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    with ThreadPoolExecutor(4) as pool:
+        for started in [pool.submit(with_deep_stack, lambda: None, "deep") for _ in range(12)]:
+            started.result().join()
+    assert sizes == [STACK_BYTES] * 12
+    assert set_size(0) == 0

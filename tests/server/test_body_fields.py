@@ -8,8 +8,8 @@ import pytest
 
 from trinity.errors import RequestError
 from trinity.request import Request
-from trinity.server import read_chat_body
-from trinity.server.fields import complete_request
+from trinity.server import fields, read_chat_body
+from trinity.server.fields import complete_request, read_completion_call
 from trinity.server.structured_fields import read_form, read_text_format
 from trinity.server.token_texts import LEAST_LOGPROB, TokenTexts
 from trinity.server.tool_choice import ANY_TOOL, read_tools
@@ -135,3 +135,11 @@ def test_texts_and_bytes_of_tokens() -> None:
     entry = texts.describe(0, float("-inf"), [(0, -0.5), (3, float("-inf"))])
     assert entry.logprob == LEAST_LOGPROB
     assert [each.token for each in entry.top_logprobs] == [" Hi"], "what could not come is no candidate"
+
+
+def test_prompts_are_counted_before_a_request_is_made_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 8 MiB holds millions of texts: as many requests held the event loop for most of a minute."""
+    assert len(read_completion_call({"prompt": ["a", "b"]}, 2).requests) == 2
+    monkeypatch.setattr(fields, "make_request", lambda **_: pytest.fail("a request was made"))
+    with pytest.raises(RequestError, match="prompt has 3 texts; 2 are allowed"):
+        read_completion_call({"prompt": ["a", "b", "c"]}, 2)

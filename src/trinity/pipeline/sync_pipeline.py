@@ -5,12 +5,14 @@ Its methods are made of ``Pipeline``'s, so that the two cannot differ.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import itertools
 import sys
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -231,15 +233,22 @@ class SyncStream:
 
 def _iterate(door: SyncPipeline, results: AsyncGenerator[T, None]) -> Iterator[T]:
     """Iterate over an asynchronous generator of the door's loop, and close it at the end or when left."""
+    turn = asyncio.Lock()  # a step that Ctrl-C has left may still be ending on the loop
     try:
-        while (each := door.thread.run(_next(results))) is not _END:
+        while (each := door.thread.run(_next(results, turn))) is not _END:
             yield each
     finally:
-        _run_unless_closed(door.thread, results.aclose())
+        _run_unless_closed(door.thread, _leave(results, turn))
 
 
-async def _next(several: Any) -> Any:
-    return await anext(several, _END)
+async def _next(several: Any, turn: AbstractAsyncContextManager[Any] | None = None) -> Any:
+    async with turn or nullcontext():
+        return await anext(several, _END)
+
+
+async def _leave(results: AsyncGenerator[Any, None], turn: asyncio.Lock) -> None:
+    async with turn:
+        await results.aclose()
 
 
 async def _cancel(stream: Stream) -> None:
@@ -264,7 +273,8 @@ def _close_later(thread: LoopThread, pipeline: Pipeline) -> None:
     if pipeline.state == "new":
         thread.close()
     else:
-        thread.begin(_close_both(thread, pipeline))
+        with suppress(ClosedError):  # a copy in a process that was forked from its own
+            thread.begin(_close_both(thread, pipeline))
 
 
 async def _close_both(thread: LoopThread, pipeline: Pipeline) -> None:

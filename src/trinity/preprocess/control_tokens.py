@@ -122,6 +122,10 @@ class HiddenTokens:
         """Count the control tokens that a template wrote."""
         return Counter(self._controls.pattern.findall(rendered))
 
+    def count_hidden(self, text: str) -> int:
+        """Count the control tokens that were taken out of a text: each is a token at least, once it is written."""
+        return sum(1 for _ in self._marks.finditer(text))
+
     def split(self, text: str) -> list[str]:
         """Split a text into plain text, hidden token, plain text, and so on."""
         pieces = self._marks.split(text)

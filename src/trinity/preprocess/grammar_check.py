@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_starting = threading.Lock()  # the size of a stack is one setting of the whole process
 STACK_BYTES = 256 << 20  # of a compiling thread: its recursion is as deep as rules refer to each other
 WALK = 48  # tokens that are drawn on trial
 SPACES = r"( |\n {0,40}|\n\t{0,20})"  # between the parts of JSON: with any, an output may go on with spaces for ever
@@ -45,12 +46,13 @@ def make_matcher(kind: str, text: str, tokenizer: Any) -> Any:
 
 def with_deep_stack(work: Callable[[], None], name: str) -> threading.Thread:
     """Start ``work`` on a thread with room for deep recursion; only what it uses of its stack takes memory."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     return thread
 
 

@@ -249,7 +249,8 @@ class RequestProcessor:
         with _prompt_errors(request.request_id):
             text = self._prompt_reader.split(request, Counter(item.kind for item in media))
         limit = self._prompt_limit()
-        if sum(map(len, text.pieces)) > limit * _CHARACTERS_PER_TOKEN:
+        hidden = 0 if text.hidden is None else sum(map(text.hidden.count_hidden, text.pieces))
+        if hidden > limit or sum(map(len, text.pieces)) > limit * _CHARACTERS_PER_TOKEN:
             raise RequestTooLarge(
                 f"the prompt's text has far more than the limit of {limit} tokens; shorten it", request.request_id
             )

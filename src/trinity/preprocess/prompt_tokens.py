@@ -55,8 +55,12 @@ class PromptTokenizer:
     def _encode_pieces(self, pieces: Sequence[str], special: bool) -> list[int]:
         """Encode text and hidden tokens in turn, as transformers does for sanitized chats."""
         ids = self._encode(pieces[0], False)
+        known: dict[tuple[str, bool], list[int]] = {}  # a text of one control token again and again is cheap to send
         for at, piece in enumerate(pieces[1:], 1):
-            ids += self._encode_inside(piece, at % 2 == 1)
+            key = (piece, at % 2 == 1)
+            if key not in known:
+                known[key] = self._encode_inside(*key)
+            ids += known[key]
         if special:
             before, after = self._find_ends()
             ids = [*before, *ids, *after]

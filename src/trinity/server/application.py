@@ -149,7 +149,7 @@ class ModelServer:
         )
 
     async def serve_completion(self, exchange: Exchange) -> None:
-        call, name = self._prepare(read_completion_call(await exchange.read_json()))
+        call, name = self._prepare(read_completion_call(await exchange.read_json(), self.config.max_choices))
         await answer_call(self.pipe, exchange, call, CompletionReply(call, name, self._token_texts()))
 
     async def serve_response(self, exchange: Exchange) -> None:

@@ -175,12 +175,17 @@ def make_request(**fields: Any) -> Request:
     return Request(**fields, untrusted=True)
 
 
-def read_completion_call(body: Mapping[str, Any]) -> ParsedCall:
-    """Read the body of a completion. Raises ``RequestError`` that names the field at fault."""
+def read_completion_call(body: Mapping[str, Any], most_prompts: int = 1024) -> ParsedCall:
+    """Read the body of a completion. Raises ``RequestError`` that names the field at fault.
+
+    ``most_prompts`` are counted before a request is made of one: a body of a few MiB holds millions.
+    """
     asked = read_fields(body, CompletionBody)
     texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
     if not texts:
         raise RequestError("prompt must have at least one text")
+    if len(texts) > most_prompts:
+        raise RequestError(f"prompt has {len(texts)} texts; {most_prompts} are allowed")
     sampling, name = make_sampling(asked, asked.logprobs, read_form(body)), new_id("cmpl")
     requests = [
         make_request(
