@@ -132,3 +132,15 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools() -> None:
         ChatTemplate(Named({"x": "a", "y": "b"}), Named(None)).find()
     with pytest.raises(PromptProblem, match="no chat template"):
         ChatTemplate(Named(None), Named(None)).find()
+
+
+def test_values_in_arguments_of_calls_count_as_those_of_the_chat(processor: RequestProcessor) -> None:
+    """A text of a MiB held half a million, which took two seconds on a thread, and all calls share the bound."""
+
+    def ask(values: int) -> Request:
+        call = {**CALL, "function": {"name": "weather", "arguments": f'{{"city": [{"0," * values}0]}}'}}
+        return Request(messages=[{"role": "assistant", "content": None, "tool_calls": [call, call]}])
+
+    processor.process(ask(50))
+    with pytest.raises(RequestError, match="arguments of tool calls hold more than 100000 values"):
+        processor.process(ask(60_000))

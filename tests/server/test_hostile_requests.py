@@ -31,6 +31,7 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "half a character": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json"),
     "NaN": (b'{"messages": [], "temperature": NaN}', 400, "invalid_json"),
     "a depth bomb": (depth_bomb(), 400, "invalid_json"),
+    "millions of values": (b'{"messages": [' + b"[]," * (1 << 21) + b"[]]}", 400, "too_many_values"),
     "a deep unknown field": (
         b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}",
         200,

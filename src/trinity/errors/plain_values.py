@@ -15,7 +15,7 @@ from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
 _MOST_LISTED = 4096  # items of a list
-_MOST_PARTS = 100_000  # values in a chat
+MOST_PARTS = 100_000  # values in a chat
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # one letter is a drive
 
 
@@ -157,17 +157,18 @@ def read_items(name: str, items: Any) -> list[Any]:
     return [item for _, item in zip(range(many), items, strict=False)]
 
 
-def read_chat(name: str, value: Any, most: int) -> Any:
+def read_chat(name: str, value: Any, most: int, left: list[int] | None = None) -> Any:
     """Copy lists, mappings and texts (of at most ``most`` characters), so that no later change of them is seen.
 
-    Anything else in them stays as it is. Raises ``Unfit`` for too many values.
+    Anything else in them stays as it is. ``left`` (``MOST_PARTS``): number of values that may come, which is counted
+    down, for what is read in parts. Raises ``Unfit`` for more.
     """
-    left = [_MOST_PARTS]
+    left = [MOST_PARTS] if left is None else left
 
     def copy(each: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
-            raise Unfit(f"{name} hold more than {_MOST_PARTS} values; give fewer")
+            raise Unfit(f"{name} hold more than {MOST_PARTS} values; give fewer")
         if isinstance(each, str):
             return read_text(name, each, most)
         if isinstance(each, Mapping):

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from trinity.errors.plain_values import MOST_PARTS, Unfit, read_chat
 from trinity.preprocess.control_tokens import HiddenTokens, check_roles
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Media
@@ -111,13 +112,13 @@ def build_chat(
     roles must then be known ones. Raises ``PromptProblem``.
     """
     seen: Counter[str] = Counter()
-    chat = []
+    chat, left = [], [MOST_PARTS]
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptProblem('every message must be a dict with a "role" and a "content"', media=False)
         parts = [_part(part) for part in _content(message)]
         seen.update(part["type"] for part in parts if part["type"] != "text")
-        chat.append({**message, **_tool_calls(message), "content": parts})
+        chat.append({**message, **_tool_calls(message, left), "content": parts})
     _check_counts(seen, counts, "messages= has {wanted} {kind} part(s)")
     if hidden is None:
         for text in (part["text"] for message in chat for part in message["content"] if part["type"] == "text"):
@@ -140,19 +141,25 @@ def check_user_text(text: str, placeholders: Mapping[str, Placeholder]) -> None:
                 )
 
 
-def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the arguments of a message's tool calls mappings, as chat templates read them: OpenAI's are JSON texts."""
+def _tool_calls(message: Mapping[str, Any], left: list[int]) -> dict[str, Any]:
+    """Make the arguments of a message's tool calls mappings, as chat templates read them: OpenAI's are JSON texts.
+
+    ``left``: values that the texts of a chat may still hold, which the check of its fields has not seen.
+    """
     calls = message.get("tool_calls")
-    return {"tool_calls": list(map(_tool_call, calls))} if isinstance(calls, list) else {}
+    return {"tool_calls": [_tool_call(call, left) for call in calls]} if isinstance(calls, list) else {}
 
 
-def _tool_call(call: Any) -> Any:
+def _tool_call(call: Any, left: list[int]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     given = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(given, str):
         return call
     try:
-        arguments = msgspec.json.decode(given or "{}", type=dict[str, Any])
+        read = msgspec.json.decode(given or "{}", type=dict[str, Any])
+        arguments = read_chat("the arguments of tool calls", read, len(given), left)
+    except Unfit as problem:
+        raise PromptProblem(str(problem), media=False) from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise PromptProblem(f"the arguments of a tool call must be a JSON object ({error})", media=False) from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -18,6 +18,7 @@ from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.settings import ServerConfig
 
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+MOST_VALUES = 2 << 20  # of a body; a text with as many commas and brackets has more tokens than a context
 LINGER_S = 1.0  # of a body that is refused
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -76,7 +77,11 @@ class Exchange:
         if kind != b"application/json":  # also what a page of another site could not send without asking first
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
-            body = msgspec.json.decode(await self._read_body())
+            content = await self._read_body()
+            if len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+                # 64 MiB of empty lists would keep the loop for seven seconds, and two gigabytes
+                raise ApiError(400, "too_many_values", f"the body has far more than {MOST_VALUES} values; send fewer")
+            body = msgspec.json.decode(content)
         except RecursionError:
             raise ApiError(400, "invalid_json", "the body is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
