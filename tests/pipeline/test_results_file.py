@@ -19,13 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.emulated_pipelines import MODEL, POOLS, right
+from support.checkpoint_files import checkpoint
+from support.emulated_pipelines import MODEL, POOLS, QUICK, right
 from support.map_requests import asked, bad, collect
+from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, RequestTooLarge
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.pipeline.results_file import ResultsFile, digest_request
 from trinity.request import Output, Request
+from trinity.runtime.loader import name_weights
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +102,25 @@ def test_another_request_under_a_kept_id_is_refused(pipe: Pipeline, runner: asyn
     kept = tmp_path / "outputs.jsonl"
     runner.run(collect(pipe.map(asked(2), resume=kept)))
     other = msgspec.structs.replace(asked(1)[0], text_tokens=99)
-    with pytest.raises(ConfigError, match=r"has the output of another request under the id 'r0'"):
+    with pytest.raises(ConfigError, match=r"has the output of another request or model under the id 'r0'"):
         runner.run(collect(pipe.map([other], resume=kept, on_error="return")))
+
+
+def test_an_output_of_another_model_is_not_taken_for_this_ones(
+    pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """It was given back as this model's, silently."""
+    kept = tmp_path / "outputs.jsonl"
+    runner.run(collect(pipe.map(asked(2), resume=kept)))
+
+    async def resume_with_another() -> None:
+        other = EmulatedModel(shape=LLAVA_15_7B, cost=QUICK, scale=MODEL.scale // 2)
+        async with Pipeline(other, "EPD", cache=CacheConfig(pools=POOLS)) as served:
+            await collect(served.map(asked(2), resume=kept))
+
+    with pytest.raises(ConfigError, match="another request or model"):
+        runner.run(resume_with_another())
+    assert name_weights(Path(checkpoint("llama"))) != name_weights(Path(checkpoint("llava")))
 
 
 def test_a_file_of_another_kind_is_left_as_it_is(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def map_requests(
     ordered: bool,
     progress: bool | Progress | None,
     resume: str | Path | None,
+    model: str,
     on_error: OnError,
 ) -> AsyncGenerator[Any, None]:
     """Check the arguments and begin nothing yet: the first result asked for does. See ``Pipeline.map``."""
@@ -41,7 +42,7 @@ def map_requests(
     if not isinstance(requests, Iterable | AsyncIterable) or isinstance(requests, str | bytes):
         raise ConfigError(f"requests must be an iterable of trinity.Request, got {show(requests)}")
     shown = MapProgress(progress, len(requests) if isinstance(requests, Sized) else None)
-    return _serve_all(serve, requests, concurrency, ordered, shown, resume, returns)
+    return _serve_all(serve, requests, concurrency, ordered, shown, resume, model, returns)
 
 
 async def _serve_all(
@@ -51,9 +52,10 @@ async def _serve_all(
     ordered: bool,
     progress: MapProgress,
     resume: str | Path | None,
+    model: str,
     returns: bool,
 ) -> AsyncGenerator[MapResult, None]:
-    keeper = None if resume is None else Keeper(await run_to_end(ResultsFile, resume), serve)
+    keeper = None if resume is None else Keeper(await run_to_end(ResultsFile, resume, model), serve)
     flight = Flight(keeper.serve if keeper is not None else serve, requests, concurrency, ordered)
     try:
         with progress:

@@ -132,10 +132,13 @@ class LinesFile:
 class ResultsFile:
     """Outputs by request id in a ``LinesFile``. Its calls block: make them on a thread.
 
+    ``model`` (""): name of the one that serves; an output of another counts as another request's.
+
     Raises ``ConfigError`` for a file that holds anything else.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, model: str = "") -> None:
+        self._model = model
         self._lines = LinesFile(path, HEAD)
         self._places: dict[str, Place] = {}
         try:
@@ -164,15 +167,15 @@ class ResultsFile:
         place = self._places.get(request.request_id)
         if place is None:
             return None
-        if place.digest != digest_request(request):
-            text = f"{self._lines.path} has the output of another request under the id {request.request_id!r}"
+        if place.digest != digest_request(request, self._model):
+            text = f"{self._lines.path} has the output of another request or model under the id {request.request_id!r}"
             raise ConfigError(f"{text}; give requests ids of their own (request_id=), or another file")
         kept = msgspec.json.decode(self._lines.read(place.offset, place.length), type=KeptOutput)
         return Output(**{name: getattr(kept, name) for name in Output.__struct_fields__})
 
     def keep(self, request: Request, output: Output) -> None:
         """Append the output of this request. Raises ``ConfigError`` if it cannot be written."""
-        digest = digest_request(request)
+        digest = digest_request(request, self._model)
         fields = {name: getattr(output, name) for name in Output.__struct_fields__}
         line = msgspec.json.encode(KeptOutput(**fields, request_digest=digest), enc_hook=str)
         self._places[request.request_id] = Place(self._lines.append(line), len(line), digest)
@@ -182,8 +185,10 @@ class ResultsFile:
         self._lines.close()
 
 
-def digest_request(request: Request) -> str:
-    """Hash all that an output depends on. Paths and URLs count by name; an object (an open image) by its type alone.
+def digest_request(request: Request, model: str = "") -> str:
+    """Hash all that an output depends on, the model's name with it.
+
+    Paths and URLs count by name; an object (an open image) by its type alone.
 
     Raises ``RequestError`` if a field cannot be written as JSON.
     """
@@ -193,7 +198,7 @@ def digest_request(request: Request) -> str:
         text = msgspec.json.encode(content, enc_hook=_describe, order="deterministic")
     except Exception as error:  # a foreign object among the messages may raise anything
         raise RequestError(f"the request cannot be told from others: {error}", request.request_id) from error
-    return hashlib.blake2b(text, digest_size=12).hexdigest()
+    return hashlib.blake2b(model.encode(errors="surrogateescape") + b"\0" + text, digest_size=12).hexdigest()
 
 
 def _describe(value: Any) -> Any:

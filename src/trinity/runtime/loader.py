@@ -90,6 +90,12 @@ def config_digest(model: Path | EmulatedModel) -> str:
         ) from error
 
 
+def name_weights(model: Path | EmulatedModel) -> str:
+    """Name a model for results that are kept: its folder, since models of one config differ in weights, and config."""
+    digest = config_digest(model)
+    return digest if isinstance(model, EmulatedModel) else f"{model.name} {digest}"
+
+
 def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> Path | EmulatedModel:
     """Return a checkpoint's directory, or an emulated model. ``model``, ``download``: as ``Pipeline`` has them.
 
