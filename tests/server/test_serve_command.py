@@ -54,7 +54,7 @@ async def test_a_running_request_ends_within_the_drain_and_new_ones_are_refused(
         assert (await http.get("/health")).status_code == 200
         codes = await until_ready(http)
         assert set(codes) <= {200, 503}
-        body = chat_body(stream=True, max_tokens=400, ignore_eos=True, temperature=0)
+        body = chat_body(stream=True, max_tokens=1900, ignore_eos=True, temperature=0)
         async with http.stream("POST", CHAT, json=body) as response:
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: {")
