@@ -34,6 +34,7 @@ COMMANDS = {
     "check": Subcommand("trinity.memory.weight_check", "print or compare digests of a checkpoint's files"),
     "instance": Subcommand("trinity.remote.server", "run one instance that pipelines elsewhere attach"),
     "serve": Subcommand("trinity.server.command", "an OpenAI-compatible server on one model", "server"),
+    "train-demo": Subcommand("trinity.demo.__main__", "train the small model of the demo again, from nothing"),
     "version": Subcommand("trinity.commands.version", "print the versions of trinity and of what it runs on"),
 }
 
