@@ -1,7 +1,8 @@
 """Train the demo's model again, from nothing, and examine it.
 
-trinity train-demo DIR                                        as the shipped one: half an hour of one core
-trinity train-demo DIR --eye-steps 60 --answer-steps 100      a minute, to look at it learn
+examples:
+  trinity train-demo DIR                                       as the shipped one: half an hour of one core
+  trinity train-demo DIR --eye-steps 60 --answer-steps 100     a minute, to watch it learn
 """
 
 from __future__ import annotations
