@@ -1,7 +1,7 @@
-"""Serve photographs under every disaggregation method, and prove the tokens equal to transformers' generate().
+"""Ask a small trained model about pictures under every disaggregation method and transport, and compare the answers.
 
-python examples/demo.py                      a tiny random LLaVA, built here, offline
-python examples/demo.py --model DIR          your own checkpoint
+python examples/demo.py                the model of coloured shapes that comes with trinity; writes build/demo.html
+python examples/demo.py --model DIR    your own checkpoint, on four photographs
 """
 
 from __future__ import annotations
@@ -9,23 +9,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads on two busy cores cost four times the time
 
 import msgspec
 
 import trinity
+from trinity.demo import SHAPES_MODEL
+from trinity.demo.accuracy import ANSWER_TOKENS, EXAM_SEED, ExamQuestion, Marks, make_exam
+from trinity.demo.page import Card, render_page
+from trinity.demo.pictures import CORNERS
+from trinity.demo.questions import QUESTION_KINDS
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.supervisor import kept_launcher
 from trinity.testing.oracle import Oracle
+from trinity.transport.base import Remote
+from trinity.transport.inproc import InprocTransport
 
 PHOTOS = sorted((Path(__file__).parent / "photos").glob("*.jpg"))
 QUESTIONS = ("What is in this photo?", "Describe the scene.", "Which colours do you see?", "What happens here?")
+OF_A_KIND = 8  # questions about shapes, of each kind
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D")
 TEXT_METHODS = ("PD", "P+D")  # of a model that takes no images
 IN_PROCESSES = ("E+P+D", "ED+P")  # these again, each instance in a process of its own
@@ -33,24 +41,45 @@ COLUMNS = ("method", "TTFT ms", "ITL ms", "image moves", "KV moves", "in cache",
 TRANSFERS = ("transport", "blocks of", "transfers", "pieces", "MiB", "median ms", "GB/s")
 NEEDS = {"shm": "mmap", "nixl": "nixl_cu13", "ucx": "ucxx"}  # the module that each transport needs
 SCHEMES = tuple(scheme for scheme, module in NEEDS.items() if find_spec(module))
-NOISE = "The weights are random, so that the text is noise; that it is the same noise is what this shows."
 
 
-def requests(multimodal: bool, max_tokens: int, sampling: trinity.Sampling) -> list[trinity.Request]:
+# ---------------------------------------------------------------- what is asked
+
+
+def pick_exam() -> list[ExamQuestion]:
+    """Questions about pictures that the model has never seen, as many of each kind."""
+    drawn = make_exam(40 * OF_A_KIND, EXAM_SEED)
+    kinds = [[each for each in drawn if each.question.kind == kind][:OF_A_KIND] for kind in QUESTION_KINDS]
+    return [each for row in zip(*kinds, strict=True) for each in row]
+
+
+def exam_requests(exam: Sequence[ExamQuestion]) -> list[trinity.Request]:
+    return [trinity.Request(messages=each.messages, images=[each.picture()], max_tokens=ANSWER_TOKENS) for each in exam]
+
+
+def photo_requests(multimodal: bool, max_tokens: int) -> list[trinity.Request]:
     """One request per photograph and one about all of them; or the questions alone."""
     if multimodal:
         asked = [(f"<image>\n{question}", [photo]) for photo, question in zip(PHOTOS, QUESTIONS, strict=False)]
         asked.append(("<image>" * len(PHOTOS) + "\nWhat do these have in common?", PHOTOS))
     else:
         asked = [(question.replace("photo", "sentence"), []) for question in QUESTIONS]
-    return [trinity.Request(text, images=photos, max_tokens=max_tokens, sampling=sampling) for text, photos in asked]
+    return [trinity.Request(text, images=photos, max_tokens=max_tokens) for text, photos in asked]
+
+
+def describe(request: trinity.Request) -> str:
+    if request.messages is not None:
+        return str(request.messages[-1]["content"][-1]["text"])
+    return ", ".join(photo.name for photo in request.images) or str(request.prompt)
+
+
+# ---------------------------------------------------------------- serving it
 
 
 async def show(pipe: trinity.Pipeline, request: trinity.Request) -> trinity.Output:
     """Stream one answer to the terminal."""
-    about = ", ".join(photo.name for photo in request.images) or request.prompt
     async with pipe.stream(request) as tokens:
-        print(f"  {about}: ", end="")
+        print(f"  {describe(request)}: ", end="")
         async for token in tokens:
             print(token.text.replace("\n", " "), end="", flush=True)
         print()
@@ -82,6 +111,53 @@ async def serve_in_processes(
     return served
 
 
+async def serve_everywhere(
+    model: Path, asked: list[trinity.Request], multimodal: bool
+) -> dict[str, list[trinity.Output]]:
+    methods = METHODS if multimodal else TEXT_METHODS
+    served = {method: await serve(model, method, asked, shown) for shown, method in enumerate(methods)}
+    return served | await serve_in_processes(model, asked, IN_PROCESSES if multimodal else TEXT_METHODS[1:])
+
+
+# ---------------------------------------------------------------- the control: a picture that is lost on its way
+
+
+class BlankingRemote:
+    """A peer's pool whose blocks arrive, and are zeroed then."""
+
+    def __init__(self, remote: Remote, into: Any) -> None:
+        self.remote, self.into = remote, into
+
+    async def read(self, source: Sequence[int], target: Sequence[int], within: Any = None) -> int:
+        moved = await self.remote.read(source, target, within)
+        self.into.tensor[list(target)] = 0
+        return moved
+
+    async def generation(self, source: Sequence[int]) -> int:
+        return await self.remote.generation(source)
+
+    async def aclose(self) -> None:
+        await self.remote.aclose()
+
+
+class Blanking(InprocTransport):
+    """A transport that loses what it moves."""
+
+    scheme = "blanking"
+
+    async def attach(self, descriptor: bytes, into: Any) -> Any:
+        return BlankingRemote(await super().attach(descriptor, into), into)
+
+
+async def ask_blindly(model: Path, asked: list[trinity.Request]) -> list[str]:
+    """The answers where features of images are zeroed between the instance that encodes and the one that reads them."""
+    medium = {"image": Blanking(), "kv": "inproc"}
+    return [output.text for output in await serve(model, "E+PD", asked, -1, connector=medium)]
+
+
+# ---------------------------------------------------------------- what it shows
+
+
 def row(method: str, outputs: list[trinity.Output], wanted: list[list[int]]) -> tuple[str, ...]:
     """One line of the table."""
     moved = [record for output in outputs for record in output.transfers]
@@ -99,7 +175,7 @@ def row(method: str, outputs: list[trinity.Output], wanted: list[list[int]]) -> 
     )
 
 
-def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in [columns, *rows]
@@ -121,37 +197,93 @@ def transfers(outputs: list[trinity.Output]) -> list[tuple[str, ...]]:
     return lines
 
 
-async def run(model: Path, max_tokens: int, random_weights: bool) -> bool:
-    multimodal = (await asyncio.to_thread(RequestProcessor, model)).multimodal
-    asked = requests(multimodal, max_tokens, trinity.Sampling(ignore_eos=random_weights))
-    about = f"about {len(PHOTOS)} photographs" if multimodal else "of text alone"
-    print(f"{len(asked)} requests {about}; first the model's own generate() in float32 ...")
+def draw_answers(exam: Sequence[ExamQuestion], answers: Sequence[str]) -> str:
+    """The first question of each kind: its picture in words, corner by corner, the answer and the truth."""
+    lines = []
+    for each, answer in list(zip(exam, answers, strict=True))[: len(QUESTION_KINDS)]:
+        names = {shape.corner: shape.name for shape in each.scene.shapes}
+        top, bottom = (
+            " | ".join(names.get(corner, "").ljust(15) for corner in row) for row in (CORNERS[:2], CORNERS[2:])
+        )
+        lines += [
+            f"{each.question.kind:10}{each.question.text}",
+            f"{'':10}[ {top} ]  answer: {answer.strip()}{'' if each.is_right(answer) else '   WRONG'}",
+            f"{'':10}[ {bottom} ]  truth:  {each.question.answer}",
+        ]
+    return "\n".join(lines)
+
+
+def chance_of(exam: Sequence[ExamQuestion]) -> float:
+    """The share that is right by guessing: by a question's own kind, as often as each answer is right in the exam."""
+    kinds = [[each.question.answer for each in exam if each.question.kind == kind] for kind in QUESTION_KINDS]
+    return sum(answers.count(answer) / len(answers) for answers in kinds for answer in answers) / len(exam)
+
+
+class Served(NamedTuple):
+    """Outputs of each method, the rows of the table about them, and if all tokens are those of generate()."""
+
+    outputs: dict[str, list[trinity.Output]]
+    rows: list[tuple[str, ...]]
+    equal: bool
+
+
+async def compare(model: Path, asked: list[trinity.Request], multimodal: bool) -> Served:
+    """Serve the requests everywhere, and print the tables."""
+    print("First the model's own generate() in float32, then trinity.")
     wanted = await asyncio.to_thread(lambda: Oracle(model).generate_all(asked))
-    methods = METHODS if multimodal else TEXT_METHODS
-    served = {method: await serve(model, method, asked, shown) for shown, method in enumerate(methods)}
-    served |= await serve_in_processes(model, asked, IN_PROCESSES if multimodal else TEXT_METHODS[1:])
-    print(f"\n{NOISE}\n" if random_weights else "")
-    print(table(COLUMNS, [row(method, outputs, wanted) for method, outputs in served.items()]))
+    served = await serve_everywhere(model, asked, multimodal)
+    rows = [row(method, outputs, wanted) for method, outputs in served.items()]
+    print("\n" + table(COLUMNS, rows))
     print("\n" + table(TRANSFERS, transfers([output for outputs in served.values() for output in outputs])))
-    return all([output.token_ids for output in outputs] == wanted for outputs in served.values())
+    return Served(served, rows, all([each.token_ids for each in outputs] == wanted for outputs in served.values()))
+
+
+async def run_shapes(page: Path) -> bool:
+    """The model that comes with trinity: right answers, the same everywhere, and wrong ones where images are lost."""
+    exam = pick_exam()
+    asked = exam_requests(exam)
+    print(f"{len(exam)} questions about pictures that the model has never seen, {OF_A_KIND} of each kind.")
+    served = await compare(SHAPES_MODEL, asked, multimodal=True)
+    answers = [output.text for output in served.outputs[METHODS[0]]]
+    blind = await ask_blindly(SHAPES_MODEL, asked)
+    lines = (
+        f"Right: {Marks.of(exam, answers)}",
+        f"Right where image blocks are zeroed on their way: {Marks.of(exam, blind).share:.1%}",
+        f"Right by guessing: {chance_of(exam):.1%}",
+    )
+    print("\n" + draw_answers(exam, answers) + "\n\n" + "\n".join(lines))
+    cards = [Card(*each) for each in zip(exam, answers, blind, strict=True)]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    html = render_page("trinity: a model of shapes, disaggregated", lines, [COLUMNS, *served.rows], cards)
+    page.write_text(html, encoding="utf-8")
+    print(f"All pictures and answers: {page}")
+    return served.equal
+
+
+async def run_photos(model: Path, max_tokens: int) -> bool:
+    """A checkpoint of your own, about photographs."""
+    multimodal = (await asyncio.to_thread(RequestProcessor, model)).multimodal
+    asked = photo_requests(multimodal, max_tokens)
+    print(f"{len(asked)} requests {f'about {len(PHOTOS)} photographs' if multimodal else 'of text alone'}.")
+    return (await compare(model, asked, multimodal)).equal
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory in transformers' format")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer about photographs")
+    parser.add_argument(
+        "--page", type=Path, default=Path("build/demo.html"), help="where the page of pictures is written"
+    )
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="trinity-demo-") as folder:
-        from transformers.utils import logging
+    from transformers.utils import logging
 
-        from trinity.testing.checkpoints import build_checkpoint
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        model = given.model or build_checkpoint("llava", Path(folder))
-        try:
-            equal = asyncio.run(run(model, given.max_tokens, random_weights=given.model is None))
-        except trinity.TrinityError as error:
-            parser.exit(2, f"demo: {error}\n")
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    running = run_photos(given.model, given.max_tokens) if given.model else run_shapes(given.page)
+    try:
+        equal = asyncio.run(running)
+    except trinity.TrinityError as error:
+        parser.exit(2, f"demo: {error}\n")
     print("\nEvery token equals generate()." if equal else "\nTOKENS DIFFER from generate().")
     raise SystemExit(0 if equal else 1)
 

@@ -53,7 +53,7 @@ def convert(gguf: Path, directory: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    place: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     read: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(**place)
     fields = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}

@@ -16,7 +16,8 @@ def scene(**placed: str) -> Scene:
     shapes = []
     for corner, name in placed.items():
         row, column = divmod(CORNERS.index(corner.replace("_", " ")), 2)
-        shapes.append(DrawnShape(*name.split(), row, column, 0.0, 0.0, 0.1))
+        colour, shape = name.split()
+        shapes.append(DrawnShape(colour, shape, row, column, 0.0, 0.0, 0.1))
     return Scene(tuple(shapes), (0, 0, 0))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import trinity
-from support.paths import ROOT
+from support.paths import BINARY, ROOT
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
@@ -33,7 +33,7 @@ def texts() -> Iterator[tuple[Path, str]]:
     """Every text file that git knows, but for this one."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     for path in map(ROOT.__truediv__, filter(None, listed.stdout.split("\0"))):
-        if path.suffix not in {".jpg", ".png", ".gz"} and path.is_file() and path != Path(__file__).resolve():
+        if path.suffix not in BINARY and path.is_file() and path != Path(__file__).resolve():
             yield path, path.read_text(encoding="utf-8")
 
 

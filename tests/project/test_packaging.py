@@ -24,6 +24,7 @@ SOURCES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" /
 SHIPPED = {name for name in SOURCES if "__pycache__" not in name} | {"trinity/py.typed"}
 DATA = ("servegen-image-1h.jsonl.gz", "servegen-image-24h.jsonl.gz", "ORIGIN.md", "LICENSE.Apache-2.0")
 SHIPPED |= {f"trinity/traces/data/{name}" for name in DATA}
+SHIPPED |= {f"trinity/demo/shapes/{path.name}" for path in (ROOT / "src" / "trinity" / "demo" / "shapes").iterdir()}
 STABLE = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from support.paths import ROOT
+from support.paths import BINARY, ROOT
 from tools import check_docs, check_imports, check_sizes
 from trinity.memory import native
 
@@ -119,11 +119,17 @@ def test_set_up_has_a_pip_that_knows_groups_before_it_names_one() -> None:
     assert all("-c constraints.txt" in line for line in lines)
 
 
+def test_one_model_is_shipped_and_no_other_weights() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    weights = [name for name in listed.stdout.splitlines() if re.search(r"\.(safetensors|gguf|bin|pt|npz)$", name)]
+    assert weights == ["src/trinity/demo/shapes/model.safetensors"]
+
+
 def test_no_file_names_a_registry_or_a_machine_path() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     hosts = "|".join(["py" + r"pi\.org", r"pythonhosted\.org", r"download\.pytorch", "/wo" + "rk/", "/ro" + "ot/"])
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).suffix not in {".jpg", ".png", ".gz"} and (ROOT / name).is_file():
+        if (ROOT / name).suffix not in BINARY and (ROOT / name).is_file():
             assert not re.search(hosts, (ROOT / name).read_text(encoding="utf-8")), name
 
 

@@ -10,3 +10,4 @@ TESTS = ROOT / "tests"
 EXAMPLES = ROOT / "examples"
 PHOTOS = EXAMPLES / "photos"
 PYTHON_PATH = os.pathsep.join((str(ROOT / "src"), str(TESTS)))  # PYTHONPATH of a process that a test starts
+BINARY = frozenset({".jpg", ".gz", ".safetensors"})  # of photographs, traces and the one model that is shipped

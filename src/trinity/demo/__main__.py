@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _read_arguments(arguments, Schedule())
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(given.threads)
-    train(given.directory, Schedule(given.eye_steps, given.answer_steps, seed=given.seed), _say)
+    schedule = Schedule(given.eye_steps, given.answer_steps, rate=given.rate, seed=given.seed)
+    train(given.directory, schedule, _say, given.start)
     examine(given.directory, given.questions)
     return 0
 
@@ -41,6 +42,8 @@ def _read_arguments(arguments: Sequence[str] | None, usual: Schedule) -> argpars
     parser.add_argument("directory", type=Path, help="where the checkpoint is written")
     parser.add_argument("--eye-steps", type=int, default=usual.eye_steps)
     parser.add_argument("--answer-steps", type=int, default=usual.answer_steps)
+    parser.add_argument("--rate", type=float, default=usual.rate, help="the highest learning rate")
+    parser.add_argument("--start", type=Path, help="a checkpoint of this command to go on from")
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--questions", type=int, default=1200, help="of the exam")

@@ -73,7 +73,8 @@ def generate_answers(directory: Path, exam: Sequence[ExamQuestion]) -> list[str]
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    processor: Any = AutoProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+    read: Any = AutoProcessor.from_pretrained
+    processor: Any = read(directory, backend="pil", local_files_only=True)
     whole: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     texts = [processor.apply_chat_template(each.messages, add_generation_prompt=True) for each in exam]
     lengths = [len(processor.tokenizer(text)["input_ids"]) for text in texts]

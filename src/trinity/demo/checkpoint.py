@@ -81,7 +81,7 @@ def _make_tokenizer() -> Any:
 def _make_model(tokenizer: Any) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    shared = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
+    shared: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
     vision = {**shared, "num_hidden_layers": VISION_LAYERS, "image_size": SIZE, "patch_size": PATCH}
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids["eos_token_id"] = tokenizer.eos_token_id
@@ -95,7 +95,8 @@ def _make_model(tokenizer: Any) -> Any:
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
     )
-    model = LlavaForConditionalGeneration(config).float()
+    model: Any = LlavaForConditionalGeneration(config)
+    model.float()
     for name, value in ids.items():
         setattr(model.generation_config, name, value)
     return model
@@ -124,6 +125,15 @@ def save_checkpoint(parts: DemoParts, directory: Path) -> None:
         "num_additional_image_tokens": 1,
     }
     (directory / "processor_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def load_weights(parts: DemoParts, directory: Path) -> None:
+    """Read the weights of a checkpoint that ``save_checkpoint`` wrote into ``parts``."""
+    import torch
+
+    kind: Any = type(parts.model)
+    whole = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    parts.model.load_state_dict(whole.state_dict())
 
 
 def _edit_json(path: Path, **fields: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple
@@ -52,6 +53,15 @@ class Lesson(NamedTuple):
         before = torch.ones(length, length, dtype=torch.bool).tril()
         seen, seeing = self.chains[:, None, :], self.chains[:, :, None]
         return (before & ((seen == 0) | (seen == seeing)))[:, None]
+
+    def weigh_kinds(self) -> Tensor:
+        """Weigh the labels of each question [asked] so that kinds count alike, however long their answers are."""
+        kinds = [each.kind for each in self.asked]
+        labels = torch.bincount(self.question[self.question >= 0], minlength=len(kinds)).tolist()
+        totals: Counter[str] = Counter()
+        for kind, count in zip(kinds, labels, strict=True):
+            totals[kind] += count
+        return torch.tensor([1 / (len(totals) * totals[kind]) for kind in kinds])
 
 
 class Teacher:

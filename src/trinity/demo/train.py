@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trinity.demo.checkpoint import PATCHES, DemoParts, make_parts, save_checkpoint
+from trinity.demo.checkpoint import PATCHES, DemoParts, load_weights, make_parts, save_checkpoint
 from trinity.demo.lessons import NO_LABEL, WORDS_OF_A_PATCH, Lesson, Pictures, Teacher
 from trinity.demo.questions import QUESTION_KINDS
 
@@ -47,10 +47,12 @@ class Schedule:
     seed: int = 0
 
 
-def train(directory: Path, schedule: Schedule, log: Callable[[str], None] = print) -> None:
-    """Train a model and write it into ``directory``, now and then on the way too."""
+def train(directory: Path, schedule: Schedule, log: Callable[[str], None] = print, start: Path | None = None) -> None:
+    """Train a model and write it into ``directory``, on the way too; ``start``: a checkpoint to go on from."""
     torch.manual_seed(schedule.seed)
     parts = make_parts()
+    if start is not None:
+        load_weights(parts, start)
     learner, teacher = Learner(parts), Teacher(parts.tokenizer, schedule.seed)
     log(f"{sum(each.numel() for each in parts.model.parameters()):,} parameters")
 
@@ -86,7 +88,7 @@ def _fit(
             group["lr"] = rate * _share_of_rate(number, steps)
         optimiser.zero_grad()
         loss = loss_of()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         if number % _LOGGED == 0:
@@ -130,7 +132,8 @@ class Learner:
         drawn = teacher.draw(pictures)
         lesson, features = teacher.ask(drawn.scenes), self.look(drawn.pixels)
         wanted = lesson.labels != NO_LABEL
-        answers = cross_entropy(self.answer(lesson, features, wanted), lesson.labels[wanted])
+        losses = cross_entropy(self.answer(lesson, features, wanted), lesson.labels[wanted], reduction="none")
+        answers = (losses * lesson.weigh_kinds()[lesson.question[wanted]]).sum()
         return answers + EYES_LEARN_ON * self._name_words(features, drawn.words)
 
     def look(self, pixels: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ TRACE_ROWS = 1_000_000  # a pipeline keeps the rows of its last requests, to bou
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    - ``model``: a directory, a hub id that is cached or that ``download`` (False) lets it fetch, or ``EmulatedModel``.
+    - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
     - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
       or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``, which is not applied.
     - ``instances`` (count, None): how many to start with under "auto".

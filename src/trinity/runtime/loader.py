@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import POOL_SHARE, DeviceTenant, free_when_loaded, group_by_device, share_of_pools
 from trinity.costs.pool_sizes import available_memory, size_pools
 from trinity.costs.step_cost import CostTables
+from trinity.demo import SHAPES_MODEL
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from trinity.stages.models import LoadedModel
 
 DEFAULT_CACHE_BYTES = 1 << 30  # at most, of an instance's pools on a CPU; an eighth of free memory if that is less
+SHIPPED_MODEL = "shapes"  # the name of the checkpoint that comes with trinity
 DEFAULT_BLOCKS = 8192  # at most, of each kind
 PROBE_BLOCKS = {IMAGE: 64, KV: 512}  # blocks of each kind in a copy that is only profiled
 DEFAULT_RULES = BatchRules()
@@ -103,7 +106,8 @@ def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> 
     """
     if isinstance(model, EmulatedModel):
         return model
-    folder = locate_model(model, download)
+    shipped = model == SHIPPED_MODEL and not os.path.lexists(model)
+    folder = SHAPES_MODEL if shipped else locate_model(model, download)
     check_directory(folder)
     return folder.absolute()  # a program may change its directory before the start
 
