@@ -11,7 +11,7 @@ from support.checkpoint_files import checkpoint
 from support.paths import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDE = ("placements", "transports", "planning", "reliability", "gpu", "benchmarks")
+GUIDE = ("requests", "placements", "transports", "planning", "reliability", "gpu", "benchmarks")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -41,7 +41,9 @@ def test_block_runs(
     monkeypatch.chdir(tmp_path)
     program = "\n" * (line - 1) + block.replace("path/to/llava", str(checkpoint("llava")))
     exec(compile(program, str(document), "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out.strip()
+    said = capsys.readouterr().out.strip()
+    assert said
+    assert [line for line in re.findall(r"# prints (.*)$", block, re.MULTILINE) if line not in said] == []
 
 
 def test_the_readme_shows_python() -> None:
