@@ -1,4 +1,4 @@
-"""Program that compiles a grammar in a process that may be killed: ``python grammar_check.py CPU_SECONDS BYTES``.
+"""Program that compiles a grammar in a process that may be killed: ``grammar_check.py CPU_SECONDS BYTES NICENESS``.
 
 Hostile grammars overflow a compiler's stack, or keep it busy for hours; here they end nobody else's process. It reads
 JSON [kind, text] and prints JSON: "" if the grammar can serve, else why not. It imports nothing of trinity, to start
@@ -8,6 +8,8 @@ fast, and is imported for what both sides need.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 
 _starting = threading.Lock()  # the size of a stack is one setting of the whole process
 STACK_BYTES = 256 << 20  # of a compiling thread: its recursion is as deep as rules refer to each other
+TIME_SIGNALS = (signal.SIGPROF, signal.SIGXCPU)  # which end the process when its CPU time has
 WALK = 48  # tokens that are drawn on trial
 SPACES = r"( |\n {0,40}|\n\t{0,20})"  # between the parts of JSON: with any, an output may go on with spaces for ever
 LIMITS: dict[str, Any] = {
@@ -77,11 +80,14 @@ def find_problem(kind: str, text: str) -> str:
     return found
 
 
-def main(cpu_s: int, most_bytes: int) -> None:
+def main(cpu_s: float, most_bytes: int, niceness: int) -> None:
     """Answer one question of the standard input within so much CPU time and memory."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    os.nice(niceness)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # a limit of the kernel has whole seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 2))
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kind, text = json.load(sys.stdin)
@@ -91,4 +97,4 @@ def main(cpu_s: int, most_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,15 +17,16 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from trinity.errors import describe_error, pip_install
 from trinity.preprocess import grammar_check
 from trinity.request import Structured
 
 GRAMMAR_KINDS = {"json_schema": "the JSON schema", "regex": "the regex", "grammar": "the grammar"}
-CPU_S = 2  # that a grammar may take to compile and to be tried
-MEMORY_BYTES = 4 << 30  # of address space, stacks included, in the process that tries it
+QUICK_S = 0.5  # of CPU time; a process starts in 0.1 s, and a schema of 1,000 properties takes another 0.2 s
+CPU_S = 2.0  # that a grammar may take to compile and to be tried, at most
+MEMORY_BYTES = 1 << 30  # of address space, stacks included, in the process that tries it
 _PATIENCE_S = 30.0  # for those seconds on a busy machine
 _MOST_GRAMMARS = 64  # that are kept compiled; answers of checks are kept for four times as many
 _MOST_SAID = 600  # characters of an error of the compiler
@@ -33,6 +34,21 @@ _MOST_SAID = 600  # characters of an error of the compiler
 
 class GrammarProblem(ValueError):
     """Reason why a grammar cannot be served."""
+
+
+class SlowGrammar(GrammarProblem):
+    """The grammar took more CPU time than it was given."""
+
+
+class NoTime(GrammarProblem):
+    """This host had no time for the grammar just now."""
+
+
+class GrammarAnswer(NamedTuple):
+    """What is wrong with a grammar, "" for nothing; ``slow``: the time ended first."""
+
+    problem: str
+    slow: bool = False
 
 
 def split_grammar(structured: str) -> tuple[str, str]:
@@ -58,20 +74,22 @@ def check_installed() -> None:
 
 
 @lru_cache(maxsize=4 * _MOST_GRAMMARS)
-def try_grammar(structured: str) -> str:
-    """Try a grammar in a process that may be killed; returns what is wrong with it, "" for nothing. Blocks.
+def try_grammar(structured: str, cpu_s: float) -> GrammarAnswer:
+    """Try a grammar in a process that may be killed, within ``cpu_s`` seconds of its CPU time. Blocks.
 
-    Raises ``GrammarProblem`` if this host had no time for it.
+    Raises ``NoTime`` if this host had no time for it.
     """
-    command = [sys.executable, "-P", grammar_check.__file__, str(CPU_S), str(MEMORY_BYTES)]
+    niceness = 5 if cpu_s <= QUICK_S else 15  # those that take long give way, and all to those who serve
+    command = [sys.executable, "-P", grammar_check.__file__, str(cpu_s), str(MEMORY_BYTES), str(niceness)]
     question = json.dumps(split_grammar(structured)).encode()
     try:
         done = subprocess.run(command, input=question, capture_output=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise GrammarProblem(f"the grammar was not compiled within {_PATIENCE_S:g} s; give a simpler one") from None
+        raise NoTime(f"the grammar was not compiled within {_PATIENCE_S:g} s; give a simpler one") from None
     if done.returncode:
-        return f"it is too complex: compiling it took more than {CPU_S} s of CPU time, or the memory for it"
-    return str(json.loads(done.stdout))[:_MOST_SAID]
+        text = f"it is too complex: compiling it took more than {cpu_s:g} s of CPU time, or the memory for it"
+        return GrammarAnswer(text, slow=-done.returncode in grammar_check.TIME_SIGNALS)
+    return GrammarAnswer(str(json.loads(done.stdout))[:_MOST_SAID])
 
 
 def load_fast_tokenizer(directory: Path) -> Any:
@@ -162,13 +180,19 @@ def _compiler_of(directory: Path, stamps: tuple[tuple[int, int], ...]) -> Gramma
     return GrammarCompiler(directory)
 
 
-def check_grammar(structured: str, directory: Path) -> None:
-    """Check that a grammar can be served with a checkpoint's tokenizer. Blocks. Raises ``GrammarProblem`` if not."""
+def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) -> None:
+    """Check that a grammar can be served with a checkpoint's tokenizer. Blocks.
+
+    - ``cpu_s`` (s, ``CPU_S``): CPU time that it may take to be tried.
+
+    Raises ``GrammarProblem`` if it cannot: ``SlowGrammar`` if that time was too short, ``NoTime`` on a busy host.
+    """
     check_installed()
     kind, _ = split_grammar(structured)
-    problem = try_grammar(structured)
-    if problem:
-        raise GrammarProblem(f"{GRAMMAR_KINDS[kind]} is refused: {problem}")
+    answer = try_grammar(structured, CPU_S if cpu_s is None else cpu_s)
+    if answer.problem:
+        error = SlowGrammar if answer.slow else GrammarProblem
+        raise error(f"{GRAMMAR_KINDS[kind]} is refused: {answer.problem}")
     matcher = compiler_of(directory).compile(structured).result().deep_copy()
     allowed = any(matcher.compute_bitmask())
     problem = matcher.get_error()

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from trinity.core.logits_processors import find_logits_processor
 from trinity.errors import ClosedError, ConfigError, RequestError, own_errors
-from trinity.preprocess.grammars import GrammarProblem, check_grammar, join_grammar
+from trinity.preprocess.grammar_trials import GrammarTrials
+from trinity.preprocess.grammars import GrammarProblem, check_installed, join_grammar
 from trinity.request import Request, Sampling
 
 FindStopIds = Callable[[Sampling], tuple[Collection[int], Collection[int]]]
 
 
 class SamplingDoor:
-    """Checks of one pipeline's requests, on a thread of their own: a slow grammar delays others of its kind alone.
+    """Checks of one pipeline's requests, on threads of their own: a slow grammar delays others of its kind alone.
 
     - ``directory``: of the checkpoint.
     - ``registered`` (True): processors that this process registered count, since instances are threads of it.
@@ -25,40 +26,55 @@ class SamplingDoor:
     registered = True
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._closed = directory, False
+        self._closed = False
+        self._trials = GrammarTrials(directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trinity-sampling-door")  # starts with the first check
 
     async def admit(self, request: Request, find_stop_ids: FindStopIds) -> Request:
         """Return a checked request whose sampling can serve; ``find_stop_ids`` lists tokens that end its output.
 
-        Raises ``RequestError``, or ``ClosedError`` after ``close()``.
+        Raises ``RequestError`` (``Overloaded`` where too many grammars are being tried), or ``ClosedError`` after
+        ``close()``.
         """
         sampling = request.sampling
-        if sampling.logits_processor is not None or sampling.structured is not None:
-            if self._closed:
-                raise ClosedError("the request processor is closed")
-            await asyncio.get_running_loop().run_in_executor(self._pool, self._check, request, find_stop_ids)
-        return request
-
-    def _check(self, request: Request, find_stop_ids: FindStopIds) -> None:
+        if sampling.logits_processor is None and sampling.structured is None:
+            return request
         if self._closed:
-            raise ClosedError("the request processor was closed before it reached this request")
-        sampling = request.sampling
+            raise ClosedError("the request processor is closed")
         try:
-            with own_errors(request.request_id, "checking the sampling", (GrammarProblem,)):
+            with own_errors(request.request_id, "checking the sampling", (GrammarProblem, asyncio.CancelledError)):
                 if sampling.logits_processor is not None:
-                    find_logits_processor(sampling.logits_processor, registered=self.registered)
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._pool, self._find_processor, sampling.logits_processor)
                 if sampling.structured is not None:
-                    if not find_stop_ids(sampling)[0]:
-                        raise GrammarProblem(
-                            "structured output ends with an end-of-sequence token, and there is none here; "
-                            "leave ignore_eos out, or name one in stop_token_ids"
-                        )
-                    check_grammar(join_grammar(sampling.structured), self._directory)
+                    check_ends(sampling, find_stop_ids)
+                    await self._try(join_grammar(sampling.structured), request.request_id)
         except (ConfigError, GrammarProblem) as problem:
             raise RequestError(str(problem), request.request_id) from problem
+        return request
+
+    def _find_processor(self, name: str) -> None:
+        if self._closed:
+            raise ClosedError("the request processor was closed before it reached this request")
+        find_logits_processor(name, registered=self.registered)
+
+    async def _try(self, structured: str, request_id: str) -> None:
+        check_installed()
+        problem = await self._trials.find_problem(structured, request_id)
+        if problem:
+            raise GrammarProblem(problem)
 
     def close(self) -> None:
-        """Let a running check end, refuse those that wait, join the thread. Blocks."""
+        """Let running checks end, refuse those that wait, join the threads. Blocks."""
         self._closed = True
+        self._trials.close()
         self._pool.shutdown(wait=True)
+
+
+def check_ends(sampling: Sampling, find_stop_ids: FindStopIds) -> None:
+    """Raise ``GrammarProblem`` where nothing may end an output of a form."""
+    if not find_stop_ids(sampling)[0]:
+        raise GrammarProblem(
+            "structured output ends with an end-of-sequence token, and there is none here; "
+            "leave ignore_eos out, or name one in stop_token_ids"
+        )

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -24,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from trinity.errors import ClosedError
+from trinity.errors import ClosedError, RequestError
 from trinity.pipeline import Pipeline
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
@@ -38,7 +37,7 @@ from trinity.server.responses_fields import read_response_call
 from trinity.server.responses_reply import ResponsesReply
 from trinity.server.settings import ServerConfig
 from trinity.server.token_texts import TokenTexts
-from trinity.server.tool_calls import choose_format
+from trinity.server.tool_calls import choose_format, template_of
 
 logger = logging.getLogger("trinity.server")
 LEFT = 499  # what nginx logs for a client that has left
@@ -144,9 +143,8 @@ class ModelServer:
 
     async def serve_chat(self, exchange: Exchange) -> None:
         call, name = self._prepare(read_chat_call(await exchange.read_json()))
-        await answer_call(
-            self.pipe, exchange, call, ChatReply(call, name, self._token_texts(), self.config.tool_format)
-        )
+        reply = ChatReply(call, name, self._token_texts(), self._tool_format(call))
+        await answer_call(self.pipe, exchange, call, reply)
 
     async def serve_completion(self, exchange: Exchange) -> None:
         call, name = self._prepare(read_completion_call(await exchange.read_json(), self.config.max_choices))
@@ -238,6 +236,8 @@ class Endpoint:
         except ClientGone:
             raise
         except Exception as error:
+            if self._server.pipe.state == "failed" and isinstance(error, RequestError):
+                error = ClosedError("the model has failed; send the request to another server")
             await exchange.fail(error)
 
 
@@ -274,12 +274,6 @@ def missing_stages(pipe: Pipeline) -> list[str]:
     letters = {letter for each in pipe.instances for letter in each.roles}
     served = {letter for each in pipe.instances if is_up(pipe, each.name or "") for letter in each.roles}
     return sorted(letters - served)
-
-
-def template_of(tokenizer: Any) -> str:
-    """Chat template of a tokenizer, "" where it has none or several without a default."""
-    found = getattr(tokenizer, "chat_template", None)
-    return str(found.get("default", "") if isinstance(found, dict) else found or "")
 
 
 def name_model(pipe: Pipeline) -> str:

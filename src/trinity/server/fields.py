@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trinity.errors import RequestError
-from trinity.request import Request, Sampling
+from trinity.request import Request, Sampling, Structured
 from trinity.server.structured_fields import Form, read_form
 from trinity.server.tool_choice import ToolChoice, read_tools
 
@@ -254,16 +254,8 @@ def make_sampling(asked: SamplingFields, logprobs: int | None, form: Form | None
     if asked.logit_bias:
         fields["logit_bias"] = {_token_id(name): bias for name, bias in asked.logit_bias.items()}
     if form is not None:
-        fields["structured"] = make_structured(form)
-    for name in fields.keys() - set(Sampling.__struct_fields__):
-        if fields.pop(name):
-            raise RequestError(f"{name} is not served here; leave it out")
+        fields["structured"] = Structured(**form)
     return Sampling(**fields, logprobs=logprobs)
-
-
-def make_structured(form: Form) -> Any:
-    """Make the value of ``Sampling.structured``. Raises ``RequestError`` where it is not served."""
-    raise RequestError("structured output (response_format, structured_outputs, guided_...) is not served here")
 
 
 def _token_id(name: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity.errors import RequestError
 
-Form = dict[str, Any]  # keywords of what binds an output, exactly one
+Form = dict[str, Any]  # keywords of trinity.Structured, exactly one
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 

@@ -48,6 +48,12 @@ def choose_format(wanted: str, template: str) -> str:
     return "llama3_json" if "<|python_tag|>" in template or '"parameters": dictionary' in template else ""
 
 
+def template_of(tokenizer: Any) -> str:
+    """Chat template of a tokenizer, "" where it has none or several without a default."""
+    found = getattr(tokenizer, "chat_template", None)
+    return str(found.get("default", "") if isinstance(found, dict) else found or "")
+
+
 def make_finder(form: str, schemas: Schemas, forced: str = "") -> CallFinder | None:
     """Make the finder of a format; None for "none". Raises ``ConfigError`` for an unknown one.
 

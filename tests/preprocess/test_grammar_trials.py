@@ -1,0 +1,91 @@
+"""Trials of grammars side by side: a hostile one ends its own request, late, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from support.checkpoint_files import checkpoint
+from trinity.errors import ClosedError, Overloaded, RequestError
+from trinity.preprocess import grammar_trials, grammars
+from trinity.preprocess.processor import RequestProcessor
+from trinity.request import Request, Sampling, Structured
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestProcessor]:
+    monkeypatch.setattr(grammars, "QUICK_S", 0.4)
+    monkeypatch.setattr(grammars, "CPU_S", 0.8)
+    made = RequestProcessor(checkpoint("llama"))
+    yield made
+    made.close()
+
+
+async def ask(processor: RequestProcessor, regex: str) -> str:
+    """Return the text of a refusal, "" for none."""
+    try:
+        await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex=regex)), request_id=regex))
+    except RequestError as error:
+        assert error.request_id == regex
+        return str(error)
+    return ""
+
+
+def hostile(letter: str) -> str:
+    """A regex of a few characters that would take minutes."""
+    return f"({letter}{{1000}}){{1000}}"
+
+
+async def test_a_harmless_grammar_overtakes_hostile_ones(processor: RequestProcessor) -> None:
+    before = [asyncio.create_task(ask(processor, hostile(letter))) for letter in "cd"]
+    await asyncio.sleep(0)
+    assert await ask(processor, "(yes|no)") == ""
+    assert not before[1].done(), "it waited until all that came before it had been tried"
+    assert all("too complex" in text for text in await asyncio.gather(*before))
+
+
+async def test_more_than_may_wait_are_refused_and_a_text_is_tried_once(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trials, "MOST_TRIALS", 2)
+    asked = [asyncio.create_task(ask(processor, f"x{{{number // 20 + 3}}}")) for number in range(60)]
+    found = await asyncio.gather(*asked)
+    assert found[:40] == [""] * 40
+    assert all("are being tried; send the request again later" in text for text in found[40:])
+    before = grammars.try_grammar.cache_info()
+    assert [await ask(processor, "x{3}"), await ask(processor, "x{5}")] == ["", ""]
+    assert grammars.try_grammar.cache_info().misses == before.misses + 1
+
+
+async def test_slow_ones_beyond_a_few_are_refused_after_the_short_time(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trials, "MOST_SLOW", 0)
+    with pytest.raises(Overloaded, match="take long to compile"):
+        await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex=hostile("e")))))
+    monkeypatch.undo()
+    assert "too complex" in await ask(processor, hostile("c")), "a refusal for want of room was kept as an answer"
+
+
+async def test_requests_that_leave_make_room(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trials, "MOST_TRIALS", 1)
+    leaving = [asyncio.create_task(ask(processor, hostile("f"))) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    leaving[0].cancel()
+    await asyncio.sleep(0)
+    assert "are being tried" in await ask(processor, "(left|right)"), "the other one still waits for it"
+    leaving[1].cancel()
+    await asyncio.wait(leaving)
+    assert all(task.cancelled() for task in leaving)
+    assert await ask(processor, "(left|right)") == ""
+
+
+async def test_trials_that_wait_are_refused_by_a_close(processor: RequestProcessor) -> None:
+    waiting = [asyncio.create_task(ask(processor, hostile(letter))) for letter in "ghijk"]
+    await asyncio.sleep(0.05)
+    await processor.aclose()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(each, ClosedError) or "complex" in str(each) for each in ended)
+    assert any(isinstance(each, ClosedError) for each in ended)
