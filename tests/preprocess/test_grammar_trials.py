@@ -28,8 +28,7 @@ async def ask(processor: RequestProcessor, regex: str) -> str:
     try:
         await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex=regex)), request_id=regex))
     except RequestError as error:
-        assert error.request_id == regex
-        return str(error)
+        return str(error) if error.request_id == regex else f"of another request: {error}"
     return ""
 
 
