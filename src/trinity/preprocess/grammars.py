@@ -45,7 +45,7 @@ class NoTime(GrammarProblem):
 
 
 class GrammarAnswer(NamedTuple):
-    """What is wrong with a grammar, "" for nothing; ``slow``: the time ended first."""
+    """Fault of a grammar, "" for nothing; ``slow``: the time ended first."""
 
     problem: str
     slow: bool = False
