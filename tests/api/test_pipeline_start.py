@@ -34,7 +34,7 @@ def assert_closed(pipe: Pipeline) -> None:
     assert pipe._closing is not None
     assert pipe._closing.done()
     for host in pipe.hosts.values():
-        assert not host._thread._thread.is_alive()
+        assert not host._thread.thread.is_alive()
     if pipe._processes is not None:
         phases = {member.phase for member in pipe._processes.core.members.values()}
         assert phases <= {LifePhase.CLOSED}, phases

@@ -19,6 +19,7 @@ import pytest
 import trinity
 from support.checkpoint_files import checkpoint
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, right
+from support.interrupts import interrupt_everywhere
 from support.pipeline_driver import TEXT, TWO
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ClosedError, ConfigError, RequestTooLarge
@@ -164,6 +165,33 @@ def test_ctrl_c_ends_the_request_that_is_waited_for(pipe: SyncPipeline) -> None:
     assert pipe.metrics.summary()["finished"]["cancelled"] == before + 1
     request = asked()[0]
     assert pipe.complete(request).token_ids == right(request)
+
+
+def read_a_stream(pipe: SyncPipeline) -> None:
+    with pipe.stream(EmulatedRequest(max_tokens=4000)) as tokens:
+        next(tokens)
+
+
+CALLS = {
+    "complete": lambda pipe: pipe.complete(EmulatedRequest(max_tokens=4000)),
+    "map": lambda pipe: list(pipe.map([EmulatedRequest(max_tokens=4000)])),
+    "stream": read_a_stream,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_bytecode_ends_the_request(pipe: SyncPipeline, name: str) -> None:
+    """A signal may come between the submission and the wait, and as a stream's block is entered and left."""
+    served = pipe.metrics.summary()["finished"].get("length", 0)
+    number = 0
+    for place in interrupt_everywhere(lambda: CALLS[name](pipe), ("sync_pipeline.py", "loop_thread.py")):
+        while pipe.pipeline.streams:
+            time.sleep(0.0005)
+        assert pipe.metrics.summary()["finished"].get("length", 0) == served, f"served to its end: {place}"
+        number += 1
+        if name != "stream" and place.startswith("LoopCall.wait"):  # for very long, if not interrupted
+            break
+    assert number > 25
 
 
 def test_ctrl_c_ends_a_map_and_is_raised(pipe: SyncPipeline) -> None:

@@ -95,7 +95,7 @@ def nothing_left(pipe: Pipeline) -> None:
 
 
 def threads_of(host: InstanceHost) -> list[threading.Thread]:
-    return [host._thread._thread, *(lane._thread for lane in host._lanes.values())]
+    return [host._thread.thread, *(lane.thread for lane in host._lanes.values())]
 
 
 async def good_ones(pipe: Pipeline, rounds: int = 1) -> None:

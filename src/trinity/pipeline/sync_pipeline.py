@@ -57,7 +57,7 @@ def _waiting(
 
     @functools.wraps(method)
     def call(self: SyncPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.thread.run(method(self.pipeline, *args, **kwargs))
+        return self.thread.run(method, self.pipeline, *args, **kwargs)
 
     return call
 
@@ -111,20 +111,18 @@ class SyncPipeline:
 
     def close(self) -> None:
         """End every request, wait for steps and transfers in flight, stop all threads. May be called twice."""
+        with suppress(ClosedError):  # it is, or is another process's
+            self.thread.run(self.pipeline.aclose)
+            self.thread.close()
         self._forgotten.detach()
-        try:
-            self.thread.run(self.pipeline.aclose())
-        except ClosedError:
-            return
-        self.thread.close()
 
     def __enter__(self) -> SyncPipeline:
         try:
             self.start()
+            return self
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -177,6 +175,8 @@ class SyncStream:
     As ``Stream``: leaving the block ends the request, and ``output`` is available after that.
     """
 
+    _entered = False
+
     def __init__(self, door: SyncPipeline, stream: Stream) -> None:
         self._door, self._thread, self._stream = door, door.thread, stream  # a stream's pipeline is not forgotten
 
@@ -201,8 +201,15 @@ class SyncStream:
         return self._stream.token_times
 
     def __enter__(self) -> SyncStream:
-        self._thread.run(self._stream.__aenter__())
-        return self
+        entered: list[Stream] = []  # a stream that was entered before is not this call's to end
+        try:
+            self._thread.run(_enter, self._stream, entered)
+            self._entered = True
+            return self
+        except BaseException:
+            if entered:  # interrupted on its way back: no block will be left
+                self.cancel()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -211,21 +218,27 @@ class SyncStream:
 
     def cancel(self) -> None:
         """End the request now; does nothing if it has ended, or the pipeline is closed."""
-        _run_unless_closed(self._thread, _cancel(self._stream))
+        _run_unless_closed(self._thread, _cancel, self._stream)
+
+    def __del__(self) -> None:
+        """End the request of a stream that nobody can read any more, as where leaving it was interrupted."""
+        if self._entered and not self.done and not sys.is_finalizing():
+            with suppress(ClosedError):
+                self._thread.begin(_cancel, self._stream)
 
     def __iter__(self) -> SyncStream:
         aiter(self._stream)
         return self
 
     def __next__(self) -> Token:
-        token: Token = self._thread.run(_next(self._stream))
+        token: Token = self._thread.run(_next, self._stream)
         if token is _END:
             raise StopIteration
         return token
 
     def collect(self) -> Output:
         """As ``Stream.collect``."""
-        return self._thread.run(self._stream.collect())
+        return self._thread.run(self._stream.collect)
 
     def __repr__(self) -> str:
         return f"Sync{self._stream!r}"
@@ -235,10 +248,10 @@ def _iterate(door: SyncPipeline, results: AsyncGenerator[T, None]) -> Iterator[T
     """Iterate over an asynchronous generator of the door's loop, and close it at the end or when left."""
     turn = asyncio.Lock()  # a step that Ctrl-C has left may still be ending on the loop
     try:
-        while (each := door.thread.run(_next(results, turn))) is not _END:
+        while (each := door.thread.run(_next, results, turn)) is not _END:
             yield each
     finally:
-        _run_unless_closed(door.thread, _leave(results, turn))
+        _run_unless_closed(door.thread, _leave, results, turn)
 
 
 async def _next(several: Any, turn: AbstractAsyncContextManager[Any] | None = None) -> Any:
@@ -251,21 +264,22 @@ async def _leave(results: AsyncGenerator[Any, None], turn: asyncio.Lock) -> None
         await results.aclose()
 
 
+async def _enter(stream: Stream, entered: list[Stream]) -> None:
+    entered.append(await stream.__aenter__())
+
+
 async def _cancel(stream: Stream) -> None:
     stream.cancel()
 
 
-def _run_unless_closed(thread: LoopThread, coroutine: Coroutine[Any, Any, None]) -> None:
+def _run_unless_closed(
+    thread: LoopThread, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
+) -> None:
     """Run it and wait; not on the loop's own thread, where the garbage collector may call, nor at a program's end."""
     if sys.is_finalizing():  # the loop's thread runs no more
-        return coroutine.close()
-    try:
-        if thread.is_caller:
-            thread.begin(coroutine)
-        else:
-            thread.run(coroutine)
-    except ClosedError:
         return
+    with suppress(ClosedError):
+        (thread.begin if thread.is_caller else thread.run)(function, *args, **kwargs)
 
 
 def _close_later(thread: LoopThread, pipeline: Pipeline) -> None:
@@ -274,7 +288,7 @@ def _close_later(thread: LoopThread, pipeline: Pipeline) -> None:
         thread.close()
     else:
         with suppress(ClosedError):  # a copy in a process that was forked from its own
-            thread.begin(_close_both(thread, pipeline))
+            thread.begin(_close_both, thread, pipeline)
 
 
 async def _close_both(thread: LoopThread, pipeline: Pipeline) -> None:

@@ -50,17 +50,17 @@ class CoreThread:
         self._lock = threading.Lock()
         self._due = inf  # when the thread wakes by itself
         self._stopping = self._over = False
-        self._thread = threading.Thread(target=self._run, name=f"trinity-{core.settings.name}-core", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"trinity-{core.settings.name}-core", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self.thread.is_alive()
 
     def post(self, event: Value | StopCore) -> None:
         """Queue an event for the core; never blocks."""

@@ -47,6 +47,7 @@ from trinity.runtime.core_thread import CoreThread, StopCore
 from trinity.runtime.cpu_affinity import check_cores
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.custom_stages import make_custom_stages
+from trinity.runtime.exit_hook import end_at_exit
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
 from trinity.stages.attention.backends import make_backend
@@ -260,6 +261,7 @@ class InstanceHost:
         for lane in self._lanes.values():
             lane.start()
         self._thread.start()
+        end_at_exit(self)
 
     def post(self, event: Value) -> None:
         self._thread.post(event)
@@ -267,6 +269,11 @@ class InstanceHost:
     def stop(self, at_once: bool = False) -> None:
         """End the threads once no request is left here, or ``at_once`` after the steps in flight."""
         self._thread.post(StopCore(at_once))
+
+    def end_now(self) -> list[threading.Thread]:
+        """As ``Endable``: stop at once; returns the threads."""
+        self.stop(at_once=True)
+        return [self._thread.thread, *(lane.thread for lane in self._lanes.values())]
 
     async def join(self) -> None:
         """Wait for the threads to end, and cancel the transfers that an instance stopped at once has left."""

@@ -98,10 +98,10 @@ class Lane:
             if isinstance(stage, LayerReporter):
                 stage.on_layers = self._report_layers
         self._queue: SimpleQueue[Value | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"trinity-{instance}-{name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def post(self, command: Value) -> None:
         self._queue.put(command)
@@ -111,8 +111,8 @@ class Lane:
         self._queue.put(None)
 
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def _run(self) -> None:
         try:
