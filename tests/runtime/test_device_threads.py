@@ -231,7 +231,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("pipeline/pipeline.py", "loader.load_instances"): loading,
     ("pipeline/pipeline.py", "loader.profile_copies"): loading,
     ("pipeline/pipeline.py", "self._load_processor"): NONE,
-    ("pipeline/loop_thread.py", "self._run"): NONE,
+    ("pipeline/loop_thread.py", "serving.run"): NONE,
     ("pipeline/request_map.py", "ResultsFile"): NONE,
     ("pipeline/request_map.py", "next"): NONE,
     ("pipeline/request_map.py", "self._file.close"): NONE,
