@@ -246,7 +246,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": -1},
     "seed": {"seed": "7"},
     "stop": {"stop": ("",)},
-    "stop is one string": {"stop": "abc"},
+    "stop is a number": {"stop": 5},
     "stop_token_ids": {"stop_token_ids": ("a",)},
     "stop_token_ids is one": {"stop_token_ids": 5},
 }

@@ -99,7 +99,7 @@ class Held:
         self.made: list[EmulatedProcessor] = []
         monkeypatch.setattr(loader, "make_processor", self._make)
 
-    def _make(self, *_: Any) -> EmulatedProcessor:
+    def _make(self, *_: Any, **__: Any) -> EmulatedProcessor:
         self.begun.set()
         assert self.go.wait(LIVENESS_S)
         self.made.append(EmulatedProcessor(MODEL))

@@ -217,7 +217,13 @@ def test_nothing_of_a_checkpoint_is_loaded_without_saying_that_its_code_is_not_t
     assert asked >= 8
 
 
+FINDS = ("get_processor_dict", "_snapshot")  # read settings, or find files
+
+
 def _is_load(node: ast.Call) -> bool:
-    """Calls of from_pretrained, under its own name or that of a variable, which also names local files."""
+    """Calls of from_pretrained, under its own name or that of a variable, which also names local files.
+
+    A snapshot is downloaded or found, and nothing of it is loaded there.
+    """
     name, words = ast.unparse(node.func), {word.arg for word in node.keywords}
-    return name.endswith(".from_pretrained") or ("local_files_only" in words and "get_processor_dict" not in name)
+    return name.endswith(".from_pretrained") or ("local_files_only" in words and not name.endswith(FINDS))

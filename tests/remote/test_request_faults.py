@@ -241,7 +241,7 @@ async def test_a_request_above_the_limit_ends_alone_before_anything_is_sent(monk
 
 
 async def test_a_request_that_no_message_can_hold_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for door in ("trinity.pipeline", "trinity.emulation.processor"):  # as if they had let it through
+    for door in ("trinity.pipeline.frontend_host", "trinity.emulation.processor"):  # as if they had let it through
         monkeypatch.setattr(f"{door}.check_request", lambda request: request)
     async with kept_launcher(torch=False), emulated() as pipe, asyncio.timeout(LIVENESS_S):
         for sampling in (Sampling(seed=2**64), Sampling(top_k=True), Sampling(stop_token_ids=(2**70,))):
