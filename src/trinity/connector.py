@@ -306,6 +306,7 @@ class Connector:
             await asyncio.gather(*self._detaching)
             for transport in {id(route.transport): route.transport for route in self.routes.values()}.values():
                 await self._close(transport)
+            self._memories, self._remotes = {}, {}
 
     async def _close(self, each: Remote | Transport) -> None:
         try:

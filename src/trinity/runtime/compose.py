@@ -351,7 +351,7 @@ async def start_instance(
     spec = _name_alone(instance)
     network.connector.check_unbound(spec.name)  # before weights are read
     loaded = await _load(model, spec, dtype, device, cache, transfers)
-    host: InstanceHost | None = None
+    host, memories = None, dict(loaded.memory)
     try:
         host = InstanceHost(loaded, network, Timeline(), policy)
         network.connector.bind(host.name, loaded.memory)
@@ -361,8 +361,8 @@ async def start_instance(
         if host is not None:
             host.stop(at_once=True)
             await host.join()
-        network.connector.unbind(loaded.memory)
-        for memory in loaded.memory.values():
+        network.connector.unbind(memories)
+        for memory in memories.values():
             memory.close()
         raise
     return host

@@ -105,6 +105,16 @@ class LoadedInstance:
     stages: list[Stage]
     settings: Settings = field(init=False)
 
+    def release(self) -> None:
+        """Drop weights, pools and stages. Nothing may be asked of them afterwards.
+
+        Host, threads and front end name one another: what one of them holds would stay until Python looks for cycles,
+        and a second pipeline would find a GPU full.
+        """
+        self.stages.clear()
+        self.memory.clear()
+        del self.model
+
 
 def block_shapes(roles: str, model: LoadedModel | EmulatedModel, cache: CacheConfig) -> dict[str, BlockShape]:
     """List the block shapes that these roles need, by kind: E has no KV cache, D no image cache (TriInfer 3.3, 4.4)."""
@@ -230,6 +240,7 @@ class InstanceHost:
         self._mail = Mailbox(network.send_to_frontend)
         verified = {kind: loaded.memory[kind] for kind in network.connector.verified if kind in loaded.memory}
         keys = {kind: network.connector.verification_key(kind) for kind in verified}
+        self._verified = verified
         self._digests = Digests(verified, keys) if verified else None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -282,6 +293,8 @@ class InstanceHost:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._verified.clear()
+        self.loaded.release()
 
     def _join(self) -> None:
         self._thread.join()

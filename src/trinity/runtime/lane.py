@@ -113,6 +113,8 @@ class Lane:
     def join(self) -> None:
         if self.thread.ident is not None:
             self.thread.join()
+        for each in (self.stages, self._launchable, self._with_remarks):
+            each.clear()  # stages hold weights and pools
 
     def _run(self) -> None:
         try:

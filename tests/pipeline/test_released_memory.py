@@ -1,0 +1,45 @@
+"""A closed pipeline holds no weights and no pools, though the program names it still and nobody looked for cycles."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from PIL import Image
+
+import trinity
+from support.checkpoint_files import checkpoint
+from trinity.connector import Connector
+from trinity.memory.block_memory import BlockMemory
+from trinity.memory.digests import Verify
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def find_held() -> set[int]:
+    """Find pools and weights by address."""
+    return {id(each) for each in gc.get_objects() if isinstance(each, BlockMemory | torch.nn.Parameter)}
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("verify", ["never", "always"])
+@pytest.mark.parametrize("placement", ["EPD", "E+P+D"])
+async def test_a_closed_pipeline_holds_no_memory(placement: str, verify: Verify) -> None:
+    before = await asyncio.to_thread(find_held)  # a loop has other work
+    connector = Connector(verify=verify)
+    pipe = trinity.Pipeline(checkpoint("llava"), placement, dtype="float32", connector=connector)
+    async with pipe:
+        await pipe.complete(trinity.Request("<image> Hello", images=[Image.new("RGB", (32, 32))], max_tokens=4))
+        assert len(await asyncio.to_thread(find_held) - before) > 20
+    assert await asyncio.to_thread(find_held) <= before
+    assert repr(pipe).endswith("closed, 1 ended)")
+    assert pipe.metrics.summary()["finished"] == {"length": 1}
