@@ -11,9 +11,11 @@ from benchmarks.kernels.fp8_cache import RoundingCache
 from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from support.pipeline_options import pipeline_options
+from support.shared_launcher import sharing
 from trinity import CacheConfig, Instance, Pipeline
 from trinity.core.messages import KV
 from trinity.errors import ConfigError
+from trinity.remote.fork_client import Launcher
 from trinity.request import Request
 from trinity.testing.oracle import Oracle
 
@@ -52,9 +54,12 @@ async def test_chunks_of_a_prompt_change_no_token(named: tuple[str, list[tuple[i
     assert await serve(name, "EPD", token_budget=7) == wanted, "a first chunk attends to what later ones will read"
 
 
-async def test_blocks_move_between_processes(named: tuple[str, list[tuple[int, ...]]]) -> None:
+async def test_blocks_move_between_processes(
+    named: tuple[str, list[tuple[int, ...]]], torch_launcher: Launcher
+) -> None:
     name, wanted = named
-    assert await serve(name, "1E1P1D", hosting="process", connector="shm") == wanted
+    with sharing(torch_launcher):
+        assert await serve(name, "1E1P1D", hosting="process", connector="shm") == wanted
 
 
 def test_the_rounding_can_change_tokens() -> None:

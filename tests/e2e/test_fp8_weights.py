@@ -11,7 +11,9 @@ from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from support.fp8_oracle import WidenedOracle
 from support.pipeline_options import pipeline_options
+from support.shared_launcher import sharing
 from trinity import Pipeline
+from trinity.remote.fork_client import Launcher
 from trinity.testing.oracle import Oracle
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}}
@@ -38,10 +40,11 @@ async def test_tokens_are_those_of_transformers_own_model(
     assert await serve(name, placement) == wanted
 
 
-async def test_processes_load_them_too(named: tuple[str, list[tuple[int, ...]]]) -> None:
+async def test_processes_load_them_too(named: tuple[str, list[tuple[int, ...]]], torch_launcher: Launcher) -> None:
     name, wanted = named
     if name == "fp8-llava":
-        assert await serve(name, "1E1P1D", hosting="process", connector="shm") == wanted
+        with sharing(torch_launcher):
+            assert await serve(name, "1E1P1D", hosting="process", connector="shm") == wanted
 
 
 def test_rounding_the_weights_changes_tokens(named: tuple[str, list[tuple[int, ...]]]) -> None:

@@ -24,10 +24,11 @@ from support.checkpoint_files import checkpoint
 from support.lender import LIVENESS_S
 from support.pipeline_options import pipeline_options
 from support.running_instances import GREEDY, PHOTOS, POOLS
+from support.shared_launcher import sharing
 from trinity.errors import RequestError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.request import Request
 from trinity.testing.oracle import Oracle
 
@@ -35,8 +36,8 @@ MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ (\d+)\s+/memfd:trinity
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launcher() -> Iterator[None]:
-    with kept_launcher():
+def launcher(torch_launcher: Launcher) -> Iterator[None]:
+    with sharing(torch_launcher):
         yield
 
 

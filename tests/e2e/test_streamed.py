@@ -11,11 +11,12 @@ import trinity
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from support.recordings import Recording, oracle
+from support.shared_launcher import sharing
 from support.stage_driver import pictures
 from trinity.core.messages import Pull
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import KvMode, TransferPolicy
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 
 GREEDY = Sampling(ignore_eos=True)
@@ -99,11 +100,11 @@ def test_tokens_equal_generate_where_streaming_begins_by_itself(monkeypatch: pyt
     "chosen",
     [TransferPolicy(prefetch=False, kv="off"), TransferPolicy(early=False, kv="off"), TransferPolicy(kv="layer")],
 )
-def test_tokens_equal_generate_in_processes_over_shm(chosen: TransferPolicy) -> None:
+def test_tokens_equal_generate_in_processes_over_shm(chosen: TransferPolicy, torch_launcher: Launcher) -> None:
     wanted = oracle("llava").generate_all(requests("llava"))
 
     async def run() -> list[Output]:
-        async with kept_launcher():
+        with sharing(torch_launcher):
             rules = BatchRules(token_budget=48)
             outputs, _ = await serve("llava", "E+P+D", hosting="process", transfers=chosen, rules=rules)
             return outputs

@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from memory.test_weight_digests import flip
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, POOLS, SECRET, request
+from support.shared_launcher import sharing
 from trinity.core.messages import Value
 from trinity.errors import LayoutMismatch, TrinityError
 from trinity.instance import Instance
 from trinity.memory.weight_digests import identify_files, known_whole_digest, sample_digest, whole_digest
 from trinity.pipeline import Pipeline
 from trinity.remote.agreement import WeightsAgreement, check_layouts, hash_weights
-from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.wire import Hello, WeightsDigest, decode, encode
 
@@ -68,9 +69,9 @@ def instance(theirs: Path) -> Iterator[Instance]:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with kept_launcher() as kept:
-        yield kept
+def launcher(torch_launcher: Launcher) -> Iterator[Launcher]:
+    with sharing(torch_launcher):
+        yield torch_launcher
 
 
 def serving(model: Path, *instances: Instance) -> Pipeline:

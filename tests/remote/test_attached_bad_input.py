@@ -18,21 +18,22 @@ import pytest
 import trinity.remote.supervisor
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, SECRET, by_hand, pipeline, request, tcp
+from support.shared_launcher import sharing
 from trinity.core.messages import FRONTEND
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, OfferRefused, PeerLost
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote import handshake
 from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
-from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.remote.supervisor import ProcessConfig, make_setups
 from trinity.remote.wire import Hello, Setup, encode
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with kept_launcher() as kept:
-        yield kept
+def launcher(torch_launcher: Launcher) -> Iterator[Launcher]:
+    with sharing(torch_launcher):
+        yield torch_launcher
 
 
 async def refused(*instances: Instance, **named: Any) -> Exception:

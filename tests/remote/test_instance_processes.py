@@ -17,11 +17,12 @@ from support import paths
 from support.checkpoint_files import checkpoint
 from support.freezing import freeze
 from support.pipeline_options import pipeline_options
+from support.shared_launcher import sharing
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
 from trinity.memory.digests import Verify
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 from trinity.testing.transports import WrappedTransport
@@ -34,9 +35,9 @@ LIVENESS_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launcher() -> Iterator[None]:
+def launcher(torch_launcher: Launcher) -> Iterator[None]:
     oracle()  # it takes seconds to load, which is not for an event loop
-    with kept_launcher():
+    with sharing(torch_launcher):
         yield
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import all_tokens, good_ones, serving
 from support.pipeline_options import pipeline_options
+from support.shared_launcher import sharing
 from trinity.core.messages import KV, Open, Sampled, Step
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import CostTables
@@ -20,6 +21,7 @@ from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.fork_client import Launcher
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.runtime.profiler import CombinedProbe, Probe, profile_tables
@@ -121,10 +123,12 @@ async def test_a_pipeline_is_profiled_between_requests_and_its_caches_stay(place
     assert CostTables.load(path, model=tables.model, device=tables.device) == tables
 
 
-async def test_a_pipeline_of_processes_is_profiled_in_this_one() -> None:
+async def test_a_pipeline_of_processes_is_profiled_in_this_one(torch_launcher: Launcher) -> None:
     options: dict[str, Any] = {"hosting": "process", "dtype": "float32", "pools": {"image": 8, "kv": 32}}
-    async with Pipeline(checkpoint("llava"), "EP+D", **pipeline_options({**options, "image_block_size": 64})) as pipe:
-        check(await pipe.profile(**FEW), "EPD")
+    options["image_block_size"] = 64
+    with sharing(torch_launcher):
+        async with Pipeline(checkpoint("llava"), "EP+D", **pipeline_options(options)) as pipe:
+            check(await pipe.profile(**FEW), "EPD")
     with pytest.raises(ClosedError):
         await pipe.profile(**FEW)
 
