@@ -27,7 +27,7 @@ if not gpu.has_gpu():
 
 import pytest
 
-from support import no_hypothesis
+from support import no_hypothesis, quick_interpreter
 from support.leak_guard import LeakGuard
 from support.loop_guard import LoopGuard
 from support.shared_processes import SharedProcesses
@@ -84,7 +84,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make contexts before the guards look for the first time: a test that is first on a GPU leaves nothing behind."""
+    """Make ready what test modules have imported.
+
+    Make contexts before the guards look for the first time: a test that is first on a GPU leaves nothing behind.
+    """
+    quick_interpreter.install()
     if any(item.get_closest_marker("gpu") for item in session.items) and gpu.has_gpu():
         gpu.open_contexts()
 
