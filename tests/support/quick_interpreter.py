@@ -15,7 +15,9 @@ from typing import Any
 def install() -> None:
     """Have it replace them only where they are not, if the interpreter has been imported. Twice does no harm."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or getattr(interpreter._patch_lang, "quick", False):
+    if interpreter is None or not hasattr(interpreter, "_LangPatchScope"):
+        return  # nothing imported it, or a release that replaces them another way
+    if getattr(interpreter._patch_lang, "quick", False):
         return
     language, replace = interpreter.tl, interpreter._patch_lang
     known: dict[int, list[ModuleType]] = {}
