@@ -20,7 +20,18 @@ from benchmarks import performance_page, report
 from tools import module_list
 from tools.check_docs import LINK, documents
 
-GUIDE = ["requests", "placements", "transports", "planning", "reliability", "gpu", "benchmarks", "promises"]
+GUIDE = [
+    "requests",
+    "server",
+    "deploy",
+    "placements",
+    "transports",
+    "planning",
+    "reliability",
+    "gpu",
+    "benchmarks",
+    "promises",
+]
 INSIDE = ["structures", "glossary", "phases", "papers"]
 NOTEBOOKS = ["examples/notebook.ipynb", "examples/compose.ipynb", "examples/plan.ipynb"]
 PAGE = ".md"

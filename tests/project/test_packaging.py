@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import trinity
+from support.document_server import ADDRESS, serving_as_told
 from support.paths import ROOT
 from trinity.errors import DISTRIBUTION
 from trinity.memory import native
@@ -113,6 +115,26 @@ def test_a_wheel_that_compiled_nothing_installs_in_an_empty_environment(tmp_path
     assert all((programs / command).is_file() for command in PROJECT["project"]["scripts"])
     script = "import trinity, importlib.metadata as m; assert m.version('trinity-epd') == trinity.__version__"
     subprocess.run([interpreter, "-I", "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_installed_wheel_serves_the_shapes_model_as_the_first_page_says(tmp_path: Path) -> None:
+    """No checkout, no compiler, no native code; what trinity needs is lent by this environment, trinity itself not."""
+    with wheel(tmp_path / "made", TRINITY_NATIVE="0") as made:
+        name = str(made.filename)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True, timeout=120)
+    python = str(tmp_path / "empty" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", name], check=True, timeout=120)
+    (packages,) = (tmp_path / "empty" / "lib").glob("python3*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    document = ROOT / "README.md"
+    (block,) = re.findall(rf"^```python\n([^`]*{ADDRESS}.*?)^```", document.read_text(encoding="utf-8"), re.M | re.S)
+    environment = {"PATH": "/nowhere", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with serving_as_told(document, [str(tmp_path / "empty" / "bin" / "trinity")], **environment) as address:
+        ask = [python, "-c", block.replace(ADDRESS, address)]
+        run = subprocess.run(ask, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == " right of the red circle\n", run.stderr
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from support.checkpoint_files import checkpoint
+from support.document_server import ADDRESS, serving_as_told
 from support.paths import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(400)  # one starts a server
 @pytest.mark.parametrize(("document", "line", "block"), CASES)
 def test_block_runs(
     document: Path,
@@ -40,7 +44,11 @@ def test_block_runs(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     program = "\n" * (line - 1) + block.replace("path/to/llava", str(checkpoint("llava")))
-    exec(compile(program, str(document), "exec"), {"__name__": "__main__"})
+    with contextlib.ExitStack() as running:
+        if ADDRESS in program:
+            server = serving_as_told(document, [sys.executable, "-m", "trinity"])
+            program = program.replace(ADDRESS, running.enter_context(server))
+        exec(compile(program, str(document), "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out.strip()
     assert said
     assert [line for line in re.findall(r"# prints (.*)$", block, re.MULTILINE) if line not in said] == []

@@ -72,9 +72,10 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trinity serve",
         description="Serve a model to OpenAI's clients.",
-        epilog="example: trinity serve path/to/llava --placement 1E2P1D --hosting process --api-key SECRET",
+        epilog="examples: trinity serve shapes, "
+        "trinity serve path/to/llava --placement 1E2P1D --hosting process --api-key SECRET",
     )
-    parser.add_argument("model", help="directory of a checkpoint, or a name on the hub that is in its cache")
+    parser.add_argument("model", help="a checkpoint's directory, a hub id that is cached, or shapes")
     parser.add_argument("--placement", default="EPD", help="EPD (default), 1E2P1D, ...")
     parser.add_argument("--hosting", choices=("thread", "process"), default="thread", help="of instances")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (give a key then)")
