@@ -85,7 +85,7 @@ async def test_a_plan_that_cannot_be_made_is_told_and_no_failure(
         raise TraceError("too short for anything")
 
     made = auto()
-    monkeypatch.setattr(made, "_plan_on", fails)
+    monkeypatch.setattr(made, "plan_on", fails)
     await made.begin(Recorded(120))
     await asyncio.wait_for(made.done.wait(), 60)
     assert isinstance(made.error, TraceError)
@@ -100,7 +100,7 @@ async def test_a_fault_of_the_planner_is_told_too(
         raise ZeroDivisionError
 
     made = auto()
-    monkeypatch.setattr(made, "_plan_on", fails)
+    monkeypatch.setattr(made, "plan_on", fails)
     await made.begin(Recorded(120))
     await asyncio.wait_for(made.done.wait(), 60)
     assert "ZeroDivisionError" in str(made.error)

@@ -38,6 +38,9 @@ class Desk:
     def on_end(self, stream: Stream) -> None:
         self.over.append(stream)
 
+    def find_place(self, request_id: str) -> str:
+        return "" if self.over else "P"
+
 
 class Letters:
     """Token 1 is "a", 2 is "b", ...; 0 has no text; 26 ("z") is held back until the next."""

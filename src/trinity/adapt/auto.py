@@ -33,8 +33,8 @@ class RecordingPipeline(Protocol):
     async def profile(self) -> CostTables: ...
 
 
-class _ClosedError(Exception):
-    """Raised to stop planning once the pipeline closes."""
+class PlanningStopped(Exception):
+    """Raised by ``AutoPlanner.plan_on`` once it was told to stop."""
 
 
 class AutoPlanner:
@@ -64,7 +64,7 @@ class AutoPlanner:
         self.plan: Plan | None = None
         self.error: TrinityError | None = None
         self.done = asyncio.Event()
-        self._closed = False
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -79,20 +79,24 @@ class AutoPlanner:
 
     async def aclose(self) -> None:
         """Stop planning. A plan in progress ends after its current replay."""
-        self._closed = True
+        self.stop()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Have a plan in progress raise ``PlanningStopped`` after its current replay."""
+        self._stopped = True
 
     async def _run(self, trace: Trace, cost: CostModel) -> None:
         while len(trace) + trace.dropped < self.requests:
             await asyncio.sleep(self.every_s)
-            if self._closed:
+            if self._stopped:
                 return
         recorded = Trace(row.request_at(row.timestamp) for row in trace)
         try:
-            self.plan = await asyncio.to_thread(self._plan_on, recorded, cost)
+            self.plan = await asyncio.to_thread(self.plan_on, recorded, cost)
             self._log_plan(self.plan)
-        except _ClosedError:
+        except PlanningStopped:
             return
         except TrinityError as error:
             self.error = error
@@ -102,7 +106,8 @@ class AutoPlanner:
             logger.exception("planning failed on %d requests", len(recorded))
         self.done.set()
 
-    def _plan_on(self, recorded: Trace, cost: CostModel) -> Plan:
+    def plan_on(self, recorded: Trace, cost: CostModel) -> Plan:
+        """Plan on recorded requests; for a thread. Raises ``PlanningStopped``, and what ``HybridPlanner.plan`` does."""
         device = msgspec.structs.replace(_device(cost), memory=self.memory)
         planner = HybridPlanner(
             self.model,
@@ -111,13 +116,13 @@ class AutoPlanner:
             cost=cost,
             memory_share=1.0,
             search=SearchConfig(least_requests=min(LEAST_REQUESTS, self.requests), seeds=0),
-            progress=self._stop_if_closed,
+            progress=self._raise_if_stopped,
         )
         return planner.plan(recorded)
 
-    def _stop_if_closed(self, *_: Any) -> None:
-        if self._closed:
-            raise _ClosedError
+    def _raise_if_stopped(self, *_: Any) -> None:
+        if self._stopped:
+            raise PlanningStopped
 
     def _log_plan(self, plan: Plan) -> None:
         if plan.met and plan.placement != self.placement:
@@ -144,7 +149,7 @@ def _known_shape(model: Path | EmulatedModel) -> ModelShape:
     known = model.shape.name.lower()
     if known not in MODELS:
         raise ConfigError(
-            f'placement="auto" needs a known model shape, but {known!r} is not one of trinity.costs.model_shape.MODELS'
+            f"a plan needs a known model shape, but {known!r} is not one of trinity.costs.model_shape.MODELS"
         )
     return MODELS[known]
 

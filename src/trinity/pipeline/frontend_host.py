@@ -133,6 +133,11 @@ class FrontendHost:
         self.streams.pop(stream.request.request_id, None)
         record_end(stream, self._metrics, self._trace)
 
+    def find_place(self, request_id: str) -> str:
+        """Name the instance that has a request, as far as the front end knows; "" where none has."""
+        entry = self.core.entries.get(request_id)
+        return entry.hops[max(entry.hops)].name if entry is not None and not entry.ended else ""
+
     # ---------------------------------------------------------------- events and commands
 
     def post(self, event: Value) -> None:

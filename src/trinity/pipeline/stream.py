@@ -35,6 +35,8 @@ class StreamHost(Protocol):
 
     def on_end(self, stream: Stream) -> None: ...
 
+    def find_place(self, request_id: str) -> str: ...
+
 
 class Stream:
     """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
@@ -81,6 +83,16 @@ class Stream:
     def token_times(self) -> list[float]:
         """Arrival of each token, in seconds since the request's."""
         return [each - self.arrived for each in self._times]
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens that have come."""
+        return len(self._ids)
+
+    @property
+    def place(self) -> str:
+        """Name of the instance that has the request now, as far as is known; "" before and after."""
+        return self._host.find_place(self.request.request_id)
 
     def __repr__(self) -> str:
         begun = "in flight" if self._entered else "not begun"

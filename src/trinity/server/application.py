@@ -30,6 +30,7 @@ from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call, read_completion_call
+from trinity.server.live_routes import list_live_routes
 from trinity.server.prometheus import PipelineCollector, is_up
 from trinity.server.protocol import ModelList, ServedModel, encode_json
 from trinity.server.reply_loop import answer_call
@@ -84,6 +85,10 @@ class ModelServer:
             for path, handle in open_to_all.items()
         ]
         routes.append(Route("/v1/models/{name:path}", Endpoint(self, "/v1/models/", self.show_model), methods=["GET"]))
+        routes += [
+            Route(path, Endpoint(self, path, handle, keyless=keyless), methods=[method])
+            for path, method, handle, keyless in list_live_routes(self)
+        ]
         made = Starlette(routes=routes, exception_handlers={HTTPException: show_http_error})
         made.state.server = self
         return made

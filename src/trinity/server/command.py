@@ -104,6 +104,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--tls-certificate", metavar="FILE", help="of the server, PEM; with --tls-key")
     parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
+    parser.add_argument("--no-live", action="store_true", help="serve no live page at /live")
     parser.add_argument("--access-log", action="store_true", help="log each request")
     return parser
 
@@ -117,6 +118,7 @@ def make_server_config(arguments: argparse.Namespace) -> ServerConfig:
         max_body_bytes=arguments.max_body_mb << 20,
         deadline_s=arguments.deadline,
         tool_format=arguments.tool_parser,
+        live=not arguments.no_live,
     )
 
 

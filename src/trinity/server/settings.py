@@ -25,6 +25,7 @@ class ServerConfig:
     - ``max_choices`` (16): largest ``n``, and most prompts of one request times ``n``.
     - ``tool_format`` ("auto"): how the model writes tool calls: "hermes", "llama3_json", "qwen3_coder" or "none";
       "auto" looks at the chat template.
+    - ``live`` (True): serve the live page at /live. Without keys everyone who reaches the server sees it.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class ServerConfig:
         deadline_s: Positive | None = None,
         max_choices: Whole = 16,
         tool_format: ToolFormat = "auto",
+        live: bool = True,
     ) -> None:
         self.models, self.api_keys = tuple(models), tuple(api_keys)
         self.max_body_bytes, self.max_held_bytes = max_body_bytes, max_held_bytes
         self.body_timeout_s, self.send_timeout_s, self.deadline_s = body_timeout_s, send_timeout_s, deadline_s
-        self.max_choices, self.tool_format = max_choices, tool_format
+        self.max_choices, self.tool_format, self.live = max_choices, tool_format, live
