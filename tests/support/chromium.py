@@ -16,10 +16,20 @@ import pytest
 
 MOST_BYTES = 64 << 20
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --no-proxy-server "
-    "--remote-debugging-pipe about:blank"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-proxy-server",
+    "--remote-debugging-pipe",
+    "about:blank",
+)
 
 
 class Page:

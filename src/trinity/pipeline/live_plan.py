@@ -12,7 +12,7 @@ import msgspec
 from trinity.adapt.auto import AutoPlanner, PlanningStopped
 from trinity.costs.step_cost import DEVICES, CostModel, Roofline
 from trinity.errors import Overloaded, TraceError
-
+from trinity.pipeline.live_snapshot import name_placement
 from trinity.planner import Plan
 from trinity.traces.trace import SLO, Trace, TraceRow
 
@@ -63,7 +63,7 @@ class LivePlanner:
         self._running.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone
         found = await asyncio.shield(self._running)
         note = "" if pipe.cost is not None else GUESSED
-        return LivePlan(found.placement, str(pipe.placement), found.met, found.explain(), note)
+        return LivePlan(found.placement, name_placement(pipe), found.met, found.explain(), note)
 
     async def _run(self, auto: AutoPlanner, rows: list[TraceRow], cost: CostModel) -> Plan:
         """Plan on a thread until it is done, takes too long, or the pipeline is closed."""
@@ -76,7 +76,9 @@ class LivePlanner:
                     auto.stop()
             return planning.result()
         except PlanningStopped:
-            raise Overloaded(f"no plan was found in {self._seconds:g} s beside what is served; plan on the trace") from None
+            raise Overloaded(
+                f"no plan was found in {self._seconds:g} s beside what is served; plan on the trace"
+            ) from None
         finally:
             auto.stop()
 

@@ -19,7 +19,6 @@ import msgspec
 
 from trinity.core.messages import PeerLoad
 from trinity.emulation.model import EmulatedModel
-from trinity.instance import Instance
 from trinity.metrics import SPANS, Metrics
 from trinity.pipeline.stream import Stream
 from trinity.remote.supervisor_messages import InstanceHealth
@@ -129,7 +128,7 @@ def take_snapshot(pipe: Pipeline, number: int = 1, watched: Iterable[Stream] = (
         number=number,
         state=pipe.state,
         model="emulated" if isinstance(pipe.model, EmulatedModel) else pipe.model.name,
-        placement=str(pipe.placement),
+        placement=name_placement(pipe),
         hosting=pipe.hosting,
         slo=None if slo is None else (slo.ttft, slo.tbt),
         instances=_describe_instances(pipe, streams),
@@ -144,6 +143,12 @@ def take_snapshot(pipe: Pipeline, number: int = 1, watched: Iterable[Stream] = (
         spans=_sum_spans(pipe.metrics),
         transfers=_list_transfers(pipe.metrics),
     )
+
+
+def name_placement(pipe: Pipeline) -> str:
+    """Name the placement with equal instances counted together: "2E2P1D"."""
+    counts = Counter(each.roles for each in pipe.instances)
+    return "".join(f"{count}{roles}" for roles, count in counts.items())
 
 
 def _describe_instances(pipe: Pipeline, streams: Iterable[Stream]) -> tuple[LiveInstance, ...]:
