@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from support.http_server import serve_model
 from support.paths import PHOTOS
+from trinity.pipeline.live_snapshot import LiveSnapshot
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Request, Sampling
 
@@ -79,3 +81,20 @@ async def test_files_and_hosts_that_nobody_allowed_are_refused_alike() -> None:
                 await served.client.chat.completions.create(**asked(url))
             assert caught.value.code == "invalid_media", url
             assert "127.0.0.1" not in caught.value.message or url == address
+
+
+async def test_a_chat_about_a_picture_shows_on_the_live_page_by_its_own_id() -> None:
+    async with serve_model("llava", "1E1P1D") as served, served.http.stream("GET", "/live/events") as events:
+        given = f"data:image/jpeg;base64,{base64.b64encode(PHOTO.read_bytes()).decode()}"
+        chat = asyncio.create_task(served.client.chat.completions.create(**asked(given) | {"max_tokens": 60}))
+        seen: dict[str, set[int]] = {}
+        async for line in events.aiter_lines():
+            if line:
+                found = msgspec.json.decode(line.removeprefix("data: "), type=LiveSnapshot)
+                for each in found.requests:
+                    seen.setdefault(each.id, set()).add(each.media)
+                if chat.done():
+                    break
+        assert max(seen[(await chat).id]) == 1
+        moved = {(each.kind, each.source, each.target, each.scheme) for each in found.transfers}
+        assert {("image", "E0", "P0", "inproc"), ("kv", "P0", "D0", "inproc")} == moved

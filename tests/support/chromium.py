@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
 import shutil
 from base64 import b64decode
@@ -80,8 +82,9 @@ class Page:
             await self.ask(f"{domain}.enable")
 
     async def open(self, url: str) -> None:
-        """Go to an address."""
+        """Go to an address and wait until it is there."""
         await self.ask("Page.navigate", url=url)
+        await self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     async def evaluate(self, script: str) -> Any:
         """Value of an expression, or of its promise."""
@@ -114,11 +117,22 @@ async def chromium(folder: Path) -> AsyncIterator[Page]:
     if program is None:
         pytest.skip("needs Chromium, to look at a page")
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
-    shell = f'exec "$0" "$@" 3<&{in_read} 4>&{out_write}'
+
+    def place_pipes() -> None:
+        """Put them where Chromium looks for them; by way of others, as these may be taken by one of the two."""
+        reads, writes = (fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (in_read, out_write))
+        os.dup2(reads, 3)
+        os.dup2(writes, 4)
+
     process = await asyncio.create_subprocess_exec(
-        "/bin/sh", "-c", shell, program, f"--user-data-dir={folder}", *FLAGS,
-        pass_fds=(in_read, out_write), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+        program,
+        f"--user-data-dir={folder}",
+        *FLAGS,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        close_fds=False,
+        preexec_fn=place_pipes,
+    )
     os.close(in_read)
     os.close(out_write)
     loop = asyncio.get_running_loop()
