@@ -45,8 +45,10 @@ class LivePlanner:
         self._pipe, self._requests, self._seconds = pipe, requests, seconds
         self._running: asyncio.Task[Plan] | None = None
 
-    async def plan(self, slo: SLO) -> LivePlan:
-        """Plan for as many instances as there are now. A caller that is cancelled leaves the thread to its end.
+    async def plan(self, ttft: float, tbt: float) -> LivePlan:
+        """Plan for these bounds (seconds) and as many instances as there are now.
+
+        A caller that is cancelled leaves the thread to its end.
 
         Raises ``Overloaded`` while another plan is made or where it takes too long, ``ConfigError`` for a model of
         unknown shape, ``TraceError`` where too little was served.
@@ -57,7 +59,7 @@ class LivePlanner:
         rows = list(islice(reversed(pipe.trace), self._requests))[::-1]
         if not rows:
             raise TraceError("nothing was served so far: send some requests first")
-        auto = AutoPlanner(pipe.model, len(pipe.instances), slo)
+        auto = AutoPlanner(pipe.model, len(pipe.instances), SLO(ttft, tbt))
         cost = pipe.cost or Roofline(model=auto.model, device=DEVICES["cpu"])
         self._running = asyncio.create_task(self._run(auto, rows, cost))
         self._running.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone

@@ -196,7 +196,7 @@ def _sum_spans(metrics: Metrics) -> dict[str, tuple[float, int]]:
 
 def _list_transfers(metrics: Metrics) -> tuple[LiveTransfer, ...]:
     rows = [
-        LiveTransfer(*pair, int(count), int(moved), seconds)
-        for pair, (count, moved, seconds) in metrics.transfers.items()
+        LiveTransfer(kind, scheme, source, target, outcome, int(count), int(moved), seconds)
+        for (kind, scheme, source, target, outcome), (count, moved, seconds) in metrics.transfers.items()
     ]
     return tuple(sorted(rows, key=lambda each: -each.bytes)[:MOST_PAIRS])

@@ -15,7 +15,6 @@ from trinity.pipeline.live_plan import LivePlanner
 from trinity.server.connection import Exchange
 from trinity.server.error_table import ApiError
 from trinity.server.protocol import encode_json
-from trinity.traces.trace import SLO
 
 if TYPE_CHECKING:
     from trinity.server.application import ModelServer
@@ -74,7 +73,7 @@ class LiveRoutes:
             if not (query.ttft <= LONGEST_TTFT_S and query.tbt <= LONGEST_TBT_S):
                 raise ConfigError(f"an SLO of at most {LONGEST_TTFT_S:g} s and {LONGEST_TBT_S:g} s can be planned for")
             async with exchange.until_gone():
-                found = await self._planner.plan(SLO(query.ttft, query.tbt))
+                found = await self._planner.plan(query.ttft, query.tbt)
                 await exchange.reply(200, encode_json(found))
         except Overloaded as error:
             raise ApiError(429, "planning", str(error), headers={"retry-after": "5"}) from None
