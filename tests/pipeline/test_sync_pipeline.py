@@ -96,7 +96,8 @@ def test_a_stream_is_iterated_and_left(pipe: SyncPipeline) -> None:
     assert tokens.done
     assert tokens.output.token_ids == right(request)
     assert tokens.request.request_id == request.request_id
-    assert len(tokens.token_times) == len(right(request))
+    assert len(tokens.token_times) == tokens.token_count == len(right(request))
+    assert tokens.place == ""
     with pipe.stream(EmulatedRequest(max_tokens=500)) as tokens:
         next(iter(tokens))
     assert tokens.output.finish_reason == "cancelled"

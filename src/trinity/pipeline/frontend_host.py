@@ -136,7 +136,8 @@ class FrontendHost:
     def find_place(self, request_id: str) -> str:
         """Name the instance that has a request, as far as the front end knows; "" where none has."""
         entry = self.core.entries.get(request_id)
-        return entry.hops[max(entry.hops)].name if entry is not None and not entry.ended else ""
+        hops = {} if entry is None or entry.ended else entry.hops.copy()  # a SyncStream asks from another thread
+        return hops[max(hops)].name if hops else ""
 
     # ---------------------------------------------------------------- events and commands
 

@@ -200,6 +200,16 @@ class SyncStream:
         """As ``Stream.token_times``."""
         return self._stream.token_times
 
+    @property
+    def token_count(self) -> int:
+        """As ``Stream.token_count``."""
+        return self._stream.token_count
+
+    @property
+    def place(self) -> str:
+        """As ``Stream.place``."""
+        return self._stream.place
+
     def __enter__(self) -> SyncStream:
         entered: list[Stream] = []  # a stream that was entered before is not this call's to end
         try:
