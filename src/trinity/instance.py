@@ -10,7 +10,7 @@ from trinity.core.instance.settings import Reservation, check_depth, check_limit
 from trinity.core.messages import FRONTEND
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
-from trinity.errors.arguments import check_arguments
+from trinity.errors.arguments import DeviceName, check_arguments
 from trinity.placement import Group
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
@@ -62,7 +62,7 @@ class Instance:
     stages: Sequence[StageFactory | str] = ()
     threads: int = 1
     cores: tuple[int, ...] = ()
-    device: str | None = None
+    device: DeviceName | None = None
     prefix_cache: bool = True
     image_cache: bool = True
     reservation: Reservation = "full"

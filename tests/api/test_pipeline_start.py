@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.checkpoint_files import checkpoint
 from support.emulated_pipelines import MODEL
@@ -168,3 +169,10 @@ async def test_what_runs_to_its_end_gives_its_result_or_its_error() -> None:
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def test_a_gpu_that_is_not_here_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 6aebd56: an AssertionError of torch, which was not compiled with CUDA."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="device 'cuda' is not here: torch sees 0 CUDA devices"):
+        await Pipeline(llama, "PD", device="cuda").start()

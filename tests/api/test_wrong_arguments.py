@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import typing
@@ -12,10 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trinity
+from trinity.core.routing import RoundRobin
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.step_cost import DEVICES
@@ -55,6 +57,8 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     TraceRow: {"timestamp": 0.0, "input_length": 5, "output_length": 2},
 }
 PIPELINE: dict[str, Any] = {"model": EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost())}
+SMALL = trinity.CacheConfig(pools={"image": 4, "kv": 16})
+NEARLY = ["cuda", "cuda:7", "torch.float16", "E", "1E1P", "least_loaded", 0.5, ["a"], (), {"kv": "inproc"}]
 
 
 class Hostile:
@@ -258,10 +262,84 @@ def test_a_pipeline_refuses_a_foreign_object_in_each_argument(name: str) -> None
             trinity.Pipeline(**{**PIPELINE, name: wrong})
 
 
+PIPELINE_ARGUMENTS = [*parameters(trinity.Pipeline), *parameters(trinity.Instance)]
+
+
 @given(st.data())
 def test_a_pipeline_with_wrong_values(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([*parameters(trinity.Pipeline), *parameters(trinity.Instance)]))
+    name = data.draw(st.sampled_from(PIPELINE_ARGUMENTS))
     _build(trinity.Pipeline, {**PIPELINE, name: data.draw(WRONG)})
+
+
+# ---------------------------------------------------------------- what a pipeline finds wrong at its start
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_start_with_wrong_values(data: st.DataObject) -> None:
+    """What a constructor lets pass, a start serves with or refuses by an error of trinity's."""
+    name = data.draw(st.sampled_from(PIPELINE_ARGUMENTS))
+    wrong = data.draw(st.one_of(WRONG, st.sampled_from(NEARLY)))
+
+    async def start() -> None:
+        with contextlib.suppress(TrinityError):
+            pipe = trinity.Pipeline(**{**PIPELINE, "cache": SMALL, name: wrong})
+            try:
+                await pipe.start()
+            finally:
+                await pipe.aclose()
+
+    asyncio.run(start())
+
+
+def test_every_public_class_that_takes_arguments_is_here() -> None:
+    """Requests are checked where they are submitted (test_plain_requests.py); results are made by trinity alone."""
+    requests, results = (
+        {"Media", "Request", "Sampling"},
+        {"Goodput", "LoadedStage", "Output", "Plan", "Stream", "Token"},
+    )
+    public = {name: getattr(trinity, name) for name in trinity.__all__}
+    made = {
+        name for name, each in public.items() if isinstance(each, type) and not getattr(each, "_is_protocol", False)
+    }
+    errors = {name for name in made if issubclass(public[name], TrinityError)}
+    pipelines = {"Pipeline", "SyncPipeline"}  # which takes the other's
+    assert made - errors - requests - results - pipelines == {kind.__name__ for kind in SOUND} & made
+
+
+# ---------------------------------------------------------------- what to do about it
+
+WHAT_TO_DO: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (
+        trinity.Pipeline,
+        {**PIPELINE, "placement": ["E", "PD"]},
+        r"placement is .* make one with Instance\(roles=\.\.\.\)",
+    ),
+    (trinity.Pipeline, {**PIPELINE, "slo": (2, 0.1)}, r"slo is an SLO .* make one with SLO\(ttft=\.\.\., tbt=\.\.\.\)"),
+    (trinity.Pipeline, {**PIPELINE, "routing": RoundRobin}, r"routing is .* give an object of the class, RoundRobin\("),
+    (
+        trinity.Pipeline,
+        {**PIPELINE, "rules": trinity.BatchRules},
+        r"rules is .* give an object of the class, BatchRules\(",
+    ),
+    (trinity.Pipeline, {"model": torch.nn.Linear(1, 1)}, r"model is .* a checkpoint's directory or hub name; .*save_pretrained"),
+    (trinity.Pipeline, {**PIPELINE, "device": "gpu"}, r'device is .* got \'gpu\': give "cpu", "cuda" or "cuda:1"'),
+    (trinity.Pipeline, {**PIPELINE, "device": 0}, r'device is .* got 0: give "cpu"'),
+    (
+        trinity.Pipeline,
+        {**PIPELINE, "dtype": torch.bfloat16},
+        r'dtype is .* got torch.bfloat16: give "auto", "bfloat16"',
+    ),
+    (trinity.Pipeline, {**PIPELINE, "dtype": "int8"}, r'dtype is .* got \'int8\': give "auto"'),
+    (trinity.Instance, {"roles": "EPD", "device": "cuda:x"}, r'device is .* got \'cuda:x\': give "cpu"'),
+    (trinity.HybridPlanner, {**SOUND[trinity.HybridPlanner], "search": "race"}, r"make one with SearchConfig\(\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "said"), WHAT_TO_DO)
+def test_a_wrong_value_is_told_what_to_give(call: Callable[..., object], arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call(**arguments)
 
 
 def test_numbers_of_numpy_and_torch_become_plain_ones() -> None:

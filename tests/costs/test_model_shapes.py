@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,33 @@ def test_pangu_is_as_its_paper_gives_it() -> None:
     assert pangu.kv_bytes * 2048 * 16 == pytest.approx(11.71e9 * 1.53649, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "feature_bytes", "kv_bytes"),
+    [  # parameters as the model hub counts them; a row of Qwen3-VL brings those of three more layers (DeepStack)
+        ("qwen2.5-vl-3b", 3.755e9, 2 * 2048, 36 * 2 * 256 * 2),
+        ("qwen2.5-vl-7b", 8.292e9, 2 * 3584, 28 * 2 * 512 * 2),
+        ("qwen2.5-vl-32b", 33.45e9, 2 * 5120, 64 * 2 * 1024 * 2),
+        ("qwen2.5-vl-72b", 73.41e9, 2 * 8192, 80 * 2 * 1024 * 2),
+        ("qwen3-vl-2b", 2.128e9, 4 * 2 * 2048, 28 * 2 * 1024 * 2),
+        ("qwen3-vl-4b", 4.438e9, 4 * 2 * 2560, 36 * 2 * 1024 * 2),
+        ("qwen3-vl-8b", 8.767e9, 4 * 2 * 4096, 36 * 2 * 1024 * 2),
+        ("qwen3-vl-32b", 33.36e9, 4 * 2 * 5120, 64 * 2 * 1024 * 2),
+    ],
+)
+def test_published_sizes(name: str, parameters: float, feature_bytes: int, kv_bytes: int) -> None:
+    shape = get_model_shape(name)
+    weights = (shape.language_bytes + shape.vision_bytes) / shape.dtype_bytes
+    assert weights == pytest.approx(parameters, rel=0.005)
+    assert (shape.feature_bytes, shape.kv_bytes) == (feature_bytes, kv_bytes)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_what_a_planner_needs(name: str) -> None:
     shape = get_model_shape(name)
-    assert 13e9 < shape.language_bytes < 17e9
-    assert 0.5e9 < shape.vision_bytes < 1.5e9
+    said = re.search(r"-(\d+)b", name)  # billions of parameters, which the smallest round
+    billions = float(said[1]) if said is not None else 8.0
+    assert 0.85 * billions < shape.language_bytes / 2e9 < 1.15 * billions
+    assert 0.5e9 < shape.vision_bytes < 1.6e9
     assert shape.visual_tokens(1024, 768) > 0
     assert shape.weight_bytes("EPD") == shape.weight_bytes("E") + shape.weight_bytes("D")
     assert shape.weight_bytes("PD") == shape.weight_bytes("P") == shape.weight_bytes("D") == shape.language_bytes
@@ -104,7 +127,7 @@ def test_capacity_can_be_asked_of_a_model() -> None:
 
 
 def test_an_unknown_model_is_named_with_those_known() -> None:
-    with pytest.raises(UnknownName, match=r"qwen2-vl-7b.*model_config"):
+    with pytest.raises(UnknownName, match=r"qwen2-vl-7b.*the folder of its checkpoint"):
         get_model_shape("gpt")
 
 
@@ -158,6 +181,8 @@ def test_a_model_of_text_alone() -> None:
         ("idefics3", {"scale_factor": 2}, {"image_size": 364, "patch_size": 14}, (728, 728), 169 * 17),
         ("smolvlm", {"scale_factor": 4}, {"image_size": 512, "patch_size": 16}, (512, 512), 64 * 17),
         ("qwen2_5_vl", {}, {"depth": 32, "hidden_size": 1280}, (280, 280), 100),
+        ("qwen3_vl", {}, {"patch_size": 16}, (320, 640), 200),
+        ("qwen3_vl", {}, {"patch_size": 16}, (64, 64), 64),
     ],
 )
 def test_rules_by_family(
@@ -198,6 +223,7 @@ def test_a_transformers_config_saved_to_disk_has_the_models_weights(tmp_path: Pa
         ("LlavaNext", 0.01),
         ("Qwen2VL", 0.04),
         ("Qwen2_5_VL", 0.04),
+        ("Qwen3VL", 0.01),
         ("InternVL", 0.01),
         ("Gemma3", 0.09),
         ("SmolVLM", 0.03),
@@ -295,6 +321,10 @@ def test_odd_windows_are_typed(odd: dict[str, Any]) -> None:
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (QWEN2_VL, {"min_pixels": 3136, "max_pixels": 10**6, "size": {"shortest_edge": 1, "longest_edge": 9}}),
     "qwen2_5_vl": (config_of("qwen2_5_vl", QWEN2_5_VL), {"size": {"shortest_edge": 3136, "longest_edge": 10**6}}),
+    "qwen3_vl": (
+        config_of("qwen3_vl", {**SMALL, "patch_size": 16, "deepstack_visual_indexes": [8, 16, 24]}),
+        {"size": {"shortest_edge": 65536, "longest_edge": 10**6}},
+    ),
     "llava": (LLAVA, {}),
     "llava_next": (config_of("llava_next", TILED, image_grid_pinpoints=[[336, 672]], tie_word_embeddings=True), {}),
     "internvl": (config_of("internvl", TILED, downsample_ratio=0.5), {"max_patches": 12}),

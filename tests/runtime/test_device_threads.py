@@ -302,9 +302,9 @@ def test_every_thread_is_listed() -> None:
 def test_a_loader_thread_keeps_weights_once_for_both_names_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances of one process on one GPU share a copy of the weights, be it "cuda" or "cuda:0"."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    from trinity.stages.models.loader import _pick_device
+    from trinity.stages.models.loader import check_device
 
-    assert _pick_device("cuda") == _pick_device("cuda:0") != _pick_device("cuda:1")
+    assert check_device("cuda") == check_device("cuda:0") != check_device("cuda:1")
 
 
 def run_on_thread(work: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trinity.costs import visual_tokens
-from trinity.costs.model_shape import LayerShape, ModelShape, VisionShape
+from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
 from trinity.errors.hub_ids import locate_model
@@ -31,12 +32,30 @@ _DEFAULTS: Mapping[str, ConfigFields] = {  # transformers' own defaults, which c
     "siglip_vision_model": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "patch_size": 16},
 }
 _HEADS = {"clip_vision_model": 12, "siglip_vision_model": 12}
-_PATCHES_PER_TOKEN = {"qwen2_vl": 4, "qwen2_5_vl": 4, "internvl": 4, "gemma3": 16}
-_PATCHES_OF_IMAGE = ("qwen2_vl", "qwen2_5_vl")  # encode each image at its own size, not in tiles of one
+_PATCHES_PER_TOKEN = {"qwen2_vl": 4, "qwen2_5_vl": 4, "qwen3_vl": 4, "internvl": 4, "gemma3": 16}
+_PIXELS: Mapping[str, tuple[int, int]] = {  # (least, most) of an image where no preprocessor says
+    "qwen2_vl": (56 * 56, 28 * 28 * 1280),
+    "qwen2_5_vl": (56 * 56, 28 * 28 * 1280),
+    "qwen3_vl": (256 * 256, 4096 * 4096),
+}
+_PATCHES_OF_IMAGE = tuple(_PIXELS)  # encode each image at its own size, not in tiles of one
 _SPLIT = ("idefics3", "smolvlm")
 _LARGEST = 1e15  # of any size
 _MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
+
+
+def find_model_shape(model: ModelShape | str | Path) -> ModelShape:
+    """Return a shape as it is, one of ``MODELS`` by its name, or that of a checkpoint's folder.
+
+    Raises ``UnknownName`` for what is neither, and as ``read_model_shape`` does.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    with suppress(OSError):  # a name that no file can have
+        if str(model) not in MODELS and Path(model).exists():
+            return read_model_shape(model)
+    return get_model_shape(str(model))
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -157,7 +176,7 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
         fields.pop("num_hidden_layers")  # a leftover of the checkpoint; the encoder is built from depth
     layers = _layer_shape(fields, "vision", gated=family == "qwen2_5_vl")
     width = _size(text, "language", "hidden_size")
-    split = family in _SPLIT
+    split, deep = family in _SPLIT, _count_deep_layers(fields)
     patches = _optional(config, family, "scale_factor", 2) ** 2 if split else _PATCHES_PER_TOKEN.get(family, 1)
     side = _side(fields, "image_size") // _side(fields, "patch_size") if "image_size" in fields else 0
     span = side * side or _window_patches(fields) or patches * _visual_token_rule(config, {})(*_TYPICAL)
@@ -165,7 +184,8 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
         layers=layers,
         patches=patches,
         span=span,
-        projector=_projector(family, layers.width, patches, width),
+        projector=_projector(family, layers.width, patches, width) * (1 + deep),
+        deep_layers=deep,
         full_layers=_count_full_layers(fields, layers.layers) if family in _PATCHES_OF_IMAGE else 0,
     )
 
@@ -188,6 +208,14 @@ def _window_patches(fields: ConfigFields) -> int:
     return side * side
 
 
+def _count_deep_layers(fields: ConfigFields) -> int:
+    """Count the layers whose features enter the language model beside the last's, each by a merger of its own."""
+    listed = fields.get("deepstack_visual_indexes") or ()
+    if not isinstance(listed, list | tuple):
+        raise ConfigError(f"deepstack_visual_indexes of a vision model is a list of layers, got {listed!r:.80}")
+    return len(listed)
+
+
 def _count_full_layers(fields: ConfigFields, layers: int) -> int:
     """Count the layers whose patches attend to all of their image."""
     if not _window_patches(fields):
@@ -207,7 +235,7 @@ def _projector(family: str, features: int, patches: int, width: int) -> int:
     merged = features * patches
     if family in _SPLIT:
         return merged * width
-    return merged * (merged + width) if family.startswith("qwen2") else (merged + width) * width
+    return merged * (merged + width) if family in _PATCHES_OF_IMAGE else (merged + width) * width
 
 
 def _side(fields: ConfigFields, name: str) -> int:
@@ -217,8 +245,8 @@ def _side(fields: ConfigFields, name: str) -> int:
 
 def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> VisualTokenRule:
     family, vision = str(config.get("model_type")), _vision_fields(config)
-    if family in ("qwen2_vl", "qwen2_5_vl"):
-        return _smart_resize_rule(vision, preprocessor)
+    if family in _PATCHES_OF_IMAGE:
+        return _smart_resize_rule(vision, preprocessor, *_PIXELS[family])
     if family == "gemma3":
         scans = bool(preprocessor.get("do_pan_and_scan"))
         crops = _optional(preprocessor, "image", "pan_and_scan_max_num_crops", 0) if scans else 0
@@ -259,10 +287,10 @@ def _grids(config: ConfigFields, tile: int) -> tuple[tuple[int, int], ...]:
     return tuple((height, width) for height, width in given)
 
 
-def _smart_resize_rule(vision: ConfigFields, preprocessor: ConfigFields) -> VisualTokenRule:
+def _smart_resize_rule(vision: ConfigFields, preprocessor: ConfigFields, least: int, most: int) -> VisualTokenRule:
     patch = _side(vision, "patch_size") if vision.get("patch_size") else 14
     factor = patch * _optional(vision, "vision", "spatial_merge_size", 2)
     size = _part(preprocessor, "size")
-    least = _optional(preprocessor, "image", "min_pixels", _optional(size, "image", "shortest_edge", 56 * 56))
-    most = _optional(preprocessor, "image", "max_pixels", _optional(size, "image", "longest_edge", 28 * 28 * 1280))
+    least = _optional(preprocessor, "image", "min_pixels", _optional(size, "image", "shortest_edge", least))
+    most = _optional(preprocessor, "image", "max_pixels", _optional(size, "image", "longest_edge", most))
     return partial(visual_tokens.smart_resize_tokens, factor=factor, least=least, most=most)

@@ -67,6 +67,8 @@ class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
     span (patches): patches of a tile or window that each patch attends to.
     projector: number of weights that turn patch features into visual tokens.
     full_layers (0): layers whose patches attend to all of their image, in place of the ``span``.
+    deep_layers (0): layers whose features enter the language model beside the last's (Qwen3-VL's DeepStack); a visual
+        token has a row of each.
     """
 
     layers: LayerShape
@@ -74,6 +76,7 @@ class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
     span: int
     projector: int
     full_layers: int = 0
+    deep_layers: int = 0
 
     @property
     def windowed_layers(self) -> int:
@@ -119,7 +122,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def feature_bytes(self) -> int:
         """Bytes of one visual token in the image cache."""
-        return self.language.width * self.dtype_bytes if self.vision else 0
+        return self.language.width * self.dtype_bytes * (1 + self.vision.deep_layers) if self.vision else 0
 
     @property
     def head(self) -> int:
@@ -180,10 +183,56 @@ _SIGLIP_400M = LayerShape(layers=27, width=1152, heads=16, kv_heads=16, head_dim
 _MLP = 1024 * 4096 + 4096 * 4096  # LLaVA's projector
 _MERGER = 5120 * 5120 + 5120 * 3584  # Qwen2-VL's
 _QWEN2_RULE = partial(visual_tokens.smart_resize_tokens, most=16384 * 28 * 28)  # as its checkpoints set it
+_QWEN3_RULE = partial(visual_tokens.smart_resize_tokens, factor=32, least=256 * 256, most=4096 * 4096)  # likewise
+
+
+def _qwen2_5_vl(size: str, language: LayerShape, vocabulary: int, ffn: int, *, tied: bool = False) -> ModelShape:
+    """Qwen2.5-VL, by its checkpoints' config.json; ``ffn``: of the encoder, which has windows of 8 x 8 patches."""
+    layers = LayerShape(layers=32, width=1280, heads=16, kv_heads=16, head_dim=80, ffn=ffn, gated=True)
+    projector = 5120 * (5120 + language.width)
+    return ModelShape(
+        name=f"qwen2.5-vl-{size}",
+        language=language,
+        vocabulary=vocabulary,
+        vision=VisionShape(layers=layers, patches=4, span=64, projector=projector, full_layers=4),
+        visual_tokens=_QWEN2_RULE,
+        image_tokens=999,
+        tied=tied,
+        context=128_000,
+        source="config.json of Qwen/Qwen2.5-VL",
+    )
+
+
+def _qwen3_vl(size: str, language: LayerShape, encoder: LayerShape, *, tied: bool = False) -> ModelShape:
+    """Qwen3-VL, by its checkpoints' config.json: features of three layers of the encoder go beside the last's."""
+    merged = 4 * encoder.width
+    projector = 4 * merged * (merged + language.width)
+    vision = VisionShape(
+        layers=encoder, patches=4, span=4 * 768, projector=projector, full_layers=encoder.layers, deep_layers=3
+    )
+    return ModelShape(
+        name=f"qwen3-vl-{size}",
+        language=language,
+        vocabulary=151_936,
+        vision=vision,
+        visual_tokens=_QWEN3_RULE,
+        image_tokens=768,
+        tied=tied,
+        context=262_144,
+        source="config.json of Qwen/Qwen3-VL",
+    )
+
+
+def _qwen(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> LayerShape:
+    return LayerShape(layers=layers, width=width, heads=heads, kv_heads=kv_heads, head_dim=128, ffn=ffn, gated=True)
+
+
+_QWEN3_VIT = LayerShape(layers=27, width=1152, heads=16, kv_heads=16, head_dim=72, ffn=4304)
+_QWEN3_SMALL_VIT = LayerShape(layers=24, width=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096)
 
 MODELS: Mapping[str, ModelShape] = {
-    get_model_shape.name: get_model_shape
-    for get_model_shape in (
+    shape.name: shape
+    for shape in (
         ModelShape(
             name="llava-1.5-7b",
             language=_LLAMA_7B,
@@ -208,6 +257,14 @@ MODELS: Mapping[str, ModelShape] = {
             image_tokens=999,
             context=32_768,
         ),
+        _qwen2_5_vl("3b", _qwen(36, 2048, 16, 2, 11008), 151_936, 3420, tied=True),
+        _qwen2_5_vl("7b", _QWEN2_7B, 152_064, 3420),
+        _qwen2_5_vl("32b", _qwen(64, 5120, 40, 8, 27648), 152_064, 3456),
+        _qwen2_5_vl("72b", _qwen(80, 8192, 64, 8, 29568), 152_064, 3456),
+        _qwen3_vl("2b", _qwen(28, 2048, 16, 8, 6144), _QWEN3_SMALL_VIT, tied=True),
+        _qwen3_vl("4b", _qwen(36, 2560, 32, 8, 9728), _QWEN3_SMALL_VIT, tied=True),
+        _qwen3_vl("8b", _qwen(36, 4096, 32, 8, 12288), _QWEN3_VIT),
+        _qwen3_vl("32b", _qwen(64, 5120, 64, 8, 25600), _QWEN3_VIT),
         ModelShape(
             name="internvl2-8b",
             language=_INTERNLM2_7B,
@@ -243,7 +300,5 @@ MODELS: Mapping[str, ModelShape] = {
 def get_model_shape(name: str) -> ModelShape:
     """Get the shape of a model by its name in ``MODELS``. Raises ``UnknownName``."""
     if name not in MODELS:
-        raise UnknownName(
-            "model", name, MODELS, "For another one give trinity.costs.model_config.read_model_shape(folder)."
-        )
+        raise UnknownName("model", name, MODELS, "For another one give the folder of its checkpoint, or a ModelShape.")
     return MODELS[name]

@@ -101,6 +101,11 @@ DEVICES: Mapping[str, Device] = {
         Device(name="H100", flops=989e12, bandwidth=3.35e12, memory=80e9, flops_share=0.67, vision_share=0.45),
         Device(name="H200", flops=989e12, bandwidth=4.8e12, memory=141e9, flops_share=0.67, vision_share=0.48),
         Device(name="L40S", flops=362e12, bandwidth=0.864e12, memory=48e9, flops_share=0.51, vision_share=0.36),
+        # By their makers' data sheets (dense, 16 bit, sums in FP32; a B200 of a DGX): no measured steps are at hand.
+        Device(name="B200", flops=2250e12, bandwidth=8e12, memory=180e9, vision_share=0.41),
+        Device(name="MI300X", flops=1307e12, bandwidth=5.3e12, memory=192e9, vision_share=0.41),
+        Device(name="A10", flops=125e12, bandwidth=0.6e12, memory=24e9, vision_share=0.41),
+        Device(name="RTX 4090", flops=165e12, bandwidth=1.008e12, memory=24e9, vision_share=0.41),
         # two cores of a small server
         Device(name="cpu", flops=60e9, bandwidth=10e9, memory=8e9, pass_s=0.002, row_s=2e-5, engine="cpu"),
     )

@@ -12,9 +12,10 @@ import inspect
 import math
 import operator
 import os
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -29,6 +30,16 @@ Whole = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+DeviceName = Annotated[
+    str, msgspec.Meta(pattern=r"cpu(:0)?|cuda(:\d{1,4})?", description='give "cpu", "cuda" or "cuda:1"')
+]
+DtypeName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"auto|(torch\.)?(bfloat16|float(16|32|64))",
+        description='give "auto", "bfloat16", "float16" or "float32"',
+    ),
+]
 LONGEST_SHOWN = 200  # characters of a wrong value in a message
 _INT64 = 1 << 63
 _BOUNDS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
@@ -37,6 +48,7 @@ _BOUNDS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
     ("le", "of at most", operator.le),
     ("lt", "below", operator.lt),
     ("min_length", "of a length of at least", lambda value, least: len(value) >= least),
+    ("pattern", "", lambda value, form: re.fullmatch(form, value) is not None),  # said by a description
 )
 
 
@@ -103,7 +115,47 @@ def check_value(name: str, value: object, hint: Any) -> Any:
     known = _names_in(hint)
     if known and isinstance(value, str):
         raise UnknownName(name, show(value).strip("'"), known)
-    raise ConfigError(f"{name} is {_words(hint)}, got {show(value)}")
+    advice = _advice(value, hint)
+    raise ConfigError(f"{name} is {_words(hint)}, got {show(value)}{advice and f': {advice}'}")
+
+
+def _advice(value: object, hint: Any) -> str:
+    """Say what to give: as the annotation describes it, an object of a class that came itself, or one that is made."""
+    if issubclass(type(value), type):  # not isinstance, which asks a foreign object
+        return f"give an object of the class, {value.__name__}(...)"  # type: ignore[attr-defined]
+    said = list(_descriptions(hint))
+    if said:
+        return said[0]
+    within = issubclass(type(value), list | tuple | set | frozenset)
+    makes = list(_classes_in(hint, within)) or list(_classes_in(hint, False))
+    return f"make one with {' or '.join(dict.fromkeys(makes))}" if makes else ""
+
+
+def _descriptions(hint: Any) -> Iterator[str]:
+    parts = get_args(hint)
+    if get_origin(hint) is Annotated:
+        yield from (text for note in parts[1:] if (text := getattr(note, "description", None)))
+    elif get_origin(hint) in (Union, types.UnionType):
+        for part in parts:
+            yield from _descriptions(part)
+
+
+def _classes_in(hint: Any, within: bool) -> Iterator[str]:
+    """Yield how the classes of trinity are made that a hint names, itself or as what it is a collection of."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType, Annotated):
+        for part in get_args(hint):
+            yield from _classes_in(part, within)
+    elif within and isinstance(origin, type) and issubclass(origin, Sequence):
+        yield from _classes_in(get_args(hint)[0], False)
+    elif not within and isinstance(hint, type) and hint.__module__.startswith("trinity.") and not _is_protocol(hint):
+        found = inspect.signature(hint).parameters.values()
+        needed = [each for each in found if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+        yield f"{hint.__name__}({', '.join(f'{each.name}=...' for each in needed)})"
+
+
+def _is_protocol(kind: type) -> bool:
+    return bool(getattr(kind, "_is_protocol", False))
 
 
 def show(value: object) -> str:
@@ -261,7 +313,7 @@ def _tuple(value: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _instance(value: Any, hint: Any) -> Any:
-    if getattr(hint, "_is_protocol", False):
+    if isinstance(hint, type) and _is_protocol(hint):
         return _speaks(value, hint)
     return _of(value, hint) if isinstance(hint, type) else value
 
@@ -279,13 +331,14 @@ def _speaks(value: Any, protocol: type) -> Any:
     return value
 
 
+VOWELS = (*"AEIOU", "SLO")
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
 
 
 def _words(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join([_words(parts[0]), *_bound_words(parts[1:])])
+        return " ".join(filter(None, [_words(parts[0]), *_bound_words(parts[1:])]))
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(_words, parts)))
     if origin is Literal:
@@ -294,11 +347,12 @@ def _words(hint: Any) -> str:
         return _NAMES[hint]
     if origin is not None:
         return _collection_words(origin, parts)
-    return f"a {getattr(hint, '__name__', hint)}"
+    named = str(getattr(hint, "__name__", hint))
+    return f"{'an' if named.startswith(VOWELS) else 'a'} {named}"
 
 
 def _bound_words(notes: Iterable[Any]) -> list[str]:
-    said = [(words, getattr(note, name, None)) for note in notes for name, words, _ in _BOUNDS]
+    said = [(words, getattr(note, name, None)) for note in notes for name, words, _ in _BOUNDS if words]
     return [" and ".join(f"{words} {bound}" for words, bound in said if bound is not None)]
 
 

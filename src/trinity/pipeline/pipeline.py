@@ -18,7 +18,7 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, Overloaded
-from trinity.errors.arguments import Whole, check_arguments, check_value
+from trinity.errors.arguments import DeviceName, DtypeName, Whole, check_arguments, check_value
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
@@ -92,7 +92,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: str | Path | EmulatedModel,
+        model: loader.GivenModel,
         placement: str | Placement | Plan | Sequence[Instance] = "EPD",
         *,
         hosting: Literal["thread", "process"] = "thread",
@@ -103,8 +103,8 @@ class Pipeline:
         rules: BatchRules | None = None,
         routing: str | RoutingPolicy | None = None,
         cache: CacheConfig | None = None,
-        dtype: str = "auto",
-        device: str = "cpu",
+        dtype: DtypeName = "auto",
+        device: DeviceName = "cpu",
         limits: MediaLimits | None = None,
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,

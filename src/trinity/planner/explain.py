@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trinity.placement import Placement
-from trinity.planner.prices import list_prices
+from trinity.planner.prices import PRICED_ROWS, format_ms, list_prices
 
 if TYPE_CHECKING:
     from trinity.planner.plan import Candidate, Plan
@@ -73,6 +73,8 @@ def explain_plan(plan: Plan) -> str:
 
 def _sentences(plan: Plan) -> Iterator[str]:
     yield headline(plan)
+    if not plan.met:
+        yield from _unmet_lines(plan)
     if plan.slo is not None:
         yield f"SLO: first token within {plan.slo.ttft:g} s, {plan.slo.tbt:g} s between tokens."
     trace = plan.trace
@@ -83,9 +85,22 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield from _spread_lines(plan)
     yield from _longer_lines(plan.best)
     yield from _confirmation_lines(plan)
-    yield from _limit_lines(plan.best)
+    if plan.met:
+        yield from _limit_lines(plan.best)
     yield from _search_lines(plan)
+    yield from plan.notes if plan.met else ()
+
+
+def _unmet_lines(plan: Plan) -> Iterator[str]:
+    """Say why no placement would do: requests that the model never takes, or steps longer than the SLO's bounds."""
     yield from plan.notes
+    for each in plan.priced if plan.slo is not None else ():
+        bounds = ((each.encode_s + each.prefill_s, plan.slo.ttft), (each.decode_s, plan.slo.tbt))
+        words = ("to the first token of a mean prompt", f"for a decode of {PRICED_ROWS} requests")
+        for (needed, bound), what in zip(bounds, words, strict=True):
+            if needed > bound:
+                has = f"{each.device} needs {format_ms(needed)} {what}"
+                yield f"What limits it: {has}, and the SLO is {format_ms(bound)}."
 
 
 def _compare_lines(plan: Plan) -> Iterator[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.engines import DEFAULT_ENGINE, Engine
-from trinity.costs.model_shape import ModelShape, get_model_shape
-from trinity.costs.step_cost import CostModel
+from trinity.costs.given_costs import GivenCosts, load_costs
+from trinity.costs.model_config import find_model_shape
+from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, TraceError, TraceTooShort
 from trinity.errors.arguments import Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Group, Placement
@@ -76,13 +78,13 @@ class Options(NamedTuple):
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
-    - ``model``: a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
+    - ``model``: a checkpoint's folder, a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
     - ``slo`` (seconds): TTFT and TBT bounds; None for the objective "throughput" alone.
     - ``instances`` (count, None) of ``device`` ("H100"): a name, a ``Device``, or counts of each by name.
     - ``engine`` ("graphs"): what runs the steps on devices given by name; "eager" launches each kernel by itself, with
       20 ms a pass in place of 1 ms (``trinity.costs.engines.ENGINES``).
     - ``cluster`` (None): in place of these, devices with hosts and links. Device and engine are refused beside it.
-    - ``cost`` (None): measured tables in place of the devices' rooflines, for all of them or by name.
+    - ``cost`` (None): measured tables, or their file, in place of the devices' rooflines, for all of them or by name.
     - ``objective`` ("goodput"): "goodput"; "goodput_per_cost", with any choice of the devices; "fewest_instances" that
       serve ``rate``; "throughput", all requests at once; "effective_throughput", tokens/s a device in time at ``rate``,
       with any choice of the devices (EPD-Serve table 5).
@@ -103,14 +105,14 @@ class HybridPlanner:
 
     def __init__(
         self,
-        model: ModelShape | str,
+        model: ModelShape | str | Path,
         slo: SLO | None,
         *,
         instances: Annotated[Whole, Meta(le=65_536)] | None = None,
         device: Devices = DEFAULT_DEVICE,
         engine: Engine = DEFAULT_ENGINE,
         cluster: Cluster | None = None,
-        cost: CostModel | Mapping[str, CostModel] | None = None,
+        cost: GivenCosts = None,
         objective: Objective = "goodput",
         rule: SLORule = "guard",
         stable: bool = True,
@@ -122,7 +124,7 @@ class HybridPlanner:
         **options: Any,
     ) -> None:
         options = check_simulator_options(options)
-        self.model = get_model_shape(model) if isinstance(model, str) else model
+        self.model = find_model_shape(model)
         found = choose_cluster(cluster, device, instances, engine)
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
             raise ConfigError(f"instances={instances}, and {found.size} devices are given: leave one of both out")
@@ -131,7 +133,7 @@ class HybridPlanner:
         self.options = Options(objective, rate, search, progress)
         self._check(slo)
         self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
-        self.hardware = Hardware(self.model, found, cost, prices or {}, options)
+        self.hardware = Hardware(self.model, found, load_costs(cost), prices or {}, options)
         self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
         self._simulates()

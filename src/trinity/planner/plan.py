@@ -228,5 +228,5 @@ def _cells(plan: Plan, each: Candidate) -> tuple[str, ...]:
         *(format_figure(each.goodput.get(rule)) for rule in SLO_RULES),
         "" if each.bound is None else format_figure(each.bound),
         *((format_figure(each.screened), "" if each.gap is None else f"{each.gap:+.1%}") if plan.stand_ins else ()),
-        each.bottleneck,
+        each.bottleneck if plan.met else "",
     )

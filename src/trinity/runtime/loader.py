@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy
@@ -45,6 +47,8 @@ PROBE_BLOCKS = {IMAGE: 64, KV: 512}  # blocks of each kind in a copy that is onl
 DEFAULT_RULES = BatchRules()
 DEFAULT_TRANSFERS = TransferPolicy()
 DEFAULT_CACHE = CacheConfig()
+_GIVE_MODEL = "give a checkpoint's directory or hub name; model.save_pretrained(directory) writes that of a loaded one"
+GivenModel = Annotated[str | Path | EmulatedModel, msgspec.Meta(description=_GIVE_MODEL)]
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,10 @@ def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedM
     if isinstance(config.model, EmulatedModel):
         return config.model
     from trinity.stages.models import load_model
+    from trinity.stages.models.loader import check_device
 
     device, packed = spec.device or "cpu", bool(spec.pack)
+    check_device(device)
     with use_device(device):
         return load_model(
             config.model, spec.roles, dtype=config.dtype, device=device, packed=packed, shelf=config.shelf
@@ -224,6 +230,9 @@ def import_model_classes(model: Path) -> None:
     find_model_class(config)
     for name in config.sub_configs:
         MODEL_MAPPING.get(type(getattr(config, name)), None)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping(config.model_type)  # compiles a table of a thousand patterns, once a process
 
 
 def make_hosts(

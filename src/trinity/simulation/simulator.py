@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -25,8 +26,10 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
+from trinity.costs.given_costs import GivenCosts, load_costs
 from trinity.costs.longer_steps import stretch_cost
-from trinity.costs.model_shape import ModelShape, get_model_shape
+from trinity.costs.model_config import find_model_shape
+from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments, check_call
@@ -80,11 +83,11 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class Simulator:
     """Replays traces on placements of one model on one cluster.
 
-    - ``model``: a ``ModelShape``, or its name.
+    - ``model``: a ``ModelShape``, its name, or a checkpoint's folder.
     - ``slo`` (s): bounds that budgets keep and requests are judged by.
     - ``cluster``: devices, hosts and links.
-    - ``cost`` (None): seconds of a step, for every device or by its name. None: a roofline of the model and each
-      device.
+    - ``cost`` (None): seconds of a step, or the file of measured tables, for every device or by its name. None: a
+      roofline of the model and each device.
     - ``rules`` (None): ``BatchRules`` but for the budgets.
     - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
       latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
@@ -109,11 +112,11 @@ class Simulator:
 
     def __init__(
         self,
-        model: ModelShape | str,
+        model: ModelShape | str | Path,
         slo: SLO,
         *,
         cluster: Cluster,
-        cost: CostModel | Mapping[str, CostModel] | None = None,
+        cost: GivenCosts = None,
         rules: BatchRules | None = None,
         budgets: StepBudgets | Mapping[str, StepBudgets] | None = None,
         routing: str = "round_robin",
@@ -128,7 +131,7 @@ class Simulator:
         step_factor: Positive = 1.0,
         backend: str = "auto",
     ) -> None:
-        self.model = get_model_shape(model) if isinstance(model, str) else model
+        self.model, cost = find_model_shape(model), load_costs(cost)
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
         self.lanes, self.backend, self.reservation, self.ask = tuple(lanes), backend, reservation, ask

@@ -85,7 +85,7 @@ def load_model(
     read_quantization(directory)
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
-    kind, place = _pick_dtype(dtype, config), _pick_device(device)
+    kind, place = _pick_dtype(dtype, config), check_device(device)
     names = _list_parts(letters, adapter)
     with _lock:
         register_attention()
@@ -140,7 +140,8 @@ def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _pick_device(device: torch.device | str) -> torch.device:
+def check_device(device: torch.device | str) -> torch.device:
+    """Return a device with its number. Raises ``ConfigError`` for one that does not serve, or is not here."""
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
