@@ -322,7 +322,11 @@ WHAT_TO_DO: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {**PIPELINE, "rules": trinity.BatchRules},
         r"rules is .* give an object of the class, BatchRules\(",
     ),
-    (trinity.Pipeline, {"model": torch.nn.Linear(1, 1)}, r"model is .* a checkpoint's directory or hub name; .*save_pretrained"),
+    (
+        trinity.Pipeline,
+        {"model": torch.nn.Linear(1, 1)},
+        r"model is .* a checkpoint's directory or hub name; .*save_pretrained",
+    ),
     (trinity.Pipeline, {**PIPELINE, "device": "gpu"}, r'device is .* got \'gpu\': give "cpu", "cuda" or "cuda:1"'),
     (trinity.Pipeline, {**PIPELINE, "device": 0}, r'device is .* got 0: give "cpu"'),
     (

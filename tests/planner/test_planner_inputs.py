@@ -53,6 +53,11 @@ def test_what_is_neither_says_what_would_be_one(name: str) -> None:
         planner(name)
 
 
+def test_a_hub_id_that_is_nowhere_says_how_to_fetch_it() -> None:
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
+        planner("nobody/no-such-model")
+
+
 def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
         planner(tmp_path)

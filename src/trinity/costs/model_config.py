@@ -46,14 +46,14 @@ _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
 
 def find_model_shape(model: ModelShape | str | Path) -> ModelShape:
-    """Return a shape as it is, one of ``MODELS`` by its name, or that of a checkpoint's folder.
+    """Return a shape as it is, one of ``MODELS`` by its name, or that of a checkpoint's folder or hub id.
 
-    Raises ``UnknownName`` for what is neither, and as ``read_model_shape`` does.
+    Raises ``UnknownName`` for what is none of these, and as ``read_model_shape`` does.
     """
     if isinstance(model, ModelShape):
         return model
     with suppress(OSError):  # a name that no file can have
-        if str(model) not in MODELS and Path(model).exists():
+        if str(model) not in MODELS and locate_model(model).exists():
             return read_model_shape(model)
     return get_model_shape(str(model))
 

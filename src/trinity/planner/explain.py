@@ -94,7 +94,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
 def _unmet_lines(plan: Plan) -> Iterator[str]:
     """Say why no placement would do: requests that the model never takes, or steps longer than the SLO's bounds."""
     yield from plan.notes
-    for each in plan.priced if plan.slo is not None else ():
+    if plan.slo is None:
+        return
+    for each in plan.priced:
         bounds = ((each.encode_s + each.prefill_s, plan.slo.ttft), (each.decode_s, plan.slo.tbt))
         words = ("to the first token of a mean prompt", f"for a decode of {PRICED_ROWS} requests")
         for (needed, bound), what in zip(bounds, words, strict=True):

@@ -78,7 +78,7 @@ class Options(NamedTuple):
 class HybridPlanner:
     """Finds the disaggregation method and ratio that serve a recorded trace best, by replaying it in virtual time.
 
-    - ``model``: a checkpoint's folder, a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
+    - ``model``: a checkpoint's folder or hub id, a name in ``trinity.costs.model_shape.MODELS``, or a ``ModelShape``.
     - ``slo`` (seconds): TTFT and TBT bounds; None for the objective "throughput" alone.
     - ``instances`` (count, None) of ``device`` ("H100"): a name, a ``Device``, or counts of each by name.
     - ``engine`` ("graphs"): what runs the steps on devices given by name; "eager" launches each kernel by itself, with

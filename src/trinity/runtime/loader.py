@@ -230,9 +230,6 @@ def import_model_classes(model: Path) -> None:
     find_model_class(config)
     for name in config.sub_configs:
         MODEL_MAPPING.get(type(getattr(config, name)), None)
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    get_checkpoint_conversion_mapping(config.model_type)  # compiles a table of a thousand patterns, once a process
 
 
 def make_hosts(

@@ -83,7 +83,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class Simulator:
     """Replays traces on placements of one model on one cluster.
 
-    - ``model``: a ``ModelShape``, its name, or a checkpoint's folder.
+    - ``model``: a ``ModelShape``, its name, or a checkpoint's folder or hub id.
     - ``slo`` (s): bounds that budgets keep and requests are judged by.
     - ``cluster``: devices, hosts and links.
     - ``cost`` (None): seconds of a step, or the file of measured tables, for every device or by its name. None: a
