@@ -42,7 +42,7 @@ def test_it_plans_prints_and_writes_a_report(tmp_path: Path, capsys: pytest.Capt
 
 def test_what_cannot_be_planned_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--device", "H1000", "--minutes", "3"]) == 2
-    assert capsys.readouterr().err.startswith("UnknownName: unknown device 'H1000'; known: A100,")
+    assert capsys.readouterr().err.startswith("UnknownName: unknown device 'H1000'; known: A10, A100,")
     assert example.main(["--instances", "0", "--minutes", "3"]) == 2
     assert "instances is a whole number of at least 1" in capsys.readouterr().err
 
