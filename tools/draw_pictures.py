@@ -176,8 +176,9 @@ def draw_stages() -> str:
         'NIXL or UCX. "EPD" is all on one instance; in "1EP1D", "2ED1P" and "1PD2E" two stages share one. The same '
         "objects and the same tokens, placed by a string, by hand, or by a planner from recorded traffic."
     )
-    lines += [text(20, 184 + 17 * row, words, size=12, colour=PALE) for row, words in enumerate(wrap(below))]
-    return sheet(WIDTH, 236, "Encode, prefill and decode on instances of their own", lines)
+    rows = wrap(below)
+    lines += [text(20, 184 + 17 * row, words, size=12, colour=PALE) for row, words in enumerate(rows)]
+    return sheet(WIDTH, 184 + 17 * len(rows), "Encode, prefill and decode on instances of their own", lines)
 
 
 def arrow(start: int, end: int, words: str) -> Iterator[str]:

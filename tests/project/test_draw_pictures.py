@@ -40,7 +40,7 @@ def test_everything_is_within_the_sheet(name: str) -> None:
         begin = float(each.attrib["x"]) - long * {"end": 1, "middle": 0.5}.get(each.attrib.get("text-anchor", ""), 0)
         assert begin >= -1, each.text
         assert begin + long <= width, each.text
-        assert float(each.attrib["y"]) < height
+        assert float(each.attrib["y"]) + size <= height, each.text
 
 
 def test_a_bar_is_as_long_as_its_value_and_says_it() -> None:
