@@ -30,6 +30,7 @@ class Subcommand(NamedTuple):
 
 COMMANDS = {
     "plan": Subcommand("trinity.commands.plan", "find the best placement for recorded traffic, on no GPU"),
+    "batch": Subcommand("trinity.server.batch", "serve a file of chats into a file of answers; a stopped run goes on"),
     "bench": Subcommand("trinity.bench.__main__", "measure goodput of placements and engines on your checkpoint"),
     "check": Subcommand("trinity.memory.weight_check", "print or compare digests of a checkpoint's files"),
     "instance": Subcommand("trinity.remote.server", "run one instance that pipelines elsewhere attach"),
