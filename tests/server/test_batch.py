@@ -1,4 +1,4 @@
-"""``trinity batch``: OpenAI's batch lines into answers that OpenAI's types read; bad lines, and runs that were stopped."""
+"""``trinity batch``: OpenAI's batch lines into answers that OpenAI's types read; bad lines, and stopped runs."""
 
 from __future__ import annotations
 
