@@ -126,6 +126,14 @@ def test_a_bad_line_has_an_error_of_its_own(pipe: Pipeline, runner: asyncio.Runn
     assert again == {"answered": 0, "refused": 0, "failed": 0}, "every line has its answer"
 
 
+def test_a_custom_id_may_be_the_name_of_another_line(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:
+    """A line without one is known by its number, which is nobody else's name."""
+    source, out = write(tmp_path / "in", line("batch-2")), tmp_path / "out"
+    serve(runner, pipe, source, out)
+    write(source, line("batch-2"), "{not json", line("batch-3"))
+    assert serve(runner, pipe, source, out) == {"answered": 1, "refused": 1, "failed": 0}
+
+
 def test_a_run_that_was_stopped_goes_on(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:
     source = write(tmp_path / "in", *(line(f"c{at}", f"Say {at}") for at in range(12)))
     whole, out = tmp_path / "whole", tmp_path / "out"

@@ -61,11 +61,16 @@ class Answers:
 
     def __init__(self, path: Path) -> None:
         self._file, self._lock = LinesFile(path, _HEAD), threading.Lock()
-        self.done: set[str] = set()
+        self.done: set[str] = set()  # custom_ids
+        self.refused: set[str] = set()  # names of lines that have none
         self.counts = {"answered": 0, "refused": 0, "failed": 0}
         try:
             for number, (_, line) in enumerate(self._file.lines(), 1):
-                self.done.add(_read_custom_id(path, number, line))
+                name, custom_id = _read_names(path, number, line)
+                if custom_id is None:
+                    self.refused.add(name)
+                else:
+                    self.done.add(custom_id)
         except BaseException:
             self.close()
             raise
@@ -90,16 +95,16 @@ class Answers:
         self._file.close()
 
 
-def _read_custom_id(path: Path, number: int, line: bytes) -> str:
-    """Return the line's custom_id; for a line that had none, its own name, which stands for its number."""
+def _read_names(path: Path, number: int, line: bytes) -> tuple[str, str | None]:
+    """Return the line's own name, which stands for its number, and its custom_id, None if it had none."""
     try:
         read = msgspec.json.decode(line)
-        return str(read["id"] if read["custom_id"] is None else read["custom_id"])
+        return str(read["id"]), None if read["custom_id"] is None else str(read["custom_id"])
     except (msgspec.MsgspecError, RecursionError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}, line {number} is no answer of a batch ({error}); give another file") from error
 
 
-class Batch:
+class BatchRequests:
     """Requests of the lines that have no answer yet; iterating reads the file, and answers the lines that are none.
 
     - ``pipe``: what serves them; started.
@@ -118,21 +123,21 @@ class Batch:
         self._model = pipe.model.name if isinstance(pipe.model, Path) else str(pipe.model)
         self._limited = defaults.max_new_tokens is not None or defaults.max_length is not None
         self._open: dict[str, OpenLine] = {}
-        self._left = max(0, sum(1 for _ in read_lines(source)) - len(answers.done))
+        self._left = max(0, sum(1 for _ in read_batch_lines(source)) - len(answers.done) - len(answers.refused))
 
     def __len__(self) -> int:
         return self._left
 
     def __iter__(self) -> Iterator[Request]:
         seen: set[str] = set()
-        for number, line in read_lines(self._source):
+        for number, line in read_batch_lines(self._source):
             name = f"batch-{number}"
             try:
                 asked = _read_line(line)
                 if asked.custom_id in seen:
                     raise RequestError(f"custom_id {asked.custom_id!r} is that of an earlier line")
             except RequestError as error:
-                if name not in self._answers.done:
+                if name not in self._answers.refused:
                     self._answers.refuse(name, f"line {number}: {error}")
                 continue
             seen.add(asked.custom_id)
@@ -195,7 +200,7 @@ def _tokens(output: Output) -> list[Token]:
     return [Token(token, "", index, logprob, top) for index, (token, logprob, top) in enumerate(columns)]
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_batch_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Iterate over the lines of a file that hold anything, with their numbers. Raises ``ConfigError``."""
     try:
         with path.open("rb") as file:
@@ -226,7 +231,7 @@ def _read_line(line: bytes) -> BatchLine:
 
 async def serve_batch(pipe: Pipeline, source: Path, answers: Answers, concurrency: int, *, trusted: bool) -> None:
     """Serve the lines that have no answer, and append their answers as they end."""
-    batch = await run_to_end(Batch, pipe, source, answers, trusted=trusted)
+    batch = await run_to_end(BatchRequests, pipe, source, answers, trusted=trusted)
     results = pipe.map(batch, concurrency=concurrency, ordered=False, on_error="return")
     async with aclosing(results):
         async for result in results:
@@ -257,6 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(asked: argparse.Namespace, answers: Answers) -> None:
-    next(read_lines(asked.source), None)  # a file that is not there is told before weights are read
+    next(read_batch_lines(asked.source), None)  # a file that is not there is told before weights are read
     async with Pipeline(asked.model, asked.placement, hosting=asked.hosting) as pipe:
         await serve_batch(pipe, asked.source, answers, asked.concurrency, trusted=asked.trusted)

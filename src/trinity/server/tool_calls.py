@@ -34,12 +34,6 @@ class CallFinder(Protocol):
         """Add the last text. Returns what is left to show, and the last calls."""
 
 
-def template_of(tokenizer: Any) -> str:
-    """Chat template of a tokenizer, "" where it has none or several without a default."""
-    found = getattr(tokenizer, "chat_template", None)
-    return str(found.get("default", "") if isinstance(found, dict) else found or "")
-
-
 def choose_format(wanted: str, template: str) -> str:
     """Choose how a model writes its calls: as ``wanted``, or under "auto" as its chat template teaches it.
 
