@@ -97,16 +97,20 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    extras = {"cuda", "nixl", "plan", "plot", "server", "structured", "ucx"}
+    extras = {"cuda", "nixl", "otel", "plan", "plot", "server", "structured", "ucx"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
+
+
+IMPORTED = {"opentelemetry_api": "opentelemetry"}  # names of modules that are not their distribution's
 
 
 def test_an_extra_installs_what_the_code_imports() -> None:
     imported = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     for extra, needs in PROJECT["project"]["optional-dependencies"].items():
         for name in (plain(need).removesuffix("-cu13").replace("-", "_") for need in needs):
-            pattern = rf"(import|from) {name}\b|(import_module|find_spec)\(\"{name}(_cu13)?[\".]"
+            module = IMPORTED.get(name, name)
+            pattern = rf"(import|from) {module}\b|(import_module|find_spec)\(\"{module}(_cu13)?[\".]"
             assert re.search(pattern, imported), f"nothing imports {name} of the extra {extra}"
 
 

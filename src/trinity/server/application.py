@@ -34,6 +34,7 @@ from trinity.server.live_routes import list_live_routes
 from trinity.server.prometheus import PipelineCollector, is_up
 from trinity.server.protocol import ModelList, ServedModel, encode_json
 from trinity.server.reply_loop import answer_call
+from trinity.server.request_traces import RequestTracer
 from trinity.server.responses_fields import read_response_call
 from trinity.server.responses_reply import ResponsesReply
 from trinity.server.settings import ServerConfig
@@ -65,6 +66,7 @@ class ModelServer:
         self._created = int(time.time())
         self._counts: Counter[tuple[str, str]] = Counter()
         self._texts: TokenTexts | None = None
+        self.tracer = RequestTracer(self.models[0], config.tracer_provider)
         self._registry = CollectorRegistry()
         self._registry.register(PipelineCollector(pipe, self.models[0]))
         self._registry.register(_ResponseCollector(self._counts))
@@ -222,12 +224,15 @@ class Endpoint:
         server = self._server
         exchange = Exchange(scope, receive, send, server.config, server.held)
         left = False
+        if exchange.method == "POST":
+            exchange.trace = server.tracer.begin(self._path, exchange.headers)
         try:
             await self._serve(exchange)
         except ClientGone:
             left = True
         finally:
             exchange.close()
+            exchange.trace.end(exchange.status, left)
             server.leave(exchange)
             server.count_response(self._path, exchange, left)
 
@@ -243,6 +248,7 @@ class Endpoint:
         except Exception as error:
             if self._server.pipe.state == "failed" and isinstance(error, RequestError):
                 error = ClosedError("the model has failed; send the request to another server")
+            exchange.trace.fail(error, begun=bool(exchange.status))
             await exchange.fail(error)
 
 

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trinity.errors import ClosedError
 from trinity.server.error_table import ApiError, describe_failure
+from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import ServerConfig
 
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -60,6 +61,7 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _PLAIN_ID.fullmatch(given) else secrets.token_hex(12)
         self.status, self.streams, self.ended = 0, False, False
+        self.trace = NO_TRACE
         self._block: UntilGone | None = None
         self._receive, self._send, self._config, self._held = receive, send, config, held
         self._taken = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from trinity.errors import ClosedError
@@ -42,7 +43,9 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
         if call.stream:
             await _StreamedCall(pipe, exchange, reply).run(requests)
         else:
-            served = await run_all([_collect(pipe, request, call.logprobs is not None) for request in requests])
+            served = await run_all(
+                [_collect(pipe, exchange, request, call.logprobs is not None) for request in requests]
+            )
             outputs, tokens, prompts = zip(*served, strict=True)
             await exchange.reply(200, reply.whole(outputs, tokens, prompts[0]))
 
@@ -59,10 +62,22 @@ async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _collect(pipe: Pipeline, request: Request, keep_tokens: bool) -> tuple[Output, list[Token], tuple[int, ...]]:
+@asynccontextmanager
+async def open_stream(pipe: Pipeline, exchange: Exchange, request: Request) -> AsyncGenerator[Stream]:
+    """Open a request's stream, whose end is added to the exchange's trace."""
+    async with pipe.stream(request) as stream:
+        try:
+            yield stream
+        finally:
+            exchange.trace.add(stream)
+
+
+async def _collect(
+    pipe: Pipeline, exchange: Exchange, request: Request, keep_tokens: bool
+) -> tuple[Output, list[Token], tuple[int, ...]]:
     """Serve a request to its end: its output, its tokens if they are wanted, and its prompt."""
     tokens: list[Token] = []
-    async with pipe.stream(request) as stream:
+    async with open_stream(pipe, exchange, request) as stream:
         if keep_tokens:
             tokens = [token async for token in stream]
         else:
@@ -96,7 +111,7 @@ class _StreamedCall:
 
     async def _serve(self, index: int, request: Request) -> Output:
         reply = self._reply
-        async with self._pipe.stream(request) as stream:
+        async with open_stream(self._pipe, self._exchange, request) as stream:
             tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
             events = reply.begin(index, prompt_of(stream))
             while tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from trinity.errors.arguments import Positive, Whole, check_arguments
 
@@ -26,6 +26,8 @@ class ServerConfig:
     - ``tool_format`` ("auto"): how the model writes tool calls: "hermes", "llama3_json", "qwen3_coder" or "none";
       "auto" looks at the chat template.
     - ``live`` (True): serve the live page at /live. Without keys everyone who reaches the server sees it.
+    - ``tracer_provider`` (None): an OpenTelemetry ``TracerProvider`` for the spans of requests; by default the
+      program's own, once it has set one.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class ServerConfig:
         max_choices: Whole = 16,
         tool_format: ToolFormat = "auto",
         live: bool = True,
+        tracer_provider: Any = None,
     ) -> None:
         self.models, self.api_keys = tuple(models), tuple(api_keys)
         self.max_body_bytes, self.max_held_bytes = max_body_bytes, max_held_bytes
         self.body_timeout_s, self.send_timeout_s, self.deadline_s = body_timeout_s, send_timeout_s, deadline_s
         self.max_choices, self.tool_format, self.live = max_choices, tool_format, live
+        self.tracer_provider = tracer_provider
