@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -55,6 +55,10 @@ test-exact: $(STAMP)
 # What load alone has broken: tests that start processes, twenty times beside thirty busy loops. Hours on two cores.
 test-load: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/load.py $(ARGS)
+
+# 2,000 streams at once against a server: slow readers, clients that leave, what is left behind, CPU a request and a token.
+server-load: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/server_load.py $(ARGS)
 
 # Instances and launchers killed and frozen under load, 400 times over shm, nixl, ucx and auto: minutes.
 kills: $(STAMP)

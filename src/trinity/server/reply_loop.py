@@ -38,7 +38,9 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
 
     Raises ``ClientGone`` as soon as the client has left: its requests have ended then.
     """
-    requests = [each for request in call.requests for each in copy_request(request, call.choices)]
+    requests: Sequence[Request] = call.requests  # whose copies cost a tenth of a server's time for a request
+    if call.choices > 1:
+        requests = [each for request in call.requests for each in copy_request(request, call.choices)]
     async with exchange.until_gone():
         if call.stream:
             await _StreamedCall(pipe, exchange, reply).run(requests)
