@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 
+import opentelemetry.propagate  # noqa: F401  (an import that takes long, and not on the loop of a test)
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor

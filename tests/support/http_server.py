@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import openai
+import transformers  # noqa: F401  (a second or two, which the loop of the first test would not have)
 import uvicorn
 
 import trinity

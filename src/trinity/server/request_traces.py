@@ -7,6 +7,7 @@ program sets up, or ``opentelemetry-instrument trinity serve`` does. A trace tha
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,8 @@ class RequestTracer:
     def __init__(self, model: str, provider: TracerProvider | None = None) -> None:
         self._model, self._provider = model, provider
         self._installed = find_spec("opentelemetry") is not None
+        if self._installed:  # here, and not as the first request comes: it reads what all packages offer
+            import_module("opentelemetry.propagate")
 
     def begin(self, path: str, headers: dict[bytes, bytes]) -> RequestTrace:
         """Begin the trace of a request, or continue its client's."""
