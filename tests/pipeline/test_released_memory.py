@@ -41,7 +41,7 @@ async def test_a_closed_pipeline_holds_no_memory(model: Path, placement: str, ve
     pipe = trinity.Pipeline(model, placement, dtype="float32", connector=connector)
     async with pipe:
         await pipe.complete(trinity.Request("<image> Hello", images=[Image.new("RGB", (32, 32))], max_tokens=4))
-        assert len(await asyncio.to_thread(find_held) - before) > 20
+        assert await asyncio.to_thread(find_held) - before, "pools at least: weights may be shared in a process"
     assert await asyncio.to_thread(find_held) <= before
     assert repr(pipe).endswith("closed, 1 ended)")
     assert pipe.metrics.summary()["finished"] == {"length": 1}

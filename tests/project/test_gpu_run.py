@@ -17,7 +17,7 @@ import pytest
 from support.paths import ROOT
 from tools import gpu_bundle, gpu_tests
 
-THERE = {"pytest", "pytest-asyncio", "tokenizers", "triton"}  # of what tests need
+THERE = {"pytest", "pytest-asyncio", "pyyaml", "tokenizers", "triton"}  # of what tests need
 NAME = re.compile(r"[\w.-]+")
 
 

@@ -221,7 +221,7 @@ def test_a_thread_that_touches_a_gpu_is_on_it(
 # ---------------------------------------------------------------- no thread is left out
 
 THREADS: dict[tuple[str, str], Any] = {
-    ("adapt/auto.py", "self._plan_on"): NONE,
+    ("adapt/auto.py", "self.plan_on"): NONE,
     ("adapt/proposals.py", "plan"): NONE,
     ("connector.py", "digest_rows"): DIGESTS,
     ("connector.py", "verify_pull"): DIGESTS,
@@ -231,6 +231,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("pipeline/pipeline.py", "loader.load_instances"): loading,
     ("pipeline/pipeline.py", "loader.profile_copies"): loading,
     ("pipeline/pipeline.py", "self._load_processor"): NONE,
+    ("pipeline/live_plan.py", "_plan_on_rows"): NONE,
     ("pipeline/loop_thread.py", "serving.run"): NONE,
     ("pipeline/request_map.py", "ResultsFile"): NONE,
     ("pipeline/request_map.py", "next"): NONE,
@@ -267,6 +268,8 @@ THREADS: dict[tuple[str, str], Any] = {
     ("runtime/profiler_lanes.py", "1"): probe,
     ("runtime/profiler_lanes.py", "again"): NONE,
     ("runtime/shielded_wait.py", "function"): CALLER,
+    ("server/batch.py", "BatchRequests"): NONE,
+    ("server/batch.py", "batch.take"): NONE,
     ("transport/base.py", "copier.copy"): DIGESTS,
     ("transport/cuda_ipc/transport.py", "self._copy"): DRIVER,
     ("transport/link.py", "link.join"): NONE,

@@ -86,7 +86,7 @@ async def test_files_and_hosts_that_nobody_allowed_are_refused_alike() -> None:
 async def test_a_chat_about_a_picture_shows_on_the_live_page_by_its_own_id() -> None:
     async with serve_model("llava", "1E1P1D") as served, served.http.stream("GET", "/live/events") as events:
         given = f"data:image/jpeg;base64,{base64.b64encode(PHOTO.read_bytes()).decode()}"
-        chat = asyncio.create_task(served.client.chat.completions.create(**asked(given) | {"max_tokens": 60}))
+        chat = asyncio.create_task(served.client.chat.completions.create(**asked(given) | {"max_tokens": 1000}))
         seen: dict[str, set[int]] = {}
         async for line in events.aiter_lines():
             if line:

@@ -55,6 +55,7 @@ async def test_a_running_request_ends_within_the_drain_and_new_ones_are_refused(
         codes = await until_ready(http)
         assert set(codes) <= {200, 503}
         body = chat_body(stream=True, max_tokens=1900, ignore_eos=True, temperature=0)
+        body |= {"n": 4, "logprobs": True, "top_logprobs": 20}  # more than sockets hold, so it ends with its reader
         async with http.stream("POST", CHAT, json=body) as response:
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: {")

@@ -74,8 +74,10 @@ def generate_answers(directory: Path, exam: Sequence[ExamQuestion]) -> list[str]
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     read: Any = AutoProcessor.from_pretrained
-    processor: Any = read(directory, backend="pil", local_files_only=True)
-    whole: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    processor: Any = read(directory, backend="pil", local_files_only=True, trust_remote_code=False)
+    whole: Any = AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     texts = [processor.apply_chat_template(each.messages, add_generation_prompt=True) for each in exam]
     lengths = [len(processor.tokenizer(text)["input_ids"]) for text in texts]
     answers = [""] * len(exam)

@@ -132,7 +132,7 @@ def load_weights(parts: DemoParts, directory: Path) -> None:
     import torch
 
     kind: Any = type(parts.model)
-    whole = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    whole = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
     parts.model.load_state_dict(whole.state_dict())
 
 

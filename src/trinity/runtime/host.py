@@ -106,14 +106,14 @@ class LoadedInstance:
     settings: Settings = field(init=False)
 
     def release(self) -> None:
-        """Drop weights, pools and stages. Nothing may be asked of them afterwards.
+        """Drop weights, pools and stages; twice does no harm. Nothing may be asked of them afterwards.
 
         Host, threads and front end name one another: what one of them holds would stay until Python looks for cycles,
         and a second pipeline would find a GPU full.
         """
         self.stages.clear()
         self.memory.clear()
-        del self.model
+        self.__dict__.pop("model", None)
 
 
 def block_shapes(roles: str, model: LoadedModel | EmulatedModel, cache: CacheConfig) -> dict[str, BlockShape]:
