@@ -42,12 +42,13 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 def interrupt_everywhere(work: Callable[[], object], files: tuple[str, ...]) -> Iterator[str]:
     """Call ``work`` again and again, interrupted one bytecode later each time; give each place, after the interrupt."""
     number = 0
-    while place := _interrupt(number, work, files):
+    while place := interrupt_at(number, work, files):
         yield place
         number += 1
 
 
-def _interrupt(number: int, work: Callable[[], object], files: tuple[str, ...]) -> str:
+def interrupt_at(number: int, work: Callable[[], object], files: tuple[str, ...]) -> str:
+    """Call ``work``, interrupted at the bytecode of this number; return the place, "" where it has ended before."""
     traced, before = InterruptAt(number, files), sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # CPython 3.12 looks for one such frame as tracing begins
     sys.settrace(traced)
