@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trinity.memory.cache_config import CacheConfig as CacheConfig
     from trinity.metrics import Metrics as Metrics
     from trinity.pipeline import Pipeline as Pipeline
+    from trinity.pipeline.live_view import LiveView as LiveView
     from trinity.pipeline.stream import Stream as Stream
     from trinity.pipeline.sync_pipeline import SyncPipeline as SyncPipeline
     from trinity.placement import Placement as Placement
@@ -80,6 +81,7 @@ _HOMES = {
     "core.routing": ["RoutingPolicy"],
     "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],
+    "pipeline.live_view": ["LiveView"],
     "pipeline.stream": ["Stream"],
     "timeline": ["Timeline"],
     "traces.trace": ["SLO", "Trace"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from trinity.errors import PlacementError
 from trinity.errors.arguments import Whole, check_arguments, check_call, show
@@ -50,8 +51,12 @@ class Placement:
     @classmethod
     @check_call
     def of(cls, groups: Iterable[Group]) -> Placement:
-        """Make a placement of groups. Raises ``PlacementError`` if it has no prefill or decode."""
-        placement = cls(tuple(groups))
+        """Make a placement of groups; neighbours of the same roles become one.
+
+        Raises ``PlacementError`` if it has no prefill or decode.
+        """
+        alike = groupby(groups, lambda group: group.roles)
+        placement = cls(tuple(Group(sum(group.count for group in same), roles) for roles, same in alike))
         missing = [stage for stage in "PD" if stage not in placement.stages]
         if missing:
             raise PlacementError(

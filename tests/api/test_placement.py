@@ -28,6 +28,8 @@ from trinity.placement import METHODS, STAGES, Group, Placement
         ("DP", [(1, "PD")], "1PD"),
         ("1EPD1D", [(1, "EPD"), (1, "D")], "1EPD1D"),
         ("65536PD", [(65536, "PD")], "65536PD"),
+        ("E+E+2P+P+D", [(2, "E"), (3, "P"), (1, "D")], "2E3P1D"),
+        ("1E1PD1E1PD", [(1, "E"), (1, "PD"), (1, "E"), (1, "PD")], "1E1PD1E1PD"),
     ],
 )
 def test_what_a_placement_means(text: str, groups: list[tuple[int, str]], canonical: str) -> None:

@@ -123,6 +123,18 @@ def test_an_output_of_another_model_is_not_taken_for_this_ones(
     assert name_weights(Path(checkpoint("llama"))) != name_weights(Path(checkpoint("llava")))
 
 
+def test_an_output_of_another_dtype_is_not_taken_for_this_ones(runner: asyncio.Runner, tmp_path: Path) -> None:
+    kept = tmp_path / "outputs.jsonl"
+
+    async def serve_in(dtype: str) -> None:
+        async with Pipeline(MODEL, "EPD", cache=CacheConfig(pools=POOLS), dtype=dtype) as served:
+            await collect(served.map(asked(2), resume=kept))
+
+    runner.run(serve_in("float32"))
+    with pytest.raises(ConfigError, match="another request or model"):
+        runner.run(serve_in("bfloat16"))
+
+
 def test_a_file_of_another_kind_is_left_as_it_is(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:
     foreign = tmp_path / "notes.txt"
     for content in ("not mine\n", "not mine", '{"custom_id": 1}', "\n\0", '{"request_id": 3}\n'):

@@ -19,6 +19,7 @@ from support.emulated_pipelines import LIVENESS_S
 from support.pipeline_driver import nothing_left, picture
 from support.pipeline_options import pipeline_options
 from trinity.commands import main
+from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.server.batch import Answers, serve_batch
 
@@ -124,6 +125,28 @@ def test_a_bad_line_has_an_error_of_its_own(pipe: Pipeline, runner: asyncio.Runn
     assert found["good"]["response"]["status_code"] == 200
     again = serve(runner, pipe, source, tmp_path / "out")
     assert again == {"answered": 0, "refused": 0, "failed": 0}, "every line has its answer"
+
+
+def test_a_line_that_has_changed_since_its_answer_is_told(
+    pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """The former answer was taken for the new body's, silently."""
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    serve(runner, pipe, source, out)
+    had = out.read_bytes()
+    write(source, line("a"), line("b", "Bye"))
+    with pytest.raises(ConfigError, match=r"custom_id 'b' has an answer, and its body has changed since; give"):
+        serve(runner, pipe, source, out)
+    assert out.read_bytes() == had
+    write(source, {**line("a"), "body": dict(reversed(line("a")["body"].items()))}, line("c", "Bye"))
+    assert serve(runner, pipe, source, out)["answered"] == 1, "the order of a body's fields is no change"
+
+
+def test_a_line_of_too_many_values_is_not_parsed(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:
+    full = '{"custom_id": "a", "body": {"messages": [' + "[]," * (1 << 21) + "[]]}}"
+    source = write(tmp_path / "in", full, line("b"))
+    assert serve(runner, pipe, source, tmp_path / "out") == {"answered": 1, "refused": 1, "failed": 0}
+    assert "far more than 2097152 values" in read(tmp_path / "out")["batch-1"]["error"]["message"]
 
 
 def test_a_custom_id_may_be_the_name_of_another_line(pipe: Pipeline, runner: asyncio.Runner, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class LiveView:
     async def follow(self, seconds: float = 60.0) -> None:
         """Show the page and have it follow the pipeline for so long, or until that is closed.
 
-        Other cells run when it is a task: ``asyncio.create_task(pipe.live().follow(600))``. Raises ``ConfigError``
+        Other cells run when it is a task: ``asyncio.create_task(LiveView(pipe).follow(600))``. Raises ``ConfigError``
         outside of a notebook.
         """
         try:

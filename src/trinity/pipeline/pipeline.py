@@ -325,7 +325,8 @@ class Pipeline:
         - ``progress`` (None): True shows a bar, None does in a terminal or notebook; or called as ``progress(done,
           total)`` after each, the total None where nobody knows it.
         - ``resume`` (path, None): outputs are kept there as JSON lines, and requests that it has are not served again,
-          by ``request_id``, which a program must give itself. Failed requests are not kept. One file per model.
+          by ``request_id``, which a program must give itself. Failed requests are not kept. A file for each model and
+          dtype.
         - ``on_error`` ("raise"): a request's error is raised, which ends the others; "return" gives it in place of its
           output.
 
@@ -345,7 +346,7 @@ class Pipeline:
             ordered=ordered,
             progress=progress,
             resume=resume,
-            model="" if resume is None else loader.name_weights(self.model),
+            model="" if resume is None else f"{loader.name_weights(self.model)} {self._serving_config.dtype}",
             on_error=on_error,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import itertools
 import sys
 import threading
@@ -20,6 +21,7 @@ from trinity.pipeline.copies import copy_request
 from trinity.pipeline.results_file import LinesFile
 from trinity.request import Output, Request, Token
 from trinity.runtime.shielded_wait import run_to_end
+from trinity.server.body_values import MOST_VALUES, has_too_many_values
 from trinity.server.chat_reply import ChatReply
 from trinity.server.error_table import describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call
@@ -47,11 +49,15 @@ class BatchLine(msgspec.Struct):
     method: str = "POST"
     url: str = CHAT_URL
 
+    def digest(self) -> str:
+        """Hash the body: it tells that a line answered in a former run has changed since."""
+        return hashlib.blake2b(msgspec.json.encode(self.body, order="deterministic"), digest_size=12).hexdigest()
+
 
 class OpenLine(NamedTuple):
     """A line that is being served, and the outputs of its choices so far."""
 
-    custom_id: str
+    line: BatchLine
     call: ParsedCall
     results: dict[str, Output | RequestError]
 
@@ -61,25 +67,33 @@ class Answers:
 
     def __init__(self, path: Path) -> None:
         self._file, self._lock = LinesFile(path, _HEAD), threading.Lock()
-        self.done: set[str] = set()  # custom_ids
+        self.done: dict[str, str] = {}  # digests of bodies by custom_id, "" where the file has none
         self.refused: set[str] = set()  # names of lines that have none
         self.counts = {"answered": 0, "refused": 0, "failed": 0}
         try:
             for number, (_, line) in enumerate(self._file.lines(), 1):
-                name, custom_id = _read_names(path, number, line)
+                name, custom_id, digest = _read_names(path, number, line)
                 if custom_id is None:
                     self.refused.add(name)
                 else:
-                    self.done.add(custom_id)
+                    self.done[custom_id] = digest
         except BaseException:
             self.close()
             raise
 
-    def answer(self, name: str, custom_id: str, status: int, body: bytes) -> None:
+    def has(self, line: BatchLine) -> bool:
+        """Tell if a former run has answered this line. Raises ``ConfigError`` if its body was another then."""
+        kept = self.done.get(line.custom_id)
+        if kept and kept != line.digest():
+            text = f"custom_id {line.custom_id[:99]!r} has an answer, and its body has changed since"
+            raise ConfigError(f"{text}; give it another custom_id, or another file for the answers")
+        return kept is not None
+
+    def answer(self, name: str, line: BatchLine, status: int, body: bytes) -> None:
         """Append the response to a line; ``body`` is JSON."""
         response = {"status_code": status, "request_id": name, "body": msgspec.Raw(body)}
-        line = {"id": name, "custom_id": custom_id, "response": response, "error": None}
-        self._append(line, "answered" if status == 200 else "refused")
+        written = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
+        self._append({**written, "body_digest": line.digest()}, "answered" if status == 200 else "refused")
 
     def refuse(self, name: str, why: str) -> None:
         """Append the error of a line that is no request, and so has no ``custom_id`` to be known by."""
@@ -95,11 +109,12 @@ class Answers:
         self._file.close()
 
 
-def _read_names(path: Path, number: int, line: bytes) -> tuple[str, str | None]:
-    """Return the line's own name, which stands for its number, and its custom_id, None if it had none."""
+def _read_names(path: Path, number: int, line: bytes) -> tuple[str, str | None, str]:
+    """Return the line's own name, which stands for its number, its custom_id (None if it had none) and its digest."""
     try:
         read = msgspec.json.decode(line)
-        return str(read["id"]), None if read["custom_id"] is None else str(read["custom_id"])
+        custom_id = None if read["custom_id"] is None else str(read["custom_id"])
+        return str(read["id"]), custom_id, str(read.get("body_digest", ""))
     except (msgspec.MsgspecError, RecursionError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}, line {number} is no answer of a batch ({error}); give another file") from error
 
@@ -141,7 +156,7 @@ class BatchRequests:
                     self._answers.refuse(name, f"line {number}: {error}")
                 continue
             seen.add(asked.custom_id)
-            if asked.custom_id not in self._answers.done:
+            if not self._answers.has(asked):
                 yield from self._requests(name, asked)
 
     def _requests(self, name: str, asked: BatchLine) -> list[Request]:
@@ -157,9 +172,9 @@ class BatchRequests:
                 msgspec.structs.replace(request, request_id=name, untrusted=not self._trusted), call.choices
             )
         except (RequestError, ConfigError) as error:
-            self._answers.answer(name, asked.custom_id, *_describe(error, name))
+            self._answers.answer(name, asked, *_describe(error, name))
             return []
-        self._open[name] = OpenLine(asked.custom_id, call, {})
+        self._open[name] = OpenLine(asked, call, {})
         return copies
 
     def take(self, result: Output | RequestError) -> None:
@@ -172,7 +187,7 @@ class BatchRequests:
         del self._open[name]
         status, body = self._reply(name, line)
         if status < _OWN_FAULT:
-            self._answers.answer(name, line.custom_id, status, body)
+            self._answers.answer(name, line.line, status, body)
         else:
             self._answers.counts["failed"] += 1
 
@@ -218,6 +233,8 @@ def read_batch_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _read_line(line: bytes) -> BatchLine:
     """Read a line. Raises ``RequestError`` that says what is wrong with it."""
+    if has_too_many_values(line):
+        raise RequestError(f"it has far more than {MOST_VALUES} values; send fewer")
     try:
         asked = msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

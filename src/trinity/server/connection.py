@@ -14,12 +14,12 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from trinity.errors import ClosedError
+from trinity.server.body_values import MOST_VALUES, has_too_many_values
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import ServerConfig
 
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-MOST_VALUES = 2 << 20  # of a body; a text with as many commas and brackets has more tokens than a context
 LINGER_S = 1.0  # of a body that is refused
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -80,8 +80,7 @@ class Exchange:
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
             content = await self._read_body()
-            if len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
-                # 64 MiB of empty lists would keep the loop for seven seconds, and two gigabytes
+            if has_too_many_values(content):
                 raise ApiError(400, "too_many_values", f"the body has far more than {MOST_VALUES} values; send fewer")
             body = msgspec.json.decode(content)
         except RecursionError:
