@@ -33,7 +33,7 @@ GUIDE = [
     "promises",
 ]
 INSIDE = ["structures", "glossary", "phases", "papers"]
-NOTEBOOKS = ["examples/notebook.ipynb", "examples/compose.ipynb", "examples/plan.ipynb"]
+NOTEBOOKS = [f"examples/{name}.ipynb" for name in ("notebook", "compose", "plan", "own_trace", "kill")]
 PAGE = ".md"
 FIRST = "README"  # becomes the page "index"
 GENERATED = ("docs/modules", "docs/decisions/index", "docs/data/index")

@@ -32,8 +32,6 @@ SLORule = Literal["p90", "p99", "guard", "tpot"]
 SLO_RULES: tuple[SLORule, ...] = get_args(SLORule)
 COMPLETE = ("stop", "length")  # finish reasons of a completed request
 
-_GZIP_MAGIC = b"\x1f\x8b"
-
 
 class ServedRequest(Protocol):
     """A request after serving, as an SLO sees it: an ``Output`` or a ``TraceRow``.
@@ -315,9 +313,8 @@ class Trace(Sequence[TraceRow]):
             raise ConfigError(f"a share lies between 0 and 1, got {share!r}")
         rows = self.by_arrival()
         cut = round(len(rows) * share)
-        first, rest = (
-            self._retime((row.timestamp - part[0].timestamp, row) for row in part) for part in (rows[:cut], rows[cut:])
-        )
+        parts = rows[:cut], rows[cut:]
+        first, rest = (self._retime((row.timestamp - part[0].timestamp, row) for row in part) for part in parts)
         return first, rest
 
     def by_arrival(self) -> list[TraceRow]:
@@ -328,6 +325,9 @@ class Trace(Sequence[TraceRow]):
         trace = Trace(row.request_at(at) for at, row in sorted(rows, key=lambda pair: pair[0]))
         trace.report = self.report
         return trace
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self._rows):,} requests)"
 
     def _repr_html_(self) -> str:
         return self.statistics()._repr_html_()
