@@ -38,7 +38,7 @@ def test_two_placements_compared_with_pictures(tmp_path: Path) -> None:
     assert all(map(is_picture, (cells[4], cells[8]))), "pictures, without a magic line"
     assert re.search(r"image E0 → P0 [1-9]\d* bytes", said[5])
     assert "kv P0 → D0" in said[5]
-    assert "[(' a red circle', 25, 16), (' a green circle', 25, 0)]" in said[6]
+    assert "[(' nothing', 26, 16), (' a green circle', 26, 0)]" in said[6]
     assert "slices of 3 instances" in said[7]
     assert "<td>E0</td>" in shown(cells[7], "text/html")
     assert "True ['EPD0']" in said[8]
