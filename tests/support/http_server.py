@@ -21,8 +21,15 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from trinity.server.application import ModelServer
 from trinity.server.command import DrainingServer
+from trinity.server.http_protocol import BoundedProtocol
 
-QUIET: dict[str, Any] = {"log_config": None, "lifespan": "off", "ws": "none", "access_log": False}
+QUIET: dict[str, Any] = {
+    "log_config": None,
+    "lifespan": "off",
+    "ws": "none",
+    "access_log": False,
+    "http": BoundedProtocol,
+}
 
 
 @dataclass

@@ -23,6 +23,7 @@ from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
+from trinity.server.http_protocol import BoundedProtocol
 from trinity.server.settings import ServerConfig
 
 logger = logging.getLogger("trinity.server")
@@ -156,10 +157,11 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of uvicorn: no proxy is believed, and nothing is said about the server itself."""
+    """Options of uvicorn: heads are bounded, no proxy is believed, and nothing is said about the server itself."""
     return {
         "access_log": arguments.access_log,
         "date_header": False,
+        "http": BoundedProtocol,
         "lifespan": "off",
         "log_level": "info" if arguments.access_log else "warning",
         "proxy_headers": False,
