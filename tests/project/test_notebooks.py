@@ -82,5 +82,5 @@ def test_a_kill_watched_live(tmp_path: Path) -> None:
     assert "{True}" in said[4], "each whole answer is right"
     assert said[5].endswith("True"), "those that were lost have a prefix"
     assert "state='up', epoch=1" in said[6]
-    assert "'D0'" in said[6]
+    assert "['E0', 'P0', 'D0']" in said[6]
     assert "slices of 4 instances" in said[7]
