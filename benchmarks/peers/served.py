@@ -190,7 +190,7 @@ async def everything(setting: Setting, sizes: Sizes) -> Result:
     checkpoint = await asyncio.to_thread(setting.pick, "llava-110m", "llava")
     with await asyncio.to_thread(CheckpointRequests, checkpoint, "served") as make:
         shipped = await asyncio.to_thread(traces.read_shipped, TRACE)
-        trace = shrink_trace(shipped, text=sizes.text, output=sizes.output, images=1)
+        trace = await asyncio.to_thread(shrink_trace, shipped, text=sizes.text, output=sizes.output, images=1)
         known = kept.of("ready") or [
             kept.add("ready", msgspec.to_builtins(await prepare(setting, sizes, checkpoint, trace, make)))
         ]

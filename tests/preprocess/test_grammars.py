@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import time
@@ -170,7 +171,7 @@ async def test_a_slow_grammar_delays_no_other_request(
     for _ in range(3):
         await processor.aprocess(Request("a"))
     assert not slow.done(), "it was refused before the others came: nothing was tried"
-    assert "too complex" in await slow
+    assert re.search("too complex|not compiled within", await slow)  # a busy machine gives it less of its time
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,6 +241,31 @@ async def test_a_rightful_client_comes_through_a_crowd_in_tls(
         assert (await asyncio.wait_for(silent[0][0].read(), LIVENESS_S))[:1] == b"\x15"
         for _, writer in silent:
             writer.transport.abort()
+
+
+async def test_who_gives_way_leaves_no_transport_without_its_descriptor(
+    one: TLSConfig, two: TLSConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled as its handshake ended, asyncio's transport lived on, while its descriptor was closed beneath it.
+
+    The next connection with that descriptor failed, whosever it was (RuntimeError: used by transport).
+    """
+    made = asyncio.StreamReaderProtocol.connection_made
+    left = list[asyncio.Task[Any]]()
+
+    def leave(protocol: asyncio.StreamReaderProtocol, transport: Any) -> None:
+        made(protocol, transport)
+        if not left and transport.get_extra_info("sockname")[1] == bound.port:
+            left.extend(task for task in asyncio.all_tasks() if "Listener._serve" in repr(task.get_coro()))
+            for task in left:
+                task.cancel()
+
+    async with listen(LOCAL, KEY, b"server", echo, one) as bound:
+        monkeypatch.setattr(asyncio.StreamReaderProtocol, "connection_made", leave)
+        assert await ask(bound, two) == PROMPT, "it came again"
+        assert len(left) == 1
+        transports: dict[int, Any] = vars(asyncio.get_running_loop())["_transports"]
+        assert [each for each in transports.values() if not each.is_closing() and each._sock.fileno() < 0] == []
 
 
 # ---------------------------------------------------------------- files that would not do

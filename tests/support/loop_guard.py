@@ -113,7 +113,7 @@ class LoopGuard:
             finally:
                 spent = time.thread_time() - self._collecting.spent() - began
                 if spent > CALLBACK_CPU_S:
-                    self.problems.append(f"one callback used {spent:.2f} s of CPU: {handle!r}")
+                    self.problems.append(f"one callback used {spent:.2f} s of CPU: {_name(handle)}")
 
         return timed
 
@@ -174,3 +174,9 @@ class LoopGuard:
 
 def _called_from(module: str) -> bool:
     return bool(sys._getframe(2).f_globals.get("__name__") == module)
+
+
+def _name(handle: asyncio.Handle) -> str:
+    """Name a callback; a task's step by its coroutine."""
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined] # asyncio's own attribute
+    return repr(task.get_coro()) if isinstance(task, asyncio.Task) else repr(handle)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
-from trinity.core.messages import Cancel, Encode, Prefill, Pull, Step, Value, Work
+from trinity.core.messages import Cancel, Encode, Prefill, Pull, Send, Step, Value, Work
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -83,17 +83,24 @@ class Recording:
         return [row for step in self.steps() for row in step.encodes]
 
     def after_cancel(self) -> list[str]:
-        """Steps and pulls that include a request although their instance had been told of its cancel."""
+        """Steps and pulls that include a request although their instance had been told of its cancel.
+
+        Who has passed the cancel on, since the request had moved, may get it back before that comes there (ED+P).
+        """
         cancelled: set[tuple[str, str]] = set()
         wrong = []
         for handled in self.log:
-            if isinstance(handled.event, Cancel):
+            if isinstance(handled.event, Cancel) and not any(map(_passes_on, handled.commands)):
                 cancelled.add((handled.instance, handled.event.request))
             for command in handled.commands:
                 for request in _requests(command):
                     if (handled.instance, request) in cancelled:
                         wrong.append(f"{handled.instance}: {command}")
         return wrong
+
+
+def _passes_on(command: Value) -> bool:
+    return isinstance(command, Send) and isinstance(command.message, Cancel)
 
 
 def _requests(command: Value) -> Iterable[str]:

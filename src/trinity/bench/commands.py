@@ -126,7 +126,8 @@ async def run_serve(args: Namespace) -> None:
     placements = args.placement or ["EPD"]
     engines = [each for on in cache_settings(args) for each in make_engines(args, placements, args.dtype, on)]
     with await asyncio.to_thread(CheckpointRequests, args.checkpoint, "serve") as make:
-        served = shrink_trace(trace, text=args.prompt, output=args.output, images=images_per_request(make, args))
+        sizes = {"text": args.prompt, "output": args.output, "images": images_per_request(make, args)}
+        served = await asyncio.to_thread(shrink_trace, trace, **sizes)
         some = await make_requests(make, draw_stretch(served, max(4, EXACT_REQUESTS), 0))
         trial = make_trial(served, make, goals, rates[(len(rates) - 1) // 2], SWEEP_REQUESTS)
         chosen, swept = await tune_engines(engines, args.checkpoint, some, args.sweep, trial)

@@ -120,9 +120,10 @@ class Listener:
     async def _serve(self, connection: socket.socket) -> None:
         """Authenticate a connection and hand it to the handler. Cancelled before its proof, it is told to come back."""
         channel, writer = None, None
+        opening = self._loop.create_task(_open_streams(connection, self._context))
         try:
             async with asyncio.timeout(channels.TIMEOUT_S):
-                reader, writer = await _open_streams(connection, self._context)
+                reader, writer = await asyncio.shield(opening)
                 seals = await shake_hands(reader, writer, self._secret, server=True)
                 self._waiting.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 channel = await exchange_hellos(reader, writer, seals, self._hello)
@@ -138,8 +139,8 @@ class Listener:
                     connection.send(CROWDED if self._context is None else BUSY_ALERT)
             raise
         finally:
-            if channel is None and writer is not None:
-                abort_writer(writer)
+            if channel is None:
+                await _drop(connection, opening)
         try:
             await self._handler(channel)
         finally:
@@ -152,6 +153,21 @@ class Listener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._refusals.flush()
+
+
+async def _drop(
+    connection: socket.socket, opening: asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+) -> None:
+    """End a connection that proved nothing, and wait until no transport has its descriptor any more.
+
+    A handshake is not cancelled: asyncio's transport may outlive that for half a minute, and whoever gets the
+    descriptor next would meet it. It ends as it reads the end of the connection.
+    """
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    await asyncio.wait([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        abort_writer(opening.result()[1])
 
 
 async def _open_streams(
