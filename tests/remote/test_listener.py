@@ -16,6 +16,7 @@ import pytest
 
 from support.running_instances import LIVENESS_S
 from trinity.errors import ConfigError, HandshakeError, PeerLost
+from trinity.remote import channel as channels
 from trinity.remote import listener as listeners
 from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.handshake import CROWDED
@@ -29,6 +30,7 @@ PLACES = 16
 @pytest.fixture(autouse=True)
 def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", PLACES)
+    monkeypatch.setattr(channels, "TIMEOUT_S", LIVENESS_S)  # who gives way does so for want of a place
 
 
 async def echo(channel: Channel) -> None:
