@@ -18,6 +18,7 @@ from trinity.core.messages import (
     KV,
     Cancel,
     Close,
+    Collect,
     Commit,
     Emit,
     Failure,
@@ -162,6 +163,9 @@ def _line(value: Value) -> str:
         return f"open {value.work.request} kv {_numbers(value.blocks)}{images}{cached}{tokens}"
     if isinstance(value, Grow):
         return "grow " + ", ".join(f"{request} {_numbers(blocks)}" for request, blocks in value.blocks.items())
+    if isinstance(value, Collect):
+        items = "".join(f"[{_numbers(blocks)} of {rows} rows]" for blocks, rows in value.items)
+        return f"collect {value.request} {items}"
     if isinstance(value, Close):
         return f"close {value.request}"
     if isinstance(value, Deliver):

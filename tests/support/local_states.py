@@ -13,7 +13,18 @@ import msgspec
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import Failure, Pull, Pulled, Sampled, Send, Step, Stepped, Value
+from trinity.core.messages import (
+    Collect,
+    Collected,
+    Failure,
+    Pull,
+    Pulled,
+    Sampled,
+    Send,
+    Step,
+    Stepped,
+    Value,
+)
 from trinity.core.routing import RoundRobin
 from trinity.testing.checks import check_forgotten, check_state
 
@@ -56,6 +67,7 @@ class Instance:
         self.core = InstanceCore(settings, RoundRobin())
         self.flights: dict[str, deque[Step]] = {lane: deque() for lane in settings.lanes}
         self.pulls: dict[tuple[str, int], Pull] = {}
+        self.copies: dict[str, Collect] = {}
         for each in (settings, *peers):
             self.core.handle(InstanceCore(each).announcement(), 0.0)
 
@@ -64,18 +76,23 @@ class Instance:
             self.flights[event.lane].popleft()
         elif isinstance(event, Pulled):
             del self.pulls[event.offer, event.part]
+        elif isinstance(event, Collected):
+            del self.copies[event.request]
         commands = self.core.handle(event, 0.0)
         for command in commands:
             if isinstance(command, Step):
                 self.flights[command.lane].append(command)
             elif isinstance(command, Pull):
                 self.pulls[command.offer, command.part] = command
+            elif isinstance(command, Collect):
+                self.copies[command.request] = command
         check_state(self.core.state)
         return [each for each in commands if isinstance(each, Send)]
 
     def results(self, lost: str) -> list[Value]:
-        """List what may end next: the first step of each lane, every pull; one from ``lost`` may fail as well."""
+        """List what may end next: the first step of each lane, every copy, every pull; one from ``lost`` may fail."""
         found: list[Value] = [_stepped(flight[0]) for flight in self.flights.values() if flight]
+        found += [Collected(request) for request in self.copies]
         for pull in self.pulls.values():
             found.append(Pulled(pull.offer, pull.part, None, {"source": pull.source}))
             if pull.source == lost:
@@ -83,7 +100,7 @@ class Instance:
         return found
 
     def content(self) -> Any:
-        return freeze((self.core.state, self.flights, self.pulls))
+        return freeze((self.core.state, self.flights, self.pulls, self.copies))
 
     def problem(self) -> str:
         """Say what is left of any request; "" for nothing."""

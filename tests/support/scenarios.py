@@ -68,6 +68,11 @@ def random_works(draw: Random, requests: int) -> list[Work]:
     return works
 
 
+def encode_alone(work: Work) -> Work:
+    """The same request, of which only the features are wanted."""
+    return replace_work(work, encode_only=True, prompt=(), max_tokens=1)
+
+
 def random_rules(draw: Random) -> BatchRules:
     rules = BatchRules(
         token_budget=draw.choice([1, 4, 16, 64]),
@@ -162,9 +167,16 @@ def random_transfers(draw: Random) -> TransferPolicy:
 
 
 def random_cluster(
-    seed: int, placement: str | None = None, requests: int | None = None, depth: int | None = None
+    seed: int,
+    placement: str | None = None,
+    requests: int | None = None,
+    depth: int | None = None,
+    encode_only: float = 0.0,
 ) -> VirtualCluster:
-    """A loaded cluster that has not run yet: everything in it follows from the seed. ``depth`` None: 1, 2 or both."""
+    """A loaded cluster that has not run yet: everything in it follows from the seed. ``depth`` None: 1, 2 or both.
+
+    encode_only: share of the requests with media that want nothing but features.
+    """
     draw = Random(seed)
     placement = placement or draw.choice(PLACEMENTS)
     works = random_works(draw, requests or draw.choice([2, 5, 9, 14]))
@@ -186,9 +198,10 @@ def random_cluster(
     )
     hurry, cancels, patience = draw.choice([0.0, 0.5, 2.0]), draw.choice([0.0, 0.3, 0.8]), draw.choice([0.05, 1.0])
     spread = aside.choice([0.0, 2.0, 6.0]) if leases else 0.0  # what is cached must be known for it to be found
+    some = Random(seed + 7_000_000_003)
     for work in works:
         at = draw.uniform(0.0, hurry) + aside.uniform(0.0, spread)
-        cluster.submit(work, at)
+        cluster.submit(encode_alone(work) if work.media and some.random() < encode_only else work, at)
         if draw.random() < cancels:
             reason = draw.choice(["cancelled", "cancelled", "stop"])
             cluster.abort(work.request, at + draw.uniform(0.0, patience), reason)

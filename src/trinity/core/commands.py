@@ -52,6 +52,16 @@ class Encode(Value, frozen=True):
     inputs: Any
 
 
+class Collect(Value, frozen=True):
+    """Copy features out of the encoder cache, for a reader; answered by one Collected.
+
+    ``items[i]`` are the blocks of media item i, and the rows in them.
+    """
+
+    request: str
+    items: tuple[tuple[tuple[int, ...], int], ...]
+
+
 class Prefill(Value, frozen=True):
     """Run prompt positions [start, start + length), a chunk of a chunked prefill; ``last`` samples the first token."""
 

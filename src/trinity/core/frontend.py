@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.frontend_request import FrontendRequest, Life, join_attempts
 from trinity.core.messages import (
     PREEMPTED,
     Cancel,
@@ -142,7 +142,10 @@ class FrontendCore:
         if work.request in self.entries:  # its reader may be gone, but steps in flight still end
             text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
             return Failure("RequestError", text)
-        if not work.prompt or work.max_tokens < 1:
+        if work.encode_only and not (work.media and self.router.known("E")):
+            text = "the features of a request need at least one image, and an instance with stage E"
+            return Failure("RequestError", text)
+        if not work.encode_only and (not work.prompt or work.max_tokens < 1):
             text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
             return Failure("RequestError", text)
         if self.waiting >= self.max_waiting:
@@ -153,8 +156,7 @@ class FrontendCore:
         if self.waiting_bytes + input_bytes > self.max_waiting_bytes:
             text = f"the media of requests that wait have {self.waiting_bytes} bytes already"
             return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")
-        path = ("E", "P", "D") if work.media else ("P", "D")
-        for letter in path if work.max_tokens > 1 else path[:-1]:
+        for letter in _path(work):
             if self.router.misses(letter):
                 return Failure("Overloaded", self._away(letter), {"stage": letter})
             if next(self.router.fitting(letter, work), None) is None:
@@ -311,7 +313,7 @@ class FrontendCore:
                 return
             finished = entry.finished = nowhere
         if entry.past is not None:
-            finished = entry.finished = _joined(entry.past, finished)
+            finished = entry.finished = join_attempts(entry.past, finished)
         if not entry.ended:
             self._end(entry, entry.aborted or _reason(finished))
         self._forget(finished.request, entry.work.attempt, (entry.first, *finished.route, *entry.route))
@@ -336,7 +338,7 @@ class FrontendCore:
         if first is None:
             text = "the request was preempted, and no instance is up at its first stage just now; send it again"
             return replace(finished, reason="error", failure=Failure("Overloaded", text))
-        entry.past = finished if entry.past is None else _joined(entry.past, finished)
+        entry.past = finished if entry.past is None else join_attempts(entry.past, finished)
         entry.work, entry.first, entry.hops, entry.base = work, first, self._first_hop(first), entry.delivered
         entry.finished = entry.prefilled_at = None
         self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
@@ -361,23 +363,17 @@ class FrontendCore:
         self._out.append(End(entry.work.request, reason, failure, finished))
 
 
+def _path(work: Work) -> str:
+    """Letters of the stages that a request needs."""
+    if work.encode_only:
+        return "E"
+    return ("E" if work.media else "") + ("PD" if work.max_tokens > 1 else "P")
+
+
 def _reason(finished: Finished) -> str:
     """Reason for the reader: "deadline" also where an instance saw it pass first."""
     late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
     return "deadline" if late else finished.reason
-
-
-def _joined(past: Finished, last: Finished) -> Finished:
-    """Merge the records of two attempts of a request into one end."""
-    spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
-    return replace(
-        last,
-        spans=spans,
-        cached_tokens=past.cached_tokens,
-        transfers=past.transfers + last.transfers,
-        route=past.route + last.route,
-        preemptions=past.preemptions + last.preemptions,
-    )
 
 
 def _too_large(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from trinity.core.messages import Finished, Sampled, Work
 
 
@@ -43,3 +45,16 @@ class FrontendRequest:
     def route(self) -> tuple[str, ...]:
         """Names of the instances that it has come to, as far as they are known."""
         return tuple(self.hops[hop].name for hop in sorted(self.hops))
+
+
+def join_attempts(past: Finished, last: Finished) -> Finished:
+    """Merge the records of two attempts of a request into one end."""
+    spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
+    return replace(
+        last,
+        spans=spans,
+        cached_tokens=past.cached_tokens,
+        transfers=past.transfers + last.transfers,
+        route=past.route + last.route,
+        preemptions=past.preemptions + last.preemptions,
+    )

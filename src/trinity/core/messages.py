@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.commands import Close as Close
+from trinity.core.commands import Collect as Collect
 from trinity.core.commands import Encode as Encode
 from trinity.core.commands import Grow as Grow
 from trinity.core.commands import Open as Open
@@ -20,6 +21,7 @@ from trinity.core.commands import Pull as Pull
 from trinity.core.commands import Revoke as Revoke
 from trinity.core.commands import Send as Send
 from trinity.core.commands import Step as Step
+from trinity.core.values import ENCODED as ENCODED
 from trinity.core.values import FRONTEND as FRONTEND
 from trinity.core.values import IMAGE as IMAGE
 from trinity.core.values import KV as KV
@@ -287,6 +289,14 @@ class Pulled(Value, frozen=True):
     record: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class Collected(Value, frozen=True):
+    """The features of an encode-only request were copied: ``rows[i]`` of media item i, opaque to the cores."""
+
+    request: str
+    rows: tuple[Any, ...] = ()
+    failure: Failure | None = None
+
+
 # ---------------------------------------------------------------- instance → front end
 
 
@@ -314,9 +324,9 @@ class Emit(Value, frozen=True):
 class Finished(Value, frozen=True, kw_only=True):
     """A request ended on this instance and holds nothing here.
 
-    ``reason``: stop, length, cancelled, error, or preempted (it must be recomputed elsewhere). ``count``: its tokens,
-    some of which another instance has sent, on another channel. ``cut``: a message about it could not be sent, so that
-    missing tokens will not come.
+    ``reason``: stop, length, encoded, cancelled, error, or preempted (it must be recomputed elsewhere). ``count``: its
+    tokens, some of which another instance has sent, on another channel. ``cut``: a message about it could not be sent,
+    so that missing tokens will not come. ``rows``: of one that was encoded, as in Collected.
     """
 
     request: str
@@ -330,3 +340,4 @@ class Finished(Value, frozen=True, kw_only=True):
     route: tuple[str, ...] = ()
     preemptions: int = 0
     cut: bool = False
+    rows: tuple[Any, ...] = ()

@@ -212,7 +212,7 @@ class Router:
 
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
-        if work.media and getattr(self.policy, "straight", False):
+        if work.media and not work.encode_only and getattr(self.policy, "straight", False):
             having = [peer for peer in self._trusted(self.fitting("P", work)) if self._has_media(peer, work)]
             if having and not any("E" in peer.roles for peer in having):
                 return self._chosen("P", work, having)
@@ -254,7 +254,7 @@ class Router:
 
         Counts those of this stage and of the stages that follow on the same instance.
         """
-        stages = _stages_here(letter, peer.roles)
+        stages = {letter} if work.encode_only else _stages_here(letter, peer.roles)
         spared = self._prefix_tokens(peer, work) if stages & {"P", "D"} else 0
         if stages & {"E", "P"}:
             spared += sum(span.tokens for span in work.media if self._has_span(peer, span))
@@ -294,6 +294,10 @@ class Router:
             old = self._digests[name, kind] = (said, keys)
         return old[1]
 
+    def known(self, letter: str) -> bool:
+        """True where an instance has the stage, be it up or lost."""
+        return self.has(letter) or self.misses(letter)
+
     def has(self, letter: str) -> bool:
         return any(letter in peer.roles for peer in self.peers.values())
 
@@ -307,7 +311,7 @@ def _units(letter: str, work: Work) -> int:
 
 def needs(letter: str, work: Work, roles: str, image_block_size: int, kv_block_size: int) -> dict[str, int]:
     """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
-    stages = _stages_here(letter, roles)
+    stages = {letter} if work.encode_only else _stages_here(letter, roles)
     need: dict[str, int] = {}
     for span in work.media if stages & {"E", "P"} else ():
         need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, image_block_size)

@@ -15,6 +15,7 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 FRONTEND = "frontend"  # the name under which every instance reaches the front end
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
+ENCODED = "encoded"  # reason of the end of an encode-only request that has its features
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
 
 
@@ -98,6 +99,7 @@ class Work(Value, frozen=True, kw_only=True):
     ``outputs``: tokens that it had when it was sent back; they are prefilled behind its prompt.
     ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
     ``salt``: requests of different salts share no prefix; ``content`` of its media has it too.
+    ``encode_only``: it ends with the features of its media, which its reader gets; its prompt is empty.
     """
 
     request: str
@@ -112,6 +114,7 @@ class Work(Value, frozen=True, kw_only=True):
     number: int = 0
     outputs: int = 0
     salt: str = ""
+    encode_only: bool = False
 
 
 class Failure(Value, frozen=True):

@@ -16,7 +16,21 @@ from typing import Any
 from trinity.core import InstanceCore
 from trinity.core.frontend import Deliver, End, FrontendCore
 from trinity.core.instance.state import Settings
-from trinity.core.messages import FRONTEND, Close, Grow, Open, PeerLoad, Pull, Revoke, Send, Step, Tick, Value
+from trinity.core.messages import (
+    FRONTEND,
+    Close,
+    Collect,
+    Collected,
+    Grow,
+    Open,
+    PeerLoad,
+    Pull,
+    Revoke,
+    Send,
+    Step,
+    Tick,
+    Value,
+)
 from trinity.core.routing import RoutingPolicy
 
 LEASES = 4  # of the longest one: time without anything but timers, after which nothing else is expected
@@ -51,6 +65,7 @@ class EventLoop:
             Send: self.send,
             Step: self.start,
             Pull: self.pull,
+            Collect: self.collect,
             Revoke: self.revoke,
             Deliver: self.deliver,
             End: self.end,
@@ -77,6 +92,10 @@ class EventLoop:
 
     def pull(self, name: str, pull: Pull) -> None:
         raise NotImplementedError
+
+    def collect(self, name: str, command: Collect) -> None:
+        """Copy features for a reader, which takes no time unless a subclass says so."""
+        self.post(self.now, name, Collected(command.request, tuple(blocks for blocks, _ in command.items)))
 
     def revoke(self, name: str, command: Revoke) -> None:
         """Give the blocks of a revoked lease a new generation."""

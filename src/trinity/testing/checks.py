@@ -15,7 +15,20 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Forget, PeerDown, Pull, Pulled, Send, Step, Stepped, Value
+from trinity.core.messages import (
+    IMAGE,
+    KV,
+    Collect,
+    Collected,
+    Forget,
+    PeerDown,
+    Pull,
+    Pulled,
+    Send,
+    Step,
+    Stepped,
+    Value,
+)
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
 from trinity.testing.shadow import Shadow
@@ -59,6 +72,7 @@ class Bookkeeping:
         self.cores, self.frontend = cores, frontend
         self._steps: dict[tuple[str, str], list[Step]] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
+        self._copies: dict[tuple[str, str], Collect] = {}
         self._revoked: set[str] = set()
         self._over: dict[str, Forget] = {}  # that an instance handles just now
 
@@ -68,6 +82,8 @@ class Bookkeeping:
             assert ended.id == event.id, f"{name}: step {event.id} overtook {ended.id} on lane {event.lane}"
         elif isinstance(event, Pulled):
             del self._pulls[name, event.offer, event.part]
+        elif isinstance(event, Collected):
+            del self._copies[name, event.request]
         elif isinstance(event, Forget):
             self._over[name] = event
         elif isinstance(event, PeerDown) and name in self.cores:  # their next life may have been offered these as well
@@ -82,12 +98,15 @@ class Bookkeeping:
             flight.append(command)
         elif isinstance(command, Pull):
             self._pulls[name, command.offer, command.part] = command
+        elif isinstance(command, Collect):
+            self._copies[name, command.request] = command
         elif isinstance(command, Send) and ends_lease_early(command.message):
             self._revoked.add(command.message.id)
 
     def lost(self, name: str) -> None:
         self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
         self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] != name}
         self._revoked.update(self.cores[name].state.outgoing)  # no lease of its next life
         self._revoked.update(pull.offer for pull in self._pulls.values() if pull.source == name)
 
@@ -115,6 +134,9 @@ class Bookkeeping:
                 for step in flight:
                     _check_step(s, step)
                 _check_order(s, flight)
+        for (instance, _), copy in self._copies.items():
+            if instance == name:
+                _check_copy(s, copy)
         for (target, _, _), pull in self._pulls.items():
             if target == name:
                 _check_target(s, pull)
@@ -165,6 +187,14 @@ def _check_target(s: State, pull: Pull) -> None:
     held = state.block_table if pull.kind == KV else state.media[pull.part].blocks
     assert set(pull.target_blocks) <= set(held), f"{pull} writes blocks that {pull.request} does not hold"
     _check_unmatchable(s, pull.kind, pull.target_blocks)
+
+
+def _check_copy(s: State, copy: Collect) -> None:
+    state = s.requests.get(copy.request)
+    assert state is not None, f"{copy.request} is gone while its features are copied"
+    held = tuple(slot.blocks for slot in state.media)
+    assert held == tuple(blocks for blocks, _ in copy.items), f"{copy} of blocks that {copy.request} does not hold"
+    assert state.collecting, f"{copy.request} may go before its copy has ended"
 
 
 def _blocks_of(s: State, state: RequestState, start: int, end: int) -> tuple[int, ...]:

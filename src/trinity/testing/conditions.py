@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import IMAGE, KV, Pull, Step
+from trinity.core.messages import IMAGE, KV, Collect, Pull, Step
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
 
@@ -48,17 +48,19 @@ class Durations:
 
 @dataclass(frozen=True)
 class Faults:
-    """Choice of the rows of a step (instance, step, request) and of the pulls that fail."""
+    """Choice of the rows of a step (instance, step, request), of the pulls and of the copies for a reader that fail."""
 
     row: Callable[[Random, str, Step, str], bool] = lambda draw, instance, step, request: False
     pull: Callable[[Random, Pull], bool] = lambda draw, pull: False
+    collect: Callable[[Random, Collect], bool] = lambda draw, collect: False
 
     @classmethod
     def at_random(cls, rows: float, pulls: float) -> Faults:
-        """Fail each row of a step with probability ``rows``, each pull with probability ``pulls``."""
+        """Fail each row of a step, and each copy, with probability ``rows``, each pull with probability ``pulls``."""
         return cls(
             lambda draw, instance, step, request: draw.random() < rows,
             lambda draw, pull: draw.random() < pulls,
+            lambda draw, collect: draw.random() < rows,
         )
 
 

@@ -14,6 +14,7 @@ from trinity.core.messages import (
     KV,
     PREEMPTED,
     Cancel,
+    Collect,
     Commit,
     Emit,
     Fetched,
@@ -61,6 +62,7 @@ class Conversation:
         self.cores = cores
         self.transfers: dict[str, Transfer] = {}
         self.submitted: set[str] = set()
+        self.encode_only: set[str] = set()
         self.aborted: set[str] = set()
         self.admitted: set[str] = set()
         self.sent_back: set[str] = set()  # preempted, and not taken in again: its reader left meanwhile
@@ -83,6 +85,8 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
+            if event.work.encode_only:
+                self.encode_only.add(event.work.request)
         elif isinstance(event, (Submit, Offer)):
             self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
@@ -101,7 +105,10 @@ class Conversation:
             self._pulls(name, command)
         elif isinstance(command, Step):
             self._steps(name, command)
+        elif isinstance(command, Collect):
+            assert command.request in self.encode_only, f"{command} of a request that goes on"
         elif isinstance(command, Open):
+            assert command.work.request not in self.encode_only, f"{command} of an encode-only request"
             there = not command.tokens or command.again or self._has_kv(name, command.work.request)
             assert there, f"{command} before all was there"
         elif isinstance(command, Deliver):

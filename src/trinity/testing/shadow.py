@@ -16,6 +16,8 @@ from trinity.core.messages import (
     IMAGE,
     KV,
     Close,
+    Collect,
+    Collected,
     Encode,
     Grow,
     LayersWritten,
@@ -26,6 +28,7 @@ from trinity.core.messages import (
     Pulled,
     Step,
     Stepped,
+    Submit,
     Value,
     Work,
 )
@@ -99,6 +102,8 @@ class Shadow:
         self._again: set[tuple[str, str]] = set()  # sources and requests of which a step began anew in its middle
         self._void: set[tuple[str, str, int]] = set()
         self._prompts: dict[str, list[Tag]] = {}
+        self._copies: dict[tuple[str, str], Collect] = {}
+        self._works: dict[str, Work] = {}
 
     def _begin(self, name: str) -> None:
         """Give an instance memory with nothing in it."""
@@ -114,6 +119,7 @@ class Shadow:
         self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
         self._failed = {key for key in self._failed if key[0] != name}
         self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] != name}
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Stepped):
@@ -125,6 +131,10 @@ class Shadow:
             self._progress(name, self._steps[name, event.lane][0], event)
         elif isinstance(event, Pulled):
             self._end_pull(name, event)
+        elif isinstance(event, Collected):
+            self._check_copy(name, self._copies.pop((name, event.request)))
+        elif isinstance(event, Submit):
+            self._works[event.work.request] = event.work
 
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Open):
@@ -141,6 +151,9 @@ class Shadow:
             flight.append(command)
         elif isinstance(command, Pull):
             self._start_pull(name, command)
+        elif isinstance(command, Collect):
+            self._copies[name, command.request] = command
+            self._check_copy(name, command)
 
     def after_event(self, name: str) -> None:
         """Do nothing: content changes with commands and results alone."""
@@ -149,6 +162,7 @@ class Shadow:
         assert not self._rows, f"not closed: {sorted(self._rows)}"
         assert not any(self._steps.values()), f"steps without an end: {self._steps}"
         assert not self._pulls, f"pulls without an end: {self._pulls}"
+        assert not self._copies, f"copies without an end: {self._copies}"
 
     def _open(self, name: str, opened: Open) -> None:
         key = (name, opened.work.request)
@@ -249,6 +263,14 @@ class Shadow:
         memory = self.memory[name, KV]
         count = memory.layers if layers is None else layers[1] - layers[0]
         memory.write(self._rows[name, request].blocks, start, [tags] * count, layers)
+
+    def _check_copy(self, name: str, copy: Collect) -> None:
+        """Check that what is copied for a reader are the features of the request's media, first and last."""
+        media = self._works[copy.request].media
+        assert len(media) == len(copy.items), f"{copy} of {len(media)} media"
+        for span, (blocks, rows) in zip(media, copy.items, strict=True):
+            found = self.memory[name, IMAGE].read(blocks, 0, rows)
+            assert found == [_features(span)], f"{name} copies {found} for {span}"
 
     def _start_pull(self, name: str, pull: Pull) -> None:
         source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]

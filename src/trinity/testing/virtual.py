@@ -29,6 +29,8 @@ from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
+    Collect,
+    Collected,
     Failure,
     LayersWritten,
     PeerDown,
@@ -105,7 +107,7 @@ class VirtualCluster(EventLoop):
         super().__init__(instances, routing, max_waiting)
         self.routing, self.lives = routing, Lives(tuple(self.cores), Random(-1 - seed))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
-        self.draw, self.hiccups = Random(seed), Random(seed)
+        self.draw, self.hiccups, self.copies = Random(seed), Random(seed), Random(seed)
         self.outcomes: dict[str, RequestRecord] = {}
         self.commands: list[tuple[float, str, Value]] = []
         self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
@@ -336,6 +338,13 @@ class VirtualCluster(EventLoop):
             answer = Pulled(pull.offer, pull.part, None, record)
         over = self.now + seconds
         self.post(max(over, self.lives.last_news(name, pull.source)) if former and reached else over, name, answer)
+
+    def collect(self, name: str, command: Collect) -> None:
+        """Copy features in up to as long as the slowest message takes, or fail to."""
+        answer = Collected(command.request, tuple(blocks for blocks, _ in command.items))
+        if self.faults.collect(self.copies, command):
+            answer = Collected(command.request, (), Failure("StageError", f"the copy for {command.request} failed"))
+        self.post(self.now + self.durations.message(self.copies, name, name), name, answer)
 
     def _check_pull(self, name: str, event: Pulled) -> Pulled:
         """Fail a pull whose blocks were taken back before its copy ended, as a connector would; perhaps, if lost."""

@@ -25,7 +25,9 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
     if problem is not None:
         end(s, state, now, "error", problem)
         return
-    if not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
+    if work.encode_only:
+        s.move(state, Phase.IMAGE_QUEUE, now)
+    elif not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles:
         _queue_encode(s, state, now)
@@ -47,7 +49,7 @@ def _queue_encode(s: State, state: RequestState, now: float) -> None:
 
 def _problem(s: State, work: Work) -> Failure | None:
     roles = s.settings.roles
-    letter = "E" if work.media and ("E" in roles or "P" not in roles) else "P"
+    letter = "E" if work.media and ("E" in roles or "P" not in roles or work.encode_only) else "P"
     if letter not in roles:
         return failure("StageError", f"instance {s.settings.name} ({roles}) has no stage {letter}", stage=letter)
     need = needs(letter, work, roles, s.settings.image_block_size, s.settings.kv_block_size)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trinity.core.instance.arrival import handle_submit
+from trinity.core.instance.collection import handle_collected
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_suspect, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
@@ -14,6 +15,7 @@ from trinity.core.instance.steps import handle_stepped, pump
 from trinity.core.instance.timers import handle_tick, next_timer
 from trinity.core.messages import (
     Cancel,
+    Collected,
     Commit,
     Fetch,
     Fetched,
@@ -51,6 +53,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     LayersWritten: handle_layers_written,
     Stepped: handle_stepped,
     Pulled: handle_pulled,
+    Collected: handle_collected,
     PeerUp: handle_peer_up,
     PeerLoad: handle_peer_load,
     PeerSuspect: handle_peer_suspect,

@@ -6,6 +6,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import (
+    ENCODED,
     FRONTEND,
     IMAGE,
     KV,
@@ -67,7 +68,9 @@ def end(s: State, state: RequestState, now: float, reason: str, why: Failure | N
 
 
 def conclude_if_quiet(s: State, state: RequestState, now: float) -> None:
-    if state.ending is not None and not state.pulls_in_flight and not s.in_step(state.work.request):
+    """Let go of a request that is ending, once nothing of its blocks is read or written for it any more."""
+    busy = state.pulls_in_flight or state.collecting
+    if state.ending is not None and not busy and not s.in_step(state.work.request):
         _conclude(s, state, now)
 
 
@@ -121,6 +124,7 @@ def _report(state: RequestState, ending: Finished) -> Finished:
         transfers=tuple(state.transfers),
         route=state.route,
         preemptions=state.preemptions,
+        rows=state.rows if ending.reason == ENCODED else (),
     )
 
 

@@ -10,6 +10,7 @@ from trinity.core.messages import FRONTEND, IMAGE, PeerLoad
 WAITING = {
     Phase.IMAGE_QUEUE: "E",
     Phase.ENCODING: "E",
+    Phase.COLLECTING: "E",
     Phase.IMAGE_OFFER: "P",
     Phase.COVERED: "P",
     Phase.IMAGE_PULL: "P",

@@ -1,6 +1,6 @@
 """The phases of a request on an instance: which follow which, and the span that the time in each belongs to.
 
-A request is NEW while the event that brings it is handled, then in one of ten phases, then GONE, and nothing of it is
+A request is NEW while the event that brings it is handled, then in one of its phases, then GONE, and nothing of it is
 left but a tombstone. ``MOVES`` has every step that there is from one to the next, with its occasion, and
 ``State.move`` is the only way to take one: what the table lacks it refuses, and it keeps the queues, the batches and
 the counts, of which each phase has one (``COVERED`` none). To add a phase, add its rows here, its span below and its
@@ -22,6 +22,7 @@ class Phase(Enum):
     NEW = "has just come"
     IMAGE_QUEUE = "waits to be encoded"
     ENCODING = "its media are being encoded"
+    COLLECTING = "its features are being copied for its reader"
     IMAGE_OFFER = "waits for image blocks to pull into"
     COVERED = "waits for its source to commit, as cached KV covers its media"
     IMAGE_PULL = "its features are on their way"
@@ -57,7 +58,11 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     Phase.ENCODING: {
         Phase.KV_QUEUE: "all features are ready, and prefill is here",
         Phase.PREEMPTED_QUEUE: "the same, of one that was preempted",
+        Phase.COLLECTING: "all features are ready, and it is an encode-only request",
         Phase.GONE: "its features are committed to another instance, or it ended",
+    },
+    Phase.COLLECTING: {
+        Phase.GONE: "its features are copied, or it ended",
     },
     Phase.IMAGE_OFFER: {
         Phase.IMAGE_PULL: "it has its image blocks",
@@ -121,6 +126,7 @@ SPAN = {
     Phase.NEW: "encode_queue",
     Phase.IMAGE_QUEUE: "encode_queue",
     Phase.ENCODING: "encode",
+    Phase.COLLECTING: "encode",
     Phase.IMAGE_OFFER: "ep_migration",
     Phase.COVERED: "ep_migration",
     Phase.IMAGE_PULL: "ep_migration",

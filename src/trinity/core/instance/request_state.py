@@ -12,7 +12,7 @@ from typing import Any
 from trinity.core.block_pool import Key
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.phases import SPAN, Phase
-from trinity.core.messages import IMAGE, KV, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
+from trinity.core.messages import IMAGE, KV, Collect, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
 from trinity.core.migration.pull_progress import Piece, PullProgress
 
 FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
@@ -63,6 +63,7 @@ class RequestState:
     - ``published_blocks``: how many of these, from the first on, are matchable in the prefix cache.
     - ``stored_tokens``: its outputs, except those that ``decode_batch`` still holds. ``tokens`` collects these first.
     - ``cached_tokens``: ``prefill_start`` of its first prefill, as ``Finished`` reports it.
+    - ``rows``: features that were collected for its reader, by media item.
     """
 
     work: Work
@@ -88,6 +89,7 @@ class RequestState:
     preemptions: int = 0
     never_preempted: bool = False  # its whole KV need is reserved at once, so no step waits for a block
     pulls_in_flight: int = 0
+    collecting: bool = False  # its blocks are being copied for its reader
     opened: bool = False
     skip_media: bool = False  # the prefix cache covers every image: none is pulled
     decode_started: bool = False
@@ -97,6 +99,7 @@ class RequestState:
     spans: dict[str, float] = field(default_factory=dict)
     transfers: list[dict[str, Any]] = field(default_factory=list)
     route: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
@@ -117,6 +120,15 @@ class RequestState:
         """Collect the tokens that ``decode_batch`` still holds."""
         if self.decode_batch is not None:
             self.stored_tokens += self.decode_batch.new_tokens(self.work.request)
+
+    def collect(self) -> Collect:
+        """Note that its features are being copied from now on. Returns the command that does it."""
+        self.collecting = True
+        return Collect(self.work.request, tuple((slot.blocks, slot.span.tokens) for slot in self.media))
+
+    def take_rows(self, rows: tuple[Any, ...]) -> None:
+        """Take the copies of its features."""
+        self.collecting, self.rows = False, rows
 
     def join_decode_batch(self, columns: DecodeBatch) -> None:
         """Decode together with the requests of this batch from now on."""

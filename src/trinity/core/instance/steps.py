@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
+from trinity.core.instance.collection import collect_features
 from trinity.core.instance.growth import grow_tables
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
@@ -139,8 +140,11 @@ def _next_provider(s: State, row: Encode) -> None:
 
 
 def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
-    """Announce features that are ready, or queue for prefill here once all are."""
-    if "P" not in s.settings.roles:
+    """Announce features that are ready, or queue for prefill here once all are, or collect them for their reader."""
+    if state.work.encode_only:
+        if all(slot.ready for slot in state.media):
+            collect_features(s, state, now)
+    elif "P" not in s.settings.roles:
         if state.outgoing is not None:
             announce(s, state, items)
         if may_offer(s, state):
@@ -154,7 +158,8 @@ def _announce_media(s: State, step: Step, now: float) -> None:
     for row in step.encodes:
         for request, _ in tuple(s.pending[row.span.content].providers):
             state = s.requests[request]
-            if "P" not in s.settings.roles and state.outgoing is None and may_offer(s, state):
+            offers = "P" not in s.settings.roles and not state.work.encode_only
+            if offers and state.outgoing is None and may_offer(s, state):
                 offer_media(s, state, now)
 
 
