@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trinity.memory.cache_config import CacheConfig as CacheConfig
     from trinity.metrics import Metrics as Metrics
     from trinity.pipeline import Pipeline as Pipeline
+    from trinity.pipeline.features import Features as Features
     from trinity.pipeline.live_view import LiveView as LiveView
     from trinity.pipeline.stream import Stream as Stream
     from trinity.pipeline.sync_pipeline import SyncPipeline as SyncPipeline
@@ -69,6 +70,7 @@ _HOMES = {
     "metrics": ["Metrics"],
     "core.transfers": ["TransferPolicy"],
     "pipeline": ["Pipeline"],
+    "pipeline.features": ["Features"],
     "pipeline.sync_pipeline": ["SyncPipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],

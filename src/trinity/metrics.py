@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trinity.errors.arguments import Whole, check_arguments, check_call
-from trinity.request import Output
+from trinity.request import ENCODED, Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
@@ -113,6 +113,11 @@ class Metrics:
         """Count a request that has ended."""
         self._finished[output.finish_reason or "error"] += 1
         self._emulated += output.emulated
+        if output.finish_reason == ENCODED:  # it was to have no token: it has no latency of one, nor an SLO
+            self._tokens["media"] += output.media_tokens
+            for span in ("encode_queue", "encode"):
+                self.histograms[f"{span}_span_s"].add([output.spans.get(span, 0.0)])
+            return
         self._preemptions += output.preemptions
         self._count_tokens(output)
         self._keep_latencies(output)
@@ -195,7 +200,7 @@ class Metrics:
         - ``prefix_hits``: requests whose prompt was partly in the prefix cache.
         - ``preemptions``: over all requests.
         - ``ttft_s``, ``itl_s``, ``tpot_s``: mean, percentiles and maximum.
-        - ``slo``, ``attainment``: bounds, and share of all requests that met them, by rule (``SLO.is_met``).
+        - ``slo``, ``attainment``: bounds, and share of the requests for tokens that met them, by rule (``SLO.is_met``).
         - ``spans_s``: means over requests served to their end.
         - ``migrations``: by kind, transfers pulled, transfers not needed because the target had the blocks, and bytes.
         """
@@ -216,9 +221,10 @@ class Metrics:
         }
 
     def _attainment(self) -> dict[str, float] | None:
-        if self.slo is None or not self.requests:
+        wanted = self.requests - self._finished[ENCODED]
+        if self.slo is None or not wanted:
             return None
-        return {rule: self._met[rule] / self.requests for rule in SLO_RULES}
+        return {rule: self._met[rule] / wanted for rule in SLO_RULES}
 
     def __str__(self) -> str:
         return "\n\n".join(as_text(table) for table in _tables(self.summary()))

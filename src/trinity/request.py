@@ -23,6 +23,7 @@ from trinity.errors.plain_values import (
 from trinity.errors.sampling_values import MOST_COUNTED, MOST_NAMED, SAMPLING_READERS, STRUCTURED_READERS
 from trinity.tables import Table, as_titled_html
 
+ENCODED = "encoded"  # finish reason of a request that wanted features alone, and has them
 DEFAULT_MAX_TOKENS = 256  # of a request and a checkpoint that say nothing
 _MOST_PROMPT = 1 << 26  # characters; a context's own limit is far below
 _MOST_SECONDS = 1e9

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from trinity.request import DEFAULT_MAX_TOKENS
+from trinity.request import ENCODED as ENCODED
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -15,7 +16,6 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 FRONTEND = "frontend"  # the name under which every instance reaches the front end
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
-ENCODED = "encoded"  # reason of the end of an encode-only request that has its features
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
 
 

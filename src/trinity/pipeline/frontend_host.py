@@ -107,7 +107,9 @@ class FrontendHost:
                 await self.until(lambda: request.request_id not in self.core.entries)
                 processed = await processor.aprocess(request)
             self.check_open()
-            stream.begin(processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt))
+            processed = stream.begin(
+                processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt)
+            )
         except TimeoutError:
             if limit.expired():
                 return None

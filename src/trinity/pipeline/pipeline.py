@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -17,7 +18,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import ClosedError, Overloaded
+from trinity.errors import ClosedError
 from trinity.errors.arguments import DeviceName, DtypeName, Whole, check_arguments, check_value
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
@@ -26,11 +27,12 @@ from trinity.metrics import Metrics
 from trinity.pipeline.chat import Messages, make_chat_request
 from trinity.pipeline.copies import serve_copies
 from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, make_instances
+from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
-from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
+from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests, serve_in_turn
 from trinity.pipeline.stream import Stream
-from trinity.pipeline.views import instance_table
+from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.media_limits import MediaLimits
@@ -144,9 +146,8 @@ class Pipeline:
         await self.aclose()
 
     def __repr__(self) -> str:
-        served = f", {len(self.streams)} served now" if self.streams else ""
-        model = self.model if isinstance(self.model, EmulatedModel) else self.model.name
-        return f"Pipeline({model} on {self.placement}, {self.state}{served}, {self.metrics.requests} ended)"
+        name = str(self.model) if isinstance(self.model, EmulatedModel) else self.model.name
+        return describe_pipeline(name, self.placement, self.state, len(self.streams), self.metrics.requests)
 
     def _repr_html_(self) -> str:
         return as_titled_html(repr(self), instance_table(self.instances, self.loads, self.health))
@@ -283,6 +284,20 @@ class Pipeline:
         """
         return await self.complete(make_chat_request(messages, **fields))
 
+    async def features(self, /, given: FeatureSource, **fields: Any) -> Features:
+        """Encode media alone: the rows that the model puts in place of their placeholders. No token is generated.
+
+        given: an image or several, as in ``Request.images``; messages, for the media in them; or a ``Request``.
+        fields: further fields of ``Request``, such as ``deadline_s``.
+
+        ::
+
+            cat, dog = (await pipe.features(["cat.jpg", "dog.jpg"])).rows
+
+        It waits, shares steps and finds cached features as requests do. Raises what ``complete`` does.
+        """
+        return await read_features(self._frontend, given, fields)
+
     @overload
     def map(
         self,
@@ -340,7 +355,7 @@ class Pipeline:
         """
         concurrency = min(check_value("concurrency", concurrency, Whole), self._frontend.core.max_waiting)
         return map_requests(
-            self._complete_in_turn,
+            partial(serve_in_turn, self._frontend, self.complete),
             requests,
             concurrency=concurrency,
             ordered=ordered,
@@ -349,17 +364,6 @@ class Pipeline:
             model="" if resume is None else f"{loader.name_weights(self.model)} {self._serving_config.dtype}",
             on_error=on_error,
         )
-
-    async def _complete_in_turn(self, request: Request) -> Output:
-        """Serve a request once there is room: it is refused only if it is too large by itself."""
-        while True:
-            await self._frontend.wait_room()
-            seen = self._frontend.departures
-            try:
-                return await self.complete(request)
-            except Overloaded:
-                if not await self._frontend.wait_departure(seen):
-                    raise
 
     async def wait_idle(self) -> None:
         """Wait until no instance has a request: steps in flight may run on after their readers have gone."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -45,6 +45,8 @@ class Stream:
     request's own error (``RequestError`` and its subclasses), or ``ClosedError`` if the pipeline was closed. A stream
     can be entered once.
     """
+
+    traced: ClassVar[bool] = True  # a row of the trace is a prompt and an output, to plan on
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         self.request = request
@@ -160,11 +162,17 @@ class Stream:
             pass
         return self.output
 
-    def begin(self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]) -> None:
-        """Take the processed request, but for its inputs; ``make_text`` makes its detokenizer from its stop strings."""
+    def begin(
+        self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]
+    ) -> ProcessedRequest:
+        """Take the processed request, but for its inputs. Returns what is submitted.
+
+        ``make_text`` makes its detokenizer from its stop strings.
+        """
         self.processed = msgspec.structs.replace(processed, inputs=())
         with own_errors(self.request.request_id, "making the detokenizer", (asyncio.CancelledError,)):
             self._text = make_text(processed.stop)
+        return processed
 
     def deliver(self, event: Deliver) -> None:
         """Take the next token. Text that may still change (part of a stop string or of a character) is held back.
@@ -325,7 +333,8 @@ def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
     """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
     try:
         metrics.add(stream.output)
-        trace.append(make_trace_row(stream))
+        if stream.traced:
+            trace.append(make_trace_row(stream))
     except Exception:
         logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
 

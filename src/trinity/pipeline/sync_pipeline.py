@@ -101,6 +101,7 @@ class SyncPipeline:
     complete = _waiting(Pipeline.complete)
     complete_n = _waiting(Pipeline.complete_n)
     chat = _waiting(Pipeline.chat)
+    features = _waiting(Pipeline.features)
     profile = _waiting(Pipeline.profile)
     wait_idle = _waiting(Pipeline.wait_idle)
     map = _iterating(Pipeline.map)

@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from trinity.core.messages import PeerLoad
 from trinity.instance import Instance
+from trinity.placement import Placement
 from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.tables import Table
 
 STAGE_WORDS = {"E": "encode", "P": "prefill", "D": "decode"}
+
+
+def describe_pipeline(model: str, placement: Placement, state: str, served: int, ended: int) -> str:
+    """Describe a pipeline in a line."""
+    now = f", {served} served now" if served else ""
+    return f"Pipeline({model} on {placement}, {state}{now}, {ended} ended)"
 
 
 def instance_table(

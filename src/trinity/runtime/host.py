@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -21,6 +21,8 @@ from trinity.core.messages import (
     IMAGE,
     KV,
     Close,
+    Collect,
+    Collected,
     Grow,
     Open,
     PeerUp,
@@ -48,6 +50,7 @@ from trinity.runtime.cpu_affinity import check_cores
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.custom_stages import make_custom_stages
 from trinity.runtime.exit_hook import end_at_exit
+from trinity.runtime.feature_copies import copy_features
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
 from trinity.stages.attention.backends import make_backend
@@ -212,9 +215,11 @@ def _make_stages(
     return own + make_built_in_stages(setup, "".join(stage.letters for stage in own))
 
 
-def _drop_inputs(event: Value) -> Value:
-    """Return ``event`` without the pixels of a Submit: who keeps it would keep them beyond the request's end."""
-    return msgspec.structs.replace(event, inputs=()) if isinstance(event, Submit) and event.inputs else event
+def _drop_tensors(event: Value) -> Value:
+    """Return ``event`` without pixels or features: who keeps it would keep them beyond the request's end."""
+    if isinstance(event, Submit) and event.inputs:
+        return msgspec.structs.replace(event, inputs=())
+    return msgspec.structs.replace(event, rows=()) if isinstance(event, Collected) else event
 
 
 class InstanceHost:
@@ -332,7 +337,7 @@ class InstanceHost:
         self._network.report_crash(self.name, error)
 
     def _handle(self, event: Value, now: float) -> None:
-        self.events.append(_drop_inputs(event))
+        self.events.append(_drop_tensors(event))
         if self._digests is not None:
             self._digests.observe(event)
         self._execute(self.core.handle(event, now))
@@ -350,7 +355,9 @@ class InstanceHost:
                 self._lanes[command.lane].post(command)
             elif isinstance(command, Pull):
                 pull = command if self._digests is None else self._digests.add_expected(command)
-                self._network.loop.call_soon_threadsafe(self._start_pull, pull)
+                self._network.loop.call_soon_threadsafe(self._begin, self._pull, pull, "pull")
+            elif isinstance(command, Collect):
+                self._network.loop.call_soon_threadsafe(self._begin, self._collect, command, "collect")
             elif isinstance(command, Revoke):
                 generations = self.loaded.memory[command.kind].generations
                 generations[list(command.blocks)] = command.generation
@@ -363,8 +370,8 @@ class InstanceHost:
         """Add digests of the blocks that a message says are ready, where blocks are verified."""
         return send.message if self._digests is None else self._digests.add_digests(send, self.core.state.outgoing)
 
-    def _start_pull(self, pull: Pull) -> None:
-        task = self._network.loop.create_task(self._pull(pull), name=f"trinity-pull-{self.name}")
+    def _begin(self, run: Callable[[Any], Coroutine[Any, Any, None]], command: Value, what: str) -> None:
+        task = self._network.loop.create_task(run(command), name=f"trinity-{what}-{self.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -374,3 +381,6 @@ class InstanceHost:
         title = f"pull {pull.kind} from {pull.source}"
         self._timeline.add(self.name, "migration", title, started, time.perf_counter() - started, answer.record)
         self.post(answer)
+
+    async def _collect(self, command: Collect) -> None:
+        self.post(await copy_features(self.loaded.memory[IMAGE], command, self.name))

@@ -31,7 +31,12 @@ HISTOGRAM_NAMES = {
     "output_tokens": ("vllm:request_generation_tokens", "Tokens of the output."),
     "max_tokens": ("vllm:request_params_max_tokens", "Longest output that was allowed."),
 }
-END_REASONS = {"stop": ("stop",), "length": ("length",), "abort": ("cancelled", "deadline"), "error": ("error",)}
+END_REASONS = {
+    "stop": ("stop", "encoded"),
+    "length": ("length",),
+    "abort": ("cancelled", "deadline"),
+    "error": ("error",),
+}
 """vLLM's reasons, and those of ``Output.finish_reason`` that each stands for."""
 
 

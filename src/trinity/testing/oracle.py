@@ -7,6 +7,7 @@ for a chat, and for raw text one call of the processor, with all images of the p
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import os
 from collections import Counter
@@ -101,6 +102,18 @@ class Oracle:
     def generate_all(self, requests: Sequence[Request]) -> list[list[int]]:
         return [self.generate(request) for request in requests]
 
+    def features(self, request: Request) -> torch.Tensor:
+        """Compute the rows of all images of a request, by the ``get_image_features`` of the model's own class.
+
+        Returns [visual tokens, hidden * (1 + deepstack)]: of deepstack's layers, each has columns of its own.
+        """
+        method = self._model.get_image_features
+        inputs, named = self.inputs(request), inspect.signature(method).parameters
+        with torch.inference_mode():
+            found = method(**{name: value for name, value in inputs.items() if name in named}, return_dict=True)
+        layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.cat([torch.cat([each.flatten(0, -2) for each in _as_list(one)]) for one in layers], dim=-1)
+
     def inputs(self, request: Request) -> dict[str, Any]:
         """Make the inputs of ``generate()``, as transformers documents it."""
         images = [load_as_transformers(item.source) for item in request.all_media()]
@@ -125,6 +138,10 @@ class Oracle:
             chat.append({**message, "content": content})
         settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
         return dict(self._processor.apply_chat_template(chat, **settings))
+
+
+def _as_list(features: Any) -> list[torch.Tensor]:
+    return [features] if isinstance(features, torch.Tensor) else list(features)
 
 
 def load_as_transformers(source: Any) -> Any:
