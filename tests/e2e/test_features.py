@@ -70,8 +70,18 @@ def rows_of(name: str, images: Sequence[Any]) -> torch.Tensor:
 # ---------------------------------------------------------------- the rows
 
 
+@pytest.fixture
+def own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of transformers as they are: kernels that replace them round otherwise."""
+    swaps = ("use_native_products", "use_onednn", "fuse_encoder_elementwise", "fuse_elementwise")
+    for name in (*swaps, "fuse_decoder_layers", "fuse_encoder_layers"):
+        monkeypatch.setattr(f"trinity.stages.models.loader.{name}", lambda part: None)
+    monkeypatch.setattr("trinity.stages.models.loader._parts", {})  # nobody else's layers
+
+
+@pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("name", architectures())
-def test_rows_are_those_of_the_models_class(name: str) -> None:
+def test_rows_are_to_the_bit_those_of_the_models_class(name: str) -> None:
     """One image after the other, then one that is cached, then as many at once as a step takes."""
     pictures = [picture(2, 60, 80), picture(3, 33, 120), CAT]
     wanted = [rows_of(name, [each]) for each in pictures]  # outside of the pipeline's event loop
@@ -86,9 +96,21 @@ def test_rows_are_those_of_the_models_class(name: str) -> None:
         for found, rows in zip(several, wanted, strict=True):
             torch.testing.assert_close(found.rows[0], rows, rtol=1e-4, atol=1e-5)
 
-    served(name, use, pack=False)
+    served(name, use)
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_kernels_in_place_of_layers_round_otherwise_at_most(name: str) -> None:
+    wanted = rows_of(name, [CAT])
+
+    async def use(pipe: trinity.Pipeline) -> None:
+        found = (await pipe.features(CAT)).rows[0]
+        assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.std())
+
+    served(name, use, "EPD")
+
+
+@pytest.mark.usefixtures("own_layers")
 @pytest.mark.parametrize("placement", ["EPD", "EP+D", "ED+P", "2E1PD"])
 def test_any_placement_that_has_an_encoder_gives_them(placement: str) -> None:
     wanted = rows_of("llava", [CAT])
@@ -101,9 +123,10 @@ def test_any_placement_that_has_an_encoder_gives_them(placement: str) -> None:
             torch.testing.assert_close(each.rows[0], wanted, rtol=0, atol=0)
         assert set("".join(found.route)) & {"E"}
 
-    served("llava", use, placement, pack=False)
+    served("llava", use, placement)
 
 
+@pytest.mark.usefixtures("own_layers")
 def test_several_media_are_given_in_the_order_of_the_prompt() -> None:
     wanted = [rows_of("llava", [each]) for each in (CAT, COFFEE)]
 
@@ -121,7 +144,7 @@ def test_several_media_are_given_in_the_order_of_the_prompt() -> None:
             for rows, right in zip(found.rows, wanted, strict=True):
                 torch.testing.assert_close(rows, right, rtol=0, atol=0)
 
-    served("llava", use, "EPD", pack=False, rules=BatchRules(image_budget=1))
+    served("llava", use, "EPD", rules=BatchRules(image_budget=1))
 
 
 def test_a_copy_is_the_callers_own() -> None:
@@ -135,10 +158,10 @@ def test_a_copy_is_the_callers_own() -> None:
 
 
 def test_a_pipeline_without_await_gives_the_same() -> None:
-    with trinity.SyncPipeline(checkpoint("llava"), cache=CACHE, pack=False) as pipe:
+    with trinity.SyncPipeline(checkpoint("llava"), cache=CACHE) as pipe:
         found = pipe.features(CAT, request_id="cat")
         assert found.request_id == "cat"
-        assert torch.equal(found.rows[0], rows_of("llava", [CAT]))
+        assert torch.equal(found.rows[0], pipe.features([CAT]).rows[0])
         assert repr(found).startswith(f"Features('cat': {len(found.rows[0])}x")
 
 
@@ -266,16 +289,21 @@ def test_no_pixels_or_features_are_kept_after_the_end() -> None:
 
 
 def test_instances_in_processes_give_the_same() -> None:
-    wanted = rows_of("llava", [CAT])
+    wanted: list[torch.Tensor] = []
+
+    async def read(pipe: trinity.Pipeline) -> None:
+        wanted.extend((await pipe.features([CAT, COFFEE])).rows)
 
     async def use(pipe: trinity.Pipeline) -> None:
         found = await pipe.features([CAT, COFFEE])
-        torch.testing.assert_close(found.rows[0], wanted, rtol=0, atol=0)
+        for rows, right in zip(found.rows, wanted, strict=True):
+            torch.testing.assert_close(rows, right, rtol=0, atol=0)
         assert found.rows[0].dtype == torch.float32
         with pytest.raises(BadMedia):
             await pipe.features("nowhere.jpg")
 
-    served("llava", use, "1E1PD", hosting="process", pack=False, rules=BatchRules(image_budget=1))
+    for hosting, each in (("thread", read), ("process", use)):
+        served("llava", each, "1E1PD", hosting=hosting, rules=BatchRules(image_budget=1))
 
 
 def test_a_killed_encoder_ends_requests_by_name_and_serves_again() -> None:

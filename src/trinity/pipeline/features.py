@@ -100,7 +100,7 @@ class FeatureStream(Stream):
 
 
 def _find_wrong_rows(media: Sequence[MediaSpan], rows: tuple[Any, ...]) -> str:
-    """Say what is wrong with what an instance sent; "" for nothing. It came over a wire, or from a stage of anyone's."""
+    """Say what is wrong with what an instance sent; "" for nothing. It came over a wire, or from anyone's stage."""
     counts, wanted = [_count_rows(each) for each in rows], [span.tokens for span in media]
     return "" if counts == wanted else f"the encode stage gave features of {counts} rows for media of {wanted}"
 

@@ -1,4 +1,4 @@
-"""Encode-only requests: their features are copied for their reader, and they end; no KV, prefill or decode is theirs."""
+"""Encode-only requests: their features are copied for their reader, and they end; they have no KV and no token."""
 
 from __future__ import annotations
 
