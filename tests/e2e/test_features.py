@@ -73,7 +73,7 @@ def rows_of(name: str, images: Sequence[Any]) -> torch.Tensor:
 @pytest.fixture
 def own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of transformers as they are: kernels that replace them round otherwise."""
-    swaps = ("use_native_products", "use_onednn", "fuse_encoder_elementwise", "fuse_elementwise")
+    swaps = ("pack_weights", "use_native_products", "use_onednn", "fuse_encoder_elementwise", "fuse_elementwise")
     for name in (*swaps, "fuse_decoder_layers", "fuse_encoder_layers"):
         monkeypatch.setattr(f"trinity.stages.models.loader.{name}", lambda part: None)
     monkeypatch.setattr("trinity.stages.models.loader._parts", {})  # nobody else's layers
@@ -190,7 +190,7 @@ def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path) -> None:
             await pipe.features(CAT, images=[CAT])
         assert (await pipe.features(CAT)).rows
 
-    served("llava", use, cache=CacheConfig(pools={"image": 12, "kv": 64}, image_block_size=16))
+    served("llava", use, cache=CacheConfig(pools={"image": 12, "kv": 64}, image_block_size=8))
 
 
 def test_a_pipeline_without_an_encoder_refuses() -> None:
@@ -209,7 +209,7 @@ def test_a_closed_pipeline_and_a_deadline_are_told() -> None:
         async with pipe, asyncio.timeout(LIVENESS_S):
             with pytest.raises(DeadlineExceeded):
                 await pipe.features(EmulatedRequest(image_tokens=(576,)), deadline_s=1e-4)
-            left = asyncio.ensure_future(pipe.features(EmulatedRequest(image_tokens=(576,) * 8)))
+            left = asyncio.ensure_future(pipe.features(EmulatedRequest(image_tokens=(576,) * 6)))
             await asyncio.sleep(0.001)
             left.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -217,7 +217,7 @@ def test_a_closed_pipeline_and_a_deadline_are_told() -> None:
             await pipe.wait_idle()
             found = await pipe.features(EmulatedRequest(image_tokens=(576, 100)))
             assert ([len(each) for each in found.rows], found.emulated) == ([576, 100], True)
-            ending = asyncio.ensure_future(pipe.features(EmulatedRequest(image_tokens=(576,) * 8)))
+            ending = asyncio.ensure_future(pipe.features(EmulatedRequest(image_tokens=(576,) * 6)))
             await asyncio.sleep(0.001)
         with pytest.raises(ClosedError):
             await ending
@@ -249,7 +249,7 @@ def test_they_count_as_requests_that_were_encoded_and_are_no_rows_of_the_trace()
         assert sum(summary["attainment"].values()) == len(summary["attainment"]), "one was to have no token"
         assert len(pipe.trace) == 1
 
-    served("llava", use, "EPD", slo=trinity.SLO(60, 60), budgets=trinity.StepBudgets(2048, 8))
+    served("llava", use, "EPD", slo=trinity.SLO(60, 60), budgets=trinity.StepBudgets(token_budget=2048))
 
 
 def test_rows_that_a_stage_got_wrong_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
