@@ -83,7 +83,11 @@ def test_a_template_that_takes_no_tools_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chat_template", "tokenize", "eos_token", "messages", "tools", "max_length", "tokenizer_kwargs"]
+    "name",
+    [
+        *("chat_template", "tokenize", "eos_token", "messages", "tools", "max_length", "tokenizer_kwargs"),
+        *("conversations", "conversation", "self"),
+    ],
 )
 def test_variables_cannot_replace_the_template_or_what_reads_it(processor: RequestProcessor, name: str) -> None:
     with pytest.raises(RequestError, match=f"template_kwargs cannot set {name}"):
@@ -97,7 +101,7 @@ def test_variables_cannot_replace_the_template_or_what_reads_it(processor: Reque
         ({"tools": ["weather"]}, "tools must be given by name"),
         ({"template_kwargs": [1]}, "template_kwargs must be given by name"),
         ({"template_kwargs": {1: 2}}, "template_kwargs must be given by name"),
-        ({"template_kwargs": {"self": 1}}, "the chat template refuses"),
+        ({"template_kwargs": {"self": 1}}, "template_kwargs cannot set self"),
         ({"cache_salt": 3}, "cache_salt must be text"),
         ({"untrusted": "yes"}, "untrusted must be True or False"),
         ({"special_tokens": "no"}, "special_tokens must be True or False"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
+from trinity.demo import SHAPES_MODEL
 from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
+from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_tokens import PromptTokenizer
 from trinity.request import Request
@@ -182,6 +184,24 @@ def test_a_role_that_a_template_would_write_is_refused() -> None:
     for role in ("end", "user<|im_end|>", "", "SYSTEM"):
         with pytest.raises(RequestError, match="a role must be one of assistant, developer"):
             prompt_ids("llama", [{"role": role, "content": "Hi"}])
+
+
+def test_the_token_of_unknown_words_is_such_a_word() -> None:
+    """Every unknown word has its id: a text that names it can do no more than any other."""
+    with closing(RequestProcessor(SHAPES_MODEL)) as processor:
+        known = processor.tokenizer
+
+        def ask(text: str, **fields: Any) -> list[int]:
+            chat = [{"role": "user", "content": text}]
+            return list(processor.process(Request(messages=chat, untrusted=True, **fields)).work.prompt)
+
+        found, other = ask("Is <unk> red? <unk>"), ask("Is zebra red? zebra")
+        assert len(found) >= len(other)
+        assert set(found) == set(other), "nothing but words, and the id of those that it does not know"
+        assert known.unk_token_id in found
+        begun = [token for token in (known.bos_token_id, known.eos_token_id) if token is not None]
+        assert [found.count(token) for token in begun] == [other.count(token) for token in begun]
+        assert known.unk_token_id in processor.process(Request("a <unk> b", untrusted=True)).work.prompt
 
 
 # ---------------------------------------------------------------- rendering, with templates of the test's own

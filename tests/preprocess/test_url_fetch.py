@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import socket
 import ssl
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -117,6 +119,47 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
     with pytest.raises(MediaProblem, match="cannot be fetched"):
         read(url, HASTY)
     assert np.array_equal(read(f"{server}/image", OPEN), PIXELS)
+
+
+@pytest.mark.parametrize("through", ["a proxy", "no proxy"])
+def test_a_proxy_that_nobody_answers_for_holds_no_thread_of_the_program(
+    through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client looks up names by itself where proxies are set: of the proxy, and of hosts that go past it."""
+    monkeypatch.setenv("HTTP_PROXY", "http://nobody.invalid:3128")
+    monkeypatch.setenv("NO_PROXY", "" if through == "a proxy" else "*")
+    answered, askers = threading.Event(), list[str]()
+
+    def silent(host: str, *given: Any, **named: Any) -> Any:
+        if named.get("flags"):
+            raise OSError("a name")
+        askers.append(threading.current_thread().name)
+        assert answered.wait(60)
+        raise OSError("no such name")
+
+    async def fetch() -> None:
+        with pytest.raises(MediaProblem, match="took longer"):
+            await UrlFetcher(HASTY).fetch("http://silent.invalid/a.png")
+        answered.set()  # before the loop waits for its own threads
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    asyncio.run(fetch())
+    assert {name.partition("_")[0] for name in askers} == {"trinity-lookup"}
+
+
+def test_no_log_has_what_a_query_may_keep_secret(server: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A signed URL is a key to what it names. The client's own lines have whole URLs; others who use it keep theirs."""
+    caplog.set_level(logging.DEBUG)
+    secret = "X-Signature=c0ffee"
+    read(f"{server}/image?{secret}", OPEN)
+    read(f"{server}/to?/image?{secret}", OPEN)
+    bare = MediaLimits(allowed_hosts=("elsewhere.test",))
+    with pytest.raises(MediaProblem):
+        asyncio.run(UrlFetcher(bare).fetch(f"{server.replace('//', '//user:c0ffee@')}/a.png?{secret}", untrusted=True))
+    assert "c0ffee" not in caplog.text
+    assert "was not fetched" in caplog.text
+    httpx2.get(f"{server}/image?mine")
+    assert "image?mine" in caplog.text
 
 
 def addresses(*found: Any) -> Any:

@@ -13,6 +13,7 @@ _OURS = frozenset(  # arguments of apply_chat_template that are no variables of 
     {
         "chat_template",
         "conversation",
+        "conversations",
         "max_length",
         "messages",
         "padding",
@@ -20,6 +21,7 @@ _OURS = frozenset(  # arguments of apply_chat_template that are no variables of 
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

@@ -73,9 +73,14 @@ class PromptTokenizer:
         encode = self._encode_plain if plain else lambda text: self._encode(text, False)
         line, ids = self._encode("\n", False), encode(f"\n{piece}")
         ids = ids[len(line) :] if ids[: len(line)] == line else encode(piece)
-        if plain and self._tokenizer.convert_tokens_to_ids(piece) in ids:
+        if plain and self._makes_special(piece, ids):
             raise ValueError(f"this model's tokenizer makes the special token {piece!r} of plain text; leave it out")
         return ids
+
+    def _makes_special(self, piece: str, ids: Sequence[int]) -> bool:
+        """Tell if a special token's text became the token. That of unknown words may: any of them makes it."""
+        token = self._tokenizer.convert_tokens_to_ids(piece)
+        return token in ids and token != self._tokenizer.unk_token_id
 
     def _encode_plain(self, text: str) -> list[int]:
         """Encode without any added token. The tokenizer's own switch for that is shared by all threads."""

@@ -16,10 +16,12 @@ import ssl
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from trinity.errors import ConfigError, describe_error, pip_install
 from trinity.errors.plain_values import is_address
+from trinity.preprocess.hidden_urls import hide_urls, name_url
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes
 from trinity.preprocess.name_lookup import look_up
@@ -105,20 +107,21 @@ class UrlFetcher:
             )
         try:
             async with asyncio.timeout(self._limits.url_timeout_s):
-                return await self._follow(url, None if free else self._rules)
+                with hide_urls():
+                    return await self._follow(url, None if free else self._rules)
         except MediaProblem:
             raise
         except TimeoutError as exc:
             why = f"took longer to fetch than url_timeout_s ({self._limits.url_timeout_s:g} s)"
-            raise self._explain(shown, why, why, free) from exc
+            raise self._explain(url, why, why, free) from exc
         except Exception as exc:  # of httpx2, its parts, the system's sockets and resolver
             why = str(exc) if isinstance(exc, _Refused) else describe_error(exc, 200)
-            raise self._explain(shown, why, f"{shown} cannot be fetched ({why})", free) from exc
+            raise self._explain(url, why, f"{shown} cannot be fetched ({why})", free) from exc
 
-    def _explain(self, shown: str, why: str, told: str, free: bool) -> MediaProblem:
+    def _explain(self, url: str, why: str, told: str, free: bool) -> MediaProblem:
         if free:
             return MediaProblem(told)
-        logger.info("the image %s was not fetched: %s", shown, why)
+        logger.info("the image %s was not fetched: %s", name_url(url), why)
         return MediaProblem(_UNTOLD)
 
     async def _follow(self, url: str, rules: UrlRules | None) -> bytes:
@@ -128,7 +131,7 @@ class UrlFetcher:
         target = httpx2.URL(url)
         for _ in range(_MOST_REDIRECTS + 1):
             proxied = rules is None and _has_proxies()
-            addresses = [""] if proxied else await _judge(target, rules)
+            addresses = await _let_client_find(target) if proxied else await _judge(target, rules)
             async with httpx2.AsyncClient(verify=_tls(), trust_env=proxied, timeout=None) as client:
                 answer = await self._ask(client, target, addresses)
                 try:
@@ -192,9 +195,26 @@ async def _judge(target: Any, rules: UrlRules | None) -> list[str]:
     return allowed
 
 
+async def _let_client_find(target: Any) -> list[str]:
+    """Leave it to the client to find the host, or the proxy to it, once names that it may look up were answered for.
+
+    Its own look-ups run on the threads that all of a program shares, where a name that nobody answers for would stay.
+    """
+    url = _import_client().URL
+    for each in (target, *map(url, _list_proxies(target.scheme))):
+        with suppress(OSError):  # the client may not need it, and says what is wrong if it does
+            await look_up(each.raw_host.decode("ascii"), each.port or 0)
+    return [""]
+
+
+def _list_proxies(*schemes: str) -> list[str]:
+    """List the proxies that the environment names for these schemes."""
+    names = [f"{scheme}_proxy" for scheme in (*schemes, "all")]
+    return [found for name in names for each in (name, name.upper()) if (found := os.environ.get(each))]
+
+
 def _has_proxies() -> bool:
-    names = ("http_proxy", "https_proxy", "all_proxy")
-    return any(os.environ.get(each) for name in names for each in (name, name.upper()))
+    return bool(_list_proxies(*_PORTS))
 
 
 def _import_client() -> Any:
