@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -46,14 +47,15 @@ class ServedModel:
 
 @asynccontextmanager
 async def serve_model(
-    name: str = "llama",
+    name: str | Path = "llama",
     placement: str = "PD",
     config: trinity.server.ServerConfig | None = None,
     key: str = "none",
     **settings: Any,
 ) -> AsyncIterator[ServedModel]:
-    """Serve a tiny checkpoint over HTTP. At the end no request of it may be left."""
-    async with trinity.Pipeline(checkpoint(name), placement, dtype="float32", **pipeline_options(settings)) as pipe:
+    """Serve a tiny checkpoint, or one of a directory, over HTTP. At the end no request of it may be left."""
+    model = checkpoint(name) if isinstance(name, str) else name
+    async with trinity.Pipeline(model, placement, dtype="float32", **pipeline_options(settings)) as pipe:
         app = trinity.server.app(pipe, config)
         async with (
             listening(app, app.state.server) as (url, running),

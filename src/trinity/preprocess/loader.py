@@ -39,15 +39,17 @@ class ImageText(msgspec.Struct, frozen=True, kw_only=True):
 
     - ``marker`` ("{token}"): text of one image; ``{token}`` stands for the processor's own image token.
     - ``atomic`` (False): attention is bidirectional inside an image, so that no chunk of a prefill may cut it.
+    - ``pooled_rows`` (""): field of the config that counts the rows to which the model's class pools an image.
     """
 
     marker: str = "{token}"
     atomic: bool = False
+    pooled_rows: str = ""
 
 
 _QWEN = ImageText(marker="<|vision_start|>{token}<|vision_end|>")
 IMAGE_TEXT: dict[str, ImageText] = {
-    "gemma3": ImageText(atomic=True),
+    "gemma3": ImageText(atomic=True, pooled_rows="mm_tokens_per_image"),
     "idefics3": ImageText(),
     "internvl": ImageText(),
     "llava": ImageText(),
@@ -74,6 +76,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
+    - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     """
 
@@ -86,6 +89,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     media_token_ids: frozenset[int]
     run_tokenizer: RunTokenizer
     atomic: bool = False
+    pools_images: bool = False
     special_ids: dict[str, int] = {}
 
 
@@ -110,12 +114,12 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
     special_ids = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
     if processor is None:
         _check_text_only(config)
-        placeholders, atomic, media_ids = {}, False, frozenset[int]()
+        placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         make_channels_contiguous(processor.image_processor)
         guard_resizes(processor.image_processor, last_call)
         text = IMAGE_TEXT.get(config.model_type, ImageText())
-        placeholders, atomic = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}, text.atomic
+        placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
@@ -125,7 +129,8 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
         placeholders=placeholders,
         media_token_ids=media_ids,
         run_tokenizer=run_tokenizer,
-        atomic=atomic,
+        atomic=text.atomic,
+        pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
     )
 

@@ -92,6 +92,7 @@ class RequestProcessor:
     - ``eos_ids``: token ids that end an output.
     - ``defaults``: what the checkpoint says of requests that leave something open.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
+    - ``pools_images``: the model's class pools an image to one row, its embedding.
     - ``media_kinds``, ``multimodal``: kinds of media that the model takes; False where it takes none.
 
     Methods may be called from any thread. Raises ``ConfigError`` for a missing or broken model directory,
@@ -99,6 +100,7 @@ class RequestProcessor:
     """
 
     defaults = GenerationDefaults()
+    pools_images = False
 
     def __init__(
         self,
@@ -125,6 +127,7 @@ class RequestProcessor:
         self.tokenizer: Any = self._loaded.tokenizer
         self.eos_ids: frozenset[int] = self._loaded.eos_ids
         self.media_token_ids: frozenset[int] = self._loaded.media_token_ids
+        self.pools_images = self._loaded.pools_images
         self.media_kinds: frozenset[str] = frozenset(self._loaded.placeholders)
         self.multimodal = bool(self.media_kinds)
 

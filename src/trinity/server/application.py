@@ -28,6 +28,7 @@ from trinity.pipeline import Pipeline
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
+from trinity.server.embeddings import check_pooling, make_embedding_request, read_embedding_body, write_embedding
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call, read_completion_call
 from trinity.server.live_routes import list_live_routes
@@ -77,6 +78,7 @@ class ModelServer:
             "/v1/chat/completions": self.serve_chat,
             "/v1/completions": self.serve_completion,
             "/v1/responses": self.serve_response,
+            "/v1/embeddings": self.serve_embedding,
         }
         shown = {"/v1/models": self.show_models, "/metrics": self.show_metrics}
         open_to_all = {"/health": self.show_health, "/ready": self.show_ready}
@@ -163,6 +165,22 @@ class ModelServer:
         reply = ResponsesReply(call, asked, name, self._token_texts(), self._tool_format(call))
         await answer_call(self.pipe, exchange, call, reply)
 
+    async def serve_embedding(self, exchange: Exchange) -> None:
+        asked = read_embedding_body(await exchange.read_json())
+        name = self._check_served(asked.model)
+        check_pooling(self.pipe, name)
+        request = complete_request(make_embedding_request(asked), True, self.config.deadline_s)
+        async with exchange.until_gone():
+            found = await self.pipe.features(request)
+            await exchange.reply(200, write_embedding(found, asked, name))
+
+    def _check_served(self, model: str | None) -> str:
+        """Return the name to report. Raises ``ApiError`` 404, ``ClosedError`` while the model is not ready."""
+        name = self.check_model(model)
+        if self.pipe.state != "running":
+            raise ClosedError("the model is not ready")
+        return name
+
     def _tool_format(self, call: ParsedCall) -> str:
         """Choose how the model writes calls. Raises ``ApiError`` where tools are given and nobody knows."""
         found = choose_format(self.config.tool_format, template_of(self.pipe.processor.tokenizer))
@@ -173,11 +191,9 @@ class ModelServer:
 
     def _prepare(self, call: ParsedCall) -> tuple[ParsedCall, str]:
         """Check a call's model and size, and fill in what the server says. Returns the model's name as well."""
-        name, count = self.check_model(call.model), call.choices * len(call.requests)
+        name, count = self._check_served(call.model), call.choices * len(call.requests)
         if count > self.config.max_choices:
             raise ApiError(400, "too_many_choices", f"{count} answers asked for; {self.config.max_choices} are allowed")
-        if self.pipe.state != "running":
-            raise ClosedError("the model is not ready")
         defaults = self.pipe.processor.defaults
         limited = defaults.max_new_tokens is not None or defaults.max_length is not None
         call.requests = tuple(complete_request(each, limited, self.config.deadline_s) for each in call.requests)

@@ -224,13 +224,18 @@ def make_call(
 
 def read_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
     """Convert a body into its struct. Raises ``RequestError`` for a wrong type and for a field that is not served."""
-    for name in REFUSED_FIELDS.keys() & body.keys():
-        if body[name] is not None and not any(body[name] == off for off in REFUSED_FIELDS[name]):
-            raise RequestError(f"{name} is not served here; leave it out")
+    refuse_fields(body, REFUSED_FIELDS)
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error).replace("`", "")) from None
+
+
+def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ``RequestError`` for a field that is not served, unless its value is one of those that turn it off."""
+    for name in refused.keys() & body.keys():
+        if body[name] is not None and not any(body[name] == off for off in refused[name]):
+            raise RequestError(f"{name} is not served here; leave it out")
 
 
 def bind_output(form: Form | None, tools: ToolChoice) -> Form | None:
