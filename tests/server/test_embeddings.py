@@ -1,7 +1,8 @@
-"""Embeddings of images by OpenAI's own client: of a class that pools an image to one row, and refused for all others."""
+"""Embeddings of images by OpenAI's own client: of a class that pools an image to one row, refused for all others."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import shutil
@@ -41,6 +42,12 @@ def pooling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def vector(pooling: Path) -> torch.Tensor:
+    """What the class itself makes of the photograph: [1, width]."""
+    return Oracle(pooling).features(trinity.Request("<image>", images=[CAT]))
+
+
 def ask(*urls: str, **fields: Any) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"messages": [{"role": "user", "content": parts}], **fields}
@@ -51,14 +58,8 @@ async def embed(served: ServedModel, url: str, **fields: Any) -> CreateEmbedding
     return await served.client.embeddings.create(model=served.server.models[0], input=[], extra_body=ask(url), **fields)
 
 
-async def refusal(served: ServedModel, **body: Any) -> tuple[int, str]:
-    answer = await served.http.post(EMBED, json=body)
-    return answer.status_code, answer.json()["error"]["code"]
-
-
-async def test_one_vector_of_an_image_in_both_formats_by_the_models_class(pooling: Path) -> None:
-    wanted = Oracle(pooling).features(trinity.Request("<image>", images=[CAT]))
-    assert wanted.shape[0] == 1
+async def test_one_vector_of_an_image_in_both_formats_by_the_models_class(pooling: Path, vector: torch.Tensor) -> None:
+    assert vector.shape[0] == 1
     with serving(PicturePages("127.0.0.1")) as pages:
         pages.pictures["/cat.jpg"] = CAT.read_bytes()
         limits = MediaLimits(allowed_hosts=("127.0.0.1:*",), allowed_networks=("127.0.0.1/32",))
@@ -69,7 +70,7 @@ async def test_one_vector_of_an_image_in_both_formats_by_the_models_class(poolin
             (raw,) = (await served.http.post(EMBED, json=ask(DATA, encoding_format="base64"))).json()["data"]
             for each in (*found, coded):
                 (one,) = each.data
-                torch.testing.assert_close(torch.tensor([one.embedding]), wanted, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(torch.tensor([one.embedding]), vector, rtol=1e-4, atol=1e-5)
                 assert (one.object, one.index, each.object, each.model) == ("embedding", 0, "list", "gemma3-pooled")
                 assert (each.usage.prompt_tokens, each.usage.total_tokens) == (1, 1)
             assert found[0].data[0].embedding == found[1].data[0].embedding == coded.data[0].embedding
@@ -134,16 +135,10 @@ async def test_a_client_that_leaves_ends_it_and_too_many_are_refused(pooling: Pa
         async with httpx2.AsyncClient(base_url=served.url) as other:
             for _ in range(50):
                 waiting = [client.post(EMBED, json=ask(DATA)) for client in (served.http, other, served.http)]
-                codes.update([(await each).status_code for each in await _begun(waiting)])
+                codes.update(each.status_code for each in await asyncio.gather(*waiting))
                 if 429 in codes:
                     break
         assert codes == {200, 429}
-
-
-async def _begun(waiting: list[Any]) -> list[Any]:
-    import asyncio
-
-    return [asyncio.ensure_future(each) for each in waiting]
 
 
 def test_which_classes_pool_is_said_by_their_config(pooling: Path) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings of images, as OpenAI's clients read them: a vector an input, where the model's class pools an image to one.
+"""Embeddings of images as OpenAI's clients read them: a vector an input, where the model's class pools an image to one.
 
 An image comes in ``messages`` in place of ``input``, as vLLM has it. Nothing is pooled, cut or normalized here.
 """
