@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -59,6 +59,10 @@ test-load: $(STAMP)
 # 2,000 streams at once against a server: slow readers, clients that leave, what is left behind, CPU a request and a token.
 server-load: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/server_load.py $(ARGS)
+
+# What hostile clients may name as an image, tried against a server: a table of what was sent and answered.
+hostile: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/hostile_media.py
 
 # Instances and launchers killed and frozen under load, 400 times over shm, nixl, ucx and auto: minutes.
 kills: $(STAMP)
