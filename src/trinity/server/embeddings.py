@@ -20,7 +20,7 @@ from trinity.server.fields import make_request, new_id, read_fields, refuse_fiel
 from trinity.server.protocol import encode_json
 
 if TYPE_CHECKING:
-    from trinity import Features
+    from trinity.pipeline.features import Features
 
 UNSERVED_FIELDS: dict[str, tuple[Any, ...]] = {
     "dimensions": (),
