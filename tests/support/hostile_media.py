@@ -32,7 +32,7 @@ PRIVATE = ("10.0.0.1", "172.16.0.1", "192.168.0.1", "100.64.0.1", "169.254.169.2
 
 
 class Tried(NamedTuple):
-    """What was tried, and the answer to it, after so many ``seconds``."""
+    """A try, and the answer to it after so many ``seconds``."""
 
     what: str
     sent: str

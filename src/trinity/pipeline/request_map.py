@@ -46,7 +46,7 @@ def map_requests(
 
 
 class WaitingRoom(Protocol):
-    """Where requests wait for room: a pipeline's front end."""
+    """Place where requests wait for room: a pipeline's front end."""
 
     departures: int
 
