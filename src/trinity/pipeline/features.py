@@ -106,7 +106,7 @@ def _find_wrong_rows(media: Sequence[MediaSpan], rows: tuple[Any, ...]) -> str:
 
 
 def _count_rows(rows: Any) -> int:
-    shape = getattr(rows, "shape", ())
+    shape: Sequence[int] = getattr(rows, "shape", ())
     return int(shape[0]) if len(shape) == 2 else -1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import PrefixHits, RoundRobin, needs
+from trinity.core.routing import PrefixHits, RoundRobin, RoutingPolicy, needs
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import VirtualCluster, make_settings
@@ -36,7 +37,7 @@ from trinity.testing.virtual import VirtualCluster, make_settings
 CAT = encode_alone(work("r", 1, "cat*6", "dog*4"))
 
 
-def features(name: str, *pieces: str, **fields: object) -> Work:
+def features(name: str, *pieces: str, **fields: Any) -> Work:
     return encode_alone(work(name, *pieces, **fields))
 
 
@@ -130,7 +131,7 @@ def test_one_too_large_for_the_instance_is_refused() -> None:
 # ---------------------------------------------------------------- the front end
 
 
-def frontend(*names: str, policy: object = None, **kept: int) -> FrontendCore:
+def frontend(*names: str, policy: RoutingPolicy | None = None, **kept: int) -> FrontendCore:
     core = FrontendCore(policy or RoundRobin(), **kept)
     for name in names:
         core.handle(peer_up(name), 0.0)
