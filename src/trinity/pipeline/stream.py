@@ -46,7 +46,7 @@ class Stream:
     can be entered once.
     """
 
-    traced: ClassVar[bool] = True  # a row of the trace is a prompt and an output, to plan on
+    _traced: ClassVar[bool] = True  # a row of the trace is a prompt and an output, to plan on
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         self.request = request
@@ -333,7 +333,7 @@ def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
     """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
     try:
         metrics.add(stream.output)
-        if stream.traced:
+        if stream._traced:
             trace.append(make_trace_row(stream))
     except Exception:
         logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
